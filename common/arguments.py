@@ -1,0 +1,58 @@
+"""Command line of a recipe: one flat dataclass, a YAML file of defaults, flags that override it."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+from transformers import HfArgumentParser
+
+from . import ASSETS
+
+ArgsType = TypeVar("ArgsType")
+
+
+def parse_args(args_class: type[ArgsType], demo: Path, argv: list[str] | None = None) -> ArgsType:
+    """Reads a recipe's arguments from the command line.
+
+    A first argument that ends in .yaml or .yml sets defaults that the flags after it override. Abbreviations are refused.
+    Without a model and a data set the embedded demo's YAML is that first argument.
+
+    Args:
+        args_class: flat dataclass, its fields made by transformers' `HfArg`.
+        demo: the YAML of the embedded demo.
+        argv: the arguments without the program's name; default `sys.argv[1:]`.
+
+    Raises:
+        SystemExit: unknown argument, wrong type, YAML file missing or not a flat mapping. It names the argument.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = HfArgumentParser(args_class, allow_abbrev=False)
+    if argv and argv[0].endswith((".yaml", ".yml")):
+        # Read as flags, so that types, choices and unknown names are checked by the same parser.
+        argv = yaml_to_flags(argv[0], parser) + argv[1:]
+    (args,) = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    if args.model_name_or_path is None and args.dataset_name is None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"no model and no data set given: running the demo, {demo}", flush=True)
+        (args,) = parser.parse_args_into_dataclasses(yaml_to_flags(demo, parser) + argv, look_for_args_file=False)
+    for name in ("model_name_or_path", "dataset_name"):
+        if getattr(args, name) is None:
+            parser.error(f"--{name} is missing (give both a model and a data set, or neither for the demo)")
+    return args
+
+
+def yaml_to_flags(path: str | Path, parser: HfArgumentParser) -> list[str]:
+    """The flags that say what a flat YAML mapping says; `null` leaves the default, `{assets}` is the assets' folder."""
+    if not Path(path).is_file():
+        parser.error(f"the file of defaults {path!r} does not exist")
+    values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+        parser.error(f"{path}: expected a flat mapping of argument names to values")
+    flags = []
+    for name, value in values.items():
+        if value is not None:
+            values_ = value if isinstance(value, list) else [value]
+            flags += [f"--{name}", *(str(v).replace("{assets}", str(ASSETS)) for v in values_)]
+    return flags

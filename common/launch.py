@@ -1,0 +1,238 @@
+"""One function that returns a right `Accelerator` in plain python, DDP, FSDP2 and every ZeRO stage, on CPU and GPU."""
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    set_seed,
+)
+from torch.overrides import TorchFunctionMode
+
+from . import REPOSITORY
+
+
+def make_accelerator(args, recipe: str) -> Accelerator:
+    """Builds the `Accelerator` that the launcher's environment asks for, and checks that it is what was asked for.
+
+    Derives `gradient_accumulation_steps`, writes accumulation, micro-batch size and clipping into the DeepSpeed
+    config, decides `args.output_dir` once for all ranks, and seeds Python, NumPy and torch with `args.seed`.
+
+    Args:
+        args: needs `train_batch_size micro_train_batch_size max_grad_norm output_dir report_to resume seed`.
+        recipe: the recipe's name, for the default of `output_dir`.
+
+    Raises:
+        SystemExit: batch sizes that do not divide, a missing DeepSpeed JSON, settings that would be silently ignored,
+            a world of another size than the launcher's, a non-empty `output_dir` with `--resume never`.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    accumulation = accumulation_steps(args.train_batch_size, args.micro_train_batch_size, world)
+    on_cpu = not torch.cuda.is_available()
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
+    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
+    quiet()
+    kwargs = {}
+    if deepspeed:
+        kwargs["deepspeed_plugin"] = deepspeed_plugin(accumulation, args.micro_train_batch_size, args.max_grad_norm)
+    elif on_cpu:
+        kwargs["cpu"] = True
+        if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp16":
+            sys.exit("fp16 without DeepSpeed needs a GPU: accelerate would run fp32 here and say nothing. "
+                     "Use accelerate_configs/ds_fp16.yaml (real fp16, emulated on a CPU) or accelerate_configs/cpu.yaml.")  # fmt: skip
+    if on_cpu and "LOCAL_RANK" in os.environ:
+        # Without it accelerate leaves every process believing that it is alone.
+        kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+        if fsdp:
+            # On a CPU accelerate would fall back to DDP in silence.
+            PartialState(cpu=True, backend="gloo")
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    with silenced_stdout(deepspeed):
+        accelerator = Accelerator(
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
+            dataloader_config=DataLoaderConfiguration(),
+            log_with=None if args.report_to == "none" else args.report_to,
+            project_dir=".",
+            step_scheduler_with_optimizer=False,
+            **kwargs,
+        )
+    if accelerator.num_processes != world or accelerator.gradient_accumulation_steps != accumulation:
+        sys.exit(f"asked for {world} processes with {accumulation} accumulation steps, got {accelerator.num_processes} "
+                 f"with {accelerator.gradient_accumulation_steps}: the launcher's settings were not honoured")  # fmt: skip
+    if fsdp != (accelerator.distributed_type == DistributedType.FSDP) or (fsdp and not accelerator.is_fsdp2):
+        sys.exit(f"FSDP2 was asked for, accelerate made {accelerator.distributed_type} (fsdp_version must be 2)")
+    args.output_dir = decide_output_dir(args, recipe, accelerator)
+    accelerator.project_configuration.set_directories(args.output_dir)
+    accelerator.project_configuration.logging_dir = args.output_dir
+    set_seed(args.seed)
+    precision = engine_precision(accelerator)
+    if precision != "no" and on_cpu:
+        emulate_half_on_cpu(precision)
+        accelerator.print(f"NOTE: this machine has no GPU: {precision} is emulated on the CPU, for checking only "
+                          "(half weights, fp32 arithmetic inside each matrix product).")  # fmt: skip
+    accelerator.print(
+        f"train_batch_size {args.train_batch_size} = micro_train_batch_size {args.micro_train_batch_size} x {world} "
+        f"processes x {accumulation} gradient accumulation steps; {describe(accelerator)}; output in {args.output_dir}"
+    )
+    return accelerator
+
+
+def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, processes: int) -> int:
+    """`train_batch_size / (micro_train_batch_size * processes)`, or an exit that names the nearest sizes that divide."""
+    if min(train_batch_size, micro_train_batch_size) < 1:
+        sys.exit(f"--train_batch_size {train_batch_size} and --micro_train_batch_size {micro_train_batch_size} must be at least 1")  # fmt: skip
+    per_step = micro_train_batch_size * processes
+    if train_batch_size % per_step:
+        low = train_batch_size // per_step * per_step
+        sizes = f"{low} or {low + per_step}" if low else str(per_step)
+        micros = [m for m in range(1, train_batch_size + 1) if train_batch_size % (m * processes) == 0]
+        micro = min(micros, key=lambda m: abs(m - micro_train_batch_size), default=None)
+        other = f", or --micro_train_batch_size {micro}" if micro else ""
+        sys.exit(
+            f"--train_batch_size {train_batch_size} is not a multiple of --micro_train_batch_size "
+            f"{micro_train_batch_size} x {processes} processes = {per_step}. Nearest that would do: "
+            f"--train_batch_size {sizes}{other}."
+        )
+    return train_batch_size // per_step
+
+
+def deepspeed_plugin(accumulation: int, micro_train_batch_size: int, max_grad_norm: float):
+    """The launcher's DeepSpeed settings with this run's accumulation, micro-batch size and clipping written in."""
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+    import deepspeed  # slow to import: only where it is used
+    from accelerate import DeepSpeedPlugin
+
+    if not torch.cuda.is_available():
+        # Its first use compiles C++ for more than a minute, and fails without a compiler; gloo does the same work.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator().is_fp16_supported = lambda: True  # emulated, see emulate_half_on_cpu
+    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    plugin = DeepSpeedPlugin(hf_ds_config=read_deepspeed_json(path) if path else None)
+    config = plugin.deepspeed_config
+    for key, value in {
+        "gradient_accumulation_steps": accumulation,
+        "train_micro_batch_size_per_gpu": micro_train_batch_size,
+        "gradient_clipping": float(max_grad_norm),
+    }.items():
+        if config.get(key, "auto") not in ("auto", value):
+            sys.exit(f'the DeepSpeed config sets "{key}": {config[key]}, this run needs {value}. Write "auto" there: '
+                     "the recipe's arguments decide.")  # fmt: skip
+        config[key] = value
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # actors are saved from it
+    plugin.gradient_accumulation_steps = accumulation
+    return plugin
+
+
+def read_deepspeed_json(path: str) -> dict:
+    """The DeepSpeed JSON that a YAML names, relative to the current directory or else to this repository."""
+    for candidate in (Path(path), REPOSITORY / path):
+        if candidate.is_file():
+            config = json.loads(candidate.read_text(encoding="utf-8"))
+            break
+    else:
+        sys.exit(f"the DeepSpeed config {path!r} named by the accelerate YAML was found neither in {Path.cwd()} nor in {REPOSITORY}")  # fmt: skip
+    for half in ("fp16", "bf16"):
+        if config.get(half, {}).get("enabled") == "auto":
+            sys.exit(f'{path}: "{half}": {{"enabled": "auto"}} is silently fp32 unless --mixed_precision is given too. Write true or false.')  # fmt: skip
+    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if mixed != "no" and not config.get(mixed, {}).get("enabled"):
+        sys.exit(f'--mixed_precision {mixed}, but {path} does not enable it. Write "{mixed}": {{"enabled": true}} there.')  # fmt: skip
+    return config
+
+
+def engine_precision(accelerator: Accelerator) -> str:
+    """`"fp16"`, `"bf16"` or `"no"`: what the forward pass computes in, whoever decides it."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        return next((half for half in ("fp16", "bf16") if config.get(half, {}).get("enabled") is True), "no")
+    return accelerator.mixed_precision
+
+
+def zero_stage(accelerator: Accelerator) -> int:
+    """The ZeRO stage; 0 without DeepSpeed."""
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return 0
+    return accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
+
+
+def describe(accelerator: Accelerator) -> str:
+    """How the run computes, in words: `DeepSpeed ZeRO-2 fp16 on cpu`."""
+    kinds = {DistributedType.DEEPSPEED: f"DeepSpeed ZeRO-{zero_stage(accelerator)}", DistributedType.FSDP: "FSDP2"}
+    kind = kinds.get(accelerator.distributed_type, "DDP" if accelerator.num_processes > 1 else "one process")
+    precision = engine_precision(accelerator)
+    return f"{kind} {'fp32' if precision == 'no' else precision} on {accelerator.device.type}"
+
+
+def decide_output_dir(args, recipe: str, accelerator: Accelerator) -> str:
+    """`--output_dir` or `runs/<recipe>/<date-time>`: decided on rank 0, the same on every rank, visible to every rank."""
+    directory = args.output_dir or f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    problem = None
+    if accelerator.is_main_process:
+        path = Path(directory)
+        while not args.output_dir and path.exists():  # two runs started within a second
+            path = path.with_name(path.name + "b")
+        if args.resume == "never" and path.is_dir() and any(path.iterdir()):
+            problem = f"--output_dir {path} already holds another run. Choose another directory, or --resume auto to go on with it."
+        elif path.exists() and not path.is_dir():
+            problem = f"--output_dir {path} is a file"
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+        directory = str(path)
+    directory, problem = broadcast_object_list([directory, problem])
+    if problem:
+        sys.exit(problem)
+    if not all(gather_object([Path(directory).is_dir()])):
+        sys.exit(f"--output_dir {directory} is not visible to every process: several nodes need a shared file system")
+    return directory
+
+
+class HalfLinearInFp32(TorchFunctionMode):
+    """Computes half-precision matrix products in fp32 and rounds the result: what tensor cores do, and on a CPU
+    without half kernels many times faster than the library's own."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.linear and args[0].device.type == "cpu" and args[0].dtype in (torch.float16, torch.bfloat16):
+            values = [*args, *kwargs.values()]
+            return F.linear(*(None if value is None else value.float() for value in values)).to(args[0].dtype)
+        return function(*args, **kwargs)
+
+
+def emulate_half_on_cpu(precision: str) -> None:
+    """Makes half precision on a CPU fast enough to check an fp16 or bf16 run on a laptop."""
+    HalfLinearInFp32().__enter__()  # for the life of the process
+
+
+def quiet() -> None:
+    """Leaves the console to the run: libraries report warnings and errors only."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*(barrier|No device id).*", category=UserWarning)
+
+
+@contextlib.contextmanager
+def silenced_stdout(active: bool):
+    """DeepSpeed prints its set-up with `print`; nothing a user can act on."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if active else sys.stdout):
+        yield

@@ -1,0 +1,177 @@
+"""Exact means over every sample or token of every process since the last log line, with one collective a line."""
+
+import contextlib
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from .progress import Progress
+
+
+class Means:
+    """float64 sums and counts by name. Every rank must add the same names in the same order."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.sums: dict[str, torch.Tensor] = {}  # name -> (sum, count)
+
+    @torch.no_grad()
+    def add(self, values: dict[str, torch.Tensor], weights: torch.Tensor) -> None:
+        """Adds per-sample (or per-token) values; weight zero (filler rows, masked tokens) counts nowhere.
+
+        Args:
+            values: tensors of the shape of `weights`.
+            weights: 1 for what counts, 0 for what does not.
+        """
+        weights = weights.double()
+        for name, value in values.items():
+            value = torch.where(weights > 0, value.double(), 0.0)  # a filler's inf must not become NaN
+            self.merge(name, torch.stack([(value * weights).sum(), weights.sum()]))
+
+    def merge(self, name: str, sum_and_count: torch.Tensor) -> None:
+        self.sums[name] = self.sums[name] + sum_and_count if name in self.sums else sum_and_count
+
+    def reduce(self) -> dict[str, float]:
+        """The means over all processes, in one collective; empties the sums. All ranks must call it."""
+        if not self.sums:
+            return {}
+        table = self.accelerator.reduce(torch.stack(list(self.sums.values())), reduction="sum").tolist()
+        names, self.sums = list(self.sums), {}
+        return {name: total / count for name, (total, count) in zip(names, table) if count}
+
+
+def check_finite(losses: list[tuple], progress: Progress) -> None:
+    """Stops a run whose loss is not a number: no loss scale cures that. An overflow of fp16 gradients is another thing: the
+    engine skips that update.
+
+    Args:
+        losses: (row numbers, losses `[rows, ...]`, weights of the same shape) of each micro-batch of the window.
+
+    Raises:
+        FloatingPointError: with the step and the rows.
+    """
+    finite = torch.stack([torch.isfinite(torch.where(weights > 0, values, 0.0)).all() for _, values, weights in losses])
+    if finite.all():
+        return
+    bad = [
+        f"{row} (loss {value.sum().item()})"
+        for rows, values, weights in losses
+        for row, value, weight in zip(rows, values, weights)
+        if not torch.isfinite(torch.where(weight > 0, value, 0.0)).all()
+    ]
+    raise FloatingPointError(
+        f"the loss of update {progress.global_step + 1} (window {progress.windows_seen}) is not finite, in data rows {', '.join(bad)}. "
+        "Nothing was updated. Look at these rows; lower --learning_rate if the loss had grown; fp16 activations overflow "
+        "where bf16's do not."
+    )
+
+
+class Metrics:
+    """The metrics of a training run: sums pending until their update is applied, log lines, the progress bar.
+
+    Args:
+        output_dir: gets `metrics.jsonl` and, by accelerate's tracker, `tensorboard/`.
+        bar_metric: the recipe's key metric, shown in the bar beside the loss.
+    """
+
+    def __init__(self, accelerator: Accelerator, args, progress: Progress, bar_metric: str):
+        self.accelerator, self.progress, self.bar_metric = accelerator, progress, bar_metric
+        self.file = Path(args.output_dir) / "metrics.jsonl"
+        self.open, self.pending = Means(accelerator), Means(accelerator)
+        self.last_update: dict[str, float] = {}
+        if args.report_to != "none":
+            accelerator.init_trackers("tensorboard")
+        self.bar = tqdm(
+            total=progress.total_steps, initial=progress.global_step, disable=not accelerator.is_main_process,
+            desc="update", dynamic_ncols=True, smoothing=0.05,
+        )  # fmt: skip
+        self.seconds: dict[str, float] = {}
+        self.start_interval()
+
+    def start_interval(self) -> None:
+        """Begins the clock of the next line's `perf/*`."""
+        self.since, self.samples, self.tokens = time.perf_counter(), self.progress.samples, self.progress.tokens
+        self.seconds = {}
+
+    @contextlib.contextmanager
+    def timed(self, name: str):
+        """Adds the block's seconds to `perf/<name>_seconds` of the next line."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def paused(self):
+        """Time spent in the block (evaluation, saving) is not training time: `perf/*` leaves it out."""
+        start = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - start
+
+    def add(self, values: dict[str, torch.Tensor], weights: torch.Tensor) -> None:
+        """See `Means.add`; pending until `window_done`."""
+        self.pending.add(values, weights)
+
+    def window_done(self, applied: bool, **last_update: float | None) -> None:
+        """Keeps the window's sums if its update was applied, drops them if it was skipped.
+
+        Args:
+            last_update: values of this update alone (`grad_norm`, `learning_rate`, `loss_scale`); None is left out.
+        """
+        if applied:
+            if not math.isfinite(last_update.get("grad_norm") or 0.0):
+                raise FloatingPointError(f"the gradient of update {self.progress.global_step} is not finite though its loss is: "
+                                         "the weights are lost. Lower --learning_rate, or resume from a checkpoint.")  # fmt: skip
+            for name, sums in self.pending.sums.items():
+                self.open.merge(name, sums)
+            self.last_update = {name: float(value) for name, value in last_update.items() if value is not None}
+            self.bar.update()
+        self.pending.sums = {}
+
+    def log(self) -> None:
+        """Writes the training line of this `global_step`. All ranks must call it."""
+        elapsed = time.perf_counter() - self.since
+        means, progress = self.open.reduce(), self.progress
+        line = {
+            "loss": means.pop("loss"), **self.last_update, "epoch": progress.epoch, **means,
+            "samples": progress.samples, "tokens": progress.tokens, "skipped_steps": progress.skipped_steps,
+            "perf/samples_per_second": (progress.samples - self.samples) / elapsed,
+            "perf/tokens_per_second": (progress.tokens - self.tokens) / elapsed,
+            **{f"perf/{name}_seconds": value for name, value in self.seconds.items()},
+        }  # fmt: skip
+        if self.accelerator.device.type == "cuda":
+            line["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self.write(line)
+        shown = {"loss": line["loss"], self.bar_metric.split("/")[-1]: line[self.bar_metric]}
+        self.bar.set_postfix({**shown, "tokens/s": line["perf/tokens_per_second"]})
+        self.start_interval()
+
+    def log_evaluation(self, values: dict[str, float], samples: list[str]) -> None:
+        """Writes an evaluation as a line of its own, and shows it with a few answers. All ranks may call it."""
+        if not values:
+            return
+        self.write(values)
+        if self.accelerator.is_main_process:
+            for sample in samples:
+                self.bar.write(sample)
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+            self.bar.write(f"global_step {self.progress.global_step}: {shown}")
+
+    def write(self, values: dict[str, float]) -> None:
+        """One JSON object a line, and the same to the trackers."""
+        step = self.progress.global_step
+        if self.accelerator.is_main_process:
+            with open(self.file, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"global_step": step, **values}) + "\n")
+        self.accelerator.log(values, step=step)
+
+    def close(self) -> None:
+        """Writes a line still open, ends the bar and the trackers. All ranks must call it."""
+        if self.open.sums:
+            self.log()
+        self.bar.close()
+        self.accelerator.end_training()

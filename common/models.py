@@ -1,0 +1,125 @@
+"""Loading a tokenizer and models, freezing a reference, preparing a trainable one, right under every strategy."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from .launch import silenced_stdout, zero_stage
+
+
+def load_tokenizer(name: str):
+    """The tokenizer of a model, with an EOS and a pad token.
+
+    Raises:
+        SystemExit: no tokenizer there, or one without an EOS: it says what to do.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"no tokenizer could be loaded from {name!r}: {first_line(error)}")
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: set tokenizer.eos_token and save it")  # fmt: skip
+    if tokenizer.pad_token_id is None:
+        # Padding is never read by the loss here, so any id would do; a token of its own would resize the model.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_causal_lm(name: str, attn_implementation: str | None, gradient_checkpointing: bool = False) -> PreTrainedModel:
+    """A causal language model in fp32: DeepSpeed and autocast make the half weights, with exact fp32 masters.
+
+    Raises:
+        SystemExit: nothing there, or an architecture that transformers does not know.
+    """
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        sys.exit(f"--model_name_or_path {name!r} is a folder without config.json: not a Hugging Face model")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=attn_implementation, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"no causal language model could be loaded from {name!r}: {first_line(error)}")
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def model_fingerprint(name: str, model: PreTrainedModel) -> list:
+    """What names a model's weights: the hub's commit, or path, size and time of each file of a local folder."""
+    folder = Path(name)
+    files = sorted(file for file in folder.glob("*") if file.is_file()) if folder.is_dir() else []
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return [str(folder.resolve()) if files else name, getattr(model.config, "_commit_hash", None), stats]
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def check_vocabulary(model: nn.Module, tokenizer) -> None:
+    """Refuses a tokenizer that writes ids the model has no embedding for."""
+    size = model.config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        sys.exit(f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary_size is {size}: they do not belong together")  # fmt: skip
+
+
+def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """Parameter groups with weight decay on matrices only, as is usual: not on biases and norms."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) >= 2]  # ZeRO-3 hides the shape
+    others = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def prepare(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
+    """`accelerator.prepare`, then puts back the fp32 buffers that DeepSpeed's `module.half()` rounds.
+
+    Rotary frequencies are such buffers: rounded, positions drift, and the saved actor, whose buffers are computed anew in
+    fp32 when it is loaded, would not be the model that was trained.
+    """
+    with exact_buffers(accelerator, model), silenced_stdout(accelerator.distributed_type == DistributedType.DEEPSPEED):
+        return accelerator.prepare(model, optimizer)
+
+
+def prepare_frozen(accelerator, model: nn.Module) -> nn.Module:
+    """A model that is only read (a reference, a reward model): on the device, in evaluation mode, in the precision of the
+    trained one; under ZeRO-3 sharded like it, not replicated."""
+    model.eval().requires_grad_(False)
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return model.to(accelerator.device)
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    with exact_buffers(accelerator, model):
+        if zero_stage(accelerator) < 3:
+            dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+            half = next((dtypes[k] for k in dtypes if config.get(k, {}).get("enabled") is True), torch.float32)
+            return model.to(accelerator.device, half)
+        import deepspeed
+
+        keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp16", "bf16", "zero_optimization")
+        inference = {key: config[key] for key in keys if key in config} | {"steps_per_print": float("inf")}
+        inference["zero_optimization"] = {k: v for k, v in config["zero_optimization"].items() if k != "offload_optimizer"}
+        with silenced_stdout(True):
+            engine, *_ = deepspeed.initialize(model=model, config=inference)
+    return engine.eval()
+
+
+@contextlib.contextmanager
+def exact_buffers(accelerator, model: nn.Module):
+    """Restores floating-point buffers that the block rounds to half precision."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    yield
+    for name, buffer in model.named_buffers():
+        if name in before and buffer.dtype != before[name].dtype:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = before[name].to(accelerator.device)
+
+
+def loss_scale(accelerator, prepared: nn.Module) -> float | None:
+    """The current scale of the loss under fp16; None where there is none."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return getattr(prepared.optimizer, "cur_scale", None) if prepared.fp16_enabled() else None
+    return accelerator.scaler.get_scale() if accelerator.scaler is not None else None

@@ -1,0 +1,87 @@
+"""Counting: updates applied, updates skipped, windows consumed; when to log, evaluate and save; when to end."""
+
+import dataclasses
+import math
+import sys
+
+
+@dataclasses.dataclass
+class Progress:
+    """The counters of a run. They go into a checkpoint as they are.
+
+    Attributes:
+        global_step: optimizer updates applied; the one x-axis.
+        skipped_steps: updates that an fp16 overflow made the engine skip.
+        windows_seen: windows consumed, applied or skipped: the position in the data.
+        samples, tokens: trained on so far, in applied updates.
+    """
+
+    n_rows: int
+    train_batch_size: int
+    max_epochs: int
+    max_steps: int
+    global_step: int = 0
+    skipped_steps: int = 0
+    windows_seen: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def __post_init__(self):
+        if self.max_steps < 0 or (self.max_steps == 0 and self.max_epochs < 1):
+            sys.exit(f"--max_epochs {self.max_epochs} and --max_steps {self.max_steps}: give at least one epoch, or a number of updates")  # fmt: skip
+
+    @property
+    def windows_per_epoch(self) -> int:
+        return math.ceil(self.n_rows / self.train_batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        """The horizon of the schedule: `max_steps`, else the windows of all epochs."""
+        return self.max_steps or self.max_epochs * self.windows_per_epoch
+
+    @property
+    def epoch(self) -> float:
+        return self.windows_seen / self.windows_per_epoch
+
+    @property
+    def finished(self) -> bool:
+        """`max_steps` counts applied updates; an epoch run ends when its windows end."""
+        if self.max_steps:
+            return self.global_step >= self.max_steps
+        return self.windows_seen >= self.max_epochs * self.windows_per_epoch
+
+    def window_done(self, applied: bool, samples: int, tokens: int) -> None:
+        """Counts one window; what a skipped one held was not trained on."""
+        self.windows_seen += 1
+        self.skipped_steps += not applied
+        if applied:
+            self.global_step += 1
+            self.samples += samples
+            self.tokens += tokens
+
+    def every(self, interval: float) -> int:
+        """An interval in updates: below 1 it is a share of all of them; 0 is never."""
+        return math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
+
+    def due(self, interval: float) -> bool:
+        """Whether this applied update is one to evaluate or save at: a multiple of the interval, or the last."""
+        every = self.every(interval)
+        return self.finished or (every > 0 and self.global_step % every == 0)
+
+    def log_due(self, interval: float) -> bool:
+        """Whether this applied update is one to log at: the first, too."""
+        return self.global_step == 1 or self.due(interval)
+
+    def describe(self) -> str:
+        last = self.n_rows % self.train_batch_size
+        return (
+            f"{self.n_rows} samples / train_batch_size {self.train_batch_size} = {self.windows_per_epoch} updates an epoch"
+            f"{f', the last of {last} samples' if last else ''}; {self.total_steps} updates in all"
+        )
+
+
+def check_intervals(**intervals: float) -> None:
+    """Refuses what is neither a number of updates nor a share of them."""
+    for name, value in intervals.items():
+        if value < 0 or (value >= 1 and value != int(value)):
+            sys.exit(f"--{name} {value}: expected 0 (never), a share below 1, or a whole number of updates")

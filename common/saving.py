@@ -1,0 +1,66 @@
+"""Saving the actor as an ordinary Hugging Face folder: collective, whole or not there, right under every ZeRO stage."""
+
+import os
+import shutil
+from pathlib import Path
+
+
+def save_actor(accelerator, prepared, unwrapped, tokenizer, output_dir: str, global_step: int = 0, limit: int = 0) -> None:
+    """Writes `unwrapped.model` with the weights the forward pass used, bit for bit, as `<output_dir>/actor`, or during training
+    as `<output_dir>/actors/global_step_...`. All ranks must call it.
+
+    Args:
+        prepared: what `accelerator.prepare` returned for the `LogProbModel`.
+        unwrapped: the `LogProbModel` itself.
+        global_step: names the folder; 0 for the last actor. A folder already there is replaced whole: an interrupted write leaves it.
+        limit: folders of `actors/` to keep; 0 keeps all.
+    """
+    weights = accelerator.get_state_dict(prepared)  # every rank: under ZeRO-3 and FSDP2 it gathers
+    if accelerator.is_main_process:
+        prefix = "model."
+        weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        directory = Path(output_dir, "actors", f"global_step_{global_step:06d}") if global_step else Path(output_dir, "actor")
+        directory.parent.mkdir(exist_ok=True)
+        temporary = directory.with_name(f".{directory.name}.writing")
+        shutil.rmtree(temporary, ignore_errors=True)
+        unwrapped.model.save_pretrained(temporary, state_dict=weights)
+        tokenizer.save_pretrained(temporary)
+        replace_directory(temporary, directory)
+        if global_step:
+            rotate(directory.parent, limit)
+    accelerator.wait_for_everyone()
+
+
+def replace_directory(temporary: Path, directory: Path) -> None:
+    """Flushes a written directory to disk and puts it in place of another."""
+    flush(temporary)
+    old = directory.with_name(f".{directory.name}.old")
+    if directory.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        directory.rename(old)
+    temporary.rename(directory)
+    flush_entry(directory.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def flush(directory: Path) -> None:
+    """fsync of every file and folder below a directory, and of itself."""
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            flush_entry(Path(folder) / name)
+        flush_entry(Path(folder))
+
+
+def flush_entry(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Deletes all but the newest `keep` of the `global_step_*` folders; 0 keeps all."""
+    steps = sorted(path for path in folder.glob("global_step_*") if path.is_dir())
+    for path in steps[:-keep] if keep else []:
+        shutil.rmtree(path)

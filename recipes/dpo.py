@@ -1,0 +1,287 @@
+"""Direct Preference Optimization: raise the chosen answer over the rejected one, held near a reference policy.
+
+Rafailov et al. 2023, arXiv:2305.18290. Loss of one pair, h = log pi(chosen)/ref(chosen) - log pi(rejected)/ref(rejected):
+
+    loss = -log sigmoid(beta * h)
+
+Demo, offline:   python recipes/dpo.py
+One GPU:         accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/dpo.py --model_name_or_path M --dataset_name D
+N GPUs:          accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/dpo.py --model_name_or_path M --dataset_name D
+DeepSpeed fp16:  accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/dpo.py
+Docs, metrics:   docs/dpo.md
+"""
+
+# ============================================================ imports
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import get_scheduler
+from transformers.hf_argparser import HfArg
+
+import common
+from common.arguments import parse_args
+from common.cache import cached_array
+from common.data import column_names, load_evaluation_sets, load_tokenized, preference_row
+from common.generation import exact_match
+from common.launch import engine_precision, make_accelerator
+from common.logprobs import LogProbModel, check_logprobs
+from common.metrics import Means, Metrics, check_finite
+from common.models import (
+    check_vocabulary,
+    load_causal_lm,
+    load_tokenizer,
+    loss_scale,
+    model_fingerprint,
+    optimizer_groups,
+    prepare,
+    prepare_frozen,
+)
+from common.progress import Progress, check_intervals
+from common.saving import save_actor
+from common.windows import arrange, evaluation_batches, pad, window_rows
+
+common.check_recipe(__file__)
+
+
+# ============================================================ arguments
+@dataclass
+class Args:
+    model_name_or_path: str | None = HfArg(default=None, help="policy to train: hub name or folder")
+    ref_model_name_or_path: str | None = HfArg(default=None, help="reference policy; default: the policy as it starts")
+    dataset_name: str | None = HfArg(default=None, help="pairs: hub name, hub name:config, file or folder")
+    dataset_split: str = HfArg(default="train", help="split of --dataset_name")
+    eval_dataset_name: list[str] | None = HfArg(default=None, help="held-out pairs, one or several sets; a column answer adds exact match")
+    eval_dataset_split: str = HfArg(default="train", help="split of --eval_dataset_name (a local file's is train)")
+    columns: list[str] | None = HfArg(default=None, help="where a format's column stands in the data, such as prompt=question")
+    output_dir: str | None = HfArg(default=None, help="default: runs/dpo/<date-time>")
+
+    beta: float = HfArg(default=0.1, help="strength of the pull to the reference")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = HfArg(default="sigmoid", help="see preference_loss")
+    label_smoothing: float = HfArg(default=0.0, help="probability that a label is wrong (sigmoid: cDPO; robust)")
+    precompute_ref_log_probs: bool = HfArg(default=False, help="reference log-probs once, cached on disk; no reference in memory")
+
+    train_batch_size: int = HfArg(default=64, help="pairs of one update, over all processes")
+    micro_train_batch_size: int = HfArg(default=4, help="pairs one process runs at once")
+    max_epochs: int = HfArg(default=1, help="passes over the data")
+    max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
+    max_length: int = HfArg(default=1024, help="tokens of prompt and answer; what is longer is cut at the end")
+    learning_rate: float = HfArg(default=5e-7, help="peak learning rate")
+    lr_scheduler_type: str = HfArg(default="linear", help="a name transformers.get_scheduler knows")
+    warmup_steps: float = HfArg(default=0.1, help="updates of warm-up; below 1 a share of all")
+    weight_decay: float = HfArg(default=0.0, help="on matrices, not on biases and norms")
+    adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
+    max_grad_norm: float = HfArg(default=1.0, help="gradient clipping; 0: none")
+    gradient_checkpointing: bool = HfArg(default=False, help="less memory for more time")
+    attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
+    seed: int = HfArg(default=0, help="data order and dropout")
+
+    logging_steps: float = HfArg(default=1, help="updates between log lines; below 1 a share of all")
+    eval_steps: float = HfArg(default=0, help="updates between evaluations; 0: only before and after")
+    max_new_tokens: int = HfArg(default=256, help="longest answer in evaluation by exact match")
+    save_actor_steps: float = HfArg(default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor")
+    save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
+    resume: str = HfArg(default="never", help="never")
+    report_to: Literal["tensorboard", "none"] = HfArg(default="tensorboard", help="metrics.jsonl is always written")
+
+
+# ============================================================ the algorithm
+def preference_loss(
+    chosen_ratios: torch.Tensor, rejected_ratios: torch.Tensor, chosen_tokens: torch.Tensor, rejected_tokens: torch.Tensor,
+    beta: float, loss_type: str, label_smoothing: float = 0.0,
+) -> torch.Tensor:  # fmt: skip
+    """Loss of each pair, fp32 `[pairs]`.
+
+    Args:
+        chosen_ratios, rejected_ratios: `[pairs]`, log pi(answer) - log ref(answer), summed over the answer.
+        chosen_tokens, rejected_tokens: `[pairs]`, tokens of the answers, over which IPO averages.
+
+    Sources: sigmoid arXiv:2305.18290 eq. 7; its label smoothing (cDPO) Mitchell 2023; robust arXiv:2403.00409 eq. 11;
+    hinge (SLiC) arXiv:2309.06657 eq. 10; ipo arXiv:2310.12036 eq. 17, on averages as its authors advise and TRL does.
+    """
+    scaled = beta * (chosen_ratios - rejected_ratios)
+    right, wrong = -F.logsigmoid(scaled), -F.logsigmoid(-scaled)
+    if loss_type == "sigmoid":
+        return (1 - label_smoothing) * right + label_smoothing * wrong
+    if loss_type == "robust":
+        return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+    if loss_type == "hinge":
+        return torch.relu(1 - scaled)
+    return (chosen_ratios / chosen_tokens - rejected_ratios / rejected_tokens - 1 / (2 * beta)) ** 2  # ipo
+
+
+def collate(columns: dict, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs as `input_ids` and `scored` (the answers' tokens), `[2 * pairs, longest]`: all chosen, then all rejected."""
+    prompts, answers = columns["prompt_ids"] * 2, columns["chosen_ids"] + columns["rejected_ids"]
+    input_ids = pad([prompt + answer for prompt, answer in zip(prompts, answers)], 0, device)
+    scored = pad([[0] * len(prompt) + [1] * len(answer) for prompt, answer in zip(prompts, answers)], 0, device)
+    return input_ids, scored.bool()
+
+
+def compare(scores: dict, scored: torch.Tensor, ref_logps: torch.Tensor, args: Args):
+    """Losses and metrics of pairs.
+
+    Args:
+        scores: the policy's, see `LogProbModel.forward`.
+        ref_logps: `[2 * pairs]`, the reference's log-probs of the answers.
+
+    Returns:
+        losses `[pairs]`, metrics of pairs `[pairs]`, and for chosen and rejected the logits `[pairs, length]` with the
+        mask of their tokens.
+    """
+    logps, tokens = scores["logps"].sum(1), scored.sum(1)
+    (chosen, rejected), (chosen_tokens, rejected_tokens) = logps.chunk(2), tokens.chunk(2)
+    chosen_ratios, rejected_ratios = (logps - ref_logps).chunk(2)
+    losses = preference_loss(
+        chosen_ratios, rejected_ratios, chosen_tokens, rejected_tokens, args.beta, args.loss_type, args.label_smoothing
+    )
+    rewards = args.beta * chosen_ratios, args.beta * rejected_ratios
+    metrics = {
+        "loss": losses, "rewards/chosen": rewards[0], "rewards/rejected": rewards[1],
+        "rewards/accuracies": (rewards[0] > rewards[1]).float(), "rewards/margins": rewards[0] - rewards[1],
+        "logps/chosen": chosen, "logps/rejected": rejected,
+    }  # fmt: skip
+    halves = zip(("logits/chosen", "logits/rejected"), scores["mean_logits"].chunk(2), scored[:, 1:].chunk(2))
+    return losses, metrics, list(halves)
+
+
+@torch.no_grad()
+def reference_logps(accelerator, reference, dataset, micro_batch_size: int) -> np.ndarray:
+    """The reference's log-probs of every pair's answers, fp32 `[rows, 2]`, the same on every rank."""
+    table = torch.zeros(len(dataset), 2, device=accelerator.device)
+    for rows, columns, weights in evaluation_batches(accelerator, dataset, micro_batch_size):
+        with accelerator.autocast():
+            logps = reference(*collate(columns, accelerator.device))["logps"].sum(1)
+        real = weights > 0  # a filler is another process's row
+        table[torch.tensor(rows, device=accelerator.device)[real]] = torch.stack(logps.chunk(2), 1)[real]
+    return accelerator.reduce(table, reduction="sum").cpu().numpy()
+
+
+def main():
+    # ============================================================ accelerator
+    args = parse_args(Args, demo=common.ASSETS / "dpo.yaml")
+    accelerator = make_accelerator(args, "dpo")
+    check_intervals(logging_steps=args.logging_steps, eval_steps=args.eval_steps, save_actor_steps=args.save_actor_steps)
+    if args.loss_type == "robust" and not 0 <= args.label_smoothing < 0.5:
+        raise SystemExit(f"--label_smoothing {args.label_smoothing}: robust needs a value from 0 to below 0.5")
+
+    # ============================================================ data
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    how = dict(function=preference_row, tokenizer=tokenizer, columns=column_names(args.columns), max_length=args.max_length)
+    train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
+    eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
+    lengths = np.array(train_set["length"])
+    progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
+    accelerator.print(progress.describe())
+
+    # ============================================================ model and optimizer
+    policy = LogProbModel(load_causal_lm(args.model_name_or_path, args.attn_implementation, args.gradient_checkpointing))
+    check_vocabulary(policy, tokenizer)
+    optimizer = torch.optim.AdamW(optimizer_groups(policy, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
+    warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
+    model, optimizer = prepare(accelerator, policy, optimizer)
+    check_logprobs(model, policy, train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"], accelerator.device)
+
+    # ============================================================ reference
+    ref_name = args.ref_model_name_or_path or args.model_name_or_path
+    reference = LogProbModel(load_causal_lm(ref_name, args.attn_implementation))
+    check_vocabulary(reference, tokenizer)
+    key = ["dpo reference", model_fingerprint(ref_name, reference), engine_precision(accelerator)]
+    reference = prepare_frozen(accelerator, reference)
+    ref_tables = {}
+    if args.precompute_ref_log_probs:
+        for name, dataset in {"train": train_set, **eval_sets}.items():
+            ref_tables[name] = cached_array(
+                accelerator, [*key, dataset._fingerprint],
+                partial(reference_logps, accelerator, reference, dataset, args.micro_train_batch_size),
+            )  # fmt: skip
+        reference = None
+
+    def reference_of(name: str, rows: list[int], input_ids, scored) -> torch.Tensor:
+        """`[2 * pairs]`: the reference's log-probs of the answers, from the table or the model."""
+        if reference is None:
+            return torch.from_numpy(ref_tables[name][rows].T.reshape(-1)).to(accelerator.device)
+        with torch.no_grad(), accelerator.autocast():
+            return reference(input_ids, scored)["logps"].sum(1)
+
+    # ============================================================ the loop
+    metrics = Metrics(accelerator, args, progress, bar_metric="rewards/accuracies")
+    steps, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
+    metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args))
+    model.train()
+    metrics.start_interval()
+    while not progress.finished:
+        window = window_rows(len(train_set), args.train_batch_size, args.seed, progress.windows_seen)
+        micro_batches = arrange(window, lengths, args.micro_train_batch_size, processes, accelerator.process_index, steps)
+        scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
+        for rows, weights in micro_batches:
+            with metrics.timed("data"):
+                columns, weights = train_set[rows], torch.tensor(weights, device=accelerator.device)
+                input_ids, scored = collate(columns, accelerator.device)
+            with accelerator.accumulate(model):
+                ref_logps = reference_of("train", rows, input_ids, scored)
+                losses, values, logits = compare(model(input_ids, scored), scored, ref_logps, args)
+                seen.append((columns["row"], losses.detach(), weights))
+                if accelerator.sync_gradients:
+                    check_finite(seen, progress)
+                # The mean over the window's pairs: the engine divides by accumulation steps and processes.
+                accelerator.backward((losses * weights).sum() * steps * processes / len(window))
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+                optimizer.step()
+                optimizer.zero_grad()
+            metrics.add(values, weights)
+            for name, value, mask in logits:
+                metrics.add({name: value}, mask * weights[:, None])
+        applied = not accelerator.optimizer_step_was_skipped
+        progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
+        metrics.window_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale)
+        if not applied:
+            continue
+        scheduler.step()
+        if progress.log_due(args.logging_steps):
+            metrics.log()
+        if progress.due(args.eval_steps):
+            with metrics.paused():
+                metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args))
+        if args.save_actor_steps and progress.due(args.save_actor_steps):
+            with metrics.paused():
+                save_actor(accelerator, model, policy, tokenizer, args.output_dir, progress.global_step, args.save_actor_limit)
+    metrics.close()
+    save_actor(accelerator, model, policy, tokenizer, args.output_dir)
+    accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor")
+
+
+# ============================================================ evaluation and saving
+@torch.no_grad()
+def evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args: Args) -> tuple[dict[str, float], list[str]]:
+    """The training metrics over each held-out set, exact over all processes, exact match where it has answers; samples."""
+    training, line, samples = model.training, {}, []
+    model.eval()
+    for prefix, dataset in eval_sets.items():
+        means = Means(accelerator)
+        for rows, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size):
+            input_ids, scored = collate(columns, accelerator.device)
+            ref_logps = reference_of(prefix, rows, input_ids, scored)
+            _, values, logits = compare(model(input_ids, scored), scored, ref_logps, args)
+            means.add(values, weights)
+            for name, value, mask in logits:
+                means.add({name: value}, mask * weights[:, None])
+        if "answer" in dataset.column_names:
+            right, some = exact_match(
+                accelerator, model, policy.model, tokenizer, dataset, 8 * args.micro_train_batch_size, args.max_new_tokens
+            )
+            means.add({"exact_match": right}, torch.ones_like(right))
+            samples += some
+        line |= {prefix + name: value for name, value in means.reduce().items()}
+    model.train(training)
+    return line, samples
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Supervised fine-tuning: raise the likelihood of demonstrated answers.
+
+Ouyang et al. 2022, arXiv:2203.02155, section 3.5. Loss of a window, over its target tokens y_t:
+
+    loss = mean over all target tokens of -log pi(y_t | y_<t)
+
+Demo, offline:   python recipes/sft.py
+One GPU:         accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/sft.py --model_name_or_path M --dataset_name D
+N GPUs:          accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/sft.py --model_name_or_path M --dataset_name D
+DeepSpeed fp16:  accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/sft.py
+Docs, metrics:   docs/sft.md
+"""
+
+# ============================================================ imports
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import get_scheduler
+from transformers.hf_argparser import HfArg
+
+import common
+from common.arguments import parse_args
+from common.data import column_names, load_evaluation_sets, load_tokenized, sft_row
+from common.generation import exact_match
+from common.launch import make_accelerator
+from common.logprobs import LogProbModel, check_logprobs
+from common.metrics import Means, Metrics, check_finite
+from common.models import check_vocabulary, load_causal_lm, load_tokenizer, loss_scale, optimizer_groups, prepare
+from common.progress import Progress, check_intervals
+from common.saving import save_actor
+from common.windows import arrange, evaluation_batches, pad, window_rows
+
+common.check_recipe(__file__)
+
+
+# ============================================================ arguments
+@dataclass
+class Args:
+    model_name_or_path: str | None = HfArg(default=None, help="model to train: hub name or folder")
+    dataset_name: str | None = HfArg(default=None, help="demonstrations: hub name, hub name:config, file or folder")
+    dataset_split: str = HfArg(default="train", help="split of --dataset_name")
+    eval_dataset_name: list[str] | None = HfArg(default=None, help="held-out rows, one or several sets; a column answer adds exact match")
+    eval_dataset_split: str = HfArg(default="train", help="split of --eval_dataset_name (a local file's is train)")
+    columns: list[str] | None = HfArg(default=None, help="where a format's column stands in the data, such as prompt=question")
+    output_dir: str | None = HfArg(default=None, help="default: runs/sft/<date-time>")
+
+    loss_on: Literal["assistant", "completion", "all"] = HfArg(
+        default="assistant", help="assistant: every assistant turn, or the completion; completion: the last turn; all: every token"
+    )
+
+    train_batch_size: int = HfArg(default=64, help="rows of one update, over all processes")
+    micro_train_batch_size: int = HfArg(default=4, help="rows one process runs at once")
+    max_epochs: int = HfArg(default=1, help="passes over the data")
+    max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
+    max_length: int = HfArg(default=1024, help="tokens of a row; what is longer is cut at the end")
+    learning_rate: float = HfArg(default=2e-5, help="peak learning rate")
+    lr_scheduler_type: str = HfArg(default="linear", help="a name transformers.get_scheduler knows")
+    warmup_steps: float = HfArg(default=0.03, help="updates of warm-up; below 1 a share of all")
+    weight_decay: float = HfArg(default=0.0, help="on matrices, not on biases and norms")
+    adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
+    max_grad_norm: float = HfArg(default=1.0, help="gradient clipping; 0: none")
+    gradient_checkpointing: bool = HfArg(default=False, help="less memory for more time")
+    attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
+    seed: int = HfArg(default=0, help="data order and dropout")
+
+    logging_steps: float = HfArg(default=1, help="updates between log lines; below 1 a share of all")
+    eval_steps: float = HfArg(default=0, help="updates between evaluations; 0: only before and after")
+    max_new_tokens: int = HfArg(default=256, help="longest answer in evaluation by exact match")
+    save_actor_steps: float = HfArg(default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor")
+    save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
+    resume: str = HfArg(default="never", help="never")
+    report_to: Literal["tensorboard", "none"] = HfArg(default="tensorboard", help="metrics.jsonl is always written")
+
+
+# ============================================================ the algorithm
+def collate(columns: dict, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as `input_ids` and `scored` (the target tokens), `[rows, longest]`."""
+    return pad(columns["input_ids"], 0, device), pad(columns["targets"], False, device).bool()
+
+
+def compare(scores: dict, scored: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict, torch.Tensor]:
+    """Losses of the target tokens, their metrics, and their weights, each `[rows, length - 1]`.
+
+    Args:
+        scores: the model's, see `LogProbModel.forward`.
+        weights: `[rows]`, 0 for a filler row.
+    """
+    losses = -scores["logps"]
+    return losses, {"loss": losses, "mean_token_accuracy": scores["correct"]}, scored[:, 1:] * weights[:, None]
+
+
+def main():
+    # ============================================================ accelerator
+    args = parse_args(Args, demo=common.ASSETS / "sft.yaml")
+    accelerator = make_accelerator(args, "sft")
+    check_intervals(logging_steps=args.logging_steps, eval_steps=args.eval_steps, save_actor_steps=args.save_actor_steps)
+
+    # ============================================================ data
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    how = dict(function=sft_row, tokenizer=tokenizer, columns=column_names(args.columns), max_length=args.max_length, loss_on=args.loss_on)
+    train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
+    eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
+    lengths, targets = np.array(train_set["length"]), np.array(train_set["n_targets"])
+    progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
+    accelerator.print(progress.describe())
+
+    # ============================================================ model and optimizer
+    actor = LogProbModel(load_causal_lm(args.model_name_or_path, args.attn_implementation, args.gradient_checkpointing))
+    check_vocabulary(actor, tokenizer)
+    optimizer = torch.optim.AdamW(optimizer_groups(actor, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
+    warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
+    model, optimizer = prepare(accelerator, actor, optimizer)
+    check_logprobs(model, actor, train_set[0]["input_ids"], accelerator.device)
+
+    # ============================================================ the loop
+    metrics = Metrics(accelerator, args, progress, bar_metric="mean_token_accuracy")
+    steps, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
+    metrics.log_evaluation(*evaluate(accelerator, model, actor, tokenizer, eval_sets, args))
+    model.train()
+    metrics.start_interval()
+    while not progress.finished:
+        window = window_rows(len(train_set), args.train_batch_size, args.seed, progress.windows_seen)
+        micro_batches = arrange(window, lengths, args.micro_train_batch_size, processes, accelerator.process_index, steps)
+        scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
+        for rows, weights in micro_batches:
+            with metrics.timed("data"):
+                columns, weights = train_set[rows], torch.tensor(weights, device=accelerator.device)
+                input_ids, scored = collate(columns, accelerator.device)
+            with accelerator.accumulate(model):
+                losses, values, token_weights = compare(model(input_ids, scored), scored, weights)
+                seen.append((columns["row"], losses.detach(), token_weights))
+                if accelerator.sync_gradients:
+                    check_finite(seen, progress)
+                # The mean over the window's target tokens: the engine divides by accumulation steps and processes.
+                accelerator.backward((losses * token_weights).sum() * steps * processes / int(targets[window].sum()))
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+                optimizer.step()
+                optimizer.zero_grad()
+            metrics.add(values, token_weights)
+        applied = not accelerator.optimizer_step_was_skipped
+        progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
+        metrics.window_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale)
+        if not applied:
+            continue
+        scheduler.step()
+        if progress.log_due(args.logging_steps):
+            metrics.log()
+        if progress.due(args.eval_steps):
+            with metrics.paused():
+                metrics.log_evaluation(*evaluate(accelerator, model, actor, tokenizer, eval_sets, args))
+        if args.save_actor_steps and progress.due(args.save_actor_steps):
+            with metrics.paused():
+                save_actor(accelerator, model, actor, tokenizer, args.output_dir, progress.global_step, args.save_actor_limit)
+    metrics.close()
+    save_actor(accelerator, model, actor, tokenizer, args.output_dir)
+    accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor")
+
+
+# ============================================================ evaluation and saving
+@torch.no_grad()
+def evaluate(accelerator, model, actor, tokenizer, eval_sets, args: Args) -> tuple[dict[str, float], list[str]]:
+    """The training metrics over each held-out set, exact over all processes, exact match where it has answers; samples."""
+    training, line, samples = model.training, {}, []
+    model.eval()
+    for prefix, dataset in eval_sets.items():
+        means = Means(accelerator)
+        for _, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size):
+            input_ids, scored = collate(columns, accelerator.device)
+            _, values, token_weights = compare(model(input_ids, scored), scored, weights)
+            means.add(values, token_weights)
+        if "answer" in dataset.column_names:
+            right, some = exact_match(
+                accelerator, model, actor.model, tokenizer, dataset, 8 * args.micro_train_batch_size, args.max_new_tokens
+            )
+            means.add({"exact_match": right}, torch.ones_like(right))
+            samples += some
+        line |= {prefix + name: value for name, value in means.reduce().items()}
+    model.train(training)
+    return line, samples
+
+
+if __name__ == "__main__":
+    main()
