@@ -1,7 +1,13 @@
 """What every recipe must do alike and no forker wants to change: counting, reducing, saving, launching, data order, log-probs."""
 
+import os
 import sys
 from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns of it wherever it is imported
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"

@@ -62,11 +62,10 @@ def greedy_answers(
         prompt number -> answer. Over all processes each prompt occurs once.
     """
     lengths = np.array([len(prompt) for prompt in prompts])
-    settings = GenerationConfig.from_model_config(model.config)
     stops = {tokenizer.eos_token_id} | set(np.atleast_1d(model.generation_config.eos_token_id or []).tolist())
-    settings.update(
-        do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(stops),
+    settings = GenerationConfig(  # said in full: what is left out would be taken from the model's own generation config
+        do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(stops),
     )  # fmt: skip
     answers = {}
     training = prepared.training
@@ -80,9 +79,7 @@ def greedy_answers(
             ids = pad([prompts[row] for row in rows], tokenizer.pad_token_id, accelerator.device, left=True)
             mask = pad([[1] * len(prompts[row]) for row in rows], 0, accelerator.device, left=True)
             with accelerator.autocast():
-                out = model.generate(
-                    input_ids=ids, attention_mask=mask, generation_config=settings, synced_gpus=False, use_model_defaults=False
-                )  # fmt: skip
+                out = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings, synced_gpus=False)
             texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
             answers.update(zip(rows, texts))
     prepared.train(training)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -88,7 +89,7 @@ class Metrics:
             accelerator.init_trackers("tensorboard")
         self.bar = tqdm(
             total=progress.total_steps, initial=progress.global_step, disable=not accelerator.is_main_process,
-            desc="update", dynamic_ncols=True, smoothing=0.05,
+            desc="update", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 10,
         )  # fmt: skip
         self.seconds: dict[str, float] = {}
         self.start_interval()
@@ -147,7 +148,7 @@ class Metrics:
             line["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.write(line)
         shown = {"loss": line["loss"], self.bar_metric.split("/")[-1]: line[self.bar_metric]}
-        self.bar.set_postfix({**shown, "tokens/s": line["perf/tokens_per_second"]})
+        self.bar.set_postfix({**shown, "tokens/s": line["perf/tokens_per_second"]}, refresh=False)
         self.start_interval()
 
     def log_evaluation(self, values: dict[str, float], samples: list[str]) -> None:

@@ -252,8 +252,8 @@ def main():
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.paused():
                 save_actor(accelerator, model, policy, tokenizer, args.output_dir, progress.global_step, args.save_actor_limit)
-    metrics.close()
     save_actor(accelerator, model, policy, tokenizer, args.output_dir)
+    metrics.close()
     accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor")
 
 

@@ -1,0 +1,114 @@
+"""Makes the embedded demo: a tiny tokenizer, a tiny Llama, and data in the ecosystem's formats. See README.md beside it.
+
+The task is two-digit addition, where better is measurable: the share of held-out problems answered exactly right.
+
+    python assets/make_assets.py base WORK          tokenizer, untrained model and SFT data
+    python assets/make_assets.py preferences        pairs whose rejected answers the SFT model itself gave
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ASSETS = Path(__file__).resolve().parent
+SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+HELD_OUT = 500
+
+
+def problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """All sums of two numbers below 100, shuffled: (for training, held out)."""
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(0).shuffle(pairs)
+    return pairs[HELD_OUT:], pairs[:HELD_OUT]
+
+
+def question(pair: tuple[int, int]) -> list[dict]:
+    return [{"role": "user", "content": f"{pair[0]}+{pair[1]}="}]
+
+
+def answer(text: str) -> list[dict]:
+    return [{"role": "assistant", "content": text}]
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{path}: {len(rows)} rows")
+
+
+def make_base(folder: Path) -> None:
+    """Tokenizer (one token a byte, so that it can write any text), random model, SFT data."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(SPECIAL + alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>", additional_special_tokens=SPECIAL[2:]
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=264, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=512, tie_word_embeddings=True, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    train, held_out = problems()
+    for name, pairs in (("sft_train", train), ("sft_eval", held_out)):
+        rows = [{"messages": question(p) + answer(str(sum(p)))} for p in pairs]
+        if name == "sft_eval":
+            rows = [{**row, "answer": str(sum(p))} for row, p in zip(rows, pairs)]
+        write_jsonl(ASSETS / f"{name}.jsonl", rows)
+    write_jsonl(ASSETS / "prompts_train.jsonl", [{"prompt": question(p), "answer": str(sum(p))} for p in train])
+    write_jsonl(ASSETS / "prompts_eval.jsonl", [{"prompt": question(p), "answer": str(sum(p))} for p in held_out])
+
+
+@torch.no_grad()
+def sample(model, tokenizer, pairs: list[tuple[int, int]]) -> list[str]:
+    """One answer of the model to each problem, at temperature 1."""
+    texts = []
+    for start in range(0, len(pairs), 500):
+        prompts = [tokenizer.apply_chat_template(question(p), tokenize=False, add_generation_prompt=True) for p in pairs[start : start + 500]]
+        batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        batch.pop("token_type_ids", None)
+        out = model.generate(**batch, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=8)
+        texts += tokenizer.batch_decode(out[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+def make_preferences() -> None:
+    """Chosen: the sum. Rejected: a wrong answer that the SFT model gave, for training prompts where one of its samples is
+    wrong; for every held-out prompt its first wrong answer, however many samples that takes, so that none is favoured."""
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
+    torch.manual_seed(0)
+    for name, pairs, rounds in (("preferences_train", problems()[0], 2), ("preferences_eval", problems()[1], 1000)):
+        rejected, open_pairs = {}, list(pairs)
+        for _ in range(rounds):
+            answers = zip(open_pairs, sample(model, tokenizer, open_pairs))
+            rejected |= {p: text for p, text in answers if text and text != str(sum(p))}
+            open_pairs = [p for p in open_pairs if p not in rejected]
+            if not open_pairs:
+                break
+        rows = [{"prompt": question(p), "chosen": answer(str(sum(p))), "rejected": answer(rejected[p])} for p in pairs if p in rejected]
+        if name == "preferences_eval":
+            rows = [{**row, "answer": row["chosen"][0]["content"]} for row in rows]
+        write_jsonl(ASSETS / f"{name}.jsonl", rows)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["base"] and len(sys.argv) == 3:
+        make_base(Path(sys.argv[2]))
+    elif sys.argv[1:] == ["preferences"]:
+        make_preferences()
+    else:
+        sys.exit(__doc__)
