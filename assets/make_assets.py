@@ -77,7 +77,9 @@ def sample(model, tokenizer, pairs: list[tuple[int, int]]) -> list[str]:
     """One answer of the model to each problem, at temperature 1."""
     texts = []
     for start in range(0, len(pairs), 500):
-        prompts = [tokenizer.apply_chat_template(question(p), tokenize=False, add_generation_prompt=True) for p in pairs[start : start + 500]]
+        prompts = [
+            tokenizer.apply_chat_template(question(p), tokenize=False, add_generation_prompt=True) for p in pairs[start : start + 500]
+        ]
         batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
         batch.pop("token_type_ids", None)
         out = model.generate(**batch, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=8)

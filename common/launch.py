@@ -57,9 +57,9 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         # Without it accelerate leaves every process believing that it is alone.
         kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
         if fsdp:
-            # On a CPU accelerate would fall back to DDP in silence.
+            # On a CPU accelerate falls back to DDP in silence; only a GPU world goes on to become FSDP.
             PartialState(cpu=True, backend="gloo")
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     with silenced_stdout(deepspeed):
         accelerator = Accelerator(
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),

@@ -118,13 +118,14 @@ class LogProbModel(nn.Module):
     def get_output_embeddings(self):
         return self.model.get_output_embeddings()
 
-    def forward(self, input_ids, scored, temperature: float = 1.0):
+    def forward(self, input_ids, scored, temperature: float = 1.0, check: bool = False):
         """Scores the tokens where `scored` is true.
 
         Args:
             input_ids: `[rows, length]`, padded on the right with any id.
             scored: bool `[rows, length]`; the first column must be false, nothing predicts it.
             temperature: the logits are divided by it.
+            check: run the architecture's own forward too, for `check_logprobs`: adds `own_logps`.
 
         Returns:
             dict of fp32 `[rows, length - 1]`, entry t for token t + 1, zero where not scored:
@@ -135,21 +136,16 @@ class LogProbModel(nn.Module):
         values = self.model.get_output_embeddings()(
             hidden[mask], input_ids[:, 1:][mask], self.multiplier / temperature, self.softcap / temperature
         )
-        names = ("logps", "mean_logits", "correct")
-        return {name: hidden.new_zeros(mask.shape, dtype=torch.float32).masked_scatter(mask, value) for name, value in zip(names, values)}  # fmt: skip
-
-
-class CheckedLogProbModel(LogProbModel):
-    """A `LogProbModel` that also runs the model's own forward; only for `check_logprobs`."""
-
-    def forward(self, input_ids, scored):
-        reference = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-        reference = reference.gather(2, input_ids[:, 1:, None]).squeeze(2) * scored[:, 1:]
-        return super().forward(input_ids, scored)["logps"], reference
+        values = dict(zip(("logps", "mean_logits", "correct"), values))
+        if check:
+            own = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+            values["own_logps"] = own.gather(2, input_ids[:, 1:, None]).squeeze(2)[mask]
+        empty = hidden.new_zeros(mask.shape, dtype=torch.float32)
+        return {name: empty.masked_scatter(mask, value) for name, value in values.items()}
 
 
 @torch.no_grad()
-def check_logprobs(prepared: nn.Module, unwrapped: LogProbModel, ids: list[int], device) -> None:
+def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str) -> None:
     """Compares our log-probs with those of the architecture's own logits on one short row, inside the prepared forward.
 
     Raises:
@@ -160,11 +156,9 @@ def check_logprobs(prepared: nn.Module, unwrapped: LogProbModel, ids: list[int],
     scored[:, 0] = False
     training = prepared.training
     prepared.eval()
-    unwrapped.__class__ = CheckedLogProbModel
-    ours, reference = prepared(input_ids, scored)
-    unwrapped.__class__ = LogProbModel
+    scores = prepared(input_ids, scored, check=True)
     prepared.train(training)
-    worst = (ours - reference).abs().max().item()
-    if not worst <= 0.01 * (1 + reference.abs().max().item()):
-        sys.exit(f"{type(unwrapped.model).__name__}: log-probs from its head differ from its own logits' by {worst:.3g}: "
-                 "this architecture changes its logits in a way that is not supported yet")  # fmt: skip
+    worst = (scores["logps"] - scores["own_logps"]).abs().max().item()
+    if not worst <= 0.01 * (1 + scores["own_logps"].abs().max().item()):
+        sys.exit(f"{model_name}: log-probs from its head differ from its own logits' by {worst:.3g}: this architecture changes "
+                 "its logits in a way that is not supported yet")  # fmt: skip

@@ -104,7 +104,8 @@ def prepare_frozen(accelerator, model: nn.Module) -> nn.Module:
         inference["zero_optimization"] = {k: v for k, v in config["zero_optimization"].items() if k != "offload_optimizer"}
         with silenced_stdout(True):
             engine, *_ = deepspeed.initialize(model=model, config=inference)
-    return engine.eval()
+    engine.eval()  # returns None
+    return engine
 
 
 @contextlib.contextmanager

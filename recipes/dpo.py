@@ -185,7 +185,7 @@ def main():
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     model, optimizer = prepare(accelerator, policy, optimizer)
-    check_logprobs(model, policy, train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"], accelerator.device)
+    check_logprobs(model, train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"], accelerator.device, args.model_name_or_path)
 
     # ============================================================ reference
     ref_name = args.ref_model_name_or_path or args.model_name_or_path

@@ -114,7 +114,7 @@ def main():
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     model, optimizer = prepare(accelerator, actor, optimizer)
-    check_logprobs(model, actor, train_set[0]["input_ids"], accelerator.device)
+    check_logprobs(model, train_set[0]["input_ids"], accelerator.device, args.model_name_or_path)
 
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="mean_token_accuracy")

@@ -1,0 +1,92 @@
+"""Launching recipes as a user does, and reading what they wrote."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ASSETS = REPOSITORY / "assets"
+CONFIGS = Path(__file__).resolve().parent / "configs"
+PYTHON = ["-m", "accelerate.commands.launch"]
+TIMEOUT = 240  # seconds a launch may take: a hang is a failure
+
+LAUNCHERS = {
+    "plain": [],
+    "ddp": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/ddp.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
+    "fsdp2": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/fsdp2.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
+    **{
+        f"zero{stage}": [*PYTHON, "--use_deepspeed", "--deepspeed_config_file", str(CONFIGS / f"zero{stage}.json"),
+                         "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        for stage in (1, 2, 3)
+    },
+}  # fmt: skip
+
+
+def config_launcher(name: str, processes: int = 1) -> list[str]:
+    """The launcher of one of the project's own YAMLs."""
+    return [*PYTHON, "--config_file", str(REPOSITORY / f"accelerate_configs/{name}.yaml"), "--num_processes", str(processes)]
+
+
+def launch(launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, check: bool = True, env: dict | None = None):
+    """Runs a script under a launcher, offline; returns the completed process with stdout and stderr together."""
+    ports = ["--main_process_port", "0"] if launcher else []
+    command = [sys.executable, *launcher, *ports, str(script), *map(str, flags)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        raise AssertionError(f"hung for {TIMEOUT} s: {' '.join(command)}\n{output[-4000:]}") from None
+    if check and process.returncode:
+        raise AssertionError(f"exit {process.returncode}: {' '.join(command)}\n{output[-6000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def recipe(name: str) -> Path:
+    return REPOSITORY / "recipes" / f"{name}.py"
+
+
+def lines(output_dir: Path) -> list[dict]:
+    """All lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def training_lines(output_dir: Path) -> list[dict]:
+    return [line for line in lines(output_dir) if "loss" in line]
+
+
+def evaluation_lines(output_dir: Path) -> list[dict]:
+    return [line for line in lines(output_dir) if "loss" not in line]
+
+
+def weights(output_dir: Path, folder: str = "actor") -> torch.Tensor:
+    """All parameters of a saved actor as one fp64 vector, in the order of their names."""
+    state = load_file(Path(output_dir) / folder / "model.safetensors")
+    return torch.cat([state[name].double().flatten() for name in sorted(state)])
+
+
+def tiny_llama(folder: Path, **changes) -> Path:
+    """A random fp32 Llama of 30 thousand parameters with untied head, and the embedded tokenizer."""
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=128, initializer_range=0.1, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder)
+    return folder
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,68 @@
+"""The same window split into processes, micro-batches and shards gives the same update and the same logged numbers.
+
+Mutations that turn it red: mean of means in the loss (`window_mean`), filler rows that count (`filler_weight`), clipping left to
+each process (`no_clip`), metrics of rank 0 only (`rank0_metrics`), the accumulation steps forgotten in the loss (`no_accumulation`).
+"""
+
+import pytest
+import torch
+
+from runs import LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, write_jsonl
+
+ROWS, BATCH = 36, 16  # two epochs of windows 16, 16, 4: in the last one process of two has no real row
+SPLITS = [("plain", 16), ("plain", 4), ("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("zero3", 2), ("fsdp2", 4)]
+ARGUMENTS = ["--train_batch_size", BATCH, "--max_epochs", 2, "--learning_rate", 0.01, "--max_length", 96, "--warmup_steps", 0,
+             "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--eval_steps", 3, "--report_to", "none"]  # fmt: skip
+
+
+def text(row: int, salt: int) -> str:
+    """Uneven lengths, from 1 to 40 characters."""
+    return "".join(chr(97 + (row * 7 + salt * 3 + i * i) % 26) for i in range(1 + (row * 11 + salt * 17) % 40))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny_llama(folder / "model")
+    user = [[{"role": "user", "content": text(row, 1)}] for row in range(ROWS + 5)]
+    replies = [[[{"role": "assistant", "content": text(row, salt)}] for row in range(ROWS + 5)] for salt in (2, 3)]
+    pairs = [{"prompt": p, "chosen": a, "rejected": b} for p, a, b in zip(user, *replies)]
+    chats = [{"messages": p + a} for p, a in zip(user, replies[0])]
+    for name, rows in (("dpo", pairs), ("sft", chats)):
+        write_jsonl(folder / f"{name}.jsonl", rows[:ROWS])
+        write_jsonl(folder / f"{name}_eval.jsonl", rows[ROWS:])  # 5 rows: divides nothing
+    return folder
+
+
+def run(inputs, name: str, launcher: str, micro: int, *extra):
+    output = inputs / f"{name}-{launcher}-{micro}{'-'.join(map(str, extra))}"
+    if not output.exists():
+        files = ["--dataset_name", inputs / f"{name}.jsonl", "--eval_dataset_name", inputs / f"{name}_eval.jsonl"]
+        flags = [*ARGUMENTS, *files, "--model_name_or_path", inputs / "model", "--output_dir", output]
+        launch(LAUNCHERS[launcher], recipe(name), *flags, "--micro_train_batch_size", micro, *extra)
+    return output
+
+
+def assert_same_run(one, other, name):
+    a, b = weights(one), weights(other)
+    assert (a - b).norm() <= 1e-5 * a.norm()
+    for lines in (training_lines, evaluation_lines):
+        assert [line["global_step"] for line in lines(one)] == [line["global_step"] for line in lines(other)]
+        for first, second in zip(lines(one), lines(other)):
+            keys = {key for key in first if not key.startswith("perf/")}
+            assert keys == {key for key in second if not key.startswith("perf/")}
+            size = max(abs(first.get(key, 0)) for key in keys if "logps" in key) if name == "dpo" else 1.0
+            margins = abs(first.get("rewards/margins", first.get("eval/rewards/margins", 1)))
+            for key in keys:
+                if key.endswith("rewards/accuracies") and margins < 1e-4:
+                    continue  # the first update's margins are rounding around zero
+                bound = 1e-6 * max(1, abs(first[key])) if key.endswith("loss") else 1e-5 * max(1, size)
+                assert abs(first[key] - second[key]) <= bound, (key, first["global_step"], first[key], second[key])
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("launcher, micro", SPLITS[1:])
+def test_every_split_is_the_same_run(inputs, name, launcher, micro):
+    reference = run(inputs, name, *SPLITS[0])
+    assert len(training_lines(reference)) == 6 and torch.isfinite(weights(reference)).all()
+    assert_same_run(reference, run(inputs, name, launcher, micro), name)
