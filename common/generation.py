@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import torch
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig
 
 from .launch import zero_stage
@@ -30,8 +31,6 @@ def whole_weights(accelerator, prepared):
                 offload.forward_hooks, offload.backward_hooks = [], []
                 offload.setup_zero_stage3_hooks()
     elif accelerator.distributed_type == DistributedType.FSDP:
-        from torch.distributed.fsdp import FSDPModule
-
         shards = [module for module in prepared.modules() if isinstance(module, FSDPModule)]
         reshards = [module._get_fsdp_state()._fsdp_param_group for module in shards]
         reshards = [group and group._reshard_after_forward for group in reshards]

@@ -180,11 +180,14 @@ def describe(accelerator: Accelerator) -> str:
 
 def decide_output_dir(args, recipe: str, accelerator: Accelerator) -> str:
     """`--output_dir` or `runs/<recipe>/<date-time>`: decided on rank 0, the same on every rank, visible to every rank."""
-    directory = args.output_dir or f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    if args.resume == "auto" and not args.output_dir:
+        sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
+    resumed = args.resume not in ("never", "auto")  # a checkpoint's path: by default the run goes on where it was
+    directory = args.output_dir or (str(Path(args.resume).parents[1]) if resumed else f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}")
     problem = None
     if accelerator.is_main_process:
         path = Path(directory)
-        while not args.output_dir and path.exists():  # two runs started within a second
+        while not args.output_dir and not resumed and path.exists():  # two runs started within a second
             path = path.with_name(path.name + "b")
         if args.resume == "never" and path.is_dir() and any(path.iterdir()):
             problem = f"--output_dir {path} already holds another run. Choose another directory, or --resume auto to go on with it."

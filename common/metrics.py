@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -85,14 +86,21 @@ class Metrics:
         self.file = Path(args.output_dir) / "metrics.jsonl"
         self.open, self.pending = Means(accelerator), Means(accelerator)
         self.last_update: dict[str, float] = {}
-        if args.report_to != "none":
-            accelerator.init_trackers("tensorboard")
-        self.bar = tqdm(
-            total=progress.total_steps, initial=progress.global_step, disable=not accelerator.is_main_process,
-            desc="update", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 10,
-        )  # fmt: skip
+        self.trackers = args.report_to != "none"
         self.seconds: dict[str, float] = {}
         self.start_interval()
+
+    def start(self, metrics_bytes: int = 0) -> None:
+        """Opens the files: a new run's empty, a resumed one's cut to what its checkpoint knows. All ranks must call it."""
+        if self.accelerator.is_main_process and self.file.exists():
+            os.truncate(self.file, metrics_bytes)
+        if self.trackers:  # TensorBoard hides what a killed run wrote beyond the step it resumes from
+            options = {"purge_step": self.progress.global_step + (self.progress.global_step > 0)}
+            self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": options})
+        self.bar = tqdm(
+            total=self.progress.total_steps, initial=self.progress.global_step, disable=not self.accelerator.is_main_process,
+            desc="update", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 10,
+        )  # fmt: skip
 
     def start_interval(self) -> None:
         """Begins the clock of the next line's `perf/*`."""

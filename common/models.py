@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .launch import silenced_stdout, zero_stage
@@ -117,6 +118,13 @@ def exact_buffers(accelerator, model: nn.Module):
         if name in before and buffer.dtype != before[name].dtype:
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = before[name].to(accelerator.device)
+
+
+def reshard(prepared: nn.Module) -> None:
+    """Shards again what FSDP2 leaves whole after a forward that no backward followed: its state could not be saved or loaded."""
+    for module in prepared.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def loss_scale(accelerator, prepared: nn.Module) -> float | None:

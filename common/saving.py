@@ -4,31 +4,36 @@ import os
 import shutil
 from pathlib import Path
 
+from .models import reshard
 
-def save_actor(accelerator, prepared, unwrapped, tokenizer, output_dir: str, global_step: int = 0, limit: int = 0) -> None:
-    """Writes `unwrapped.model` with the weights the forward pass used, bit for bit, as `<output_dir>/actor`, or during training
-    as `<output_dir>/actors/global_step_...`. All ranks must call it.
+
+def save_actor(accelerator, prepared, unwrapped, tokenizer, directory: str | Path) -> None:
+    """Writes `unwrapped.model` with the weights the forward pass used, bit for bit. All ranks must call it.
 
     Args:
         prepared: what `accelerator.prepare` returned for the `LogProbModel`.
         unwrapped: the `LogProbModel` itself.
-        global_step: names the folder; 0 for the last actor. A folder already there is replaced whole: an interrupted write leaves it.
-        limit: folders of `actors/` to keep; 0 keeps all.
+        directory: replaced whole if it is there; an interrupted write leaves the previous one.
     """
+    reshard(prepared)
     weights = accelerator.get_state_dict(prepared)  # every rank: under ZeRO-3 and FSDP2 it gathers
     if accelerator.is_main_process:
-        prefix = "model."
+        prefix, directory = "model.", Path(directory)
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        directory = Path(output_dir, "actors", f"global_step_{global_step:06d}") if global_step else Path(output_dir, "actor")
-        directory.parent.mkdir(exist_ok=True)
         temporary = directory.with_name(f".{directory.name}.writing")
         shutil.rmtree(temporary, ignore_errors=True)
         unwrapped.model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         replace_directory(temporary, directory)
-        if global_step:
-            rotate(directory.parent, limit)
     accelerator.wait_for_everyone()
+
+
+def save_step_actor(accelerator, prepared, unwrapped, tokenizer, args, global_step: int) -> None:
+    """`save_actor` into `<output_dir>/actors/global_step_...`, of which `--save_actor_limit` are kept. All ranks must call it."""
+    folder = Path(args.output_dir) / "actors"
+    save_actor(accelerator, prepared, unwrapped, tokenizer, folder / f"global_step_{global_step:06d}")
+    if accelerator.is_main_process:
+        rotate(folder, args.save_actor_limit)
 
 
 def replace_directory(temporary: Path, directory: Path) -> None:

@@ -26,6 +26,7 @@ from transformers.hf_argparser import HfArg
 import common
 from common.arguments import parse_args
 from common.cache import cached_array
+from common.checkpoint import Run, resume, save_checkpoint
 from common.data import column_names, load_evaluation_sets, load_tokenized, preference_row
 from common.generation import exact_match
 from common.launch import engine_precision, make_accelerator
@@ -42,7 +43,7 @@ from common.models import (
     prepare_frozen,
 )
 from common.progress import Progress, check_intervals
-from common.saving import save_actor
+from common.saving import save_actor, save_step_actor
 from common.windows import arrange, evaluation_batches, pad, window_rows
 
 common.check_recipe(__file__)
@@ -83,9 +84,11 @@ class Args:
     logging_steps: float = HfArg(default=1, help="updates between log lines; below 1 a share of all")
     eval_steps: float = HfArg(default=0, help="updates between evaluations; 0: only before and after")
     max_new_tokens: int = HfArg(default=256, help="longest answer in evaluation by exact match")
+    save_steps: float = HfArg(default=0, help="updates between checkpoints to resume from; 0: none")
+    save_total_limit: int = HfArg(default=2, help="checkpoints to keep; 0: all")
     save_actor_steps: float = HfArg(default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor")
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
-    resume: str = HfArg(default="never", help="never")
+    resume: str = HfArg(default="never", help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path")
     report_to: Literal["tensorboard", "none"] = HfArg(default="tensorboard", help="metrics.jsonl is always written")
 
 
@@ -165,7 +168,9 @@ def main():
     # ============================================================ accelerator
     args = parse_args(Args, demo=common.ASSETS / "dpo.yaml")
     accelerator = make_accelerator(args, "dpo")
-    check_intervals(logging_steps=args.logging_steps, eval_steps=args.eval_steps, save_actor_steps=args.save_actor_steps)
+    check_intervals(
+        logging_steps=args.logging_steps, eval_steps=args.eval_steps, save_steps=args.save_steps, save_actor_steps=args.save_actor_steps
+    )
     if args.loss_type == "robust" and not 0 <= args.label_smoothing < 0.5:
         raise SystemExit(f"--label_smoothing {args.label_smoothing}: robust needs a value from 0 to below 0.5")
 
@@ -212,7 +217,10 @@ def main():
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="rewards/accuracies")
     steps, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
-    metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args))
+    run = Run(accelerator, args, model, policy, optimizer, scheduler, tokenizer, progress, metrics, train_set._fingerprint)
+    resume(run)
+    if progress.windows_seen == 0:
+        metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args))
     model.train()
     metrics.start_interval()
     while not progress.finished:
@@ -249,10 +257,13 @@ def main():
         if progress.due(args.eval_steps):
             with metrics.paused():
                 metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args))
+        if args.save_steps and progress.due(args.save_steps):
+            with metrics.paused():
+                save_checkpoint(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.paused():
-                save_actor(accelerator, model, policy, tokenizer, args.output_dir, progress.global_step, args.save_actor_limit)
-    save_actor(accelerator, model, policy, tokenizer, args.output_dir)
+                save_step_actor(accelerator, model, policy, tokenizer, args, progress.global_step)
+    save_actor(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
     accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor")
 

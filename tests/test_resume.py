@@ -1,0 +1,141 @@
+"""A run killed with SIGKILL and resumed ends with the weights and the metrics.jsonl of one never killed, bit for bit.
+
+Mutations that turn it red: random states not restored (`no_rng`), sums of an open log line not saved (`no_open_sums`), metrics.jsonl
+not cut to the checkpoint (`no_truncate`), the position in the data lost (`no_position`), checksums not compared (`no_checksum`).
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, tiny_llama, weights, write_jsonl
+
+CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2")]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    tiny_llama(folder / "model", attention_dropout=0.2)  # dropout: the random states count
+    words = [f"{n}{'x' * (n % 9)}" for n in range(44)]
+    say = lambda role, text: [{"role": role, "content": text}]
+    write_jsonl(folder / "sft.jsonl", [{"messages": say("user", w) + say("assistant", w[::-1])} for w in words])
+    write_jsonl(
+        folder / "dpo.jsonl",
+        [{"prompt": say("user", w), "chosen": say("assistant", w[::-1]), "rejected": say("assistant", w + "!")} for w in words],
+    )
+    return folder
+
+
+def flags(inputs, name, output):
+    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{name}.jsonl", "--output_dir", output,
+            "--train_batch_size", 8, "--micro_train_batch_size", 2, "--max_epochs", 2, "--learning_rate", 0.01, "--logging_steps", 3,
+            "--save_steps", 2, "--save_total_limit", 2]  # fmt: skip
+
+
+def kill_when(inputs, name, launcher, output, ready):
+    """Starts a run and kills its whole process group as soon as `ready()` holds."""
+    command = [sys.executable, *LAUNCHERS[launcher], *(["--main_process_port", "0"] if LAUNCHERS[launcher] else [])]
+    process = subprocess.Popen(
+        [*command, str(recipe(name)), *map(str, flags(inputs, name, output))], cwd=REPOSITORY, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    end = time.time() + 120
+    while not ready() and process.poll() is None and time.time() < end:
+        time.sleep(0.005)
+    assert process.poll() is None, f"the run ended with {process.poll()} before it could be killed"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if LAUNCHERS[launcher]:  # workers are in groups of their own
+        subprocess.run(["pkill", "-KILL", "-f", str(output)], check=False)
+        time.sleep(0.5)
+
+
+def without_timings(output):
+    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs):
+    done = {}
+
+    def run(name, launcher):
+        if (name, launcher) not in done:
+            done[name, launcher] = inputs / f"unbroken-{name}-{launcher}"
+            launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, done[name, launcher]))
+        return done[name, launcher]
+
+    return run
+
+
+@pytest.mark.parametrize("name, launcher", CASES)
+def test_killed_and_resumed_is_the_run_never_killed(inputs, unbroken, name, launcher):
+    reference, output = unbroken(name, launcher), inputs / f"killed-{name}-{launcher}"
+    assert [path.name for path in sorted((reference / "checkpoints").iterdir())] == ["global_step_000010", "global_step_000012"]
+    # Step 4 is between log lines 3 and 6: the checkpoint holds a half-filled line.
+    kill_when(inputs, name, launcher, output, lambda: (output / "checkpoints/global_step_000004").exists())
+    result = launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), "--resume", "auto")
+    assert "resumed from" in result.stdout
+    assert without_timings(output) == without_timings(reference)
+    assert torch.equal(weights(output), weights(reference))
+
+
+def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
+    reference = unbroken("dpo", "plain")
+    output = inputs / "damaged"
+    shutil.copytree(reference, output)
+    newest = output / "checkpoints/global_step_000012"
+    manifest = json.loads((newest / "manifest.json").read_text())
+    assert {path.split("/")[0] for path in manifest} == {"actor", "engine", "rank_00000.pt", "state.json"}
+    from common.checkpoint import fault_of
+
+    assert fault_of(newest) is None
+    for name in [*manifest, "manifest.json"]:
+        whole = (newest / name).read_bytes()
+        middle = len(whole) // 2
+        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        for damage in (None, whole[:-1], flipped):
+            if damage is None:
+                (newest / name).unlink()
+            else:
+                (newest / name).write_bytes(damage)
+            fault = fault_of(newest)
+            (newest / name).write_bytes(whole)
+            assert fault and (name in fault or name == "manifest.json"), (name, fault)
+    (newest / "state.json").unlink()
+    result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto")
+    assert "passed over" in result.stdout and "state.json is missing" in result.stdout and "global_step_000010" in result.stdout
+    assert without_timings(output) == without_timings(reference)
+    assert torch.equal(weights(output), weights(reference))
+    shutil.rmtree(output / "actor")
+    for checkpoint in (output / "checkpoints").iterdir():
+        (checkpoint / "manifest.json").unlink()
+    result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto", check=False)
+    assert result.returncode and "none of the 2 checkpoints" in result.stdout and not (output / "actor").exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused(inputs, unbroken):
+    reference = unbroken("dpo", "plain")
+    checkpoint = reference / "checkpoints/global_step_000012"
+    changed = [*flags(inputs, "dpo", inputs / "other"), "--train_batch_size", 4, "--beta", 0.2, "--resume", checkpoint]
+    result = launch([], recipe("dpo"), *changed, check=False)
+    assert result.returncode and "Traceback" not in result.stdout
+    assert "train_batch_size: 8 in the checkpoint, 4 now" in result.stdout and "beta: 0.1 in the checkpoint, 0.2 now" in result.stdout
+
+
+def test_ddp_goes_on_with_another_number_of_processes(inputs, unbroken):
+    """One process killed, two go on: at dropout 0 it would be the run never killed; here the data and the counters are."""
+    reference, output = unbroken("dpo", "plain"), inputs / "other-world"
+    kill_when(inputs, "dpo", "plain", output, lambda: (output / "checkpoints/global_step_000004").exists())
+    result = launch(LAUNCHERS["ddp"], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto")
+    assert "1 processes before, 2 now" in result.stdout
+    for one, other in zip(lines(reference), lines(output), strict=True):
+        for key in ("global_step", "samples", "tokens", "epoch", "learning_rate"):
+            assert one.get(key) == other.get(key)
+        assert abs(one["loss"] - other["loss"]) < 0.05
