@@ -96,7 +96,8 @@ def exact_match(accelerator, prepared, model, tokenizer, dataset, batch_size: in
     Returns:
         for this process's share of the rows 1.0 where the final answer is right, and a few of the answers to show.
     """
-    rows = dataset.select_columns(["prompt_ids", "answer"])[:]
+    answered = [row for row, answer in enumerate(dataset["answer"][:]) if answer]  # "" where a row has none
+    rows = dataset.select_columns(["prompt_ids", "answer"])[answered]
     answers = greedy_answers(accelerator, prepared, model, tokenizer, rows["prompt_ids"], batch_size, max_new_tokens)
     right = {row: final_answer(text) == final_answer(str(rows["answer"][row])) for row, text in answers.items()}
     samples = []

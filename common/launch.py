@@ -229,6 +229,7 @@ def quiet() -> None:
     import transformers
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs, too, what it raises
     transformers.logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*(barrier|No device id).*", category=UserWarning)

@@ -21,8 +21,8 @@ def load_tokenizer(name: str):
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"no tokenizer could be loaded from {name!r}: {first_line(error)}")
+    except Exception as error:  # whatever the tokenizer's library raises
+        sys.exit(f"no tokenizer could be loaded from {name!r}: {first_line(error)} (expected a Hugging Face folder or a hub name)")
     if tokenizer.eos_token_id is None:
         sys.exit(f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: set tokenizer.eos_token and save it")  # fmt: skip
     if tokenizer.pad_token_id is None:
@@ -40,9 +40,12 @@ def load_causal_lm(name: str, attn_implementation: str | None, gradient_checkpoi
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         sys.exit(f"--model_name_or_path {name!r} is a folder without config.json: not a Hugging Face model")
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=attn_implementation, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"no causal language model could be loaded from {name!r}: {first_line(error)}")
+        kwargs = dict(attn_implementation=attn_implementation, dtype=torch.float32, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    except Exception as error:  # torn weights, an attention that is not installed ...
+        sys.exit(f"no causal language model could be loaded from {name!r}: {first_line(error)} (expected a Hugging Face folder or a hub name)")  # fmt: skip
+    if info["missing_keys"]:
+        sys.exit(f"{name!r} lacks weights, such as {min(info['missing_keys'])}: they would have started at random")
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -64,7 +67,8 @@ def check_vocabulary(model: nn.Module, tokenizer) -> None:
     """Refuses a tokenizer that writes ids the model has no embedding for."""
     size = model.config.get_text_config().vocab_size
     if len(tokenizer) > size:
-        sys.exit(f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary_size is {size}: they do not belong together")  # fmt: skip
+        sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the model's vocab_size is {size}: "
+                 "use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
 
 
 def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict]:

@@ -20,12 +20,19 @@ def save_actor(accelerator, prepared, unwrapped, tokenizer, directory: str | Pat
     if accelerator.is_main_process:
         prefix, directory = "model.", Path(directory)
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        for tied in tied_names(unwrapped.model):  # gathered weights no longer share memory: tied ones would be written twice
+            weights.pop(tied, None)
         temporary = directory.with_name(f".{directory.name}.writing")
         shutil.rmtree(temporary, ignore_errors=True)
         unwrapped.model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         replace_directory(temporary, directory)
     accelerator.wait_for_everyone()
+
+
+def tied_names(model) -> set[str]:
+    """Names under which a parameter occurs again."""
+    return {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
 
 
 def save_step_actor(accelerator, prepared, unwrapped, tokenizer, args, global_step: int) -> None:

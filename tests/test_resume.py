@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+
 from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, tiny_llama, weights, write_jsonl
 
 CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2")]

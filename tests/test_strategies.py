@@ -1,0 +1,100 @@
+"""The demo under every way to launch: greedy answers, half precision, the actor that is saved, real weights that move.
+
+Mutations that turn it red: rotary buffers left in half precision (`half_buffers`), ZeRO-3's hooks not put back after generation
+(`no_hooks`), the actor saved from one rank's shard (`shard_saved`), a reference that is the trained model (`moving_reference`).
+"""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from runs import ASSETS, LAUNCHERS, config_launcher, evaluation_lines, launch, recipe, training_lines, weights
+
+FEW = ["--warmup_steps", 0, "--micro_train_batch_size", 16, "--lr_scheduler_type", "constant"]
+MOVING = [*FEW, "--max_steps", 3, "--eval_steps", 2, "--learning_rate", 1e-4]
+# So slow that every window meets the same weights: half precision can be compared window by window, whichever were skipped.
+STILL = [*FEW, "--max_steps", 6, "--eval_steps", 6, "--learning_rate", 1e-8]
+WAYS = {
+    "plain": [],
+    "still": [],
+    "ddp": LAUNCHERS["ddp"],
+    "zero3": LAUNCHERS["zero3"],
+    "fsdp2": LAUNCHERS["fsdp2"],
+    "ds_fp16": config_launcher("ds_fp16", 2),
+    "ds_zero2": config_launcher("ds_zero2", 2),
+    "ds_zero3": config_launcher("ds_zero3", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    done = {}
+
+    def run(way):
+        if way not in done:
+            done[way] = tmp_path_factory.mktemp("strategies") / way
+            half = way.startswith("ds_") or way == "still"
+            launch(WAYS[way], recipe("dpo"), *(STILL if half else MOVING), "--output_dir", done[way])
+        return done[way]
+
+    return run
+
+
+@pytest.mark.parametrize("way", ["ddp", "zero3", "fsdp2"])
+def test_fp32_is_the_same_under(demo, way):
+    reference, output = demo("plain"), demo(way)
+    for one, other in zip(evaluation_lines(reference), evaluation_lines(output), strict=True):
+        assert one["global_step"] == other["global_step"]
+        assert abs(one["eval/exact_match"] - other["eval/exact_match"]) <= 0.002  # greedy answers to 500 prompts
+        assert one["eval/logps/chosen"] == pytest.approx(other["eval/logps/chosen"], rel=1e-4)
+    for one, other in zip(training_lines(reference), training_lines(output), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    start = weights(ASSETS.parent, "assets/model")
+    moved, expected = weights(output) - start, weights(reference) - start
+    assert (moved - expected).norm() <= 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("way", ["ds_fp16", "ds_zero2", "ds_zero3"])
+def test_half_precision_gives_the_numbers_of_fp32(demo, way):
+    """Window by window: loss, gradient norm before clipping and the eight metrics, through DeepSpeed with 2 processes."""
+    by_window = {line["global_step"]: line for line in training_lines(demo("still"))}
+    lines, skipped = training_lines(demo(way)), 3 if way == "ds_fp16" else 0
+    assert [line["skipped_steps"] for line in lines] == [skipped] * 6  # 2**16 overflows three times; hysteresis forgives the first
+    assert {line.get("loss_scale") for line in lines} == ({2.0**14} if way == "ds_fp16" else {None})
+    error = 2e-3 if way == "ds_fp16" else 2e-2
+    for line in lines[: 6 - skipped]:
+        exact = by_window[line["global_step"] + skipped]
+        assert line["loss"] == pytest.approx(exact["loss"], rel=error)
+        assert line["grad_norm"] == pytest.approx(exact["grad_norm"], rel=2 * error)
+        for key in ("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected"):
+            assert line[key] == pytest.approx(exact[key], rel=error)
+    first = evaluation_lines(demo(way))[0]
+    assert first["eval/rewards/margins"] == 0  # the reference is the policy as it starts, bit for bit
+    assert first["eval/exact_match"] == pytest.approx(evaluation_lines(demo("still"))[0]["eval/exact_match"], abs=0.02)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_the_saved_actor_is_the_one_evaluated(demo, way):
+    """Its dtype is that of the forward pass, and the log-probs plain transformers computes are those of the last evaluation."""
+    output = demo(way)
+    model = AutoModelForCausalLM.from_pretrained(output / "actor", dtype="auto")
+    half = {"ds_fp16": torch.float16, "ds_zero2": torch.bfloat16, "ds_zero3": torch.bfloat16}
+    assert model.dtype == half.get(way, torch.float32)
+    assert model.config.tie_word_embeddings and model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    tokenizer = AutoTokenizer.from_pretrained(output / "actor")
+    from datasets import load_dataset
+
+    rows = load_dataset("json", data_files=str(ASSETS / "preferences_eval.jsonl"), split="train")
+    model, total = model.float(), 0.0
+    prompts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
+    fulls = [tokenizer.apply_chat_template(row["prompt"] + row["chosen"], tokenize=False) for row in rows]
+    starts = [len(tokenizer(prompt).input_ids) for prompt in prompts]
+    batch = tokenizer(fulls, padding=True, padding_side="right", return_tensors="pt")
+    with torch.no_grad():
+        logps = model(batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1].log_softmax(-1)
+    logps = logps.gather(2, batch.input_ids[:, 1:, None]).squeeze(2)
+    for row, start in enumerate(starts):
+        total += logps[row, start - 1 : int(batch.attention_mask[row].sum()) - 1].sum().item()
+    logged = evaluation_lines(output)[-1]["eval/logps/chosen"]
+    assert total / len(rows) == pytest.approx(logged, rel=1e-2 if way in half else 1e-5)
