@@ -28,18 +28,29 @@ def parse_args(args_class: type[ArgsType], demo: Path, argv: list[str] | None = 
         SystemExit: unknown argument, wrong type, YAML file missing or not a flat mapping. It names the argument.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = HfArgumentParser(args_class, allow_abbrev=False)
+    # Errors repeat the usage: one line of it, not the list of all arguments, which --help gives.
+    parser = HfArgumentParser(args_class, allow_abbrev=False, usage="%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]")
+    for action in parser._actions:
+        action.help = action.help.replace("%", "%%") if action.dest != "help" else action.help
     if argv and argv[0].endswith((".yaml", ".yml")):
         # Read as flags, so that types, choices and unknown names are checked by the same parser.
         argv = yaml_to_flags(argv[0], parser) + argv[1:]
-    (args,) = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    args = parse(parser, argv)
     if args.model_name_or_path is None and args.dataset_name is None:
         if os.environ.get("RANK", "0") == "0":
             print(f"no model and no data set given: running the demo, {demo}", flush=True)
-        (args,) = parser.parse_args_into_dataclasses(yaml_to_flags(demo, parser) + argv, look_for_args_file=False)
+        args = parse(parser, yaml_to_flags(demo, parser) + argv)
     for name in ("model_name_or_path", "dataset_name"):
         if getattr(args, name) is None:
             parser.error(f"--{name} is missing (give both a model and a data set, or neither for the demo)")
+    return args
+
+
+def parse(parser: HfArgumentParser, argv: list[str]):
+    """The dataclass that flags fill; what is no argument is refused."""
+    args, unknown = parser.parse_args_into_dataclasses(argv, look_for_args_file=False, return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unknown argument {' '.join(unknown)}: --help lists all (none can be abbreviated, a file of defaults comes first)")
     return args
 
 
@@ -47,9 +58,15 @@ def yaml_to_flags(path: str | Path, parser: HfArgumentParser) -> list[str]:
     """The flags that say what a flat YAML mapping says; `null` leaves the default, `{assets}` is the assets' folder."""
     if not Path(path).is_file():
         parser.error(f"the file of defaults {path!r} does not exist")
-    values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        parser.error(f"{path} is not YAML: {' '.join(str(error).split())}")
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         parser.error(f"{path}: expected a flat mapping of argument names to values")
+    unknown = [name for name in values if f"--{name}" not in parser._option_string_actions]
+    if unknown:
+        parser.error(f"{path}: {unknown[0]!r} is no argument of this recipe; --help lists them")
     flags = []
     for name, value in values.items():
         if value is not None:

@@ -1,8 +1,6 @@
 """Data sets in the ecosystem's formats, turned into token ids once and cached on disk by `datasets`."""
 
-import collections
 import gzip
-import hashlib
 import json
 import os
 import sys
@@ -10,10 +8,13 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pandas
+from accelerate.utils import gather_object
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 HH_MARKER = "\n\nAssistant:"  # hh-rlhf transcripts: the prompt ends with the last one both answers share
-CACHE_VERSION = 1  # raise it when the tokenised columns change
+FORMAT_COLUMNS = ("messages", "prompt", "completion", "text", "chosen", "rejected", "answer")
+TEXT_OR_MESSAGES = "a string or a list of messages with role and content"
 
 
 class BadRow(Exception):
@@ -23,35 +24,38 @@ class BadRow(Exception):
 def load_rows(name: str, split: str) -> datasets.Dataset:
     """Loads a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder of files.
 
-    Files are `.jsonl .json .parquet .csv`, also gzipped. Local files have the split `train`.
+    Files are `.jsonl .json .parquet .csv`, also gzipped. A file is the split `train`; the files of a folder are the splits
+    that their names say (`train*`, `test*` ...), or all of them `train`, as on the hub. The cells of a CSV are text.
 
     Raises:
-        SystemExit: nothing there, malformed JSON (with the line), no rows.
+        SystemExit: nothing there, malformed JSON (with the row), no rows.
     """
-    path = Path(name)
-    files = sorted(file for file in path.rglob("*") if reader_of(file)) if path.is_dir() else [path]
+    path, options = Path(name), {}
+    ignored = datasets.data_files.FILES_TO_IGNORE  # dataset_infos.json and the like
+    files = [file for file in (path.rglob("*") if path.is_dir() else [path]) if reader_of(file) and file.name not in ignored]
+    kinds = {reader_of(file) for file in files}
+    if not path.is_dir() and path.is_file() != bool(files):
+        why = f"does not exist (looked in {Path.cwd()})" if files else f"must end in {' '.join(READERS)}, or one of them and .gz"
+        sys.exit(f"data file {name!r} {why}")
+    if len(kinds) > 1:
+        sys.exit(f"folder {name!r} mixes {sorted(kinds)} files: give a folder of one kind")
     try:
-        if reader_of(path) or (path.is_dir() and files):
-            for file in files:
-                if not file.is_file():
-                    sys.exit(f"data file {name!r} does not exist (looked in {Path.cwd()})")
-            kinds = {reader_of(file) for file in files}
-            if len(kinds) > 1:
-                sys.exit(f"{name} mixes {sorted(kinds)} files: give a folder of one kind")
-            if all(file.stat().st_size == 0 for file in files):
-                sys.exit(f"data set {name!r} holds no rows")
-            rows = datasets.load_dataset(kinds.pop(), data_files=[str(file) for file in files], split=split)
-        else:
-            hub_name, _, config = name.partition(":")
-            rows = datasets.load_dataset(hub_name, config or None, split=split)
-    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        if kinds == {"csv"}:  # else "42" would be a number, and "None" nothing
+            first = pandas.read_csv(files[0], nrows=1)
+            if not isinstance(first.index, pandas.RangeIndex):  # else the columns would shift in silence
+                raise ValueError("row 1 has more cells than the header: quote cells that hold commas")
+            options = {"features": datasets.Features(dict.fromkeys(first, datasets.Value("string"))), "keep_default_na": False}
+        if path.is_file():
+            return datasets.load_dataset(*kinds, data_files=name, split=split, **options)
+        hub_name, _, config = (name, "", "") if path.is_dir() else name.partition(":")
+        return datasets.load_dataset(hub_name, config or None, split=split, **options)
+    except Exception as error:  # each reader raises what its library does
+        why = " ".join(str(error.__cause__ or error).split())[:300]
+        empty = isinstance(error, (StopIteration, pandas.errors.EmptyDataError)) or "corresponds to no data" in why
         for file in files:
-            if reader_of(file) == "json" and ".jsonl" in file.suffixes:
-                find_malformed_line(file)
-        sys.exit(f"data set {name!r}, split {split!r}, could not be read: {error.__cause__ or error}")
-    if len(rows) == 0:
-        sys.exit(f"data set {name!r}, split {split!r}, holds no rows")
-    return rows
+            if reader_of(file) == "json" and not empty:
+                find_malformed_json(file)
+        sys.exit(f"data set {name!r}, split {split!r}, " + ("holds no rows" if empty else f"could not be read: {why}"))
 
 
 def reader_of(path: Path) -> str | None:
@@ -59,15 +63,19 @@ def reader_of(path: Path) -> str | None:
     return READERS.get(Path(path.stem).suffix if path.suffix == ".gz" else path.suffix)
 
 
-def find_malformed_line(path: Path) -> None:
-    """Exits with the first line of a JSON-lines file that is not a JSON object; returns if there is none."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    sys.exit(f"{path}, row {number}: expected a JSON object, found {line.strip()[:60]!r}")
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                sys.exit(f"{path}, row {number}: malformed JSON: {error}")
+def find_malformed_json(path: Path) -> None:
+    """Exits with the first row of a JSON or JSON-lines file that is not a JSON object; returns if there is none."""
+    where = f"{path}"
+    try:
+        text = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read()
+        array = ".jsonl" not in path.suffixes and text.lstrip()[:1] == b"["
+        for number, row in enumerate(json.loads(text) if array else text.splitlines(), 1):
+            where = f"{path}, row {number}"
+            value = row if array else json.loads(row.strip() or b"{}")
+            if not isinstance(value, dict):
+                sys.exit(f"{where}: expected a JSON object, found {json.dumps(value)[:60]}")
+    except Exception as error:  # gzip and json raise a dozen kinds
+        sys.exit(f"{where}: malformed JSON: {str(error).replace('line 1 ', '')}")
 
 
 # ---------------------------------------------------------------------------------------------- formats
@@ -75,73 +83,80 @@ def find_malformed_line(path: Path) -> None:
 
 def column_names(pairs: list[str] | None) -> dict[str, str]:
     """`["prompt=question"]` -> `{"prompt": "question"}`: where a format's column stands in the user's file."""
-    for pair in pairs or []:
-        if pair.count("=") != 1:
-            sys.exit(f"--columns {pair!r}: expected FORMAT_COLUMN=YOUR_COLUMN, such as prompt=question")
-    return dict(pair.split("=") for pair in pairs or [])
+    columns = dict(pair.partition("=")[::2] for pair in pairs or [])
+    if len(columns) < len(pairs or []) or not all(columns.values()) or columns.keys() - FORMAT_COLUMNS:
+        sys.exit(f"--columns {' '.join(pairs)}: expected {'|'.join(FORMAT_COLUMNS)}=YOUR_COLUMN, each once, such as prompt=question")
+    return columns
+
+
+def check(fits: bool, row: dict, column: str, expected: str) -> None:
+    if not fits:
+        raise BadRow(f"column {column!r}: expected {expected}, found {row[column]!r:.80}")
 
 
 def is_messages(value) -> bool:
-    """Whether a value is a list of `{"role": ..., "content": ...}`."""
-    return isinstance(value, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in value)
+    """Whether a value is a list of `{"role": ..., "content": ...}`, both strings."""
+    return isinstance(value, list) and all(isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in value)
 
 
-def check_kind(row: dict, *columns: str) -> None:
-    """Every column is a string or a list of messages."""
+def as_messages(value: str | list[dict], role: str) -> list[dict]:
+    """A string becomes one message of that role; keys that only other rows' messages have, null here, are dropped."""
+    messages = [{"role": role, "content": value}] if isinstance(value, str) else value
+    return [{key: part for key, part in message.items() if part is not None} for message in messages]
+
+
+def has_text(value: str | list[dict]) -> bool:
+    return any(message["content"] for message in value) if isinstance(value, list) else bool(value)
+
+
+def require(row: dict, *columns: str, expected: str) -> None:
+    """Every column is there, a string or a list of messages."""
     for column in columns:
-        value = row[column]
-        if not (isinstance(value, str) or is_messages(value)):
-            raise BadRow(f"column {column!r}: expected a string or a list of messages with role and content, found {value!r:.80}")  # fmt: skip
-
-
-def as_messages(value: str | list, role: str) -> list[dict]:
-    """A string becomes one message of that role."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
+        if row.get(column) is None:
+            found = sorted(name for name in row if row[name] is not None)
+            raise BadRow(f"no {column!r}: expected columns {expected}; found {found} (--columns {column}=YOURS names another)")
+        check(isinstance(row[column], str) or is_messages(row[column]), row, column, TEXT_OR_MESSAGES)
 
 
 def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
-    """An SFT row as (prompt, completion), both strings or both message lists; `messages` has an empty prompt."""
+    """An SFT row as (prompt, completion), both strings or both message lists; `messages` and `text` have an empty prompt."""
     if row.get("messages") is not None:
-        if not is_messages(row["messages"]):
-            raise BadRow(f"column 'messages': expected a list of messages with role and content, found {row['messages']!r:.80}")  # fmt: skip
-        return [], row["messages"]
-    if isinstance(row.get("text"), str):
+        check(is_messages(row["messages"]), row, "messages", "a list of messages with role and content")
+        return [], as_messages(row["messages"], "user")
+    if row.get("text") is not None:
+        check(isinstance(row["text"], str), row, "text", "a string")
         return "", row["text"]
-    if row.get("prompt") is None or row.get("completion") is None:
-        raise BadRow(f"expected a column 'messages', or 'prompt' and 'completion', or 'text'; found {sorted(k for k in row if row[k] is not None)}")  # fmt: skip
-    check_kind(row, "prompt", "completion")
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return prompt, completion
-    return as_messages(prompt, "user"), as_messages(completion, "assistant")
+    require(row, "prompt", "completion", expected="'messages', or 'prompt' and 'completion', or 'text'")
+    if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+        return row["prompt"], row["completion"]
+    return as_messages(row["prompt"], "user"), as_messages(row["completion"], "assistant")
 
 
 def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict] | str]:
     """A preference row as (prompt, chosen, rejected), all strings or all message lists, the prompt stated once."""
-    for column in ("chosen", "rejected"):
-        if row.get(column) is None:
-            raise BadRow(f"expected a column {column!r} (and 'chosen', 'rejected', optionally 'prompt'); found {sorted(k for k in row if row[k] is not None)}")  # fmt: skip
-    check_kind(row, "chosen", "rejected", *(["prompt"] if row.get("prompt") is not None else []))
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        if isinstance(prompt, str):
+    prompt, chosen, rejected = (row.get(column) for column in ("prompt", "chosen", "rejected"))
+    stated = [] if prompt is None else ["prompt"]
+    require(row, "chosen", "rejected", *stated, expected="'chosen' and 'rejected', and 'prompt' unless it is in both")
+    if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
+        if stated:
             return prompt, chosen, rejected
-        if prompt is None:
-            shared = os.path.commonprefix([chosen, rejected])
-            if HH_MARKER not in shared:
-                raise BadRow(f"no column 'prompt', and 'chosen' and 'rejected' do not share a transcript that holds {HH_MARKER!r}")  # fmt: skip
-            cut = shared.rindex(HH_MARKER) + len(HH_MARKER)
-            return shared[:cut], chosen[cut:], rejected[cut:]
+        shared = os.path.commonprefix([chosen, rejected])
+        if HH_MARKER not in shared:
+            raise BadRow(f"no column 'prompt', and 'chosen' and 'rejected' do not share a transcript that holds {HH_MARKER!r}")
+        cut = shared.rindex(HH_MARKER) + len(HH_MARKER)
+        return shared[:cut], chosen[cut:], rejected[cut:]
     chosen, rejected = as_messages(chosen, "assistant"), as_messages(rejected, "assistant")
-    prompt = [] if prompt is None else as_messages(prompt, "user")
-    if not prompt or (chosen[: len(prompt)] == prompt and rejected[: len(prompt)] == prompt):
-        # The prompt stands inside both (UltraFeedback repeats it): it is what they share up to the last answer.
-        same = [a == b for a, b in zip(chosen[:-1], rejected[:-1])]
-        cut = same.index(False) if False in same else len(same)
-        if cut == 0:
-            raise BadRow("'chosen' and 'rejected' share no first message, and there is no column 'prompt'")
-        prompt, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
-    return prompt, chosen, rejected
+    if stated and (not chosen or chosen[0]["role"] == "assistant"):
+        return as_messages(prompt, "user"), chosen, rejected
+    # The prompt stands inside both (UltraFeedback repeats it): it is what they share, up to an answer.
+    differ = (i for i, (a, b) in enumerate(zip(chosen[:-1], rejected[:-1])) if a != b)
+    cut = next(differ, min(len(chosen), len(rejected)) - 1)
+    while cut > 0 and not chosen[cut]["role"] == rejected[cut]["role"] == "assistant":
+        cut -= 1
+    inside = [message["content"].strip() for message in chosen[: max(cut, 0)]]
+    if not inside or (prompt and as_messages(prompt, "user")[-1]["content"].strip() not in inside):
+        raise BadRow("'chosen' and 'rejected' do not begin with the same prompt, that of column 'prompt' if there is one")
+    return chosen[:cut], chosen[cut:], rejected[cut:]
 
 
 # ---------------------------------------------------------------------------------------------- token ids
@@ -150,36 +165,52 @@ def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict
 def render(tokenizer, messages: list[dict], add_generation_prompt: bool = False) -> str:
     """Messages as the chat template writes them."""
     if tokenizer.chat_template is None:
-        raise BadRow("the row is a list of messages, but the tokenizer has no chat template: set tokenizer.chat_template "
-                     "and save it, or give plain strings")  # fmt: skip
-    if not messages:
-        return ""
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        raise BadRow("messages, but the tokenizer has no chat template: set tokenizer.chat_template and save it, or give plain strings")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except Exception as error:  # a template raises what it likes, such as that roles must alternate
+        raise BadRow(f"the tokenizer's chat template refuses the messages: {error}") from None
 
 
-def encode(tokenizer, texts: list[str], bos: bool, eos: bool) -> list[list[int]]:
+def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
     """Token ids of consecutive pieces of one text, each piece's ids its own.
 
     The pieces are cut where the whole text's tokens allow it, so that ids are those a model meets when it reads the text;
     a piece that would merge with the one before it is tokenised alone. The ids of a piece never depend on later pieces.
 
     Args:
-        bos: plain text gets the BOS this tokenizer puts in front, if it does; a chat template writes its own.
-        eos: end the last piece with EOS.
+        plain: no chat template wrote the text: it gets the BOS that this tokenizer puts in front, if it does, and EOS at
+            the end, unless it has them.
     """
-    special = tokenizer("").input_ids if bos else []
-    pieces, text = [], ""
+    pieces, text, whole = [], "", []
     for piece in texts:
         text += piece
-        seen = [token for part in pieces for token in part]
-        whole = tokenizer(text, add_special_tokens=False).input_ids
-        merges = whole[: len(seen)] != seen
-        pieces.append(tokenizer(piece, add_special_tokens=False).input_ids if merges else whole[len(seen) :])
-    if special[:1] == [tokenizer.bos_token_id]:
-        pieces[0] = special[:1] + pieces[0]
-    if eos:
-        pieces[-1] = pieces[-1] + [tokenizer.eos_token_id]
+        seen, whole = [token for part in pieces for token in part], tokenizer(text, add_special_tokens=False).input_ids
+        merged = whole[: len(seen)] != seen
+        pieces.append(tokenizer(piece, add_special_tokens=False).input_ids if merged else whole[len(seen) :])
+    if plain and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id] != whole[:1]:
+        pieces[0] = [tokenizer.bos_token_id, *pieces[0]]
+    if plain and pieces[-1][-1:] != [tokenizer.eos_token_id]:
+        pieces[-1] = [*pieces[-1], tokenizer.eos_token_id]
     return pieces
+
+
+def encode_turns(tokenizer, messages: list[dict], spans: list[tuple[int, int]]) -> list[list[int]]:
+    """Token ids of a conversation up to its last answer, in pieces: what precedes an answer, the answer, and so on.
+
+    Args:
+        spans: for each answer its first message, and the one after its last.
+    """
+    texts, done = [], ""
+    for start, end in spans:
+        before, after = render(tokenizer, messages[:start], True) if start else "", render(tokenizer, messages[:end])
+        if not before.startswith(done):
+            raise BadRow("this chat template rewrites earlier turns when later ones follow: use --loss_on completion, or another template")
+        if not after.startswith(before):
+            raise BadRow("this chat template does not begin an answer with its own generation prompt: use another template")
+        texts += [before[len(done) :], after[len(before) :]]
+        done = after
+    return encode(tokenizer, texts)
 
 
 def turn_length(tokenizer, ids: list[int]) -> int:
@@ -187,149 +218,137 @@ def turn_length(tokenizer, ids: list[int]) -> int:
     return len(ids) - ids[::-1].index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
 
 
-def encode_conversation(tokenizer, prompt, completion, loss_on: str) -> tuple[list[int], list[bool]]:
-    """Ids of an SFT row and which of them are targets.
+def encode_conversation(tokenizer, prompt, completion, loss_on: str) -> tuple[list[int], list[bool], list[int]]:
+    """Ids of an SFT row, which of them are targets, and the ids before the last answer; all empty where there is none.
 
     Args:
         loss_on: `assistant` (every assistant turn; of prompt and completion the completion), `completion` (the last
             turn only) or `all`.
     """
-    if isinstance(completion, str):
-        if not completion:
-            return [], []
-        texts, flags = [prompt, completion], [False, True]
-        pieces = encode(tokenizer, texts, bos=True, eos=True)
+    if not has_text(completion):
+        pieces = []
+    elif isinstance(completion, str):
+        pieces = encode(tokenizer, [prompt, completion], plain=True)
     else:
-        messages, texts, flags, done = prompt + completion, [], [], ""
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m["content"] and i >= len(prompt)]
-        for i in turns[-1:] if loss_on == "completion" else turns:
-            before, after = render(tokenizer, messages[:i], True), render(tokenizer, messages[: i + 1])
-            if not before.startswith(done) or not after.startswith(before):
-                raise BadRow("this chat template rewrites earlier turns when later ones follow, so the turns have no fixed "
-                             "tokens: use --loss_on completion, or a template that does not")  # fmt: skip
-            texts += [before[len(done) :], after[len(before) :]]
-            flags += [False, True]
-            done = after
-        if not texts:
-            return [], []
-        pieces = encode(tokenizer, texts, bos=False, eos=False)
-    pieces[-1] = pieces[-1][: turn_length(tokenizer, pieces[-1])]
-    ids = [token for piece in pieces for token in piece]
-    ends = [turn_length(tokenizer, piece) if flag else 0 for flag, piece in zip(flags, pieces)]
-    targets = [loss_on == "all" or i < end for end, piece in zip(ends, pieces) for i in range(len(piece))]
-    return ids, [index > 0 and target for index, target in enumerate(targets)]  # nothing predicts the first token
+        messages = prompt + completion
+        turns = [(i, i + 1) for i, m in enumerate(messages) if m["role"] == "assistant" and m["content"] and i >= len(prompt)]
+        pieces = encode_turns(tokenizer, messages, turns[-1:] if loss_on == "completion" else turns)
+    prompt_ids, targets = [token for piece in pieces[:-1] for token in piece], []
+    for context, answer in zip(pieces[::2], pieces[1::2]):
+        learned = turn_length(tokenizer, answer)
+        targets += [loss_on == "all"] * len(context) + [True] * learned + [loss_on == "all"] * (len(answer) - learned)
+    targets[:1] = [False] * bool(targets)  # nothing predicts the first token
+    ids = [*prompt_ids, *(pieces[-1][:learned] if pieces else [])]
+    return ids, targets[: len(ids)], prompt_ids
 
 
 def encode_preference(tokenizer, prompt, chosen, rejected) -> tuple[list[int], list[int], list[int]]:
     """Ids of prompt, chosen and rejected; the prompt's are the same for both."""
     if isinstance(prompt, str):
-        pairs = [encode(tokenizer, [prompt, answer], bos=True, eos=True) for answer in (chosen, rejected)]
+        pairs = [encode(tokenizer, [prompt, answer], plain=True) for answer in (chosen, rejected)]
     else:
-        before = render(tokenizer, prompt, True)
-        afters = [render(tokenizer, prompt + answer) for answer in (chosen, rejected)]
-        if not all(after.startswith(before) for after in afters):
-            raise BadRow("this chat template does not begin the answer with its own generation prompt")
-        pairs = [encode(tokenizer, [before, after[len(before) :]], bos=False, eos=False) for after in afters]
-    (prompt_ids, chosen_ids), (_, rejected_ids) = pairs
-    return prompt_ids, *(ids[: turn_length(tokenizer, ids)] for ids in (chosen_ids, rejected_ids))
+        pairs = [encode_turns(tokenizer, prompt + a, [(len(prompt), len(prompt + a))]) for a in (chosen, rejected)]
+    return pairs[0][0], *(answer[: turn_length(tokenizer, answer)] for _, answer in pairs)
 
 
 def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
     """`input_ids targets length n_targets reason truncated prompt_ids` of one SFT row."""
     prompt, completion = conversation(row)
-    ids, targets = encode_conversation(tokenizer, prompt, completion, loss_on)
-    reason = "no answer" if not ids else "" if any(targets[:max_length]) else "nothing to learn within max_length"
-    first = targets.index(True) if loss_on != "all" and any(targets) else 0
+    ids, targets, prompt_ids = encode_conversation(tokenizer, prompt, completion, loss_on)
+    reason = "empty answer" if not ids else "" if any(targets[:max_length]) else "nothing to learn within max_length"
     return {
-        "input_ids": ids[:max_length],
-        "targets": targets[:max_length],
-        "prompt_ids": ids[:first],
-        "length": min(len(ids), max_length),
-        "n_targets": sum(targets[:max_length]),
-        "truncated": len(ids) > max_length,
-        "reason": reason,
-    }
+        "input_ids": ids[:max_length], "targets": targets[:max_length], "prompt_ids": prompt_ids,
+        "length": min(len(ids), max_length), "n_targets": sum(targets[:max_length]),
+        "truncated": len(ids) > max_length, "reason": reason,
+    }  # fmt: skip
 
 
 def preference_row(row: dict, tokenizer, max_length: int) -> dict:
     """`prompt_ids chosen_ids rejected_ids length reason truncated` of one pair; length is of both sequences together."""
-    texts = prompt, chosen, rejected = preference(row)
-    ids, chosen_ids, rejected_ids = encode_preference(tokenizer, *texts) if all(texts) else ([], [], [])
-    room = max(max_length - len(ids), 0)
-    longest = len(ids) + max(len(chosen_ids), len(rejected_ids))
-    if not prompt or not ids:
-        reason = "empty prompt"
-    elif not chosen or not rejected:
-        reason = "empty answer"
-    elif not room:
-        reason = "prompt fills max_length"
-    else:
-        reason = "chosen equal to rejected" if chosen_ids[:room] == rejected_ids[:room] else ""
+    prompt, chosen, rejected = preference(row)
+    reason = "empty prompt" if not has_text(prompt) else "" if has_text(chosen) and has_text(rejected) else "empty answer"
+    ids, chosen_ids, rejected_ids = ([], [], []) if reason else encode_preference(tokenizer, prompt, chosen, rejected)
+    longest, room = len(ids) + max(len(chosen_ids), len(rejected_ids)), max(max_length - len(ids), 0)
     chosen_ids, rejected_ids = chosen_ids[:room], rejected_ids[:room]
+    if not reason and chosen_ids == rejected_ids:
+        reason = "chosen equal to rejected" if room else "prompt fills max_length"
     return {
-        "prompt_ids": ids[:max_length],
-        "chosen_ids": chosen_ids,
-        "rejected_ids": rejected_ids,
+        "prompt_ids": ids[:max_length], "chosen_ids": chosen_ids, "rejected_ids": rejected_ids,
         "length": 2 * min(len(ids), max_length) + len(chosen_ids) + len(rejected_ids),
-        "truncated": longest > max_length,
-        "reason": reason,
-    }
+        "truncated": longest > max_length, "reason": reason,
+    }  # fmt: skip
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
     """Changes when the tokenizer would write other ids."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    parts = [content, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    content = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
+    return "\0".join([content, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)])
 
 
 def load_tokenized(accelerator, name: str, split: str, function, tokenizer, columns: dict[str, str], **settings) -> datasets.Dataset:
     """Loads a data set and applies a row function such as `sft_row` once: the result is cached on disk by its content.
 
     Rows that cannot be used are left out before any permutation, counted and printed by reason. The result keeps the
-    row's number in the file (`row`, from 1) and, where the data has one, its `answer` as text.
+    row's number in the file (`row`, from 1) and, where the data has one, its `answer` as text ("" where a row has none).
 
     Args:
         columns: see `column_names`.
-        settings: passed to `function`; part of the cache's key.
+        settings: passed to `function`, and part of the cache's key, as is the source of the function's file.
 
     Raises:
-        SystemExit: a row that fits no format (row number, column, expectation), or nothing usable left.
+        SystemExit: a row that fits no format (row number, column, expectation), or nothing usable left. On all ranks.
     """
+    problem = None
+    for turn in (True, False):  # one process of each machine fills the cache, then the others read it
+        if turn == accelerator.is_local_main_process:
+            try:
+                result, notes = tokenized(name, split, function, tokenizer, columns, settings)
+            except SystemExit as error:
+                problem = error.code
+            except UnicodeDecodeError as error:
+                problem = f"data set {name!r} is not UTF-8: {error}"
+        if any(problems := gather_object([problem])):  # all ranks leave, lest one waits for another that has left; one says why
+            sys.exit(next(filter(None, problems)) if accelerator.is_main_process else 1)
+    accelerator.print("; ".join([f"data {name}: {len(result)} usable rows", *notes]))
+    return result
+
+
+def tokenized(name: str, split: str, function, tokenizer, columns: dict, settings: dict) -> tuple[datasets.Dataset, list[str]]:
+    """`load_tokenized` on one process: the usable rows, and what is to be said of the others."""
 
     def convert(row, index):
-        row = {**row, **{role: row[column] for role, column in columns.items()}}
+        # What the user names goes before what is there, too.
+        hidden = ["messages", "text"] if {"prompt", "completion"} & columns.keys() else []
+        row = {**row, **dict.fromkeys(hidden), **{column: row[own] for column, own in columns.items()}}
         try:
-            answer = {"answer": str(row["answer"])} if row.get("answer") is not None else {}
+            answer = {"answer": "" if row["answer"] is None else str(row["answer"])} if "answer" in row else {}
             return {"row": index + 1, **answer, **function(row, tokenizer=tokenizer, **settings)}
         except BadRow as error:
             sys.exit(f"data set {name!r}, row {index + 1}: {error}")
 
-    with accelerator.local_main_process_first():
-        rows = load_rows(name, split)
-        missing = [column for column in columns.values() if column not in rows.column_names]
-        if missing:
-            sys.exit(f"--columns: data set {name!r} has no column {missing[0]!r}; it has {rows.column_names}")
-        key = [CACHE_VERSION, rows._fingerprint, function.__name__, tokenizer_fingerprint(tokenizer), columns, settings]
-        fingerprint = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-        result = rows.map(convert, with_indices=True, remove_columns=rows.column_names, new_fingerprint=fingerprint)
-    reasons = np.array(result["reason"])
-    left_out = collections.Counter(reasons[reasons != ""].tolist())
-    truncated = int(np.sum(np.array(result["truncated"])[reasons == ""]))
-    notes = [f"{count} left out ({reason})" for reason, count in left_out.most_common()]
-    notes += [f"{truncated} truncated"] if truncated else []
-    if len(result) == left_out.total():
+    if settings["max_length"] < 2:
+        sys.exit(f"--max_length {settings['max_length']}: expected at least 2, a token of the prompt and one of the answer")
+    rows = load_rows(name, split)
+    missing = [own for own in columns.values() if own not in rows.column_names]
+    if missing:
+        sys.exit(f"--columns: data set {name!r} has no column {missing[0]!r}; it has {rows.column_names}")
+    sources = [Path(file).read_text(encoding="utf-8") for file in (__file__, function.__code__.co_filename)]
+    key = [rows._fingerprint, function.__name__, sources, tokenizer_fingerprint(tokenizer), columns, settings]
+    result = rows.map(convert, with_indices=True, remove_columns=rows.column_names, new_fingerprint=datasets.fingerprint.Hasher.hash(key))
+    reasons = np.array(result["reason"][:])
+    usable = result.select(np.flatnonzero(reasons == ""))
+    left_out, truncated = np.unique(reasons[reasons != ""], return_counts=True), sum(usable["truncated"][:])
+    notes = [f"{count} left out ({reason})" for reason, count in zip(*left_out)] + [f"{truncated} truncated"] * (truncated > 0)
+    if len(usable) == 0:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
-    accelerator.print(f"data {name}: {len(result)} rows" + "".join(f"; {note}" for note in notes))
-    return result.select(np.flatnonzero(reasons == "")) if left_out else result
+    unanswered = "answer" in usable.column_names and not any(usable["answer"][:])
+    return usable.remove_columns("answer") if unanswered else usable, notes
 
 
 def load_evaluation_sets(accelerator, names: list[str] | None, *rest, **settings) -> dict[str, datasets.Dataset]:
     """`load_tokenized` of each held-out set, by the prefix of its tags: `eval/`, or `eval/<name>/` where there are several."""
-    names = names or []
-    stems = [Path(name.partition(":")[0]).name.split(".")[0] for name in names]
+    stems = [Path(name.partition(":")[0]).name.split(".")[0] for name in names or []]
     if len(set(stems)) < len(stems):
         sys.exit(f"--eval_dataset_name {names}: two sets would log under the same name")
-    prefixes = [f"eval/{stem}/" if len(names) > 1 else "eval/" for stem in stems]
-    return {p: load_tokenized(accelerator, name, *rest, **settings) for p, name in zip(prefixes, names)}
+    prefixes = [f"eval/{stem}/" for stem in stems] if len(stems) > 1 else ["eval/"]
+    return {p: load_tokenized(accelerator, name, *rest, **settings) for p, name in zip(prefixes, names or [])}

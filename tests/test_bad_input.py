@@ -1,0 +1,327 @@
+"""Every bad input is one clear error before any training: the value, where it stands, and what would do instead.
+
+Mutations that turn it red: sizes rounded in silence (`silent_rounding`), abbreviations accepted (`abbreviations`), unknown arguments
+left to a traceback (`unknown_argument`), the YAML read after the flags (`yaml_wins`), row numbers from 0 (`row_from_zero`), the line of
+malformed JSON not looked for (`no_line`), a reader's exception let through (`reader_traceback`), a rank that leaves the others waiting
+(`rank_leaves`), a used output folder accepted (`output_reused`), a vocabulary too small accepted (`small_vocabulary`), weights that
+are missing drawn at random (`random_weights`).
+"""
+
+import concurrent.futures
+import dataclasses
+import gzip
+import json
+import re
+import shutil
+
+import datasets
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+from transformers.hf_argparser import HfArg
+
+from common.arguments import parse_args
+from common.data import column_names, load_rows, load_tokenized, preference_row, sft_row
+from common.launch import accumulation_steps, quiet
+from common.models import check_vocabulary, load_causal_lm, load_tokenizer
+from common.progress import check_intervals
+from runs import ASSETS, LAUNCHERS, launch, recipe, tiny_llama, write_jsonl
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    quiet()
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+def refuses(*parts, call) -> None:
+    """Calls what must exit with one line that holds all parts."""
+    with pytest.raises(SystemExit) as refusal:
+        call()
+    said = refusal.value.code
+    assert isinstance(said, str) and "\n" not in said and all(str(part) in said for part in parts), said
+    return said
+
+
+# ---------------------------------------------------------------------------------------------- sizes and intervals
+
+
+@pytest.mark.parametrize("train, micro, processes, parts", [
+    (200, 6, 2, ["200", "6 x 2 processes = 12", "192 or 204", "--micro_train_batch_size 5"]),
+    (5, 8, 1, ["--train_batch_size 8", "--micro_train_batch_size 5"]),
+    (3, 1, 2, ["2 or 4"]),
+    (0, 4, 1, ["--train_batch_size 0", "at least 1"]),
+    (4, -1, 1, ["--micro_train_batch_size -1", "at least 1"]),
+])  # fmt: skip
+def test_sizes_that_do_not_divide(train, micro, processes, parts):
+    refuses(*parts, call=lambda: accumulation_steps(train, micro, processes))
+    assert accumulation_steps(192, 6, 1) == 32 and accumulation_steps(192, 6, 2) == 16
+
+
+@pytest.mark.parametrize("value", [2.5, -1.0])
+def test_intervals(value):
+    refuses(f"--save_steps {value}", "share below 1", "whole number", call=lambda: check_intervals(logging_steps=0.1, save_steps=value))
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+@dataclasses.dataclass
+class Args:
+    model_name_or_path: str | None = HfArg(default=None, help="100% of it")
+    dataset_name: str | None = HfArg(default=None, help="data")
+    eval_dataset_name: list[str] | None = HfArg(default=None, help="sets")
+    beta: float = HfArg(default=0.1, help="strength")
+    learning_rate: float = HfArg(default=1e-5, help="rate")
+    gradient_checkpointing: bool = HfArg(default=False, help="less memory")
+
+
+def parse(*argv) -> Args:
+    return parse_args(Args, demo=ASSETS / "sft.yaml", argv=["--model_name_or_path", "m", "--dataset_name", "d", *argv])
+
+
+def parse_yaml(path, text: str, *argv) -> Args:
+    path.write_text(text)
+    return parse_args(Args, demo=ASSETS / "sft.yaml", argv=[str(path), *argv])
+
+
+def refuses_arguments(capsys, *parts, call) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        call()
+    usage, *error = capsys.readouterr().err.strip().splitlines()
+    assert refusal.value.code == 2 and usage.startswith("usage:") and len(error) == 1
+    assert all(part in error[0] for part in parts), error
+
+
+def test_flags(capsys):
+    assert parse("--beta", "0.5").beta == 0.5
+    refuses_arguments(capsys, "--bet 0.5", "abbreviated", "--help", call=lambda: parse("--bet", "0.5"))
+    refuses_arguments(capsys, "--foo", call=lambda: parse("--foo", "1"))
+    refuses_arguments(capsys, "--beta", "'strong'", "float", call=lambda: parse("--beta", "strong"))
+    refuses_arguments(capsys, "late.yaml", "first", call=lambda: parse("late.yaml"))
+    refuses_arguments(
+        capsys, "--model_name_or_path", "missing", call=lambda: parse_args(Args, ASSETS / "sft.yaml", ["--dataset_name", "d"])
+    )
+
+
+def test_help_with_a_percent_sign(capsys):
+    with pytest.raises(SystemExit) as done:
+        parse("--help")
+    text = capsys.readouterr().out
+    assert done.value.code == 0 and "100% of it" in text and all(f"--{field.name}" in text for field in dataclasses.fields(Args))
+
+
+def test_yaml_of_defaults(capsys, tmp_path):
+    path = tmp_path / "defaults.yaml"
+    text = "model_name_or_path: m\ndataset_name: '{assets}/d'\neval_dataset_name: [x, y]\nbeta: 0.3\nlearning_rate: 1e-4\ngradient_checkpointing: true\n"
+    expected = Args("m", f"{ASSETS}/d", ["x", "y"], 0.3, 1e-4, True)
+    assert parse_yaml(path, text) == expected
+    overridden = parse_yaml(path, text, "--beta", "0.7", "--gradient_checkpointing", "false", "--eval_dataset_name", "z")
+    assert overridden == dataclasses.replace(expected, beta=0.7, gradient_checkpointing=False, eval_dataset_name=["z"])
+    assert parse_yaml(path, text + "beta: null\n").beta == 0.1
+    name = str(path)
+    refuses_arguments(capsys, name, "'betta'", "--help", call=lambda: parse_yaml(path, text + "betta: 1\n"))
+    refuses_arguments(capsys, name, "flat mapping", call=lambda: parse_yaml(path, "beta: {a: 1}\n"))
+    refuses_arguments(capsys, name, "flat mapping", call=lambda: parse_yaml(path, "- beta\n"))
+    refuses_arguments(capsys, name, "not YAML", "line 1", call=lambda: parse_yaml(path, "beta: [1\n"))
+    refuses_arguments(capsys, "--beta", "'strong'", call=lambda: parse_yaml(path, "beta: strong\n"))
+    path.unlink()
+    refuses_arguments(capsys, name, "does not exist", call=lambda: parse_args(Args, ASSETS / "sft.yaml", [name]))
+
+
+@pytest.mark.parametrize("pairs", [["prompt"], ["prompt="], ["promt=question"], ["prompt=a", "prompt=b"]])
+def test_columns_argument(pairs):
+    refuses("--columns " + " ".join(pairs), "messages|prompt", "such as prompt=question", call=lambda: column_names(pairs))
+
+
+# ---------------------------------------------------------------------------------------------- data files
+
+GOOD = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
+
+
+@pytest.mark.parametrize("name, content, parts", [
+    ("a.jsonl", GOOD + b'{"prompt": \n', ["a.jsonl, row 2", "malformed JSON", "Expecting value"]),
+    ("a.jsonl.gz", GOOD * 2 + b'{"prompt" "a"}\n', ["a.jsonl.gz, row 3", "malformed JSON", "delimiter"]),
+    ("a.json", b'[{"a": 1},\n {"a": }]', ["a.json", "malformed JSON", "line 2"]),
+    ("a.jsonl", GOOD + b"[1, 2]\n", ["row 2", "JSON object", "[1, 2]"]),
+    ("a.jsonl", b'"text"\n' + GOOD, ["row 1", "JSON object", "text"]),
+    ("a.json", b'[{"a": 1}, 2]', ["row 2", "JSON object", "found 2"]),
+    ("a.csv", b'prompt,chosen\n"a,b\n', ["a.csv", "EOF inside string", "row 1"]),
+    ("a.csv", b"prompt,chosen\na,b,c\n", ["a.csv", "row 1 has more cells", "quote"]),
+    ("a.csv", b"prompt,chosen\na,b\na,b,c\n", ["a.csv", "line 3"]),
+    ("a.parquet", b"nonsense", ["a.parquet", "not a parquet file"]),
+    ("a.txt", b"text", ["a.txt", ".jsonl .json .parquet .csv", ".gz"]),
+    ("a.jsonl", b"", ["a.jsonl", "holds no rows"]), ("a.jsonl", b"\n\n", ["holds no rows"]), ("a.jsonl.gz", b"", ["holds no rows"]),
+    ("a.json", b"[]", ["holds no rows"]), ("a.csv", b"", ["holds no rows"]), ("a.csv", b"prompt,chosen\n", ["holds no rows"]),
+])  # fmt: skip
+def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    quiet()
+    refuses(path, *parts, call=lambda: load_rows(str(path), "train"))
+    assert "Failed" not in capfd.readouterr().err
+
+
+def test_torn_files_and_missing_ones(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(GOOD * 100)[:-20])
+    refuses(path, "end-of-stream", call=lambda: load_rows(str(path), "train"))
+    path.write_bytes(GOOD)
+    refuses(path, "Not a gzipped file", call=lambda: load_rows(str(path), "train"))
+    missing = str(tmp_path / "missing.jsonl")
+    refuses(missing, "does not exist", call=lambda: load_rows(missing, "train"))
+    refuses("someone/set", "could not be read", call=lambda: load_rows("someone/set", "train"))
+    good = str(write_jsonl(tmp_path / "good.jsonl", [PAIR]))
+    refuses(good, "'test'", "['train']", call=lambda: load_rows(good, "test"))
+    datasets.Dataset.from_dict({"prompt": []}).to_parquet(tmp_path / "none.parquet")
+    refuses("none.parquet", "holds no rows", call=lambda: load_rows(str(tmp_path / "none.parquet"), "train"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    refuses(folder, "data files", call=lambda: load_rows(str(folder), "train"))
+    shutil.copy(good, folder / "a.jsonl")
+    (folder / "b.csv").write_text("prompt\na\n")
+    refuses(folder, "['csv', 'json']", "one kind", call=lambda: load_rows(str(folder), "train"))
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("recipe_name, rows, parts", [
+    ("dpo", [PAIR, {**PAIR, "rejected": 5}], ["row 2", "column 'rejected'", "string or a list of messages", "found 5"]),
+    ("dpo", [{**PAIR, "prompt": 5}], ["row 1", "column 'prompt'", "found 5"]),
+    ("dpo", [PAIR, PAIR, {**PAIR, "chosen": [{"role": "assistant"}]}], ["row 3", "column 'chosen'", "role and content"]),
+    ("dpo", [PAIR, {**PAIR, "chosen": {"a": 1}}], ["row 2", "column 'chosen'", "{'a': 1}"]),  # pyarrow has no type for the column
+    ("dpo", [{"prompt": "a", "chosen": "b"}], ["row 1", "no 'rejected'", "['chosen', 'prompt']", "--columns rejected=YOURS"]),
+    ("dpo", [{"chosen": "b", "rejected": "c"}], ["row 1", "no column 'prompt'", "Assistant:"]),
+    ("sft", [{"question": "a", "answer": "b"}], ["row 1", "no 'prompt'", "['answer', 'question']", "--columns prompt=YOURS"]),
+    ("sft", [{"messages": [{"role": "user", "content": "a"}]}, {"messages": "a"}], ["row 2", "column 'messages'", "found 'a'"]),
+    ("sft", [{"messages": [{"role": "user", "content": 1}]}], ["row 1", "column 'messages'", "found"]),
+    ("sft", [{"text": 1}], ["row 1", "column 'text'", "a string", "found 1"]),
+    ("sft", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], ["row 2", "no 'completion'"]),
+    ("dpo", [{**PAIR, "chosen": ""}] * 2, ["no usable row", "2 left out (empty answer)"]),
+    ("dpo", [{**PAIR, "prompt": "long" * 9}], ["no usable row", "1 left out (prompt fills max_length)"]),
+    ("sft", [{"prompt": "long" * 9, "completion": "a"}], ["no usable row", "1 left out (nothing to learn within max_length)"]),
+])  # fmt: skip
+def test_rows_that_do_not_fit(accelerator, model, tmp_path, recipe_name, rows, parts):
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    function, settings = {"dpo": (preference_row, {}), "sft": (sft_row, {"loss_on": "assistant"})}[recipe_name]
+    call = lambda: load_tokenized(accelerator, path, "train", function, AutoTokenizer.from_pretrained(model), {}, max_length=20, **settings)
+    for _ in range(2):  # a refused set leaves nothing in the cache
+        refuses(path, *parts, call=call)
+
+
+def test_other_refusals_of_the_data(accelerator, model, tmp_path):
+    path, tokenizer = str(write_jsonl(tmp_path / "rows.jsonl", [PAIR])), AutoTokenizer.from_pretrained(model)
+
+    def load(columns=None, **settings):
+        load_tokenized(accelerator, path, "train", preference_row, tokenizer, columns or {}, **{"max_length": 20, **settings})
+
+    refuses(path, "'winner'", "['prompt', 'chosen', 'rejected']", call=lambda: load({"chosen": "winner"}))
+    refuses("--max_length -1", "at least 2", call=lambda: load(max_length=-1))
+    path = str(write_jsonl(tmp_path / "chat.jsonl", [{**PAIR, "prompt": [{"role": "user", "content": "a"}]}]))
+    tokenizer.chat_template = None
+    refuses(path, "row 1", "no chat template", "tokenizer.chat_template", call=load)
+    path = str(tmp_path / "latin.jsonl")
+    with open(path, "wb") as file:
+        file.write('{"prompt": "é", "chosen": "b", "rejected": "c"}'.encode("latin-1"))
+    refuses(path, "not UTF-8", call=load)
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def copy(model, folder, **config):
+    shutil.copytree(model, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, **config}))
+    return folder
+
+
+def test_models(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in (str(tmp_path / "missing"), str(tmp_path)):
+        refuses(name, "tokenizer", "folder or a hub name", call=lambda name=name: load_tokenizer(name))
+    unknown = str(copy(model, tmp_path / "unknown", model_type="foo", architectures=["Foo"]))
+    refuses(unknown, "`foo`", call=lambda: load_causal_lm(unknown, None))
+    bare = copy(model, tmp_path / "bare")
+    (bare / "config.json").unlink()
+    refuses(bare, "without config.json", call=lambda: load_causal_lm(str(bare), None))
+    torn = copy(model, tmp_path / "torn")
+    (torn / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
+    refuses(torn, "could be loaded", call=lambda: load_causal_lm(str(torn), None))
+    state = load_file(model / "model.safetensors")
+    save_file({name: value for name, value in state.items() if "lm_head" not in name}, torn / "model.safetensors", {"format": "pt"})
+    refuses(torn, "lm_head.weight", "at random", call=lambda: load_causal_lm(str(torn), None))
+    refuses(model, '"foo"', "eager", call=lambda: load_causal_lm(str(model), "foo"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "no_eos")
+    refuses("no_eos", "no EOS", "tokenizer.eos_token", call=lambda: load_tokenizer(str(tmp_path / "no_eos")))
+    tokenizer = load_tokenizer(str(model))
+    llama = load_causal_lm(str(model), None)
+    check_vocabulary(llama, tokenizer)
+    tokenizer.add_tokens([f"<{i}>" for i in range(5)])
+    refuses(model, len(tokenizer), "264", "resize", call=lambda: check_vocabulary(llama, tokenizer))
+    assert len(tokenizer) > 264 and llama.dtype == torch.float32
+
+
+# ---------------------------------------------------------------------------------------------- the recipes themselves
+
+
+def test_recipes_end_with_one_line_and_before_training(model, tmp_path):
+    data = write_jsonl(tmp_path / "pairs.jsonl", [PAIR] * 4)
+    wrong = write_jsonl(tmp_path / "wrong.jsonl", [PAIR, {**PAIR, "chosen": 7}])
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "metrics.jsonl").write_text("{}\n")
+    small = tiny_llama(tmp_path / "small", vocab_size=200)
+    sizes = {"--train_batch_size": 4, "--micro_train_batch_size": 2}
+    cases = [
+        ("plain", {"--train_batch_size": 5}, ["--train_batch_size 5", "4 or 6"]),
+        ("plain", {"--dataset_name": tmp_path / "missing.jsonl"}, ["missing.jsonl", "does not exist"]),
+        ("plain", {"--dataset_name": wrong}, ["wrong.jsonl", "row 2", "column 'chosen'", "found 7"]),
+        ("plain", {"--output_dir": used}, [str(used), "another run", "--resume auto"]),
+        ("plain", {"--model_name_or_path": small}, ["261 tokens", "200"]),
+        ("plain", {"--bet": 0.5}, ["--bet 0.5", "--help"]),
+        ("plain", {"--logging_steps": 2.5}, ["--logging_steps 2.5", "whole number"]),
+        ("ddp", {"--dataset_name": wrong}, ["wrong.jsonl", "row 2", "column 'chosen'", "found 7"]),
+    ]
+
+    def start(index: int):
+        launcher, changes, _ = cases[index]
+        arguments = {"--model_name_or_path": model, "--dataset_name": data, "--output_dir": tmp_path / f"new{index}", **sizes, **changes}
+        cache = {"HF_DATASETS_CACHE": str(tmp_path / f"cache{index}")}
+        return launch(LAUNCHERS[launcher], recipe("dpo"), *(part for pair in arguments.items() for part in pair), check=False, env=cache)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(start, range(len(cases))))
+    for index, (process, (launcher, changes, parts)) in enumerate(zip(ended, cases)):
+        said = [line for line in process.stdout.splitlines() if all(part in line for part in parts)]
+        assert process.returncode != 0 and len(said) == 1, (changes, process.stdout)
+        if launcher == "plain":
+            assert "Traceback" not in process.stdout and said[0] == process.stdout.rstrip().splitlines()[-1], process.stdout
+        else:  # the launcher itself reports the failed process with a traceback; the ranks do not
+            assert not re.search(r"\[rank\d\]|RuntimeError|Gloo|gloo", process.stdout), process.stdout
+        assert not (tmp_path / f"new{index}" / "metrics.jsonl").exists(), changes
+    assert (used / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_help_of_a_recipe():
+    text = launch([], recipe("sft"), "--help").stdout
+    fields = re.findall(r"^    (\w+): .* = HfArg\(", recipe("sft").read_text(), re.MULTILINE)
+    assert len(fields) > 20 and all(f"--{field}" in text for field in fields)

@@ -1,0 +1,466 @@
+"""Every format and file kind becomes the token ids that the chat template writes, once, and every row ends up in one window.
+
+Mutations that turn it red: EOS not put after plain text (`no_eos`), BOS put where the text has it (`double_bos`), targets that go on
+after EOS (`newline_learned`), `--loss_on completion` learning every turn (`every_turn`), a merged boundary cut out of the whole text
+(`merged_boundary`), a message list's prompt stated twice (`prompt_twice`), the hh-rlhf prompt cut at its first answer (`hh_first_turn`),
+pairs equal only after truncation kept (`equal_after_cut`), reasons swapped (`wrong_reason`), CSV cells read as numbers (`csv_numbers`),
+the cache's key without the tokenizer (`stale_tokenizer`) or the settings (`stale_settings`), one permutation for all epochs
+(`same_epochs`), fillers of weight one (`filler_weight`), micro-batches of the last processes missing (`uneven_processes`).
+"""
+
+import csv
+import gzip
+import json
+import os
+
+import datasets
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from common.data import BadRow, column_names, conversation, load_evaluation_sets, load_tokenized, preference, preference_row, sft_row
+from common.launch import quiet
+from common.windows import arrange, window_rows
+from runs import write_jsonl
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# As Qwen3's: the last answer gets an empty thought, which is gone when another turn follows.
+REWRITING = CHATML.replace("+ m['content']", "+ ('<t></t>' if loop.last and m['role'] == 'assistant' else '') + m['content']")
+ALTERNATING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
+CORPUS = ["What is the capital of France? Paris is the capital of France.", "yes no maybe Question: Answer: one two three four five"] * 20
+
+U1, A1, U2, A2, B2 = "What is one?", "one is one", "And two?", "two is two", "three"
+PROMPT, CHOSEN, REJECTED = "Question: the capital?\nAnswer:", " Paris is", " yes"
+
+
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+def user(content: str) -> dict:
+    return message("user", content)
+
+
+def assistant(content: str) -> dict:
+    return message("assistant", content)
+
+
+def make_tokenizer(template=CHATML, bos=None, pad="<pad>", adds=None, backend=None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that really merges. `adds`: what it writes around every text, such as `<s> $A </s>`."""
+    specials = ["<pad>", "<s>", "<|im_start|>", "<|im_end|>"]
+    if backend is None:
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        backend.train_from_iterator(
+            CORPUS, trainers.BpeTrainer(vocab_size=340, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+        )
+    if adds:
+        ids = [(token, backend.token_to_id(token)) for token in specials]
+        backend.post_processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token="<|im_end|>", pad_token=pad)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    quiet()
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def plain(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def sft(tokenizer, row: dict, max_length: int = 1000, loss_on: str = "assistant") -> dict:
+    return sft_row(row, tokenizer, max_length, loss_on)
+
+
+def pair(tokenizer, row: dict, max_length: int = 1000) -> dict:
+    return preference_row(row, tokenizer, max_length)
+
+
+# ---------------------------------------------------------------------------------------------- formats
+
+
+def test_sft_formats():
+    messages = [user(U1), assistant(A1)]
+    assert conversation({"messages": messages}) == ([], messages)
+    assert conversation({"text": "abc"}) == ("", "abc")
+    assert conversation({"prompt": U1, "completion": A1}) == (U1, A1)
+    for prompt in (U1, messages[:1]):
+        for completion in (A1, messages[1:]):
+            if not isinstance(prompt, str) or not isinstance(completion, str):
+                assert conversation({"prompt": prompt, "completion": completion}) == (messages[:1], messages[1:])
+    # A key that only other rows have comes as null: templates ask whether it is there.
+    assert conversation({"messages": [{**user(U1), "tool_calls": None}, assistant(A1)]}) == ([], messages)
+
+
+@pytest.mark.parametrize("prompt", [U1, [user(U1)], None])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_preference_formats(prompt, as_list):
+    inside = [user(U1)] if prompt is None else []
+    chosen, rejected = ([*inside, assistant(A1)], [*inside, assistant(B2)]) if inside or as_list else (A1, B2)
+    expected = (U1, A1, B2) if isinstance(prompt, str) and not as_list else ([user(U1)], [assistant(A1)], [assistant(B2)])
+    assert preference({"prompt": prompt, "chosen": chosen, "rejected": rejected}) == expected
+
+
+@pytest.mark.parametrize("prompt", [None, U1, [user(U1)], "  " + U1])
+@pytest.mark.parametrize("system", [[], [message("system", "Be brief.")]])
+def test_a_prompt_inside_message_lists_is_stated_once(prompt, system):
+    """UltraFeedback repeats its string prompt inside both lists; some sets put a system message before it."""
+    context = [*system, user(U1)]
+    row = {"prompt": prompt, "chosen": [*context, assistant(A1)], "rejected": [*context, assistant(B2)]}
+    assert preference(row) == (context, [assistant(A1)], [assistant(B2)])
+
+
+def test_prompt_inside_conversations():
+    context = [user(U1), assistant(A1), user(U2)]
+    chosen, rejected = [*context, assistant(A2)], [*context, assistant(B2)]
+    assert preference({"chosen": chosen, "rejected": rejected}) == (context, [assistant(A2)], [assistant(B2)])
+    # Equal answers: the prompt is not the whole conversation, so the pair is left out and not refused.
+    assert preference({"chosen": chosen, "rejected": chosen}) == (context, [assistant(A2)], [assistant(A2)])
+    # They part at a user's message: the answer begins with the assistant's turn before it.
+    other = [user(U1), assistant(A1), user("Why?"), assistant(B2)]
+    assert preference({"chosen": chosen, "rejected": other}) == ([user(U1)], chosen[1:], other[1:])
+    with pytest.raises(BadRow, match="do not begin with the same prompt"):
+        preference({"prompt": "something else", "chosen": chosen, "rejected": rejected})
+    with pytest.raises(BadRow, match="do not begin with the same prompt"):
+        preference({"chosen": [user(U1), assistant(A1)], "rejected": [user(U2), assistant(A1)]})
+
+
+def test_hh_rlhf_transcripts():
+    prompt = f"\n\nHuman: {U1}\n\nAssistant: {A1}\n\nHuman: {U2}\n\nAssistant:"
+    row = {"chosen": f"{prompt} {A2}", "rejected": f"{prompt} two {B2}"}  # the answers, too, begin alike
+    assert preference(row) == (prompt, f" {A2}", f" two {B2}")
+    with pytest.raises(BadRow, match="no column 'prompt'"):
+        preference({"chosen": A1, "rejected": B2})
+
+
+def test_columns_name_the_users_own(tokenizer, accelerator, tmp_path):
+    rows = [{"question": "2+2?", "answer": "So #### 4", "messages": [user("x"), assistant("y")]}, {"question": "3?", "answer": "3"}]
+    path = str(write_jsonl(tmp_path / "gsm8k.jsonl", rows))
+    columns = column_names(["prompt=question", "completion=answer"])
+    assert columns == {"prompt": "question", "completion": "answer"}
+    data = load_tokenized(accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant")
+    expected = [[*plain(tokenizer, row["question"] + row["answer"]), tokenizer.eos_token_id] for row in rows]
+    assert data["input_ids"][:] == expected
+    assert data["answer"][:] == ["So #### 4", "3"] and data["row"][:] == [1, 2]
+    assert data["prompt_ids"][:] == [plain(tokenizer, row["question"]) for row in rows]
+
+
+def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
+    def load(name, answers):
+        rows = [{"prompt": U1, "completion": A1, "answer": answer} for answer in answers]
+        path = str(write_jsonl(tmp_path / f"{name}.jsonl", rows))
+        return load_tokenized(accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant")
+
+    assert load("some", [None, 4])["answer"][:] == ["", "4"]
+    assert "answer" not in load("none", [None, None]).column_names
+
+
+def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
+    paths = [str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": U1, "completion": name}])) for name in ("one", "two")]
+    how = dict(function=sft_row, tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant")
+    assert load_evaluation_sets(accelerator, None, "train", **how) == {}
+    assert list(load_evaluation_sets(accelerator, paths[:1], "train", **how)) == ["eval/"]
+    sets = load_evaluation_sets(accelerator, paths, "train", **how)
+    texts = {prefix: tokenizer.decode(data[0]["input_ids"]) for prefix, data in sets.items()}
+    assert texts == {f"eval/{name}/": f"{U1}{name}<|im_end|>" for name in ("one", "two")}
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def write(path, rows: list[dict]) -> str:
+    """Rows as the file kind that the name says."""
+    kind = path.name.removesuffix(".gz").split(".")[-1]
+    path.parent.mkdir(exist_ok=True)
+    if kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+        return str(path)
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8", newline="") as file:
+        if kind == "csv":
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            file.write(json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+STRINGS = [("1+1=", "2", "3"), ("x\ny, \"z\"", "None", "NA"), ("é", "1e3", "true"), ("empty", "", "4"), ("last", "04", "4")]  # fmt: skip
+
+
+def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path):
+    rows = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in STRINGS]
+
+    def load(path):
+        return load_tokenized(accelerator, path, "train", preference_row, tokenizer, {}, max_length=99)[:]
+
+    expected = [pair(tokenizer, row) for row in rows if row["chosen"]]
+    for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"):
+        data = load(write(tmp_path / name, rows))
+        assert data["row"] == [1, 2, 3, 5], name
+        for key in expected[0]:
+            assert data[key] == [row[key] for row in expected], (name, key)
+    for kind in ("jsonl", "parquet", "csv", "jsonl.gz"):
+        write(tmp_path / kind / f"part-1.{kind}", rows[2:])
+        folder = write(tmp_path / kind / f"part-0.{kind}", rows[:2]).rpartition("/")[0]
+        assert load(folder) == data, kind
+
+
+def test_message_lists_in_every_file_kind_that_holds_them(tokenizer, accelerator, tmp_path):
+    rows = [{"messages": [user(U1), assistant(A1)]}, {"messages": [message("system", "s"), user(U2), assistant(A2)]}]
+    expected = [sft(tokenizer, row)["input_ids"] for row in rows]
+    for name in ("a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"):
+        path = write(tmp_path / name, rows)
+        data = load_tokenized(accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant")
+        assert data["input_ids"][:] == expected, name
+
+
+def test_a_folders_splits_are_those_of_its_file_names(tokenizer, accelerator, tmp_path):
+    for name in ("train-0", "test-0"):
+        write(tmp_path / "set" / f"{name}.jsonl", [{"prompt": U1, "completion": name}])
+    for split in ("train", "test"):
+        how = dict(max_length=99, loss_on="assistant")
+        (ids,) = load_tokenized(accelerator, str(tmp_path / "set"), split, sft_row, tokenizer, {}, **how)["input_ids"][:]
+        assert tokenizer.decode(ids) == f"{U1}{split}-0<|im_end|>"
+
+
+# ---------------------------------------------------------------------------------------------- token ids
+
+
+def reference_targets(tokenizer, messages: list[dict], learned: list[int]) -> tuple[list[int], list[bool]]:
+    """Ids of a ChatML conversation up to its last EOS, and whether each lies inside one of the learned turns, by characters."""
+    text, spans = "", []
+    for i, m in enumerate(messages):
+        start = len(text) + len(f"<|im_start|>{m['role']}\n")
+        text += f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>"
+        spans += [(start, len(text))] if i in learned else []
+        text += "\n" if i < len(messages) - 1 else ""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    inside = [any(a <= start and end <= b for a, b in spans) for start, end in encoded.offset_mapping]
+    return encoded.input_ids, inside
+
+
+CHAT = [message("system", "s"), user(U1), assistant(A1), user(U2), assistant(A2)]
+
+
+@pytest.mark.parametrize("loss_on, learned", [("assistant", [2, 4]), ("completion", [4]), ("all", [])])
+@pytest.mark.parametrize("bos, adds", [(None, None), ("<s>", "<s> $A <|im_end|>")])
+def test_targets_of_a_conversation(loss_on, learned, bos, adds):
+    tokenizer = make_tokenizer(bos=bos, adds=adds)
+    row = sft(tokenizer, {"messages": CHAT}, loss_on=loss_on)
+    ids, targets = reference_targets(tokenizer, CHAT, learned)
+    assert row["input_ids"] == ids
+    assert row["targets"] == ([False] + [True] * (len(ids) - 1) if loss_on == "all" else targets)
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+    assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]) == "\n"
+    assert ids[-1] == tokenizer.eos_token_id and row["n_targets"] == sum(row["targets"]) and row["length"] == len(ids)
+    assert row["prompt_ids"] == tokenizer.apply_chat_template(CHAT[:-1], tokenize=True, return_dict=False, add_generation_prompt=True)
+
+
+def test_prompt_and_completion_lists_learn_the_completion_only(tokenizer):
+    for loss_on in ("assistant", "completion"):
+        row = sft(tokenizer, {"prompt": CHAT[:3], "completion": CHAT[3:]}, loss_on=loss_on)
+        assert (row["input_ids"], row["targets"]) == reference_targets(tokenizer, CHAT, [4])
+    trailing = sft(tokenizer, {"messages": [*CHAT, user("thanks")]})
+    assert trailing["input_ids"] == sft(tokenizer, {"messages": CHAT})["input_ids"]
+
+
+def test_a_template_that_rewrites_earlier_turns(tokenizer):
+    rewriting = make_tokenizer(REWRITING)
+    with pytest.raises(BadRow, match="--loss_on completion"):
+        sft(rewriting, {"messages": CHAT})
+    row = sft(rewriting, {"messages": CHAT}, loss_on="completion")
+    whole = rewriting.apply_chat_template(CHAT, tokenize=True, return_dict=False)
+    assert row["input_ids"] == whole[: len(row["input_ids"])]
+    assert tokenizer.decode([i for i, target in zip(row["input_ids"], row["targets"]) if target]) == f"<t></t>{A2}<|im_end|>"
+    assert sft(rewriting, {"messages": CHAT[:3]})["n_targets"] == len(plain(rewriting, f"<t></t>{A1}<|im_end|>"))
+
+
+def test_templates_that_refuse(tokenizer):
+    with pytest.raises(BadRow, match="System role not supported"):
+        sft(make_tokenizer(ALTERNATING), {"messages": CHAT})
+    with pytest.raises(BadRow, match="no chat template"):
+        sft(make_tokenizer(None), {"messages": CHAT})
+    with pytest.raises(BadRow, match="own generation prompt"):
+        pair(make_tokenizer(CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<t>'")), {"prompt": [user(U1)], "chosen": A1, "rejected": B2})  # fmt: skip
+
+
+@pytest.mark.parametrize("bos, adds, writes_bos", [
+    (None, None, False), ("<s>", None, False), ("<s>", "<s> $A", True), ("<s>", "<s> $A <|im_end|>", True), (None, "$A <|im_end|>", False),
+])  # fmt: skip
+def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
+    tokenizer = make_tokenizer(None, bos=bos, adds=adds, pad=None)
+    front, eos = [tokenizer.convert_tokens_to_ids("<s>")] * writes_bos, [tokenizer.eos_token_id]
+    prompt, chosen, rejected = (plain(tokenizer, text) for text in (PROMPT, CHOSEN, REJECTED))
+    row = sft(tokenizer, {"prompt": PROMPT, "completion": CHOSEN})
+    assert row["input_ids"] == front + prompt + chosen + eos
+    assert row["targets"] == [False] * len(front + prompt) + [True] * len(chosen + eos)
+    assert row["prompt_ids"] == front + prompt
+    both = pair(tokenizer, {"prompt": PROMPT, "chosen": CHOSEN, "rejected": REJECTED})
+    assert (both["prompt_ids"], both["chosen_ids"], both["rejected_ids"]) == (front + prompt, chosen + eos, rejected + eos)
+    assert both["length"] == 2 * len(front + prompt) + len(chosen + rejected) + 2
+    # Text that a template wrote before holds its own.
+    for text in ("<s>" * writes_bos + A1, A1 + "<|im_end|>", A1):
+        row = sft(tokenizer, {"text": text}, loss_on="all")
+        assert row["input_ids"] == front + plain(tokenizer, A1) + eos
+        assert row["targets"] == [False] + [True] * (len(row["input_ids"]) - 1)
+
+
+def test_chat_pairs_equal_the_template(tokenizer):
+    row = pair(tokenizer, {"prompt": CHAT[:4], "chosen": [assistant(A2)], "rejected": B2})
+    assert row["prompt_ids"] == tokenizer.apply_chat_template(CHAT[:4], tokenize=True, return_dict=False, add_generation_prompt=True)
+    for name, answer in (("chosen_ids", A2), ("rejected_ids", B2)):
+        whole = tokenizer.apply_chat_template([*CHAT[:4], assistant(answer)], tokenize=True, return_dict=False)
+        assert row["prompt_ids"] + row[name] == whole[: len(row["prompt_ids"] + row[name])]
+        assert row[name] == plain(tokenizer, answer + "<|im_end|>")
+
+
+def test_a_merge_over_the_boundary_loses_no_character():
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "d", "bc", "ab"])}
+    tokenizer = make_tokenizer(None, backend=Tokenizer(models.BPE(vocabulary, [("b", "c"), ("a", "b")])))
+    assert tokenizer.convert_ids_to_tokens(plain(tokenizer, "abcd")) == ["a", "bc", "d"]
+    row = pair(tokenizer, {"prompt": "ab", "chosen": "cd", "rejected": "dd"})
+    tokens = [tokenizer.convert_ids_to_tokens(row[name]) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+    assert tokens == [["ab"], ["c", "d", "<|im_end|>"], ["d", "d", "<|im_end|>"]]
+    row = sft(tokenizer, {"prompt": "ab", "completion": "cd"})
+    assert tokenizer.convert_ids_to_tokens(row["input_ids"]) == ["ab", "c", "d", "<|im_end|>"] and row["n_targets"] == 3
+
+
+# ---------------------------------------------------------------------------------------------- what is left out
+
+
+def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
+    prompt, answer = "a" * 6, "b" * 10  # no merges: a token each
+    assert len(plain(tokenizer, prompt + answer)) == 16
+    rows = [
+        (prompt, "bb", "cc"),
+        (prompt, answer + "x", "cc"),  # cut
+        ("", "bb", "cc"), ([user("")], "bb", "cc"),
+        (prompt, "", "cc"), (prompt, "bb", ""), ([user("a")], [assistant("")], "b"),
+        (prompt, "bb", "bb"), (prompt, answer + "x", answer + "y"),  # equal only after truncation
+        ("a" * 12, "bb", "cc"), ("a" * 13, "b", "cc"),
+        (prompt, "gg", "kk"),
+    ]  # fmt: skip
+    path = str(write_jsonl(tmp_path / "a.jsonl", [dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows]))
+    data = load_tokenized(accelerator, path, "train", preference_row, tokenizer, {}, max_length=12)
+    assert data["row"][:] == [1, 2, 12]
+    assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [18, 21, 18]
+    assert capsys.readouterr().out == (
+        f"data {path}: 3 usable rows; 2 left out (chosen equal to rejected); 3 left out (empty answer); 2 left out (empty prompt); "
+        "2 left out (prompt fills max_length); 1 truncated\n"
+    )
+
+
+def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
+    prompt = "a" * 6
+    rows = [
+        {"prompt": prompt, "completion": "b" * 5},
+        {"prompt": prompt, "completion": "b" * 6},  # EOS does not fit
+        {"prompt": prompt, "completion": ""},
+        {"prompt": "a" * 12, "completion": "b"},
+        {"messages": [user("a"), assistant("")]}, {"messages": [user("a")]}, {"messages": []},
+    ]  # fmt: skip
+    path = str(write_jsonl(tmp_path / "a.jsonl", rows))
+    data = load_tokenized(accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant")
+    assert data["row"][:] == [1, 2] and data["length"][:] == [12, 12] and data["n_targets"][:] == [6, 6]
+    assert [ids[-1] == tokenizer.eos_token_id for ids in data["input_ids"]] == [True, False]
+    assert capsys.readouterr().out == (
+        f"data {path}: 2 usable rows; 4 left out (empty answer); 1 left out (nothing to learn within max_length); 1 truncated\n"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- the cache
+
+CALLS = []
+
+
+def counted(row, **settings):
+    CALLS.append(row)
+    return sft_row(row, **settings)
+
+
+def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
+    path = tmp_path / "a.jsonl"
+
+    def write_rows(prompt):
+        write_jsonl(path, [{"prompt": prompt, "other": "zz", "completion": "bb cc"}] * 3)
+
+    def load(tokenizer=None, columns=None, **changes):
+        settings = {"max_length": 50, "loss_on": "assistant", **changes}
+        before = len(CALLS)
+        data = load_tokenized(accelerator, str(path), "train", counted, tokenizer or make_tokenizer(), columns or {}, **settings)
+        return len(CALLS) - before, data[0]["input_ids"], sum(data[0]["targets"])
+
+    write_rows("aa")
+    first = load()
+    assert first[0] == 3 and load() == (0, *first[1:])
+    with_bos = make_tokenizer(bos="<s>", adds="<s> $A")
+    changes = [dict(max_length=3), dict(loss_on="all"), dict(columns={"prompt": "other"}), dict(tokenizer=with_bos)]
+    for change in changes:
+        calls, *values = load(**change)
+        assert calls == 3 and tuple(values) != first[1:], change
+        assert load(**change)[0] == 0 and load() == (0, *first[1:]), change
+    assert load(tokenizer=make_tokenizer(REWRITING))[0] == 3
+    os.utime(path, (1, 1))  # the file's time tells, whatever the clock's grain
+    write_rows("zz")
+    calls, ids, _ = load()
+    assert calls == 3 and ids != first[1]
+
+
+# ---------------------------------------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize("n_rows, batch", [(10, 4), (8, 4), (3, 16), (257, 32)])
+def test_windows_are_a_permutation_of_each_epoch(n_rows, batch):
+    per_epoch = -(-n_rows // batch)
+    epochs = []
+    for epoch in range(3):
+        windows = [window_rows(n_rows, batch, seed=5, index=epoch * per_epoch + k) for k in range(per_epoch)]
+        assert [len(window) for window in windows] == [batch] * (n_rows // batch) + [n_rows % batch] * (n_rows % batch > 0)
+        epochs.append(np.concatenate(windows).tolist())
+        assert sorted(epochs[-1]) == list(range(n_rows))
+    if n_rows > 3:
+        assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+        assert window_rows(n_rows, n_rows, 5, 0).tolist() == epochs[0]  # the cut alone depends on the batch size
+        assert window_rows(n_rows, n_rows, 6, 0).tolist() != epochs[0]
+        assert window_rows(n_rows, n_rows, 6, 0).tolist() != epochs[1]
+
+
+@pytest.mark.parametrize("n_rows", [1, 5, 12, 24])
+@pytest.mark.parametrize("micro, processes", [(1, 1), (2, 3), (4, 2), (3, 4), (24, 1)])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, fixed):
+    lengths = np.random.default_rng(n_rows).integers(1, 9, 100)
+    window = window_rows(100, n_rows, 0, 1)
+    steps = -(-24 // (micro * processes)) if fixed else None
+    shares = [arrange(window, lengths, micro, processes, process, steps) for process in range(processes)]
+    expected = steps or -(-n_rows // (micro * processes))
+    assert [len(share) for share in shares] == [expected] * processes
+    in_order = [(row, weight) for step in zip(*shares) for rows, weights in step for row, weight in zip(rows, weights)]
+    assert len(in_order) == expected * micro * processes and all(len(rows) == micro for share in shares for rows, _ in share)
+    real = [row for row, weight in in_order if weight == 1.0]
+    assert sorted(real) == sorted(window.tolist())
+    assert [weight for _, weight in in_order] == [1.0] * n_rows + [0.0] * (len(in_order) - n_rows)
+    sizes = [lengths[row] for row, _ in in_order]
+    assert sizes == sorted(sizes, reverse=True)  # longest first, and the processes of a step next to each other
