@@ -1,0 +1,120 @@
+"""Steps, log lines and their positions; what accumulation changes (nothing); what a skipped update leaves (everything).
+
+Mutations that turn it red: log lines at multiples of accumulation (`log_every_ga`), windows rounded down (`floor_windows`), the loss summed
+over micro-batches (`loss_summed`), a skipped update counted (`skip_counted`) or its sums kept (`skip_sums`).
+"""
+
+import math
+import re
+
+import pytest
+
+from common.launch import accumulation_steps
+from common.progress import Progress
+from common.windows import window_rows
+from runs import PYTHON, REPOSITORY, launch, recipe, tiny_llama, training_lines, write_jsonl
+
+
+def steps_logged(progress: Progress, interval: float) -> list[int]:
+    """Where a run without skips logs."""
+    logged = []
+    while not progress.finished:
+        progress.window_done(True, 1, 1)
+        if progress.log_due(interval):
+            logged.append(progress.global_step)
+    return logged
+
+
+@pytest.mark.parametrize("interval, every", [(1, 1), (7, 7), (0.1, 32), (50, 50), (1000, 1000)])
+def test_log_lines_stand_at_the_first_the_multiples_and_the_last(interval, every):
+    progress = Progress(60_000, 192, max_epochs=1, max_steps=0)
+    expected = sorted({1, 313} | set(range(every, 314, every)))
+    assert steps_logged(progress, interval) == expected
+
+
+def test_an_epoch_ends_with_its_windows_and_max_steps_counts_applied_updates():
+    by_epochs, by_steps = Progress(100, 16, 2, 0), Progress(100, 16, 1, 10)
+    assert (by_epochs.windows_per_epoch, by_epochs.total_steps, by_steps.total_steps) == (7, 14, 10)
+    for progress, seen in ((by_epochs, 14), (by_steps, 12)):
+        for window in range(100):
+            if progress.finished:
+                break
+            progress.window_done(applied=window not in (3, 5), samples=16, tokens=100)
+        assert (progress.windows_seen, progress.skipped_steps, progress.global_step) == (seen, 2, seen - 2)
+        assert (progress.samples, progress.tokens) == (16 * progress.global_step, 100 * progress.global_step)
+    assert by_epochs.epoch == 2.0
+
+
+def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
+    assert accumulation_steps(192, 6, 1) == 32 and accumulation_steps(200, 5, 1) == 40 and accumulation_steps(64, 4, 8) == 2
+    with pytest.raises(SystemExit, match=r"--train_batch_size 200 .* 6 x 1 processes = 6.*198 or 204.*--micro_train_batch_size 5"):
+        accumulation_steps(200, 6, 1)
+    with pytest.raises(SystemExit, match=r"Nearest that would do: --train_batch_size 64"):
+        accumulation_steps(3, 8, 8)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("counting")
+    tiny_llama(folder / "model", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    say = lambda role, text: [{"role": role, "content": text}]
+    pairs = [
+        {"prompt": say("user", str(n)), "chosen": say("assistant", str(n % 7)), "rejected": say("assistant", str(n % 7) + "b")}
+        for n in range(60_000)
+    ]
+    write_jsonl(folder / "60000.jsonl", pairs)
+    write_jsonl(folder / "100.jsonl", [{**row, "prompt": say("user", "x" * (i % 23 + 1))} for i, row in enumerate(pairs[:100])])
+    return folder
+
+
+def flags(inputs, rows, output, *more):
+    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{rows}.jsonl", "--output_dir", output,
+            "--max_length", 64, "--learning_rate", 1e-3, "--report_to", "none", *more]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch, micro, updates, last", [(192, 6, 313, 96), (200, 5, 300, 200)])
+def test_sixty_thousand_pairs(inputs, batch, micro, updates, last):
+    output = inputs / f"big-{batch}"
+    result = launch([], recipe("dpo"), *flags(inputs, 60_000, output), "--train_batch_size", batch, "--micro_train_batch_size", micro)
+    lines = training_lines(output)
+    assert [line["global_step"] for line in lines] == list(range(1, updates + 1))
+    assert lines[-1]["samples"] == 60_000 and lines[-1]["samples"] - lines[-2]["samples"] == last
+    assert accumulation_steps(batch, micro, 1) == {192: 32, 200: 40}[batch]
+    assert f"{updates} updates an epoch" in result.stdout
+
+
+def test_accumulation_changes_no_number(inputs):
+    runs = {}
+    for micro in (16, 2):
+        runs[micro] = inputs / f"accumulate-{micro}"
+        launch([], recipe("dpo"), *flags(inputs, 100, runs[micro]), "--train_batch_size", 16, "--micro_train_batch_size", micro)
+    one, eight = (training_lines(run) for run in runs.values())
+    assert len(one) == len(eight) == 7
+    for a, b in zip(one, eight):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+        assert (a["samples"], a["tokens"], a["learning_rate"]) == (b["samples"], b["tokens"], b["learning_rate"])
+    assert [line["learning_rate"] for line in one] == pytest.approx([0, *(1e-3 * (7 - step) / 6 for step in range(1, 7))])
+
+
+def test_a_skipped_update_leaves_no_trace(inputs):
+    """fp16, two processes: 2**16 overflows for this loss; what is skipped is not counted, not logged, not scheduled."""
+    fp16 = [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/ds_fp16.yaml"), "--num_processes", "2"]
+    output = inputs / "skips"
+    more = ["--train_batch_size", 16, "--micro_train_batch_size", 4, "--beta", 2, "--logging_steps", 2, "--lr_scheduler_type", "constant",
+            "--learning_rate", 1e-9, "--warmup_steps", 0]  # fmt: skip
+    result = launch(fp16, recipe("dpo"), *flags(inputs, 100, output, *more))
+    lines, skipped = training_lines(output), int(re.search(r"(\d+) skipped", result.stdout)[1])
+    applied = 7 - skipped
+    assert skipped >= 2 and f"done: {applied} updates" in result.stdout
+    assert [line["global_step"] for line in lines] == sorted({1, *range(2, applied + 1, 2), applied})
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines)
+    # At this learning rate the weights stand still: the lines are those of a run that skips nothing, less the windows skipped.
+    reference = inputs / "noskips"
+    launch([], recipe("dpo"), *flags(inputs, 100, reference, *more), "--logging_steps", 1)
+    exact = {line["global_step"]: line for line in training_lines(reference)}
+    first, before = lines[0], lines[0]["skipped_steps"]
+    assert before >= 1 and first["loss_scale"] == 65536.0 / 2 ** (before - 1)  # hysteresis 2: the first overflow halves nothing
+    assert first["logps/chosen"] == pytest.approx(exact[before + 1]["logps/chosen"], rel=2e-3)
+    assert first["tokens"] == exact[before + 1]["tokens"] - exact[before]["tokens"]
+    sizes = [len(window_rows(100, 16, 0, window)) for window in range(7)]
+    assert sizes == [16] * 6 + [4] and lines[-1]["samples"] in (16 * applied, 16 * (applied - 1) + 4)
