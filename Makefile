@@ -1,0 +1,37 @@
+# Two commands do all the set-up from a fresh clone: `make dpo` runs the demo, `make test` passes the tests.
+# Each installs into $(VENV) first, once; it installs again only when pyproject.toml or constraints.txt change.
+#   make dpo ARGS="--beta 0.2"     more arguments for the recipe (or for pytest, with `make test`)
+#   make dpo VENV=/tmp/env         another virtual environment
+#   make dpo PYTHON=python3.12     the interpreter that makes it (3.10 or newer)
+
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= accelerate_configs/ds_fp16.yaml
+ARGS ?=
+
+# On a CPU the demo's tiny matrix products gain little from more threads, and threads that wait for a busy core cost several times
+# the work. `make dpo OMP_NUM_THREADS=8` for a larger model without a GPU.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+
+.PHONY: dpo sft test lint install install-test
+
+dpo sft: $(VENV)/installed
+	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
+
+test: $(VENV)/installed-test
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed-test
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+
+install: $(VENV)/installed
+
+install-test: $(VENV)/installed-test
+
+# Looked for by pip, not by python: an interrupted `venv` leaves a python without pip.
+$(VENV)/installed $(VENV)/installed-test: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --disable-pip-version-check -c constraints.txt -e '.$(if $(findstring test,$(@F)),[test])'
+	touch $@
