@@ -1,0 +1,147 @@
+"""Log-probs, their gradients and statistics against the architecture's own logits, for real architectures and delicate inputs.
+
+Mutations that turn it red: the soft cap or the logit scale forgotten (`no_softcap`, `no_multiplier`), log-softmax in half
+(`half_softmax`), the gradient of the head's weight without its chunks' sum (`last_chunk`).
+"""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common import logprobs
+from common.logprobs import ChunkedLogProbs, LogProbModel, check_logprobs
+
+SIZES = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             head_dim=8, max_position_embeddings=64, tie_word_embeddings=False)  # fmt: skip
+ARCHITECTURES = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 8},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"final_logit_softcapping": 5.0, "tie_word_embeddings": True, "sliding_window": 8},
+    "cohere": {"logit_scale": 0.25, "tie_word_embeddings": True},
+    "granite": {"logits_scaling": 4.0},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "phi": {},
+    "phi3": {"pad_token_id": 0},
+    "olmo2": {},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    kind = name.split()[0]
+    changes = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **ARCHITECTURES[name]}
+    config = AutoConfig.for_model(kind, **{**SIZES, **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # far from uniform: soft caps and scales show
+    return model
+
+
+def batch():
+    """Rows of 20, 9 and 14 tokens, padded on the right; the second half of each is scored."""
+    torch.manual_seed(1)
+    ids, scored = torch.zeros(3, 20, dtype=torch.long), torch.zeros(3, 20, dtype=torch.bool)
+    for row, length in enumerate((20, 9, 14)):
+        ids[row, :length] = torch.randint(3, 300, (length,))
+        scored[row, length // 2 : length] = True
+    return ids, scored
+
+
+def own(model, ids, scored, temperature=1.0):
+    """One row at a time, unpadded, from the model's own logits."""
+    logps, means, hits = (torch.zeros(3, 19) for _ in range(3))
+    for row in range(3):
+        length = int(scored[row].nonzero().max()) + 1
+        logits = model(ids[row : row + 1, :length], use_cache=False).logits[0, :-1].float() / temperature
+        target, mask = ids[row, 1:length], scored[row, 1:length]
+        logps[row, : length - 1] = logits.log_softmax(-1).gather(1, target[:, None])[:, 0] * mask
+        means[row, : length - 1] = logits.mean(-1) * mask
+        hits[row, : length - 1] = (logits.argmax(-1) == target) * mask
+    return logps, means, hits
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures(name, monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 300 * 7)  # chunks of 7 positions
+    model = build(name)
+    ids, scored = batch()
+    weights = torch.rand(3, 19)
+    logps, means, hits = own(model, ids, scored)
+    (logps * weights).sum().backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    wrapper = LogProbModel(model).eval()
+    check_logprobs(wrapper, ids[0].tolist(), "cpu", name)
+    scores = wrapper(ids, scored)
+    (scores["logps"] * weights).sum().backward()
+    for ours, theirs in ((scores["logps"], logps), (scores["mean_logits"], means)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert torch.equal(scores["correct"], hits)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    ours, theirs = (torch.cat([g[n].flatten() for n in expected]) for g in (gradients, expected))
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    with torch.no_grad():
+        torch.testing.assert_close(wrapper(ids, scored, temperature=0.7)["logps"], own(model, ids, scored, 0.7)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_an_architecture_that_changes_its_logits_otherwise_is_refused():
+    model = build("llama")
+    forward = model.forward
+
+    def doubled(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    model.forward = doubled
+    with pytest.raises(SystemExit, match="changes its logits"):
+        check_logprobs(LogProbModel(model), list(range(3, 19)), "cpu", "doubled")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_log_softmax_is_fp32_under_half_weights(dtype):
+    """Logits near 60000, a log-prob of about -40 beside ones of -1e-4: fp16's log-softmax gives inf and 0."""
+    hidden = torch.zeros(3, 4, dtype=dtype)
+    hidden[:, 0] = 200.0
+    weight = torch.zeros(1000, 4, dtype=dtype)
+    weight[:, 0] = 250.0
+    weight[0, 1], weight[1, 2] = 1.0, 1.0
+    hidden[0, 1], hidden[1, 1], hidden[2, 2] = 16.0, 40.0, 16.0
+    targets = torch.tensor([0, 5, 1])
+    exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    hidden.requires_grad_(), weight.requires_grad_()
+    logps, means, _ = ChunkedLogProbs.apply(hidden, weight, None, targets, 1.0, 0.0)
+    assert logps.dtype == torch.float32 and torch.isfinite(means).all()
+    torch.testing.assert_close(logps.double(), exact, rtol=1e-4, atol=4e-3)  # fp32 holds 50000 to 0.004
+    logps.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == dtype and torch.isfinite(weight.grad).all()
+
+
+def test_no_logits_of_the_whole_sequence_exist():
+    """The largest tensor of forward and backward is a chunk: 50 positions x 20,000 entries never stand at once."""
+    hidden, weight = torch.randn(50, 8, requires_grad=True), torch.randn(20_000, 8, requires_grad=True)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max([largest, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))])
+            return out
+
+    chunk, logprobs.CHUNK_ELEMENTS = logprobs.CHUNK_ELEMENTS, 20_000 * 10
+    try:
+        with Watch():
+            logps, *_ = ChunkedLogProbs.apply(hidden, weight, None, torch.arange(50), 1.0, 0.0)
+            logps.sum().backward()
+    finally:
+        logprobs.CHUNK_ELEMENTS = chunk
+    assert largest == 20_000 * 10

@@ -1,0 +1,175 @@
+"""Every logged number is the exact mean over all samples or tokens of all processes: against one pair at a time in plain transformers.
+
+Mutations that turn it red: rank 0's mean (`rank0_metrics`), mean of batch means (`mean_of_means`), filler rows that count
+(`filler_weight`), accuracy with >= (`weak_accuracy`), logits averaged per pair (`logits_per_pair`).
+"""
+
+import json
+import math
+import runpy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.windows import window_rows
+from runs import LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, write_jsonl
+
+BETA, EVERY, BATCH = 0.3, 3, 8
+EIGHT = ["rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("metrics")
+    tiny_llama(folder / "model")
+    tiny_llama(folder / "reference", initializer_range=0.2)
+    text = lambda n, salt: "".join(chr(97 + (n * 5 + salt * 7 + i * i) % 26) for i in range(1 + (n * 13 + salt * 5) % 30))
+    say = lambda role, content: [{"role": role, "content": content}]
+    rows = [
+        {"prompt": say("user", text(n, 1)), "chosen": say("assistant", text(n, 2)), "rejected": say("assistant", text(n, 3))}
+        for n in range(42)
+    ]
+    write_jsonl(folder / "train.jsonl", rows[:37])  # windows 8, 8, 8, 8, 5
+    write_jsonl(folder / "eval.jsonl", rows[37:])  # 5 rows in micro-batches of 2 on 2 processes
+    return folder
+
+
+def run(inputs, name, launcher, *more):
+    output = inputs / "-".join([name, launcher, *map(str, more)]).replace("/", "_")
+    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "train.jsonl", "--eval_dataset_name", inputs / "eval.jsonl",
+             "--output_dir", output, "--learning_rate", 0, "--train_batch_size", BATCH, "--micro_train_batch_size", 2, "--logging_steps", EVERY,
+             "--report_to", "none", "--max_length", 128]  # fmt: skip
+    if name == "dpo":
+        flags += ["--beta", BETA, "--ref_model_name_or_path", inputs / "reference"]
+    else:
+        flags += ["--columns", "completion=chosen"]
+    (output.parent / f"{output.name}.console").write_text(launch(LAUNCHERS[launcher], recipe(name), *flags, *more).stdout)
+    return output
+
+
+def score(model, tokenizer, row, answer):
+    """log-probs, logits' means and hits of an answer's tokens, one row, no padding: `[tokens]` each; and all its tokens' number."""
+    prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+    full = tokenizer.apply_chat_template(row["prompt"] + row[answer], tokenize=False)
+    ids, start = tokenizer(full, return_tensors="pt").input_ids, len(tokenizer(prompt).input_ids)
+    with torch.no_grad():
+        logits = model(ids).logits[0, start - 1 : -1].double()
+    target = ids[0, start:]
+    return logits.log_softmax(-1).gather(1, target[:, None])[:, 0], logits.mean(-1), (logits.argmax(-1) == target).double(), ids.shape[1]
+
+
+@pytest.fixture(scope="module")
+def brute_force(inputs):
+    """Per-pair values of both files, and the tokens' logits."""
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    model, reference = (AutoModelForCausalLM.from_pretrained(inputs / name).eval() for name in ("model", "reference"))
+    result = {}
+    for name in ("train", "eval"):
+        pairs = []
+        for row in map(json.loads, (inputs / f"{name}.jsonl").read_text().splitlines()):
+            pair = {}
+            for answer in ("chosen", "rejected"):
+                logps, means, hits, tokens = score(model, tokenizer, row, answer)
+                pair[f"logps/{answer}"] = logps.sum().item()
+                pair[f"rewards/{answer}"] = BETA * (logps.sum() - score(reference, tokenizer, row, answer)[0].sum()).item()
+                pair[f"tokens/{answer}"], pair[f"logits/{answer}"] = tokens, means.tolist()
+                pair[f"nll/{answer}"], pair[f"hits/{answer}"] = (-logps).tolist(), hits.tolist()
+            pair["rewards/margins"] = pair["rewards/chosen"] - pair["rewards/rejected"]
+            pair["rewards/accuracies"] = float(pair["rewards/margins"] > 0)
+            pair["loss"] = math.log1p(math.exp(-pair["rewards/margins"]))
+            pairs.append(pair)
+        result[name] = pairs
+    return result
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def expect_dpo(pairs):
+    tokens = {f"logits/{answer}": mean([v for p in pairs for v in p[f"logits/{answer}"]]) for answer in ("chosen", "rejected")}
+    return {key: mean([p[key] for p in pairs]) for key in [*EIGHT, "loss"]} | tokens
+
+
+def log_intervals():
+    """The windows of each training line: 1; 2, 3; 4, 5."""
+    windows = [window_rows(37, BATCH, 0, window).tolist() for window in range(5)]
+    return [windows[0], windows[1] + windows[2], windows[3] + windows[4]]
+
+
+def assert_line(line, expected, prefix=""):
+    for key, value in expected.items():
+        assert line[prefix + key] == pytest.approx(value, rel=2e-5, abs=2e-5), key
+
+
+@pytest.mark.parametrize("launcher, more", [("plain", []), ("ddp", []), ("zero3", []), ("ddp", ["--precompute_ref_log_probs"])])
+def test_the_eight_metrics_of_dpo(inputs, brute_force, launcher, more):
+    output = run(inputs, "dpo", launcher, *more)
+    lines = training_lines(output)
+    assert [line["global_step"] for line in lines] == [1, 3, 5]
+    seen = 0
+    for line, rows in zip(lines, log_intervals(), strict=True):
+        pairs = [brute_force["train"][row] for row in rows]
+        assert_line(line, expect_dpo(pairs))
+        seen += sum(pair["tokens/chosen"] + pair["tokens/rejected"] for pair in pairs)
+        assert line["tokens"] == seen
+    for line in evaluation_lines(output):
+        assert_line(line, expect_dpo(brute_force["eval"]), "eval/")
+    assert [line["global_step"] for line in evaluation_lines(output)] == [0, 5]
+
+
+@pytest.mark.parametrize("launcher", ["plain", "ddp", "zero3"])
+def test_the_token_means_of_sft(inputs, brute_force, launcher):
+    output = run(inputs, "sft", launcher)
+    expect = lambda pairs: {
+        "loss": mean([v for p in pairs for v in p["nll/chosen"]]),
+        "mean_token_accuracy": mean([v for p in pairs for v in p["hits/chosen"]]),
+    }
+    seen = 0
+    for line, rows in zip(training_lines(output), log_intervals(), strict=True):
+        pairs = [brute_force["train"][row] for row in rows]
+        assert_line(line, expect(pairs))
+        seen += sum(pair["tokens/chosen"] for pair in pairs)
+        assert line["tokens"] == seen
+    for line in evaluation_lines(output):
+        assert_line(line, expect(brute_force["eval"]), "eval/")
+
+
+def test_reference_log_probs_are_computed_once(inputs):
+    flags = ["--precompute_ref_log_probs", "--max_steps", 1, "--max_length", 127]
+    first = run(inputs, "dpo", "plain", *flags)
+    again = run(inputs, "dpo", "plain", *flags, "--warmup_steps", 0)
+    consoles = [(inputs / f"{output.name}.console").read_text() for output in (first, again)]
+    assert [console.count("taken from the cache") for console in consoles] == [0, 2]  # training and evaluation set
+    assert training_lines(first)[0]["rewards/margins"] == training_lines(again)[0]["rewards/margins"]
+    other = launch([], recipe("dpo"), "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "train.jsonl", "--output_dir",
+                   inputs / "other-reference", "--precompute_ref_log_probs", "--max_steps", 1, "--report_to", "none")  # fmt: skip
+    assert "taken from the cache" not in other.stdout  # another reference is another key
+    assert training_lines(inputs / "other-reference")[0]["rewards/margins"] == 0
+
+
+def closed_form(kind, chosen, rejected, lengths, beta, smoothing):
+    """Losses of one pair in plain Python."""
+    h = beta * (chosen - rejected)
+    logsigmoid = lambda x: -math.log1p(math.exp(-x)) if x > -30 else x
+    if kind == "sigmoid":
+        return -(1 - smoothing) * logsigmoid(h) - smoothing * logsigmoid(-h)
+    if kind == "robust":
+        return (-(1 - smoothing) * logsigmoid(h) + smoothing * logsigmoid(-h)) / (1 - 2 * smoothing)
+    if kind == "hinge":
+        return max(0.0, 1 - h)
+    return (chosen / lengths[0] - rejected / lengths[1] - 1 / (2 * beta)) ** 2
+
+
+@pytest.mark.parametrize("kind, smoothing", [("sigmoid", 0.0), ("sigmoid", 0.2), ("robust", 0.2), ("hinge", 0.0), ("ipo", 0.0)])
+def test_preference_losses(kind, smoothing):
+    preference_loss = runpy.run_path(str(recipe("dpo")))["preference_loss"]
+    chosen, rejected = torch.tensor([3.0, -40.0, 0.0, 500.0]), torch.tensor([-1.0, 60.0, 0.0, -500.0])
+    lengths = torch.tensor([5, 7, 1, 9]), torch.tensor([6, 3, 2, 8])
+    losses = preference_loss(chosen, rejected, *lengths, 0.3, kind, smoothing)
+    for i, loss in enumerate(losses.tolist()):
+        values = chosen[i].item(), rejected[i].item()
+        assert loss == pytest.approx(closed_form(kind, *values, (lengths[0][i].item(), lengths[1][i].item()), 0.3, smoothing), rel=1e-6)
+    # Under no smoothing robust is sigmoid; the sigmoid loss of equal ratios is log 2.
+    assert preference_loss(torch.zeros(1), torch.zeros(1), *lengths, 0.3, "robust", 0.0).mean().item() == pytest.approx(math.log(2))
