@@ -3,17 +3,14 @@
 import os
 import sys
 from pathlib import Path
-from typing import TypeVar
 
 import yaml
 from transformers import HfArgumentParser
 
 from . import ASSETS
 
-ArgsType = TypeVar("ArgsType")
 
-
-def parse_args(args_class: type[ArgsType], demo: Path, argv: list[str] | None = None) -> ArgsType:
+def parse_args(args_class: type, demo: Path, argv: list[str] | None = None):
     """Reads a recipe's arguments from the command line.
 
     A first argument that ends in .yaml or .yml sets defaults that the flags after it override. Abbreviations are refused.

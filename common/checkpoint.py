@@ -218,23 +218,19 @@ def load(run: Run, path: Path, state: dict) -> None:
     run.scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": [None] * len(run.scheduler.base_lrs)})
     for name, value in state["progress"].items():
         setattr(run.progress, name, value)
-    if accelerator.num_processes == state["processes"]:
-        mine = torch.load(path / f"rank_{rank:05d}.pt", weights_only=True)
-        random.setstate(mine["python"])
-        np.random.set_state((mine["numpy"][0], mine["numpy"][1].numpy().astype(np.uint32), *mine["numpy"][2:]))
-        torch.set_rng_state(mine["torch"])
-        if mine["cuda"]:
-            torch.cuda.set_rng_state_all(mine["cuda"])
-        parts = [mine["open_sums"]]
-    else:  # the data order goes on exactly; random states (dropout) cannot
+    same_world = accelerator.num_processes == state["processes"]
+    files = [path / f"rank_{rank:05d}.pt"] if same_world else sorted(path.glob("rank_*.pt"))
+    for part in (torch.load(file, weights_only=True) for file in files):
+        for name, value in part["open_sums"].items():  # of another number of processes rank 0 takes all, the others the names
+            run.metrics.open.merge(name, value.to(accelerator.device) * (same_world or rank == 0))
+    if same_world:
+        random.setstate(part["python"])
+        np.random.set_state((part["numpy"][0], part["numpy"][1].numpy().astype(np.uint32), *part["numpy"][2:]))
+        torch.set_rng_state(part["torch"])
+        if part["cuda"]:
+            torch.cuda.set_rng_state_all(part["cuda"])
+    else:  # the data order goes on exactly; random states cannot
         accelerator.print(f"note: {state['processes']} processes before, {accelerator.num_processes} now: dropout, if any, is drawn anew")
-        parts = [torch.load(file, weights_only=True)["open_sums"] for file in sorted(path.glob("rank_*.pt"))] if rank == 0 else []
-        if rank > 0:  # the same names on every rank, holding nothing
-            first = torch.load(path / "rank_00000.pt", weights_only=True)["open_sums"]
-            parts = [{name: torch.zeros_like(value) for name, value in first.items()}]
-    for sums in parts:
-        for name, value in sums.items():
-            run.metrics.open.merge(name, value.to(accelerator.device))
 
 
 def checksum(path: Path) -> int:

@@ -32,16 +32,14 @@ def whole_weights(accelerator, prepared):
                 offload.setup_zero_stage3_hooks()
     elif accelerator.distributed_type == DistributedType.FSDP:
         shards = [module for module in prepared.modules() if isinstance(module, FSDPModule)]
-        reshards = [module._get_fsdp_state()._fsdp_param_group for module in shards]
-        reshards = [group and group._reshard_after_forward for group in reshards]
         for module in shards:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
         try:
             yield
         finally:
-            for module, reshard in zip(shards, reshards):
-                module.set_reshard_after_forward(bool(reshard), recurse=False)
+            for module in shards:
+                module.set_reshard_after_forward(True, recurse=False)
                 module.reshard()
     else:
         yield

@@ -1,6 +1,5 @@
 """One function that returns a right `Accelerator` in plain python, DDP, FSDP2 and every ZeRO stage, on CPU and GPU."""
 
-import contextlib
 import datetime
 import json
 import logging
@@ -11,11 +10,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    ProjectConfiguration,
     broadcast_object_list,
     gather_object,
     set_seed,
@@ -45,6 +45,9 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
     quiet()
+    if "WORLD_SIZE" not in os.environ and {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys():
+        sys.exit("accelerate launch was asked for several processes and started one: this YAML is for one process (distributed_type NO). "
+                 "Use accelerate_configs/ddp.yaml or another for several.")  # fmt: skip
     kwargs = {}
     if deepspeed:
         kwargs["deepspeed_plugin"] = deepspeed_plugin(accumulation, args.micro_train_batch_size, args.max_grad_norm)
@@ -60,27 +63,24 @@ def make_accelerator(args, recipe: str) -> Accelerator:
             # On a CPU accelerate falls back to DDP in silence; only a GPU world goes on to become FSDP.
             PartialState(cpu=True, backend="gloo")
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    with silenced_stdout(deepspeed):
-        accelerator = Accelerator(
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
-            dataloader_config=DataLoaderConfiguration(),
-            log_with=None if args.report_to == "none" else args.report_to,
-            project_dir=".",
-            step_scheduler_with_optimizer=False,
-            **kwargs,
-        )
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
+        log_with=None if args.report_to == "none" else args.report_to,
+        project_dir=".",
+        step_scheduler_with_optimizer=False,
+        **kwargs,
+    )
     if accelerator.num_processes != world or accelerator.gradient_accumulation_steps != accumulation:
         sys.exit(f"asked for {world} processes with {accumulation} accumulation steps, got {accelerator.num_processes} "
                  f"with {accelerator.gradient_accumulation_steps}: the launcher's settings were not honoured")  # fmt: skip
     if fsdp != (accelerator.distributed_type == DistributedType.FSDP) or (fsdp and not accelerator.is_fsdp2):
         sys.exit(f"FSDP2 was asked for, accelerate made {accelerator.distributed_type} (fsdp_version must be 2)")
     args.output_dir = decide_output_dir(args, recipe, accelerator)
-    accelerator.project_configuration.set_directories(args.output_dir)
-    accelerator.project_configuration.logging_dir = args.output_dir
+    accelerator.project_configuration = ProjectConfiguration(args.output_dir, logging_dir=args.output_dir)
     set_seed(args.seed)
     precision = engine_precision(accelerator)
     if precision != "no" and on_cpu:
-        emulate_half_on_cpu(precision)
+        HalfLinearInFp32().__enter__()  # for the life of the process
         accelerator.print(f"NOTE: this machine has no GPU: {precision} is emulated on the CPU, for checking only "
                           "(half weights, fp32 arithmetic inside each matrix product).")  # fmt: skip
     accelerator.print(
@@ -120,7 +120,7 @@ def deepspeed_plugin(accumulation: int, micro_train_batch_size: int, max_grad_no
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         from deepspeed.accelerator import get_accelerator
 
-        get_accelerator().is_fp16_supported = lambda: True  # emulated, see emulate_half_on_cpu
+        get_accelerator().is_fp16_supported = lambda: True  # emulated, see HalfLinearInFp32
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     plugin = DeepSpeedPlugin(hf_ds_config=read_deepspeed_json(path) if path else None)
     config = plugin.deepspeed_config
@@ -183,7 +183,9 @@ def decide_output_dir(args, recipe: str, accelerator: Accelerator) -> str:
     if args.resume == "auto" and not args.output_dir:
         sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
     resumed = args.resume not in ("never", "auto")  # a checkpoint's path: by default the run goes on where it was
-    directory = args.output_dir or (str(Path(args.resume).parents[1]) if resumed else f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    directory = args.output_dir or (
+        str(Path(args.resume).parents[1]) if resumed else f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    )
     problem = None
     if accelerator.is_main_process:
         path = Path(directory)
@@ -216,15 +218,9 @@ class HalfLinearInFp32(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def emulate_half_on_cpu(precision: str) -> None:
-    """Makes half precision on a CPU fast enough to check an fp16 or bf16 run on a laptop."""
-    HalfLinearInFp32().__enter__()  # for the life of the process
-
-
 def quiet() -> None:
     """Leaves the console to the run: libraries report warnings and errors only."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import datasets
     import transformers
 
@@ -232,11 +228,4 @@ def quiet() -> None:
     datasets.logging.set_verbosity(logging.CRITICAL)  # it logs, too, what it raises
     transformers.logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*(barrier|No device id).*", category=UserWarning)
-
-
-@contextlib.contextmanager
-def silenced_stdout(active: bool):
-    """DeepSpeed prints its set-up with `print`; nothing a user can act on."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if active else sys.stdout):
-        yield
+    warnings.filterwarnings("ignore", module="torch.distributed")

@@ -57,15 +57,10 @@ def check_finite(losses: list[tuple], progress: Progress) -> None:
     Raises:
         FloatingPointError: with the step and the rows.
     """
-    finite = torch.stack([torch.isfinite(torch.where(weights > 0, values, 0.0)).all() for _, values, weights in losses])
-    if finite.all():
+    finite = [(torch.isfinite(values) | (weights == 0)).reshape(len(rows), -1).all(1) for rows, values, weights in losses]
+    if torch.cat(finite).all():
         return
-    bad = [
-        f"{row} (loss {value.sum().item()})"
-        for rows, values, weights in losses
-        for row, value, weight in zip(rows, values, weights)
-        if not torch.isfinite(torch.where(weight > 0, value, 0.0)).all()
-    ]
+    bad = [str(row) for (rows, *_), good in zip(losses, finite) for row, ok in zip(rows, good.tolist()) if not ok]
     raise FloatingPointError(
         f"the loss of update {progress.global_step + 1} (window {progress.windows_seen}) is not finite, in data rows {', '.join(bad)}. "
         "Nothing was updated. Look at these rows; lower --learning_rate if the loss had grown; fp16 activations overflow "
@@ -165,10 +160,8 @@ class Metrics:
             return
         self.write(values)
         if self.accelerator.is_main_process:
-            for sample in samples:
-                self.bar.write(sample)
             shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-            self.bar.write(f"global_step {self.progress.global_step}: {shown}")
+            self.bar.write("\n".join([f"global_step {self.progress.global_step}: {shown}", *samples]))
 
     def write(self, values: dict[str, float]) -> None:
         """One JSON object a line, and the same to the trackers."""

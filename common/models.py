@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from .launch import silenced_stdout, zero_stage
+from .launch import engine_precision, zero_stage
 
 
 def load_tokenizer(name: str):
@@ -86,7 +86,7 @@ def prepare(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
     Rotary frequencies are such buffers: rounded, positions drift, and the saved actor, whose buffers are computed anew in
     fp32 when it is loaded, would not be the model that was trained.
     """
-    with exact_buffers(accelerator, model), silenced_stdout(accelerator.distributed_type == DistributedType.DEEPSPEED):
+    with exact_buffers(accelerator, model):
         return accelerator.prepare(model, optimizer)
 
 
@@ -99,16 +99,14 @@ def prepare_frozen(accelerator, model: nn.Module) -> nn.Module:
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     with exact_buffers(accelerator, model):
         if zero_stage(accelerator) < 3:
-            dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
-            half = next((dtypes[k] for k in dtypes if config.get(k, {}).get("enabled") is True), torch.float32)
-            return model.to(accelerator.device, half)
+            dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "no": torch.float32}
+            return model.to(accelerator.device, dtypes[engine_precision(accelerator)])
         import deepspeed
 
         keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp16", "bf16", "zero_optimization")
         inference = {key: config[key] for key in keys if key in config} | {"steps_per_print": float("inf")}
         inference["zero_optimization"] = {k: v for k, v in config["zero_optimization"].items() if k != "offload_optimizer"}
-        with silenced_stdout(True):
-            engine, *_ = deepspeed.initialize(model=model, config=inference)
+        engine, *_ = deepspeed.initialize(model=model, config=inference)
     engine.eval()  # returns None
     return engine
 
@@ -134,5 +132,5 @@ def reshard(prepared: nn.Module) -> None:
 def loss_scale(accelerator, prepared: nn.Module) -> float | None:
     """The current scale of the loss under fp16; None where there is none."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return getattr(prepared.optimizer, "cur_scale", None) if prepared.fp16_enabled() else None
+        return prepared.optimizer.cur_scale if engine_precision(accelerator) == "fp16" else None
     return accelerator.scaler.get_scale() if accelerator.scaler is not None else None

@@ -57,10 +57,8 @@ def replace_directory(temporary: Path, directory: Path) -> None:
 
 def flush(directory: Path) -> None:
     """fsync of every file and folder below a directory, and of itself."""
-    for folder, _, files in os.walk(directory):
-        for name in files:
-            flush_entry(Path(folder) / name)
-        flush_entry(Path(folder))
+    for path in [*directory.rglob("*"), directory]:
+        flush_entry(path)
 
 
 def flush_entry(path: Path) -> None:

@@ -1,0 +1,123 @@
+"""Launching: every YAML, any directory, the right world; what cannot be honoured is refused; what is not finite stops.
+
+Mutations that turn it red: clipping left to DeepSpeed's default (`ds_clip`), the JSON looked up from the current directory only
+(`cwd_json`), a foreign `common` taken (`any_common`), the check for finite losses dropped (`no_nan_check`), clipping off (`no_clip`).
+"""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+from runs import CONFIGS, LAUNCHERS, PYTHON, REPOSITORY, config_launcher, launch, recipe, tiny_llama, training_lines, weights, write_jsonl
+
+YAMLS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launch")
+    tiny_llama(folder / "model")
+    say = lambda role, text: [{"role": role, "content": text}]
+    write_jsonl(folder / "sft.jsonl", [{"messages": say("user", str(n)) + say("assistant", "ab"[n % 2] * (n % 5 + 1))} for n in range(16)])
+    return folder
+
+
+def flags(inputs, output, *more):
+    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl", "--output_dir", output, "--train_batch_size", 8,
+            "--micro_train_batch_size", 2, "--max_steps", 3, "--warmup_steps", 0, "--report_to", "none", *more]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
+def test_each_yaml_says_when_to_choose_it_and_names_what_exists(path):
+    text = path.read_text()
+    assert text.startswith("# ") and "hoose" in text.split("\ncompute_environment")[0]
+    config = yaml.safe_load(text)
+    assert config["num_processes"] >= 1  # accelerate launch refuses a YAML without it
+    named = config.get("deepspeed_config", {}).get("deepspeed_config_file")
+    if named:
+        content = json.loads((REPOSITORY / named).read_text())
+        assert "mixed_precision" not in config  # accelerate refuses it beside a JSON
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping"):
+            assert content[key] == "auto"
+
+
+def test_fp16_settings():
+    content = json.loads((REPOSITORY / "accelerate_configs/ds_fp16.json").read_text())
+    assert content["fp16"] == {"enabled": True, "loss_scale": 0.0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+
+
+def test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_repository(inputs, tmp_path):
+    """The JSON that the YAML names is found although the current directory is another."""
+    copy = shutil.copy(recipe("sft"), tmp_path / "mine.py")
+    result = launch(config_launcher("ds_fp16"), copy, *flags(inputs, tmp_path / "out"), cwd=tmp_path)
+    assert "DeepSpeed ZeRO-2 fp16" in result.stdout and "emulated on the CPU, for checking only" in result.stdout
+    assert "train_batch_size 8 = micro_train_batch_size 2 x 1 processes x 4 gradient accumulation steps" in result.stdout
+
+
+def test_another_common_is_refused(inputs, tmp_path):
+    for part in ("recipes", "common"):
+        shutil.copytree(REPOSITORY / part, tmp_path / "clone" / part)
+    result = launch([], tmp_path / "clone/recipes/sft.py", *flags(inputs, tmp_path / "out"), cwd=tmp_path, check=False)
+    assert result.returncode and "pip install -e" in result.stdout and str(REPOSITORY) in result.stdout and "Traceback" not in result.stdout
+
+
+def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
+    zero2 = json.loads((CONFIGS / "zero2.json").read_text())
+    cases = {
+        '"gradient_accumulation_steps": 3': {"gradient_accumulation_steps": 3},
+        "silently fp32": {"fp16": {"enabled": "auto"}},
+    }
+    for message, change in cases.items():
+        (tmp_path / "ds.json").write_text(json.dumps({**zero2, **change}))
+        launcher = [*PYTHON, "--use_deepspeed", "--deepspeed_config_file", str(tmp_path / "ds.json"), "--num_processes", "1",
+                    "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+        result = launch(launcher, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
+        assert result.returncode and message in result.stdout
+    fp16_without_gpu = [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/cpu.yaml"), "--mixed_precision", "fp16"]
+    result = launch(fp16_without_gpu, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
+    assert result.returncode and "fp16 without DeepSpeed needs a GPU" in result.stdout
+
+
+def test_more_processes_under_cpu_yaml_are_more_processes(inputs, tmp_path):
+    result = launch(config_launcher("cpu", 2), recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
+    assert "x 2 processes" in result.stdout and result.returncode == 0
+
+
+@pytest.mark.parametrize("launcher", ["plain", "zero2"])
+def test_one_argument_rules_the_clipping(inputs, tmp_path, launcher):
+    """`--max_grad_norm 0` is no clipping, also under DeepSpeed; the norm that is logged is the one before clipping."""
+    runs = {}
+    for norm in (0, 1e-3):
+        runs[norm] = tmp_path / f"clip-{norm}"
+        # Adam forgets the gradient's size, but not beside an epsilon of its order.
+        launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, runs[norm], "--max_grad_norm", norm, "--adam_epsilon", 1.0, "--max_steps", 1,
+                                                          "--learning_rate", 1.0))  # fmt: skip
+    start = weights(inputs, "model")
+    moved = {norm: (weights(run) - start).norm().item() for norm, run in runs.items()}
+    free, clipped = (training_lines(run)[0]["grad_norm"] for run in runs.values())
+    assert free == pytest.approx(clipped, rel=1e-6) and free > 0.1
+    assert moved[0] == pytest.approx(free, rel=0.3)  # lr * g / (|g| + 1)
+    assert moved[1e-3] == pytest.approx(1e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("launcher", ["plain", "ds_fp16"])
+def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows(inputs, tmp_path, launcher):
+    """One embedding is inf: the rows that hold its token, and no other, are named."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[tokenizer("7").input_ids[0]] = float("inf")
+    model.save_pretrained(tmp_path / "poisoned")
+    tokenizer.save_pretrained(tmp_path / "poisoned")
+    way = LAUNCHERS.get(launcher, config_launcher("ds_fp16"))
+    out = flags(inputs, tmp_path / f"out-{launcher}", "--model_name_or_path", tmp_path / "poisoned", "--train_batch_size", 16)
+    result = launch(way, recipe("sft"), *out, check=False)
+    assert result.returncode and "the loss of update 1 (window 0) is not finite, in data rows" in result.stdout
+    named = result.stdout.split("in data rows ")[1].split(". Nothing was updated")[0]
+    assert named == "8"  # row 8 holds the prompt "7"
+    assert not (tmp_path / f"out-{launcher}" / "actor").exists()
