@@ -52,6 +52,6 @@ def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = Fal
 
 def evaluation_batches(accelerator, dataset, micro_batch_size: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
     """Every row of a data set once, over all processes: row numbers, their columns, and weights `[rows]`, 0 for a filler."""
-    share = np.arange(len(dataset)), np.array(dataset["length"]), micro_batch_size
+    share = np.arange(len(dataset)), np.array(dataset["length"][:]), micro_batch_size
     for rows, weights in arrange(*share, accelerator.num_processes, accelerator.process_index):
         yield rows, dataset[rows], torch.tensor(weights, device=accelerator.device)

@@ -179,7 +179,7 @@ def main():
     how = dict(function=preference_row, tokenizer=tokenizer, columns=column_names(args.columns), max_length=args.max_length)
     train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
     eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
-    lengths = np.array(train_set["length"])
+    lengths = np.array(train_set["length"][:])
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 

@@ -108,7 +108,7 @@ def main():
     how = dict(function=sft_row, tokenizer=tokenizer, columns=column_names(args.columns), max_length=args.max_length, loss_on=args.loss_on)
     train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
     eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
-    lengths, targets = np.array(train_set["length"]), np.array(train_set["n_targets"])
+    lengths, targets = np.array(train_set["length"][:]), np.array(train_set["n_targets"][:])
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 

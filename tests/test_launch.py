@@ -1,7 +1,7 @@
 """Launching: every YAML, any directory, the right world; what cannot be honoured is refused; what is not finite stops.
 
 Mutations that turn it red: clipping left to DeepSpeed's default (`ds_clip`), the JSON looked up from the current directory only
-(`cwd_json`), a foreign `common` taken (`any_common`), the check for finite losses dropped (`no_nan_check`), clipping off (`no_clip`).
+(`cwd_json`), the package of another clone taken (`any_common`), the check for finite losses dropped (`no_nan_check`), clipping off (`no_clip`).
 """
 
 import json

@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, tiny_llama, weights, write_jsonl
 
@@ -85,6 +86,9 @@ def test_killed_and_resumed_is_the_run_never_killed(inputs, unbroken, name, laun
     assert "resumed from" in result.stdout
     assert without_timings(output) == without_timings(reference)
     assert torch.equal(weights(output), weights(reference))
+    board = EventAccumulator(str(output / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("loss")] == [1, 3, 6, 9, 12]  # each step once, whatever the killed run wrote
 
 
 def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):

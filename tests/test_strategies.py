@@ -6,6 +6,7 @@ Mutations that turn it red: rotary buffers left in half precision (`half_buffers
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runs import ASSETS, LAUNCHERS, config_launcher, evaluation_lines, launch, recipe, training_lines, weights
@@ -53,6 +54,16 @@ def test_fp32_is_the_same_under(demo, way):
     start = weights(ASSETS.parent, "assets/model")
     moved, expected = weights(output) - start, weights(reference) - start
     assert (moved - expected).norm() <= 1e-3 * expected.norm()
+
+
+def test_the_reference_stands_still(demo):
+    """Its log-probs are the policy's before training, so a reward is beta times what the policy's have gained since."""
+    beta = yaml.safe_load((ASSETS / "dpo.yaml").read_text())["beta"]
+    first, *_, last = evaluation_lines(demo("plain"))
+    assert first["eval/rewards/chosen"] == first["eval/rewards/rejected"] == 0 < last["eval/rewards/margins"]
+    for answer in ("chosen", "rejected"):
+        gained = last[f"eval/logps/{answer}"] - first[f"eval/logps/{answer}"]
+        assert last[f"eval/rewards/{answer}"] == pytest.approx(beta * gained, rel=1e-4) != 0
 
 
 @pytest.mark.parametrize("way", ["ds_fp16", "ds_zero2", "ds_zero3"])

@@ -1,0 +1,232 @@
+"""Shows that the tests notice: each mutation that a test file's docstring names must turn the tests named here red.
+
+    python tests/mutations.py             all of them
+    python tests/mutations.py NAME ...    those of these names
+
+Works on a temporary copy of the files that git does not ignore. First all the tests named must be green there without any mutation. A mutation is
+red if a test fails, none has an error outside of the test itself, and what fails is not the mutated file's syntax or names.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class Mutation(NamedTuple):
+    """`old`, which occurs once in `file`, becomes `new`, and `test` (a pytest node below tests/) goes red."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+# fmt: off
+MUTATIONS = [
+    # ------------------------------------------------------------ test_bad_input.py
+    Mutation("silent_rounding", "common/launch.py", "if train_batch_size % per_step:", "if train_batch_size < per_step:",
+             "test_bad_input.py::test_sizes_that_do_not_divide"),
+    Mutation("abbreviations", "common/arguments.py", "allow_abbrev=False", "allow_abbrev=True", "test_bad_input.py::test_flags"),
+    Mutation("unknown_argument", "common/arguments.py",
+             "args, unknown = parser.parse_args_into_dataclasses(argv, look_for_args_file=False, return_remaining_strings=True)",
+             "(args,), unknown = parser.parse_args_into_dataclasses(argv, look_for_args_file=False), []",
+             "test_bad_input.py::test_flags"),
+    Mutation("yaml_wins", "common/arguments.py", "yaml_to_flags(argv[0], parser) + argv[1:]", "argv[1:] + yaml_to_flags(argv[0], parser)",
+             "test_bad_input.py::test_yaml_of_defaults"),
+    Mutation("row_from_zero", "common/data.py", "row {index + 1}: {error}", "row {index}: {error}",
+             "test_bad_input.py::test_rows_that_do_not_fit"),
+    Mutation("no_line", "common/data.py", "                find_malformed_json(file)", "                pass",
+             "test_bad_input.py::test_files_that_cannot_be_read"),
+    Mutation("reader_traceback", "common/data.py", "except Exception as error:  # each reader", "except OSError as error:  # each reader",
+             "test_bad_input.py::test_files_that_cannot_be_read"),
+    Mutation("rank_leaves", "common/data.py", "problem = error.code", "raise",
+             "test_bad_input.py::test_recipes_end_with_one_line_and_before_training"),
+    Mutation("output_reused", "common/launch.py", "path.is_dir() and any(path.iterdir()):", "path.is_file():",
+             "test_bad_input.py::test_recipes_end_with_one_line_and_before_training"),
+    Mutation("small_vocabulary", "common/models.py", "if len(tokenizer) > size:", "if size == 0:", "test_bad_input.py::test_models"),
+    Mutation("random_weights", "common/models.py", 'if info["missing_keys"]:', 'if info["error_msgs"]:', "test_bad_input.py::test_models"),
+    # ------------------------------------------------------------ test_counting.py
+    Mutation("log_every_ga", "recipes/dpo.py", "progress.log_due(args.logging_steps)", "progress.log_due(args.logging_steps * steps)",
+             "test_counting.py::test_accumulation_changes_no_number"),
+    Mutation("floor_windows", "common/progress.py", "math.ceil(self.n_rows / self.train_batch_size)", "self.n_rows // self.train_batch_size",
+             "test_counting.py::test_log_lines_stand_at_the_first_the_multiples_and_the_last"),
+    Mutation("loss_summed", "recipes/dpo.py", "(losses * weights).sum() * steps * processes / len(window)", "(losses * weights).mean() * steps",
+             "test_counting.py::test_accumulation_changes_no_number"),
+    Mutation("skip_counted", "common/progress.py", "if applied:\n            self.global_step += 1", "if True:\n            self.global_step += 1",
+             "test_counting.py::test_an_epoch_ends_with_its_windows_and_max_steps_counts_applied_updates"),
+    Mutation("skip_sums", "common/metrics.py", "        self.pending.sums = {}", "        self.pending.sums = {} if applied else self.pending.sums",
+             "test_counting.py::test_a_skipped_update_leaves_no_trace"),
+    # ------------------------------------------------------------ test_data.py
+    Mutation("no_eos", "common/data.py", "if plain and pieces[-1][-1:] != [tokenizer.eos_token_id]:", "if plain and not pieces[-1]:",
+             "test_data.py::test_plain_text_gets_bos_and_eos_once"),
+    Mutation("double_bos", "common/data.py", "== [tokenizer.bos_token_id] != whole[:1]:", "== [tokenizer.bos_token_id]:",
+             "test_data.py::test_plain_text_gets_bos_and_eos_once"),
+    Mutation("newline_learned", "common/data.py",
+             "return len(ids) - ids[::-1].index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)", "return len(ids)",
+             "test_data.py::test_targets_of_a_conversation"),
+    Mutation("every_turn", "common/data.py", 'turns[-1:] if loss_on == "completion" else turns', "turns",
+             "test_data.py::test_targets_of_a_conversation"),
+    Mutation("merged_boundary", "common/data.py", "merged = whole[: len(seen)] != seen", "merged = False",
+             "test_data.py::test_a_merge_over_the_boundary_loses_no_character"),
+    Mutation("prompt_twice", "common/data.py", 'if stated and (not chosen or chosen[0]["role"] == "assistant"):', "if stated:",
+             "test_data.py::test_a_prompt_inside_message_lists_is_stated_once"),
+    Mutation("hh_first_turn", "common/data.py", "shared.rindex(HH_MARKER)", "shared.index(HH_MARKER)", "test_data.py::test_hh_rlhf_transcripts"),
+    Mutation("equal_after_cut", "common/data.py", "if not reason and chosen_ids == rejected_ids:", "if not reason and chosen == rejected:",
+             "test_data.py::test_truncation_and_rows_left_out"),
+    Mutation("wrong_reason", "common/data.py", '"chosen equal to rejected" if room else "prompt fills max_length"',
+             '"prompt fills max_length" if room else "chosen equal to rejected"', "test_data.py::test_truncation_and_rows_left_out"),
+    Mutation("csv_numbers", "common/data.py", '"features": datasets.Features(dict.fromkeys(first, datasets.Value("string"))), ', "",
+             "test_data.py::test_every_file_kind_gives_the_same_rows"),
+    Mutation("stale_tokenizer", "common/data.py", "tokenizer_fingerprint(tokenizer), columns, settings]", "columns, settings]",
+             "test_data.py::test_tokenised_once_and_again_when_anything_changes"),
+    Mutation("stale_settings", "common/data.py", "columns, settings]", "columns]",
+             "test_data.py::test_tokenised_once_and_again_when_anything_changes"),
+    Mutation("same_epochs", "common/windows.py", "default_rng([seed, epoch])", "default_rng(seed)",
+             "test_data.py::test_windows_are_a_permutation_of_each_epoch"),
+    Mutation("filler_weight", "common/windows.py", "(np.arange(room) < len(rows)).astype(float)", "np.ones(room)",
+             "test_data.py::test_a_window_is_dealt_out_exactly_once"),
+    Mutation("uneven_processes", "common/windows.py", "room = steps * processes * micro_batch_size",
+             "room = math.ceil(len(rows) / micro_batch_size) * micro_batch_size", "test_data.py::test_a_window_is_dealt_out_exactly_once"),
+    # ------------------------------------------------------------ test_docs.py
+    Mutation("renamed_tag", "recipes/dpo.py", '"logps/chosen": chosen', '"logps_chosen": chosen',
+             "test_docs.py::test_the_glossary_is_the_list_of_logged_tags[dpo]"),
+    Mutation("other_curves", "common/metrics.py", "self.accelerator.log(values, step=step)",
+             "self.accelerator.log(values, step=self.progress.windows_seen)",
+             "test_docs.py::test_tensorboard_holds_what_metrics_jsonl_holds[sft]"),
+    # ------------------------------------------------------------ test_invariance.py
+    Mutation("window_mean", "recipes/sft.py", "(losses * token_weights).sum() * steps * processes / int(targets[window].sum())",
+             "(losses * token_weights).sum() / token_weights.sum().clamp(min=1)",
+             "test_invariance.py::test_every_split_is_the_same_run[plain-4-sft]"),
+    Mutation("filler_weight", "common/windows.py", "(np.arange(room) < len(rows)).astype(float)", "np.ones(room)",
+             "test_invariance.py::test_every_split_is_the_same_run[plain-4-sft]"),
+    Mutation("no_clip", "recipes/sft.py", "accelerator.clip_grad_norm_(", "torch.nn.utils.clip_grad_norm_(",
+             "test_invariance.py::test_every_split_is_the_same_run[zero1-2-sft]"),
+    Mutation("rank0_metrics", "common/metrics.py", 'self.accelerator.reduce(torch.stack(list(self.sums.values())), reduction="sum")',
+             "torch.stack(list(self.sums.values()))", "test_invariance.py::test_every_split_is_the_same_run[ddp-4-sft]"),
+    Mutation("no_accumulation", "recipes/sft.py", ".sum() * steps * processes / int(", ".sum() * processes / int(",
+             "test_invariance.py::test_every_split_is_the_same_run[plain-4-sft]"),
+    # ------------------------------------------------------------ test_launch.py
+    Mutation("ds_clip", "common/launch.py", '        "gradient_clipping": float(max_grad_norm),\n', "",
+             "test_launch.py::test_one_argument_rules_the_clipping[zero2]"),
+    Mutation("cwd_json", "common/launch.py", "in (Path(path), REPOSITORY / path):", "in (Path(path),):",
+             "test_launch.py::test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_repository"),
+    Mutation("any_common", "common/__init__.py", "and beside != REPOSITORY:", "and REPOSITORY is None:",
+             "test_launch.py::test_another_common_is_refused"),
+    Mutation("no_nan_check", "recipes/sft.py", "check_finite(seen, progress)", "pass",
+             "test_launch.py::test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows[plain]"),
+    Mutation("no_clip", "recipes/sft.py", "args.max_grad_norm or math.inf", "math.inf",
+             "test_launch.py::test_one_argument_rules_the_clipping[plain]"),
+    # ------------------------------------------------------------ test_logprobs.py
+    Mutation("no_softcap", "common/logprobs.py", 'getattr(text, "final_logit_softcapping", None) or 0.0', "0.0",
+             "test_logprobs.py::test_architectures[gemma2]"),
+    Mutation("no_multiplier", "common/logprobs.py", 'getattr(text, "logit_scale", None) or 1.0', "1.0",
+             "test_logprobs.py::test_architectures[cohere]"),
+    Mutation("half_softmax", "common/logprobs.py", "@ matrix.T).float()", "@ matrix.T).to(hidden.dtype)",
+             "test_logprobs.py::test_log_softmax_is_fp32_under_half_weights"),
+    Mutation("last_chunk", "common/logprobs.py", "grad_weight += grad.T @", "grad_weight = grad.T @", "test_logprobs.py::test_architectures[llama]"),
+    # ------------------------------------------------------------ test_metrics.py
+    Mutation("rank0_metrics", "common/metrics.py", 'self.accelerator.reduce(torch.stack(list(self.sums.values())), reduction="sum")',
+             "torch.stack(list(self.sums.values()))", "test_metrics.py::test_the_token_means_of_sft[ddp]"),
+    Mutation("mean_of_means", "common/metrics.py", "torch.stack([(value * weights).sum(), weights.sum()])",
+             "torch.stack([(value * weights).sum() / weights.sum().clamp(min=1), weights.any().double()])",
+             "test_metrics.py::test_the_token_means_of_sft[plain]"),
+    Mutation("filler_weight", "common/windows.py", "(np.arange(room) < len(rows)).astype(float)", "np.ones(room)",
+             "test_metrics.py::test_the_token_means_of_sft[plain]"),
+    Mutation("weak_accuracy", "recipes/dpo.py", "(rewards[0] > rewards[1])", "(rewards[0] >= rewards[1])",
+             "test_metrics.py::test_equal_rewards_are_no_success"),
+    Mutation("logits_per_pair", "recipes/dpo.py", "metrics.add({name: value}, mask * weights[:, None])",
+             "metrics.add({name: (value * mask).sum(1) / mask.sum(1)}, weights)", "test_metrics.py::test_the_eight_metrics_of_dpo[plain-more0]"),
+    # ------------------------------------------------------------ test_resume.py
+    Mutation("no_rng", "common/checkpoint.py", 'torch.set_rng_state(part["torch"])', "pass",
+             "test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"),
+    Mutation("no_open_sums", "common/checkpoint.py", "{name: value.cpu() for name, value in run.metrics.open.sums.items()}", "{}",
+             "test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"),
+    Mutation("no_truncate", "common/metrics.py", "os.truncate(self.file, metrics_bytes)", "pass",
+             "test_resume.py::test_damage_is_named_and_the_checkpoint_before_taken"),
+    Mutation("no_position", "common/checkpoint.py", '"skipped_steps", "windows_seen", ', '"skipped_steps", ',
+             "test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"),
+    Mutation("no_checksum", "common/checkpoint.py", "if checksum(path / name) != crc:", "if crc is None:",
+             "test_resume.py::test_damage_is_named_and_the_checkpoint_before_taken"),
+    # ------------------------------------------------------------ test_strategies.py
+    Mutation("half_buffers", "common/models.py", "if name in before and buffer.dtype != before[name].dtype:", "if name not in before:",
+             "test_strategies.py::test_the_saved_actor_is_the_one_evaluated[ds_zero2]"),
+    Mutation("no_hooks", "common/generation.py", "offload.setup_zero_stage3_hooks()", "pass",
+             "test_strategies.py::test_fp32_is_the_same_under[zero3]"),
+    Mutation("shard_saved", "common/saving.py", "accelerator.get_state_dict(prepared)", "unwrapped.state_dict()",
+             "test_strategies.py::test_the_saved_actor_is_the_one_evaluated[zero3]"),
+    Mutation("moving_reference", "recipes/dpo.py", 'return reference(input_ids, scored)["logps"]', 'return model(input_ids, scored)["logps"]',
+             "test_strategies.py::test_the_reference_stands_still"),
+]
+# fmt: on
+
+
+def check_table() -> None:
+    """Exits unless docstrings and table name the same mutations, and each text to replace occurs once."""
+    named = set()
+    for path in (REPOSITORY / "tests").glob("test_*.py"):
+        *_, listed = ast.get_docstring(ast.parse(path.read_text())).partition("Mutations that turn it red:")
+        named |= {(path.name, name) for name in re.findall(r"`(\w+)`", listed)}
+    table = [(mutation.test.partition("::")[0], mutation.name) for mutation in MUTATIONS]
+    problems = [
+        f"{test}: {name} is in {'the docstring' if (test, name) in named else 'the table'} only" for test, name in named ^ set(table)
+    ]
+    problems += [f"{test}: {name} is twice in the table" for test, name in set(table) if table.count((test, name)) > 1]
+    for name, file, old, *_ in MUTATIONS:
+        if (times := (REPOSITORY / file).read_text().count(old)) != 1:
+            problems.append(f"{name}: its text occurs {times} times in {file}: {old!r}")
+    if problems:
+        sys.exit("\n".join(sorted(problems)))
+
+
+def run_tests(folder: Path, tests: set[str]) -> tuple[str, str]:
+    """What became of the tests in the copy: `green`, `red` or `error`, and pytest's output."""
+    environment = {**os.environ, "PYTHONPATH": str(folder / "copy"), "HF_DATASETS_CACHE": str(folder / "cache"), "COLUMNS": "200"}
+    nodes = [f"tests/{test}" for test in sorted(tests)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'pytest'}", *nodes]
+    result = subprocess.run(command, cwd=folder / "copy", env=environment, capture_output=True, text=True)
+    output = result.stdout + result.stderr
+    broken = re.search(r"^ERROR |\d+ error|SyntaxError|NameError|ImportError|ModuleNotFoundError", output, re.MULTILINE)
+    return ("green" if result.returncode == 0 else "error" if broken or result.returncode != 1 else "red"), output
+
+
+def main(names: list[str]) -> None:
+    check_table()
+    if unknown := set(names) - {mutation.name for mutation in MUTATIONS}:
+        sys.exit(f"no such mutation: {' '.join(sorted(unknown))}")
+    chosen = [mutation for mutation in MUTATIONS if not names or mutation.name in names]
+    files = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        folder, undetected = Path(folder), 0
+        for name in files:
+            (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, folder / "copy" / name)
+        outcome, output = run_tests(folder, {mutation.test for mutation in chosen})
+        print(f"without a mutation: {outcome}", flush=True)
+        if outcome != "green":
+            sys.exit(output)
+        for name, file, old, new, test in chosen:
+            path, start = folder / "copy" / file, time.time()
+            whole = path.read_text()
+            path.write_text(whole.replace(old, new))
+            outcome, output = run_tests(folder, {test})
+            path.write_text(whole)
+            undetected += outcome != "red"
+            word = {"red": "red", "green": "STILL GREEN", "error": "ERROR"}[outcome]
+            print(f"{word:12} {name:17} {time.time() - start:4.0f} s  {test}", flush=True)
+            print("" if outcome == "red" else output[-3000:], end="", flush=True)
+        print(f"{len(chosen) - undetected} of {len(chosen)} mutations turn their tests red")
+    sys.exit(undetected > 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

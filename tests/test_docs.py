@@ -1,0 +1,58 @@
+"""What the docs promise: every logged tag is in the recipe's glossary and no other, every command in a docstring parses.
+
+Mutations that turn it red: a tag renamed (`renamed_tag`), TensorBoard given other values than metrics.jsonl (`other_curves`).
+"""
+
+import ast
+import re
+import shlex
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from runs import REPOSITORY, config_launcher, launch, lines, recipe, training_lines
+
+GPU_ONLY = {"perf/peak_memory_gib"}
+
+
+@pytest.fixture(scope="module", params=["sft", "dpo"])
+def demo(request, tmp_path_factory):
+    output = tmp_path_factory.mktemp("docs") / request.param
+    more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16]
+    launch(config_launcher("ds_fp16"), recipe(request.param), *more, "--output_dir", output)
+    return request.param, output
+
+
+def test_the_glossary_is_the_list_of_logged_tags(demo):
+    name, output = demo
+    page = (REPOSITORY / "docs" / f"{name}.md").read_text()
+    documented = set(re.findall(r"^\| `([^`]+)` \|", page.split("## Metrics")[1].split("\n## ")[0], re.MULTILINE))
+    assert documented - GPU_ONLY == {tag for line in lines(output) for tag in line}
+
+
+def test_tensorboard_holds_what_metrics_jsonl_holds(demo):
+    _, output = demo
+    board = EventAccumulator(str(output / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    shown = {(tag, event.step): event.value for tag in board.Tags()["scalars"] for event in board.Scalars(tag)}
+    written = {(tag, line["global_step"]): value for line in lines(output) for tag, value in line.items() if tag != "global_step"}
+    assert shown.keys() == written.keys() and len(training_lines(output)) == 2
+    for key, value in written.items():
+        assert shown[key] == pytest.approx(value, rel=1e-6)  # TensorBoard keeps fp32
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_every_command_in_a_docstring_parses(path):
+    tree = ast.parse(path.read_text())
+    docstring = ast.get_docstring(tree)
+    fields = {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    commands = re.findall(r"(?:accelerate launch|python) .*", docstring)
+    assert len(commands) == 4
+    for command in commands:
+        words = shlex.split(command)
+        before, after = words[: words.index(f"recipes/{path.name}")], words[words.index(f"recipes/{path.name}") + 1 :]
+        for file in [word for word in before if word.endswith(".yaml")]:
+            assert (REPOSITORY / file).is_file()
+        assert {word for word in after if word.startswith("--")} <= {f"--{field}" for field in fields}
+    page = re.search(r"docs/\w+\.md", docstring)[0]
+    assert (REPOSITORY / page).is_file()
