@@ -195,7 +195,7 @@ def run_tests(folder: Path, tests: set[str]) -> tuple[str, str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'pytest'}", *nodes]
     result = subprocess.run(command, cwd=folder / "copy", env=environment, capture_output=True, text=True)
     output = result.stdout + result.stderr
-    broken = re.search(r"^ERROR |\d+ error|SyntaxError|NameError|ImportError|ModuleNotFoundError", output, re.MULTILINE)
+    broken = re.search(r"^ERROR |^E\s+(Syntax|Name|Import|ModuleNotFound)Error|^\d+.* errors? in ", output, re.MULTILINE)
     return ("green" if result.returncode == 0 else "error" if broken or result.returncode != 1 else "red"), output
 
 
@@ -204,7 +204,9 @@ def main(names: list[str]) -> None:
     if unknown := set(names) - {mutation.name for mutation in MUTATIONS}:
         sys.exit(f"no such mutation: {' '.join(sorted(unknown))}")
     chosen = [mutation for mutation in MUTATIONS if not names or mutation.name in names]
-    files = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         folder, undetected = Path(folder), 0
         for name in files:

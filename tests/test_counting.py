@@ -63,7 +63,11 @@ def inputs(tmp_path_factory):
         for n in range(60_000)
     ]
     write_jsonl(folder / "60000.jsonl", pairs)
-    write_jsonl(folder / "100.jsonl", [{**row, "prompt": say("user", "x" * (i % 23 + 1))} for i, row in enumerate(pairs[:100])])
+    uneven = [  # no two windows have like means
+        {**row, "prompt": say("user", "x" * (i % 23 + 1)), "chosen": say("assistant", "y" * (i * 7 % 19 + 1))}
+        for i, row in enumerate(pairs[:100])
+    ]
+    write_jsonl(folder / "100.jsonl", uneven)
     return folder
 
 

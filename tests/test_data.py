@@ -207,10 +207,12 @@ def write(path, rows: list[dict]) -> str:
 
 
 STRINGS = [("1+1=", "2", "3"), ("x\ny, \"z\"", "None", "NA"), ("é", "1e3", "true"), ("empty", "", "4"), ("last", "04", "4")]  # fmt: skip
+NUMBERS = [("1", "04", "4"), ("2.50", "1e3", "-0"), ("3", "5", "6")]  # no cell of a column says that it is text
 
 
-def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path):
-    rows = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in STRINGS]
+@pytest.mark.parametrize("strings", [STRINGS, NUMBERS])
+def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, strings):
+    rows = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in strings]
 
     def load(path):
         return load_tokenized(accelerator, path, "train", preference_row, tokenizer, {}, max_length=99)[:]
@@ -218,7 +220,7 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path):
     expected = [pair(tokenizer, row) for row in rows if row["chosen"]]
     for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"):
         data = load(write(tmp_path / name, rows))
-        assert data["row"] == [1, 2, 3, 5], name
+        assert data["row"] == [number for number, row in enumerate(rows, 1) if row["chosen"]], name
         for key in expected[0]:
             assert data[key] == [row[key] for row in expected], (name, key)
     for kind in ("jsonl", "parquet", "csv", "jsonl.gz"):
@@ -358,17 +360,17 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
         (prompt, answer + "x", "cc"),  # cut
         ("", "bb", "cc"), ([user("")], "bb", "cc"),
         (prompt, "", "cc"), (prompt, "bb", ""), ([user("a")], [assistant("")], "b"),
-        (prompt, "bb", "bb"), (prompt, answer + "x", answer + "y"),  # equal only after truncation
-        ("a" * 12, "bb", "cc"), ("a" * 13, "b", "cc"),
+        (prompt, "bb", "bb"), *[(prompt, answer + x, answer + "y") for x in "xyz"],  # equal only after truncation
+        *[("a" * length, "b", "cc") for length in range(12, 17)],
         (prompt, "gg", "kk"),
     ]  # fmt: skip
     path = str(write_jsonl(tmp_path / "a.jsonl", [dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows]))
     data = load_tokenized(accelerator, path, "train", preference_row, tokenizer, {}, max_length=12)
-    assert data["row"][:] == [1, 2, 12]
+    assert data["row"][:] == [1, 2, 17]
     assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [18, 21, 18]
     assert capsys.readouterr().out == (
-        f"data {path}: 3 usable rows; 2 left out (chosen equal to rejected); 3 left out (empty answer); 2 left out (empty prompt); "
-        "2 left out (prompt fills max_length); 1 truncated\n"
+        f"data {path}: 3 usable rows; 4 left out (chosen equal to rejected); 3 left out (empty answer); 2 left out (empty prompt); "
+        "5 left out (prompt fills max_length); 1 truncated\n"
     )
 
 

@@ -102,7 +102,7 @@ def test_one_argument_rules_the_clipping(inputs, tmp_path, launcher):
     assert moved[1e-3] == pytest.approx(1e-3, rel=0.01)
 
 
-@pytest.mark.parametrize("launcher", ["plain", "ds_fp16"])
+@pytest.mark.parametrize("launcher", ["plain", "ds_fp16", "ds_zero2"])
 def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows(inputs, tmp_path, launcher):
     """One embedding is inf: the rows that hold its token, and no other, are named."""
     import torch
@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows(inputs, tmp_
         model.get_input_embeddings().weight[tokenizer("7").input_ids[0]] = float("inf")
     model.save_pretrained(tmp_path / "poisoned")
     tokenizer.save_pretrained(tmp_path / "poisoned")
-    way = LAUNCHERS.get(launcher, config_launcher("ds_fp16"))
+    way = LAUNCHERS[launcher] if launcher in LAUNCHERS else config_launcher(launcher)
     out = flags(inputs, tmp_path / f"out-{launcher}", "--model_name_or_path", tmp_path / "poisoned", "--train_batch_size", 16)
     result = launch(way, recipe("sft"), *out, check=False)
     assert result.returncode and "the loss of update 1 (window 0) is not finite, in data rows" in result.stdout
