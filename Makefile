@@ -22,9 +22,8 @@ dpo sft: $(VENV)/installed
 test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-# `src`: without it tests/runs.py counts as our own import only once a run has made the folder runs/.
 lint: $(VENV)/installed-test
-	$(VENV)/bin/ruff check --config 'src = [".", "tests"]'
+	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 
 install: $(VENV)/installed

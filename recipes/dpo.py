@@ -103,8 +103,8 @@ def preference_loss(
         chosen_ratios, rejected_ratios: `[pairs]`, log pi(answer) - log ref(answer), summed over the answer.
         chosen_tokens, rejected_tokens: `[pairs]`, tokens of the answers, over which IPO averages.
 
-    Sources: sigmoid arXiv:2305.18290 eq. 7; its label smoothing (cDPO) Mitchell 2023; robust arXiv:2403.00409 eq. 11;
-    hinge (SLiC) arXiv:2309.06657 eq. 10; ipo arXiv:2310.12036 eq. 17, on averages as its authors advise and TRL does.
+    Sources: sigmoid arXiv:2305.18290 eq. 7; its label smoothing (cDPO) Mitchell 2023, eq. 3; robust arXiv:2403.00409 section 3.1;
+    hinge arXiv:2309.06657 after SLiC; ipo arXiv:2310.12036 eq. 17, on averages over tokens as its authors advise and TRL does.
     """
     scaled = beta * (chosen_ratios - rejected_ratios)
     right, wrong = -F.logsigmoid(scaled), -F.logsigmoid(-scaled)

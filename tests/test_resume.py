@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM
 
 from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, tiny_llama, weights, write_jsonl
 
@@ -123,6 +124,29 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
         (checkpoint / "manifest.json").unlink()
     result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto", check=False)
     assert result.returncode and "none of the 2 checkpoints" in result.stdout and not (output / "actor").exists()
+
+
+@pytest.mark.parametrize("name, launcher", [("dpo", "plain"), ("sft", "zero3")])
+def test_export_gives_the_actor_the_run_saved(inputs, unbroken, tmp_path, name, launcher):
+    reference = unbroken(name, launcher)
+    checkpoint = reference / "checkpoints/global_step_000012"
+    command = [sys.executable, "-m", "common.export", str(checkpoint)]
+    subprocess.run([*command, str(tmp_path / "out")], check=True, cwd=tmp_path)
+    files = sorted(path.name for path in (reference / "actor").iterdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files
+    assert all((tmp_path / "out" / file).read_bytes() == (reference / "actor" / file).read_bytes() for file in files)
+    subprocess.run([*command, str(tmp_path / "half"), "--dtype", "bfloat16"], check=True, cwd=tmp_path)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
+    whole = AutoModelForCausalLM.from_pretrained(reference / "actor")
+    assert half.dtype == torch.bfloat16
+    for one, other in zip(half.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one, other.to(torch.bfloat16))
+    taken = subprocess.run([*command, str(tmp_path / "out")], cwd=tmp_path, capture_output=True, text=True)
+    assert taken.returncode and "is not an empty folder" in taken.stderr
+    torn = shutil.copytree(checkpoint, tmp_path / "torn")
+    (torn / "actor/model.safetensors").write_bytes(b"x")
+    refused = subprocess.run([*command[:-1], str(torn), str(tmp_path / "no")], cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode and "actor/model.safetensors has 1 bytes" in refused.stderr and not (tmp_path / "no").exists()
 
 
 def test_a_checkpoint_of_another_run_is_refused(inputs, unbroken):
