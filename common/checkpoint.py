@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object, set_seed
 from safetensors.torch import load_model, save_model
 
 from .launch import describe
@@ -100,6 +100,7 @@ def resume(run: Run) -> None:
     Raises:
         SystemExit: no whole checkpoint though there are some, or one of another run: the difference is shown.
     """
+    set_seed(run.args.seed, device_specific=True)  # models were made alike on all ranks; dropout differs between them
     if run.args.resume == "never":
         return run.metrics.start()
     accelerator, found = run.accelerator, [None, None]

@@ -171,8 +171,10 @@ def main():
     check_intervals(
         logging_steps=args.logging_steps, eval_steps=args.eval_steps, save_steps=args.save_steps, save_actor_steps=args.save_actor_steps
     )
-    if args.loss_type == "robust" and not 0 <= args.label_smoothing < 0.5:
-        raise SystemExit(f"--label_smoothing {args.label_smoothing}: robust needs a value from 0 to below 0.5")
+    if args.label_smoothing and not (0 < args.label_smoothing < 0.5 and args.loss_type in ("sigmoid", "robust")):
+        raise SystemExit(f"--label_smoothing {args.label_smoothing}: expected 0 to below 0.5, and --loss_type sigmoid or robust")
+    if args.beta <= 0:
+        raise SystemExit(f"--beta {args.beta}: expected more than 0")
 
     # ============================================================ data
     tokenizer = load_tokenizer(args.model_name_or_path)

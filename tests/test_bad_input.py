@@ -325,3 +325,17 @@ def test_help_of_a_recipe():
     text = launch([], recipe("sft"), "--help").stdout
     fields = re.findall(r"^    (\w+): .* = HfArg\(", recipe("sft").read_text(), re.MULTILINE)
     assert len(fields) > 20 and all(f"--{field}" in text for field in fields)
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        (["--loss_type", "ipo", "--label_smoothing", 0.1], ["--label_smoothing 0.1", "--loss_type sigmoid or robust"]),
+        (["--loss_type", "robust", "--label_smoothing", 0.5], ["--label_smoothing 0.5", "below 0.5"]),
+        (["--beta", 0], ["--beta 0.0", "more than 0"]),
+    ],
+)
+def test_settings_of_dpo_that_would_be_ignored_or_mean_nothing(tmp_path, flags, parts):
+    result = launch([], recipe("dpo"), *flags, "--output_dir", tmp_path / "out", "--report_to", "none", check=False)
+    assert result.returncode and "Traceback" not in result.stdout
+    assert all(part in result.stdout for part in parts)
