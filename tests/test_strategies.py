@@ -4,12 +4,15 @@ Mutations that turn it red: rotary buffers left in half precision (`half_buffers
 (`no_hooks`), the actor saved from one rank's shard (`shard_saved`), a reference that is the trained model (`moving_reference`).
 """
 
+import types
+
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runs import ASSETS, LAUNCHERS, config_launcher, evaluation_lines, launch, recipe, training_lines, weights
+from common.models import prepare
+from runs import ASSETS, LAUNCHERS, config_launcher, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights
 
 FEW = ["--warmup_steps", 0, "--micro_train_batch_size", 16, "--lr_scheduler_type", "constant"]
 MOVING = [*FEW, "--max_steps", 3, "--eval_steps", 2, "--learning_rate", 1e-4]
@@ -64,6 +67,17 @@ def test_the_reference_stands_still(demo):
     for answer in ("chosen", "rejected"):
         gained = last[f"eval/logps/{answer}"] - first[f"eval/logps/{answer}"]
         assert last[f"eval/rewards/{answer}"] == pytest.approx(beta * gained, rel=1e-4) != 0
+
+
+def test_buffers_are_not_rounded_with_the_weights(tmp_path):
+    """DeepSpeed's `module.half()` rounds the rotary frequencies, too: too little for a tolerance to show it on short rows."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama(tmp_path))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    engine = types.SimpleNamespace(device="cpu", prepare=lambda model, optimizer: (model.half(), optimizer))
+    prepared, _ = prepare(engine, model, None)
+    assert before and {parameter.dtype for parameter in prepared.parameters()} == {torch.float16}
+    for name, buffer in prepared.named_buffers():
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, before[name])
 
 
 @pytest.mark.parametrize("way", ["ds_fp16", "ds_zero2", "ds_zero3"])
