@@ -1,6 +1,6 @@
 # Two commands do all the set-up from a fresh clone: `make dpo` runs the demo, `make test` passes the tests.
 # Each installs into $(VENV) first, once; it installs again only when pyproject.toml or constraints.txt change.
-#   make dpo ARGS="--beta 0.2"     more arguments for the recipe (or for pytest, with `make test`)
+#   make dpo ARGS="--beta 0.2"     more arguments for the recipe (or for pytest with `make test`, names with `make mutations`)
 #   make dpo VENV=/tmp/env         another virtual environment
 #   make dpo PYTHON=python3.12     the interpreter that makes it (3.10 or newer)
 
@@ -14,13 +14,16 @@ ARGS ?=
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: dpo sft test lint install install-test
+.PHONY: dpo sft test mutations lint install install-test
 
 dpo sft: $(VENV)/installed
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+mutations: $(VENV)/installed-test
+	$(VENV)/bin/python tests/mutations.py $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check

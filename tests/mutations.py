@@ -193,9 +193,9 @@ def check_table() -> None:
 
 def run_tests(folder: Path, tests: set[str]) -> tuple[str, str]:
     """What became of the tests in the copy: `green`, `red` or `error`, and pytest's output."""
-    environment = {**os.environ, "PYTHONPATH": str(folder / "copy"), "HF_DATASETS_CACHE": str(folder / "cache"), "COLUMNS": "200"}
-    nodes = [f"tests/{test}" for test in sorted(tests)]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'pytest'}", *nodes]
+    environment = {**os.environ, "PYTHONPATH": str(folder / "copy"), "HF_DATASETS_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={folder / 'pytest'}"]
+    command += [f"tests/{test}" for test in sorted(tests)]
     result = subprocess.run(command, cwd=folder / "copy", env=environment, capture_output=True, text=True)
     output = result.stdout + result.stderr
     broken = re.search(r"^ERROR |^E\s+(Syntax|Name|Import|ModuleNotFound)Error|^\d+.* errors? in ", output, re.MULTILINE)
@@ -207,9 +207,8 @@ def main(names: list[str]) -> None:
     if unknown := set(names) - {mutation.name for mutation in MUTATIONS}:
         sys.exit(f"no such mutation: {' '.join(sorted(unknown))}")
     chosen = [mutation for mutation in MUTATIONS if not names or mutation.name in names]
-    files = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         folder, undetected = Path(folder), 0
         for name in files:
@@ -226,9 +225,9 @@ def main(names: list[str]) -> None:
             outcome, output = run_tests(folder, {test})
             path.write_text(whole)
             undetected += outcome != "red"
-            word = {"red": "red", "green": "STILL GREEN", "error": "ERROR"}[outcome]
-            print(f"{word:12} {name:17} {time.time() - start:4.0f} s  {test}", flush=True)
-            print("" if outcome == "red" else output[-3000:], end="", flush=True)
+            outcome = {"green": "STILL GREEN", "error": "ERROR"}.get(outcome, outcome)
+            line = f"{outcome:12} {name:17} {time.time() - start:4.0f} s  {test}"
+            print(line if outcome == "red" else f"{line}\n{output[-3000:]}", flush=True)
         print(f"{len(chosen) - undetected} of {len(chosen)} mutations turn their tests red")
     sys.exit(undetected > 0)
 
