@@ -1,55 +1,46 @@
 """Checkpoints that are whole or not there, and resuming from them."""
 
-import dataclasses
 import json
 import random
 import shutil
 import sys
+import types
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object, set_seed
 from safetensors.torch import load_model, save_model
 
-from .launch import describe
-from .metrics import Metrics
+from .launch import describe, engine_precision
 from .models import reshard
-from .progress import Progress
-from .saving import flush, flush_entry, rotate, save_actor
+from .saving import by_step, flush, flush_entry, rotate, save_actor
 
 # A resumed run may differ in these; in all others it must agree with the checkpoint.
 MAY_CHANGE = {"output_dir", "max_epochs", "max_steps", "logging_steps", "eval_steps", "save_steps", "save_total_limit",
               "save_actor_steps", "save_actor_limit", "resume", "report_to", "micro_train_batch_size", "max_new_tokens",
               "gradient_checkpointing", "attn_implementation", "eval_dataset_name", "eval_dataset_split",
-              "precompute_ref_log_probs", "model_name_or_path", "dataset_name"}  # fmt: skip
+              "precompute_ref_log_probs", "dataset_name"}  # fmt: skip
 
 
-@dataclasses.dataclass
-class Run:
-    """All that a checkpoint holds.
+class Run(types.SimpleNamespace):
+    """All that a checkpoint holds: `accelerator args optimizer scheduler tokenizer progress metrics`, and
 
     Attributes:
         model, unwrapped: what `accelerator.prepare` returned, and the `LogProbModel` inside it.
         data_fingerprint: of the tokenised training set; it stands for data, tokenizer and lengths.
     """
 
-    accelerator: Any
-    args: Any
-    model: Any
-    unwrapped: Any
-    optimizer: Any
-    scheduler: Any
-    tokenizer: Any
-    progress: Progress
-    metrics: Metrics
-    data_fingerprint: str
-
     @property
     def folder(self) -> Path:
         return Path(self.args.output_dir) / "checkpoints"
+
+    @property
+    def identity(self) -> dict:
+        """What a run must share with the checkpoint it resumes from; a sharded state needs the same world, too."""
+        world = f"{describe(self.accelerator)} with {self.accelerator.num_processes} processes"
+        return {**vars(self.args), "data": self.data_fingerprint, "world": world if self.sharded else engine_precision(self.accelerator)}
 
     @property
     def sharded(self) -> bool:
@@ -86,7 +77,7 @@ def save_checkpoint(run: Run) -> None:
     if accelerator.is_main_process:
         write_json(temporary / "manifest.json", {name: [size, crc] for name, size, crc in sorted(sums)})
         flush_entry(temporary)
-        if final.exists():  # not whole, or it would have been resumed from
+        if final.exists():  # not whole, or the run would have gone on from it
             shutil.rmtree(final)
         temporary.rename(final)
         flush_entry(run.folder)
@@ -118,6 +109,10 @@ def resume(run: Run) -> None:
         load(run, path, state)
         same_directory = path.parent.resolve() == run.folder.resolve()
         metrics_size = state["metrics_bytes"] if same_directory else 0
+        if same_directory and accelerator.is_main_process:  # like the lines beyond it: they are of the run that is left behind
+            for later in [*by_step(run.folder), *by_step(run.folder.parent / "actors")]:
+                if int(later.name.split("_")[-1]) > run.progress.global_step:
+                    shutil.rmtree(later)
         accelerator.print(f"resumed from {path}: {run.progress.global_step} updates, {run.progress.windows_seen} windows seen")
     run.metrics.start(metrics_size)
     accelerator.wait_for_everyone()
@@ -129,7 +124,7 @@ def find_checkpoint(run: Run) -> tuple[Path | None, str | None]:
         path = Path(run.args.resume)
         fault = fault_of(path)
         return path, f"--resume {path}: not a whole checkpoint: {fault}" if fault else None
-    candidates = sorted(run.folder.glob("global_step_*"), reverse=True)
+    candidates = by_step(run.folder)[::-1]
     for path in candidates:
         fault = fault_of(path)
         if fault is None:
@@ -140,22 +135,21 @@ def find_checkpoint(run: Run) -> tuple[Path | None, str | None]:
             None,
             f"--resume auto: none of the {len(candidates)} checkpoints in {run.folder} is whole. Choose another --output_dir to start anew.",
         )
-    return None, None
+    finished = (run.folder.parent / "actor").exists()
+    return None, f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint" if finished else None
 
 
 def fault_of(path: Path) -> str | None:
     """What keeps a folder from being a whole checkpoint; None if nothing does."""
-    if not (path / "manifest.json").is_file():
-        return "it has no manifest.json" if path.is_dir() else "it does not exist"
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         for name, (size, crc) in manifest.items():
-            if not (path / name).is_file():
-                return f"{name} is missing"
             if (path / name).stat().st_size != size:
                 return f"{name} has {(path / name).stat().st_size} bytes, not {size}"
             if checksum(path / name) != crc:
                 return f"{name} has another checksum than when it was written"
+    except FileNotFoundError as error:
+        return f"{error.filename} is missing"
     except (ValueError, TypeError, AttributeError, OSError) as error:
         return f"manifest.json cannot be read: {error}"
     return None if "state.json" in manifest else "its manifest does not name state.json"
@@ -163,42 +157,34 @@ def fault_of(path: Path) -> str | None:
 
 def check_same_run(run: Run, path: Path, state: dict) -> None:
     """Refuses a checkpoint of other data, another algorithm's settings, or another world where that cannot be loaded."""
-    now = {**vars(run.args), "data": run.data_fingerprint}
     differences = [
-        f"{name}: {before!r} in the checkpoint, {now.get(name)!r} now"
+        f"{name}: {before!r} in the checkpoint, {run.identity.get(name)!r} now"
         for name, before in state["arguments"].items()
-        if name not in MAY_CHANGE and now.get(name) != before
+        if name not in MAY_CHANGE and run.identity.get(name) != before
     ]
-    if run.sharded or state["sharded"]:
-        here = f"{describe(run.accelerator)} with {run.accelerator.num_processes} processes"
-        if here != state["world"]:
-            differences.append(f"{state['world']} in the checkpoint, {here} now (a sharded state needs the same world)")
     if differences:
         sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}")
 
 
 def main_state(run: Run) -> dict:
-    accelerator, counters = run.accelerator, ("global_step", "skipped_steps", "windows_seen", "samples", "tokens")
+    counters = ("global_step", "skipped_steps", "windows_seen", "samples", "tokens")
     scheduler = {name: value for name, value in run.scheduler.state_dict().items() if name != "lr_lambdas"}
     return {
-        "arguments": {**vars(run.args), "data": run.data_fingerprint},
-        "world": f"{describe(accelerator)} with {accelerator.num_processes} processes",
-        "sharded": run.sharded,
-        "processes": accelerator.num_processes,
+        "arguments": run.identity,
         "progress": {name: getattr(run.progress, name) for name in counters},
         "scheduler": scheduler,
+        "last_update": run.metrics.last_update,
         "metrics_bytes": run.metrics.file.stat().st_size if run.metrics.file.exists() else 0,
     }
 
 
 def rank_state(run: Run) -> dict:
     """What each process has of its own: random states, and the sums of the log line not yet written."""
-    name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
+        "numpy": [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state(run.accelerator.device) if torch.cuda.is_available() else None,
         "open_sums": {name: value.cpu() for name, value in run.metrics.open.sums.items()},
     }
 
@@ -217,21 +203,22 @@ def load(run: Run, path: Path, state: dict) -> None:
         if accelerator.scaler:
             accelerator.scaler.load_state_dict(saved["scaler"])
     run.scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": [None] * len(run.scheduler.base_lrs)})
+    run.metrics.last_update = state["last_update"]
     for name, value in state["progress"].items():
         setattr(run.progress, name, value)
-    same_world = accelerator.num_processes == state["processes"]
-    files = [path / f"rank_{rank:05d}.pt"] if same_world else sorted(path.glob("rank_*.pt"))
-    for part in (torch.load(file, weights_only=True) for file in files):
+    files = sorted(path.glob("rank_*.pt"))
+    same_world = accelerator.num_processes == len(files)
+    for part in (torch.load(file, weights_only=True) for file in (files[rank : rank + 1] if same_world else files)):
         for name, value in part["open_sums"].items():  # of another number of processes rank 0 takes all, the others the names
             run.metrics.open.merge(name, value.to(accelerator.device) * (same_world or rank == 0))
     if same_world:
         random.setstate(part["python"])
-        np.random.set_state((part["numpy"][0], part["numpy"][1].numpy().astype(np.uint32), *part["numpy"][2:]))
+        np.random.set_state(tuple(part["numpy"]))
         torch.set_rng_state(part["torch"])
-        if part["cuda"]:
-            torch.cuda.set_rng_state_all(part["cuda"])
+        if part["cuda"] is not None:
+            torch.cuda.set_rng_state(part["cuda"], accelerator.device)
     else:  # the data order goes on exactly; random states cannot
-        accelerator.print(f"note: {state['processes']} processes before, {accelerator.num_processes} now: dropout, if any, is drawn anew")
+        accelerator.print(f"note: {len(files)} processes before, {accelerator.num_processes} now: dropout, if any, is drawn anew")
 
 
 def checksum(path: Path) -> int:

@@ -20,6 +20,7 @@ from accelerate.utils import (
     gather_object,
     set_seed,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
 from . import REPOSITORY
@@ -45,7 +46,8 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
     quiet()
-    if "WORLD_SIZE" not in os.environ and {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys():
+    # accelerate's own default address without a world: it was asked for several processes, and starts one in silence.
+    if "WORLD_SIZE" not in os.environ and os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ:
         sys.exit("accelerate launch was asked for several processes and started one: this YAML is for one process (distributed_type NO). "
                  "Use accelerate_configs/ddp.yaml or another for several.")  # fmt: skip
     kwargs = {}
@@ -56,13 +58,14 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp16":
             sys.exit("fp16 without DeepSpeed needs a GPU: accelerate would run fp32 here and say nothing. "
                      "Use accelerate_configs/ds_fp16.yaml (real fp16, emulated on a CPU) or accelerate_configs/cpu.yaml.")  # fmt: skip
-    if on_cpu and "LOCAL_RANK" in os.environ:
-        # Without it accelerate leaves every process believing that it is alone.
-        kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
-        if fsdp:
-            # On a CPU accelerate falls back to DDP in silence; only a GPU world goes on to become FSDP.
-            PartialState(cpu=True, backend="gloo")
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if "LOCAL_RANK" in os.environ:
+        # Without gloo on a CPU each process believes that it is alone. Some wait long: for one that tokenises, checks or writes files.
+        group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=datetime.timedelta(hours=12))
+        kwargs["kwargs_handlers"] = [group]
+    if on_cpu and fsdp:
+        # On a CPU accelerate falls back to DDP in silence; only a GPU world goes on to become FSDP.
+        PartialState(cpu=True, backend="gloo")
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
         log_with=None if args.report_to == "none" else args.report_to,
@@ -75,6 +78,10 @@ def make_accelerator(args, recipe: str) -> Accelerator:
                  f"with {accelerator.gradient_accumulation_steps}: the launcher's settings were not honoured")  # fmt: skip
     if fsdp != (accelerator.distributed_type == DistributedType.FSDP) or (fsdp and not accelerator.is_fsdp2):
         sys.exit(f"FSDP2 was asked for, accelerate made {accelerator.distributed_type} (fsdp_version must be 2)")
+    if fsdp and accelerator.mixed_precision == "bf16":
+        # accelerate would round what each shard returns, log-probs too, and add up gradients, in bf16.
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     args.output_dir = decide_output_dir(args, recipe, accelerator)
     accelerator.project_configuration = ProjectConfiguration(args.output_dir, logging_dir=args.output_dir)
     set_seed(args.seed)
@@ -165,9 +172,8 @@ def engine_precision(accelerator: Accelerator) -> str:
 
 def zero_stage(accelerator: Accelerator) -> int:
     """The ZeRO stage; 0 without DeepSpeed."""
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return 0
-    return accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"]
+    plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
+    return plugin.deepspeed_config["zero_optimization"]["stage"] if plugin else 0
 
 
 def describe(accelerator: Accelerator) -> str:
@@ -183,16 +189,16 @@ def decide_output_dir(args, recipe: str, accelerator: Accelerator) -> str:
     if args.resume == "auto" and not args.output_dir:
         sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
     resumed = args.resume not in ("never", "auto")  # a checkpoint's path: by default the run goes on where it was
+    if resumed and not (Path(args.resume) / "manifest.json").is_file():
+        sys.exit(f"--resume {args.resume}: not a checkpoint (no manifest.json in it). Give never, auto or .../checkpoints/global_step_...")
     directory = args.output_dir or (
-        str(Path(args.resume).parents[1]) if resumed else f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        str(Path(args.resume).resolve().parents[1]) if resumed else f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}"
     )
     problem = None
     if accelerator.is_main_process:
         path = Path(directory)
-        while not args.output_dir and not resumed and path.exists():  # two runs started within a second
-            path = path.with_name(path.name + "b")
         if args.resume == "never" and path.is_dir() and any(path.iterdir()):
-            problem = f"--output_dir {path} already holds another run. Choose another directory, or --resume auto to go on with it."
+            problem = f"--output_dir {path} already holds another run. Choose another directory, or --resume auto to go on from its last checkpoint."
         elif path.exists() and not path.is_dir():
             problem = f"--output_dir {path} is a file"
         else:
@@ -220,7 +226,6 @@ class HalfLinearInFp32(TorchFunctionMode):
 
 def quiet() -> None:
     """Leaves the console to the run: libraries report warnings and errors only."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import datasets
     import transformers
 

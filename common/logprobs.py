@@ -70,7 +70,8 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 def ctx_logits(ctx, hidden, matrix, bias) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 logits `[n, v]` of some positions, and the same before the soft cap."""
-    raw = (hidden.to(ctx.dtype) @ matrix.T).float()
+    with torch.autocast(hidden.device.type, enabled=False):
+        raw = (hidden.to(ctx.dtype) @ matrix.T).float()
     if bias is not None:
         raw = raw + bias.float()
     raw = raw * ctx.multiplier if ctx.multiplier != 1.0 else raw

@@ -88,7 +88,7 @@ class Metrics:
     def start(self, metrics_bytes: int = 0) -> None:
         """Opens the files: a new run's empty, a resumed one's cut to what its checkpoint knows. All ranks must call it."""
         if self.accelerator.is_main_process and self.file.exists():
-            os.truncate(self.file, metrics_bytes)
+            os.truncate(self.file, min(metrics_bytes, self.file.stat().st_size))
         if self.trackers:  # TensorBoard hides what a killed run wrote beyond the step it resumes from
             options = {"purge_step": self.progress.global_step + (self.progress.global_step > 0)}
             self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": options})
@@ -137,7 +137,9 @@ class Metrics:
         self.pending.sums = {}
 
     def log(self) -> None:
-        """Writes the training line of this `global_step`. All ranks must call it."""
+        """Writes the training line of this `global_step`, if anything was applied since the last. All ranks must call it."""
+        if not self.open.sums:
+            return
         elapsed = time.perf_counter() - self.since
         means, progress = self.open.reduce(), self.progress
         line = {
@@ -173,7 +175,6 @@ class Metrics:
 
     def close(self) -> None:
         """Writes a line still open, ends the bar and the trackers. All ranks must call it."""
-        if self.open.sums:
-            self.log()
+        self.log()
         self.bar.close()
         self.accelerator.end_training()

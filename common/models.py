@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -22,7 +23,9 @@ def load_tokenizer(name: str):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever the tokenizer's library raises
-        sys.exit(f"no tokenizer could be loaded from {name!r}: {first_line(error)} (expected a Hugging Face folder or a hub name)")
+        sys.exit(
+            f"no tokenizer could be loaded from {name!r}: {str(error).strip().splitlines()[0]} (expected a Hugging Face folder or a hub name)"
+        )
     if tokenizer.eos_token_id is None:
         sys.exit(f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: set tokenizer.eos_token and save it")  # fmt: skip
     if tokenizer.pad_token_id is None:
@@ -32,7 +35,8 @@ def load_tokenizer(name: str):
 
 
 def load_causal_lm(name: str, attn_implementation: str | None, gradient_checkpointing: bool = False) -> PreTrainedModel:
-    """A causal language model in fp32: DeepSpeed and autocast make the half weights, with exact fp32 masters.
+    """A causal language model in fp32: autocast and FSDP2 round it to half for each forward pass; DeepSpeed rounds it once, and its
+    fp32 masters start from the rounded weights.
 
     Raises:
         SystemExit: nothing there, or an architecture that transformers does not know.
@@ -43,7 +47,7 @@ def load_causal_lm(name: str, attn_implementation: str | None, gradient_checkpoi
         kwargs = dict(attn_implementation=attn_implementation, dtype=torch.float32, output_loading_info=True)
         model, info = AutoModelForCausalLM.from_pretrained(name, **kwargs)
     except Exception as error:  # torn weights, an attention that is not installed ...
-        sys.exit(f"no causal language model could be loaded from {name!r}: {first_line(error)} (expected a Hugging Face folder or a hub name)")  # fmt: skip
+        sys.exit(f"no causal language model could be loaded from {name!r}: {str(error).strip().splitlines()[0]} (expected a Hugging Face folder or a hub name)")  # fmt: skip
     if info["missing_keys"]:
         sys.exit(f"{name!r} lacks weights, such as {min(info['missing_keys'])}: they would have started at random")
     if gradient_checkpointing:
@@ -59,10 +63,6 @@ def model_fingerprint(name: str, model: PreTrainedModel) -> list:
     return [str(folder.resolve()) if files else name, getattr(model.config, "_commit_hash", None), stats]
 
 
-def first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
-
-
 def check_vocabulary(model: nn.Module, tokenizer) -> None:
     """Refuses a tokenizer that writes ids the model has no embedding for."""
     size = model.config.get_text_config().vocab_size
@@ -73,10 +73,9 @@ def check_vocabulary(model: nn.Module, tokenizer) -> None:
 
 def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Parameter groups with weight decay on matrices only, as is usual: not on biases and norms."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) >= 2]  # ZeRO-3 hides the shape
-    others = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": [], "weight_decay": 0.0}, {"params": [], "weight_decay": weight_decay}]
+    for p in filter(lambda p: p.requires_grad, model.parameters()):
+        groups[len(getattr(p, "ds_shape", p.shape)) >= 2]["params"].append(p)  # ZeRO-3 hides the shape
     return [group for group in groups if group["params"]]
 
 
@@ -92,10 +91,12 @@ def prepare(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
 
 def prepare_frozen(accelerator, model: nn.Module) -> nn.Module:
     """A model that is only read (a reference, a reward model): on the device, in evaluation mode, in the precision of the
-    trained one; under ZeRO-3 sharded like it, not replicated."""
+    trained one; under ZeRO-3 and FSDP2 sharded like it, not replicated."""
     model.eval().requires_grad_(False)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        return fsdp2_prepare_model(accelerator, model)
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return model.to(accelerator.device)
+        return accelerator.prepare_model(model, evaluation_mode=True)  # under autocast as the trained one
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     with exact_buffers(accelerator, model):
         if zero_stage(accelerator) < 3:
@@ -103,10 +104,8 @@ def prepare_frozen(accelerator, model: nn.Module) -> nn.Module:
             return model.to(accelerator.device, dtypes[engine_precision(accelerator)])
         import deepspeed
 
-        keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp16", "bf16", "zero_optimization")
-        inference = {key: config[key] for key in keys if key in config} | {"steps_per_print": float("inf")}
-        inference["zero_optimization"] = {k: v for k, v in config["zero_optimization"].items() if k != "offload_optimizer"}
-        engine, *_ = deepspeed.initialize(model=model, config=inference)
+        zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
+        engine, *_ = deepspeed.initialize(model=model, config={**config, "zero_optimization": zero})
     engine.eval()  # returns None
     return engine
 

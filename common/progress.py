@@ -25,6 +25,7 @@ class Progress:
     windows_seen: int = 0
     samples: int = 0
     tokens: int = 0
+    skips_in_a_row: int = 0
 
     def __post_init__(self):
         if self.max_steps < 0 or (self.max_steps == 0 and self.max_epochs < 1):
@@ -51,26 +52,31 @@ class Progress:
         return self.windows_seen >= self.max_epochs * self.windows_per_epoch
 
     def window_done(self, applied: bool, samples: int, tokens: int) -> None:
-        """Counts one window; what a skipped one held was not trained on."""
+        """Counts one window; what a skipped one held was not trained on.
+
+        Raises:
+            SystemExit: a hundred skips in a row.
+        """
         self.windows_seen += 1
         self.skipped_steps += not applied
+        self.skips_in_a_row = 0 if applied else self.skips_in_a_row + 1
         if applied:
             self.global_step += 1
             self.samples += samples
             self.tokens += tokens
-
-    def every(self, interval: float) -> int:
-        """An interval in updates: below 1 it is a share of all of them; 0 is never."""
-        return math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
+        elif self.skips_in_a_row == 100:
+            sys.exit(f"100 updates in a row overflowed after update {self.global_step}: no loss scale cures that. Use bf16 or fp32.")
 
     def due(self, interval: float) -> bool:
-        """Whether this applied update is one to evaluate or save at: a multiple of the interval, or the last."""
-        every = self.every(interval)
-        return self.finished or (every > 0 and self.global_step % every == 0)
+        """Whether to evaluate or save now: after an update at a multiple of the interval, and at the end (once, also where its last
+        window was skipped). An interval below 1 is a share of all updates; 0 is the end only."""
+        every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
+        multiple = every > 0 and self.global_step % every == 0
+        return (multiple or self.finished) if self.skips_in_a_row == 0 else (self.finished and not multiple)
 
     def log_due(self, interval: float) -> bool:
-        """Whether this applied update is one to log at: the first, too."""
-        return self.global_step == 1 or self.due(interval)
+        """Whether to log now: after the first update, too."""
+        return (self.global_step == 1 and self.skips_in_a_row == 0) or self.due(interval)
 
     def describe(self) -> str:
         last = self.n_rows % self.train_batch_size

@@ -13,26 +13,22 @@ def save_actor(accelerator, prepared, unwrapped, tokenizer, directory: str | Pat
     Args:
         prepared: what `accelerator.prepare` returned for the `LogProbModel`.
         unwrapped: the `LogProbModel` itself.
-        directory: replaced whole if it is there; an interrupted write leaves the previous one.
+        directory: replaced whole if it is there; killed while writing, the previous one stays (at worst under its name with `.old`).
     """
     reshard(prepared)
     weights = accelerator.get_state_dict(prepared)  # every rank: under ZeRO-3 and FSDP2 it gathers
     if accelerator.is_main_process:
         prefix, directory = "model.", Path(directory)
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        for tied in tied_names(unwrapped.model):  # gathered weights no longer share memory: tied ones would be written twice
-            weights.pop(tied, None)
+        names = [name for name, _ in unwrapped.model.named_parameters(remove_duplicate=False)]
+        for tied in set(names) - {name for name, _ in unwrapped.model.named_parameters()}:
+            weights.pop(tied, None)  # gathered weights no longer share memory: tied ones would be written twice
         temporary = directory.with_name(f".{directory.name}.writing")
         shutil.rmtree(temporary, ignore_errors=True)
         unwrapped.model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         replace_directory(temporary, directory)
     accelerator.wait_for_everyone()
-
-
-def tied_names(model) -> set[str]:
-    """Names under which a parameter occurs again."""
-    return {n for n, _ in model.named_parameters(remove_duplicate=False)} - {n for n, _ in model.named_parameters()}
 
 
 def save_step_actor(accelerator, prepared, unwrapped, tokenizer, args, global_step: int) -> None:
@@ -71,6 +67,10 @@ def flush_entry(path: Path) -> None:
 
 def rotate(folder: Path, keep: int) -> None:
     """Deletes all but the newest `keep` of the `global_step_*` folders; 0 keeps all."""
-    steps = sorted(path for path in folder.glob("global_step_*") if path.is_dir())
-    for path in steps[:-keep] if keep else []:
+    for path in by_step(folder)[:-keep] if keep else []:
         shutil.rmtree(path)
+
+
+def by_step(folder: Path) -> list[Path]:
+    """The `global_step_*` folders, the newest last."""
+    return sorted(folder.glob("global_step_*"), key=lambda path: (len(path.name), path.name))

@@ -1,5 +1,6 @@
 """Which samples form a window, and how a window is cut into the micro-batches of each process."""
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -14,8 +15,12 @@ def window_rows(n_rows: int, train_batch_size: int, seed: int, index: int) -> np
     epoch alone: not on processes, micro-batches or a resume.
     """
     epoch, window = divmod(index, math.ceil(n_rows / train_batch_size))
-    order = np.random.default_rng([seed, epoch]).permutation(n_rows)
-    return order[window * train_batch_size : (window + 1) * train_batch_size]
+    return epoch_order(n_rows, seed, epoch)[window * train_batch_size : (window + 1) * train_batch_size]
+
+
+@functools.lru_cache(maxsize=1)
+def epoch_order(n_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(n_rows)
 
 
 def arrange(

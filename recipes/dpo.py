@@ -72,7 +72,9 @@ class Args:
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
     max_length: int = HfArg(default=1024, help="tokens of prompt and answer; what is longer is cut at the end")
     learning_rate: float = HfArg(default=5e-7, help="peak learning rate")
-    lr_scheduler_type: str = HfArg(default="linear", help="a name transformers.get_scheduler knows")
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = HfArg(
+        default="linear", help="see transformers.get_scheduler"
+    )
     warmup_steps: float = HfArg(default=0.1, help="updates of warm-up; below 1 a share of all")
     weight_decay: float = HfArg(default=0.0, help="on matrices, not on biases and norms")
     adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
@@ -157,8 +159,7 @@ def reference_logps(accelerator, reference, dataset, micro_batch_size: int) -> n
     """The reference's log-probs of every pair's answers, fp32 `[rows, 2]`, the same on every rank."""
     table = torch.zeros(len(dataset), 2, device=accelerator.device)
     for rows, columns, weights in evaluation_batches(accelerator, dataset, micro_batch_size):
-        with accelerator.autocast():
-            logps = reference(*collate(columns, accelerator.device))["logps"].sum(1)
+        logps = reference(*collate(columns, accelerator.device))["logps"].sum(1)
         real = weights > 0  # a filler is another process's row
         table[torch.tensor(rows, device=accelerator.device)[real]] = torch.stack(logps.chunk(2), 1)[real]
     return accelerator.reduce(table, reduction="sum").cpu().numpy()
@@ -213,13 +214,16 @@ def main():
         """`[2 * pairs]`: the reference's log-probs of the answers, from the table or the model."""
         if reference is None:
             return torch.from_numpy(ref_tables[name][rows].T.reshape(-1)).to(accelerator.device)
-        with torch.no_grad(), accelerator.autocast():
+        with torch.no_grad():
             return reference(input_ids, scored)["logps"].sum(1)
 
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="rewards/accuracies")
     steps, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
-    run = Run(accelerator, args, model, policy, optimizer, scheduler, tokenizer, progress, metrics, train_set._fingerprint)
+    run = Run(
+        accelerator=accelerator, args=args, model=model, unwrapped=policy, optimizer=optimizer, scheduler=scheduler,
+        tokenizer=tokenizer, progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint,
+    )  # fmt: skip
     resume(run)
     if progress.windows_seen == 0:
         metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args))
@@ -251,9 +255,8 @@ def main():
         applied = not accelerator.optimizer_step_was_skipped
         progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
         metrics.window_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale)
-        if not applied:
-            continue
-        scheduler.step()
+        if applied:
+            scheduler.step()
         if progress.log_due(args.logging_steps):
             metrics.log()
         if progress.due(args.eval_steps):

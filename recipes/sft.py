@@ -58,7 +58,9 @@ class Args:
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
     max_length: int = HfArg(default=1024, help="tokens of a row; what is longer is cut at the end")
     learning_rate: float = HfArg(default=2e-5, help="peak learning rate")
-    lr_scheduler_type: str = HfArg(default="linear", help="a name transformers.get_scheduler knows")
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = HfArg(
+        default="linear", help="see transformers.get_scheduler"
+    )
     warmup_steps: float = HfArg(default=0.03, help="updates of warm-up; below 1 a share of all")
     weight_decay: float = HfArg(default=0.0, help="on matrices, not on biases and norms")
     adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
@@ -124,7 +126,10 @@ def main():
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="mean_token_accuracy")
     steps, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
-    run = Run(accelerator, args, model, actor, optimizer, scheduler, tokenizer, progress, metrics, train_set._fingerprint)
+    run = Run(
+        accelerator=accelerator, args=args, model=model, unwrapped=actor, optimizer=optimizer, scheduler=scheduler,
+        tokenizer=tokenizer, progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint,
+    )  # fmt: skip
     resume(run)
     if progress.windows_seen == 0:
         metrics.log_evaluation(*evaluate(accelerator, model, actor, tokenizer, eval_sets, args))
@@ -153,9 +158,8 @@ def main():
         applied = not accelerator.optimizer_step_was_skipped
         progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
         metrics.window_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale)
-        if not applied:
-            continue
-        scheduler.step()
+        if applied:
+            scheduler.step()
         if progress.log_due(args.logging_steps):
             metrics.log()
         if progress.due(args.eval_steps):

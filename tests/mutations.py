@@ -153,7 +153,7 @@ MUTATIONS = [
              "test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"),
     Mutation("no_open_sums", "common/checkpoint.py", "{name: value.cpu() for name, value in run.metrics.open.sums.items()}", "{}",
              "test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"),
-    Mutation("no_truncate", "common/metrics.py", "os.truncate(self.file, metrics_bytes)", "pass",
+    Mutation("no_truncate", "common/metrics.py", "os.truncate(self.file, ", "(self.file, ",
              "test_resume.py::test_damage_is_named_and_the_checkpoint_before_taken"),
     Mutation("no_position", "common/checkpoint.py", '"skipped_steps", "windows_seen", ', '"skipped_steps", ',
              "test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"),

@@ -45,6 +45,23 @@ def test_an_epoch_ends_with_its_windows_and_max_steps_counts_applied_updates():
     assert by_epochs.epoch == 2.0
 
 
+def test_the_end_is_evaluated_once_whether_or_not_its_window_is_skipped():
+    for skipped, interval, expected in [({4}, 0, [4]), ({4}, 2, [2, 4]), ({4}, 3, [3, 4]), (set(), 2, [2, 4, 5]), ({1}, 2, [2, 4])]:
+        progress, due = Progress(5, 1, 1, 0), []
+        for window in range(5):
+            progress.window_done(window not in skipped, 1, 1)
+            due += [progress.global_step] * progress.due(interval)
+        assert due == expected, (skipped, interval)
+
+
+def test_skips_without_end_end():
+    progress = Progress(1000, 1, 1, 5)
+    with pytest.raises(SystemExit, match="100 updates in a row"):
+        while not progress.finished:
+            progress.window_done(applied=False, samples=1, tokens=1)
+    assert progress.skipped_steps == 100
+
+
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
     assert accumulation_steps(192, 6, 1) == 32 and accumulation_steps(200, 5, 1) == 40 and accumulation_steps(64, 4, 8) == 2
     with pytest.raises(SystemExit, match=r"--train_batch_size 200 .* 6 x 1 processes = 6.*198 or 204.*--micro_train_batch_size 5"):

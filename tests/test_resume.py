@@ -149,6 +149,28 @@ def test_export_gives_the_actor_the_run_saved(inputs, unbroken, tmp_path, name, 
     assert refused.returncode and "actor/model.safetensors has 1 bytes" in refused.stderr and not (tmp_path / "no").exists()
 
 
+def test_going_back_leaves_behind_what_came_after(inputs, unbroken):
+    """Resumed from an older checkpoint: the newer ones, and the lines after it, are of a run that is no more."""
+    reference, output = unbroken("dpo", "plain"), inputs / "back"
+    shutil.copytree(reference, output)
+    older = ["--resume", output / "checkpoints/global_step_000010", "--max_steps", 11, "--max_epochs", 2]
+    launch([], recipe("dpo"), *flags(inputs, "dpo", output), *older)
+    assert [path.name for path in sorted((output / "checkpoints").iterdir())] == ["global_step_000010", "global_step_000011"]
+    assert [line["global_step"] for line in lines(output)] == [1, 3, 6, 9, 11]
+
+
+def test_auto_does_not_begin_again_what_has_ended(inputs, tmp_path):
+    output = tmp_path / "ended"
+    few = [*flags(inputs, "dpo", output), "--max_steps", 1, "--save_steps", 0]
+    launch([], recipe("dpo"), *few)
+    before = (output / "metrics.jsonl").read_bytes()
+    result = launch([], recipe("dpo"), *few, "--resume", "auto", check=False)
+    assert result.returncode and "has ended and left no checkpoint" in result.stdout
+    assert (output / "metrics.jsonl").read_bytes() == before
+    result = launch([], recipe("dpo"), *few, "--resume", "always", check=False)
+    assert result.returncode and "--resume always: not a checkpoint" in result.stdout and "Traceback" not in result.stdout
+
+
 def test_a_checkpoint_of_another_run_is_refused(inputs, unbroken):
     reference = unbroken("dpo", "plain")
     checkpoint = reference / "checkpoints/global_step_000012"

@@ -16,14 +16,16 @@ from runs import ASSETS, LAUNCHERS, config_launcher, evaluation_lines, launch, r
 
 FEW = ["--warmup_steps", 0, "--micro_train_batch_size", 16, "--lr_scheduler_type", "constant"]
 MOVING = [*FEW, "--max_steps", 3, "--eval_steps", 2, "--learning_rate", 1e-4]
-# So slow that every window meets the same weights: half precision can be compared window by window, whichever were skipped.
-STILL = [*FEW, "--max_steps", 6, "--eval_steps", 6, "--learning_rate", 1e-8]
+# Every window meets the same weights: half precision can be compared window by window, whichever were skipped.
+STILL = [*FEW, "--max_steps", 6, "--eval_steps", 6, "--learning_rate", 0]
 WAYS = {
     "plain": [],
     "still": [],
     "ddp": LAUNCHERS["ddp"],
     "zero3": LAUNCHERS["zero3"],
     "fsdp2": LAUNCHERS["fsdp2"],
+    "ddp_bf16": config_launcher("ddp", 2),
+    "fsdp2_bf16": config_launcher("fsdp2", 2),
     "ds_fp16": config_launcher("ds_fp16", 2),
     "ds_zero2": config_launcher("ds_zero2", 2),
     "ds_zero3": config_launcher("ds_zero3", 2),
@@ -37,7 +39,7 @@ def demo(tmp_path_factory):
     def run(way):
         if way not in done:
             done[way] = tmp_path_factory.mktemp("strategies") / way
-            half = way.startswith("ds_") or way == "still"
+            half = way.startswith("ds_") or way in ("still", "fsdp2_bf16", "ddp_bf16")
             launch(WAYS[way], recipe("dpo"), *(STILL if half else MOVING), "--output_dir", done[way])
         return done[way]
 
@@ -80,9 +82,9 @@ def test_buffers_are_not_rounded_with_the_weights(tmp_path):
         assert buffer.dtype == torch.float32 and torch.equal(buffer, before[name])
 
 
-@pytest.mark.parametrize("way", ["ds_fp16", "ds_zero2", "ds_zero3"])
+@pytest.mark.parametrize("way", ["ddp_bf16", "fsdp2_bf16", "ds_fp16", "ds_zero2", "ds_zero3"])
 def test_half_precision_gives_the_numbers_of_fp32(demo, way):
-    """Window by window: loss, gradient norm before clipping and the eight metrics, through DeepSpeed with 2 processes."""
+    """Window by window, with 2 processes: loss, gradient norm before clipping, the metrics; each YAML as it is."""
     by_window = {line["global_step"]: line for line in training_lines(demo("still"))}
     lines, skipped = training_lines(demo(way)), 3 if way == "ds_fp16" else 0
     assert [line["skipped_steps"] for line in lines] == [skipped] * 6  # 2**16 overflows three times; hysteresis forgives the first
@@ -104,8 +106,8 @@ def test_the_saved_actor_is_the_one_evaluated(demo, way):
     """Its dtype is that of the forward pass, and the log-probs plain transformers computes are those of the last evaluation."""
     output = demo(way)
     model = AutoModelForCausalLM.from_pretrained(output / "actor", dtype="auto")
-    half = {"ds_fp16": torch.float16, "ds_zero2": torch.bfloat16, "ds_zero3": torch.bfloat16}
-    assert model.dtype == half.get(way, torch.float32)
+    half = {"ds_fp16": torch.float16, "ddp_bf16": None, "fsdp2_bf16": None, "ds_zero2": torch.bfloat16, "ds_zero3": torch.bfloat16}
+    assert model.dtype == (half.get(way) or torch.float32)  # under autocast and FSDP2 the weights themselves are fp32
     assert model.config.tie_word_embeddings and model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     tokenizer = AutoTokenizer.from_pretrained(output / "actor")
     from datasets import load_dataset
