@@ -177,4 +177,5 @@ class Metrics:
         """Writes a line still open, ends the bar and the trackers. All ranks must call it."""
         self.log()
         self.bar.close()
+        self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
