@@ -60,6 +60,11 @@ def kill_when(inputs, name, launcher, output, ready):
         time.sleep(0.5)
 
 
+def wrote(output, step):
+    file = output / "metrics.jsonl"
+    return file.exists() and f'"global_step": {step},' in file.read_text()
+
+
 def without_timings(output):
     return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
 
@@ -81,8 +86,8 @@ def unbroken(inputs):
 def test_killed_and_resumed_is_the_run_never_killed(inputs, unbroken, name, launcher):
     reference, output = unbroken(name, launcher), inputs / f"killed-{name}-{launcher}"
     assert [path.name for path in sorted((reference / "checkpoints").iterdir())] == ["global_step_000010", "global_step_000012"]
-    # Step 4 is between log lines 3 and 6: the checkpoint holds a half-filled line.
-    kill_when(inputs, name, launcher, output, lambda: (output / "checkpoints/global_step_000004").exists())
+    # Line 9 stands beyond checkpoint 8, which holds a line half filled since line 6.
+    kill_when(inputs, name, launcher, output, lambda: wrote(output, 9))
     result = launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), "--resume", "auto")
     assert "resumed from" in result.stdout
     assert without_timings(output) == without_timings(reference)
