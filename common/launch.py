@@ -59,9 +59,10 @@ def make_accelerator(args, recipe: str) -> Accelerator:
             sys.exit("fp16 without DeepSpeed needs a GPU: accelerate would run fp32 here and say nothing. "
                      "Use accelerate_configs/ds_fp16.yaml (real fp16, emulated on a CPU) or accelerate_configs/cpu.yaml.")  # fmt: skip
     if "LOCAL_RANK" in os.environ:
-        # Without gloo on a CPU each process believes that it is alone. Some wait long: for one that tokenises, checks or writes files.
-        group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=datetime.timedelta(hours=12))
-        kwargs["kwargs_handlers"] = [group]
+        # Without gloo on a CPU each process believes that it is alone. On GPUs NCCL's 10 minutes are too short for those that wait
+        # while one tokenises, checks or writes files.
+        group = {"backend": "gloo"} if on_cpu else {"timeout": datetime.timedelta(hours=12)}
+        kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(**group)]
     if on_cpu and fsdp:
         # On a CPU accelerate falls back to DDP in silence; only a GPU world goes on to become FSDP.
         PartialState(cpu=True, backend="gloo")

@@ -177,5 +177,4 @@ class Metrics:
         """Writes a line still open, ends the bar and the trackers. All ranks must call it."""
         self.log()
         self.bar.close()
-        self.accelerator.wait_for_everyone()
         self.accelerator.end_training()

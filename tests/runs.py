@@ -47,7 +47,9 @@ def launch(launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, ch
         os.killpg(process.pid, 9)
         output, _ = process.communicate()
         raise AssertionError(f"hung for {TIMEOUT} s: {' '.join(command)}\n{output[-4000:]}") from None
-    if check and process.returncode:
+    # torch's gloo threads now and then abort a process that has finished, while it exits (seen with torch 2.13, on CPUs).
+    aborted_at_exit = "\ndone: " in output and "terminate called without an active exception" in output
+    if check and process.returncode and not aborted_at_exit:
         raise AssertionError(f"exit {process.returncode}: {' '.join(command)}\n{output[-6000:]}")
     return subprocess.CompletedProcess(command, process.returncode, output)
 
