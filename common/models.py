@@ -73,9 +73,9 @@ def check_vocabulary(model: nn.Module, tokenizer) -> None:
 
 def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Parameter groups with weight decay on matrices only, as is usual: not on biases and norms."""
-    groups = [{"params": [], "weight_decay": 0.0}, {"params": [], "weight_decay": weight_decay}]
+    groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for p in filter(lambda p: p.requires_grad, model.parameters()):
-        groups[len(getattr(p, "ds_shape", p.shape)) >= 2]["params"].append(p)  # ZeRO-3 hides the shape
+        groups[len(getattr(p, "ds_shape", p.shape)) < 2]["params"].append(p)  # ZeRO-3 hides the shape
     return [group for group in groups if group["params"]]
 
 
