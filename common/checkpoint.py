@@ -131,10 +131,8 @@ def find_checkpoint(run: Run) -> tuple[Path | None, str | None]:
             return path, None
         run.accelerator.print(f"passed over {path}: {fault}")
     if candidates:
-        return (
-            None,
-            f"--resume auto: none of the {len(candidates)} checkpoints in {run.folder} is whole. Choose another --output_dir to start anew.",
-        )
+        none_whole = f"none of the {len(candidates)} checkpoints in {run.folder} is whole. Choose another --output_dir to start anew."
+        return None, f"--resume auto: {none_whole}"
     finished = (run.folder.parent / "actor").exists()
     return None, f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint" if finished else None
 
@@ -157,10 +155,11 @@ def fault_of(path: Path) -> str | None:
 
 def check_same_run(run: Run, path: Path, state: dict) -> None:
     """Refuses a checkpoint of other data, another algorithm's settings, or another world where that cannot be loaded."""
+    now = run.identity
     differences = [
-        f"{name}: {before!r} in the checkpoint, {run.identity.get(name)!r} now"
+        f"{name}: {before!r} in the checkpoint, {now.get(name)!r} now"
         for name, before in state["arguments"].items()
-        if name not in MAY_CHANGE and run.identity.get(name) != before
+        if name not in MAY_CHANGE and now.get(name) != before
     ]
     if differences:
         sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}")

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig
 
 from .launch import zero_stage
+from .models import reshard
 from .windows import arrange, pad
 
 
@@ -40,7 +41,7 @@ def whole_weights(accelerator, prepared):
         finally:
             for module in shards:
                 module.set_reshard_after_forward(True, recurse=False)
-                module.reshard()
+            reshard(prepared)
     else:
         yield
 
