@@ -14,6 +14,7 @@ from accelerate.utils import DistributedType, broadcast_object_list, gather_obje
 from safetensors.torch import load_model, save_model
 
 from .launch import describe, engine_precision
+from .metrics import Means
 from .models import reshard
 from .saving import by_step, flush, flush_entry, rotate, save_actor
 
@@ -30,7 +31,10 @@ class Run(types.SimpleNamespace):
     Attributes:
         model, unwrapped: what `accelerator.prepare` returned, and the `LogProbModel` inside it.
         data_fingerprint: of the tokenised training set; it stands for data, tokenizer and lengths.
+        extra: what else the recipe carries from update to update, the same on all ranks: tensors, numbers, lists and dicts of them.
     """
+
+    extra: dict | None = None
 
     @property
     def folder(self) -> Path:
@@ -68,6 +72,7 @@ def save_checkpoint(run: Run) -> None:
     save_actor(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
     torch.save(rank_state(run), temporary / f"rank_{accelerator.process_index:05d}.pt")
     if accelerator.is_main_process:
+        torch.save(run.extra, temporary / "extra.pt")
         write_json(temporary / "state.json", main_state(run))
     accelerator.wait_for_everyone()
     flush(temporary)  # on every rank: each flushes what its own node holds back
@@ -203,13 +208,14 @@ def load(run: Run, path: Path, state: dict) -> None:
             accelerator.scaler.load_state_dict(saved["scaler"])
     run.scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": [None] * len(run.scheduler.base_lrs)})
     run.metrics.last_update = state["last_update"]
+    run.extra = torch.load(path / "extra.pt", weights_only=True)
     for name, value in state["progress"].items():
         setattr(run.progress, name, value)
     files = sorted(path.glob("rank_*.pt"))
     same_world = accelerator.num_processes == len(files)
     for part in (torch.load(file, weights_only=True) for file in (files[rank : rank + 1] if same_world else files)):
         for name, value in part["open_sums"].items():  # of another number of processes rank 0 takes all, the others the names
-            run.metrics.open.merge(name, value.to(accelerator.device) * (same_world or rank == 0))
+            run.metrics.open.merge(name, value.to(accelerator.device) if same_world or rank == 0 else Means.nothing(accelerator.device))
     if same_world:
         random.setstate(part["python"])
         np.random.set_state(tuple(part["numpy"]))

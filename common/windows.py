@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 
-def window_rows(n_rows: int, train_batch_size: int, seed: int, index: int) -> np.ndarray:
+def window_rows(n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int) -> np.ndarray:
     """The rows of window `index`, counted over the whole run.
 
     A seeded permutation per epoch, cut into windows; the last of an epoch may be short. It depends on the seed and the
@@ -18,9 +18,9 @@ def window_rows(n_rows: int, train_batch_size: int, seed: int, index: int) -> np
     return epoch_order(n_rows, seed, epoch)[window * train_batch_size : (window + 1) * train_batch_size]
 
 
-@functools.lru_cache(maxsize=1)
-def epoch_order(n_rows: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(n_rows)
+@functools.lru_cache(maxsize=2)  # PPO goes through prompts and, within a rollout, through its samples
+def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
+    return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
 
 
 def arrange(

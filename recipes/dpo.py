@@ -242,7 +242,7 @@ def main():
                 losses, values, logits = compare(model(input_ids, scored), scored, ref_logps, args)
                 seen.append((columns["row"], losses.detach(), weights))
                 if accelerator.sync_gradients:
-                    check_finite(seen, progress)
+                    check_finite(seen, progress, args.output_dir)
                 # The mean over the window's pairs: the engine divides by accumulation steps and processes.
                 accelerator.backward((losses * weights).sum() * steps * processes / len(window))
                 if accelerator.sync_gradients:

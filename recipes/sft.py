@@ -147,7 +147,7 @@ def main():
                 losses, values, token_weights = compare(model(input_ids, scored), scored, weights)
                 seen.append((columns["row"], losses.detach(), token_weights))
                 if accelerator.sync_gradients:
-                    check_finite(seen, progress)
+                    check_finite(seen, progress, args.output_dir)
                 # The mean over the window's target tokens: the engine divides by accumulation steps and processes.
                 accelerator.backward((losses * token_weights).sum() * steps * processes / int(targets[window].sum()))
                 if accelerator.sync_gradients:
