@@ -124,6 +124,11 @@ def is_right(response: str, answer: str) -> bool:
     return final_answer(response) == final_answer(str(answer))
 
 
+def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:
+    """A reward function: 1 where the final answer is that of the column `answer`, else 0."""
+    return [float(is_right(response, right)) for response, right in zip(responses, answer)]
+
+
 def exact_match(accelerator, prepared, model, tokenizer, dataset, batch_size: int, max_new_tokens: int) -> tuple[torch.Tensor, list[str]]:  # fmt: skip
     """Greedy answers to a data set's prompts against its column `answer`.
 

@@ -58,7 +58,7 @@ class Means:
         return result
 
 
-def check_finite(losses: list[tuple], progress: Progress, output_dir: str | Path, **tensors: torch.Tensor) -> None:
+def check_finite(losses: list[tuple], progress: Progress, output_dir: str, tensors: dict[str, torch.Tensor] | None = None) -> None:
     """Stops a run whose loss is not a number: no loss scale cures that. An overflow of fp16 gradients is another thing: the
     engine skips that update.
 
@@ -74,7 +74,7 @@ def check_finite(losses: list[tuple], progress: Progress, output_dir: str | Path
         return
     bad = [str(row) for (rows, *_), good in zip(losses, finite) for row, ok in zip(rows, good.tolist()) if not ok]
     report = {"global_step": progress.global_step + 1, "window": progress.windows_seen, "rows": bad, "tensors": {}}
-    for name, tensor in {**tensors, **{f"loss of micro-batch {i}": values for i, (_, values, _) in enumerate(losses)}}.items():
+    for name, tensor in {**(tensors or {}), **{f"loss of micro-batch {i}": values for i, (_, values, _) in enumerate(losses)}}.items():
         good = tensor[torch.isfinite(tensor)].double()
         report["tensors"][name] = {"shape": list(tensor.shape), "not_finite": tensor.numel() - good.numel(),
                                    "min, max, mean": [f(good).item() for f in (torch.amin, torch.amax, torch.mean)] if len(good) else []}  # fmt: skip
@@ -100,6 +100,7 @@ class Metrics:
         self.file = Path(args.output_dir) / "metrics.jsonl"
         self.open, self.pending = Means(accelerator), Means(accelerator)
         self.last_update: dict[str, float] = {}
+        self.shown: dict[str, float] = {}
         self.trackers = args.report_to != "none"
         self.seconds: dict[str, float] = {}
         self.start_interval()
@@ -171,8 +172,8 @@ class Metrics:
         if self.accelerator.device.type == "cuda":
             line["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.write(line)
-        shown = {"loss": line["loss"], self.bar_metric.split("/")[-1]: line[self.bar_metric]}
-        self.bar.set_postfix({**shown, "tokens/s": line["perf/tokens_per_second"]}, refresh=False)
+        self.shown |= {name.split("/")[-1]: line[name] for name in ("loss", self.bar_metric, "perf/tokens_per_second") if name in line}
+        self.bar.set_postfix(self.shown, refresh=False)
         self.start_interval()
 
     def log_rollout(self, scores: torch.Tensor, table: list[list[str]]) -> None:
