@@ -4,13 +4,13 @@ import contextlib
 
 import numpy as np
 import torch
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
 
 from .launch import zero_stage
 from .models import reshard
-from .windows import arrange, pad
+from .windows import arrange, gather_rows, pad
 
 
 @contextlib.contextmanager
@@ -111,8 +111,7 @@ def generate(
                 end = next((i for i, token in enumerate(response) if token in stops), len(response) - 1)
                 mine[row] = response[: end + 1]
     prepared.train(training)
-    everyone = {row: response for part in gather_object([mine]) for row, response in part.items()}
-    return [everyone[row] for row in range(len(prompts))]
+    return gather_rows(mine)
 
 
 def final_answer(text: str) -> str:

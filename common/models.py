@@ -38,14 +38,14 @@ def load_tokenizer(name: str):
     return tokenizer
 
 
-def load_causal_lm(name: str, attn_implementation: str | None, gradient_checkpointing: bool = False) -> PreTrainedModel:
+def load_causal_lm(name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool = False) -> PreTrainedModel:
     """A causal language model in fp32: autocast and FSDP2 round it to half for each forward pass; DeepSpeed rounds it once, and its
     fp32 masters start from the rounded weights.
 
     Raises:
-        SystemExit: nothing there, or an architecture that transformers does not know.
+        SystemExit: nothing there, an architecture that transformers does not know, or a tokenizer with more tokens than embeddings.
     """
-    model, missing = load(AutoModelForCausalLM, name, attn_implementation, gradient_checkpointing)
+    model, missing = load(AutoModelForCausalLM, name, tokenizer, attn_implementation, gradient_checkpointing)
     if missing:
         sys.exit(f"{name!r} lacks weights, such as {min(missing)}: they would have started at random")
     return model
@@ -63,7 +63,7 @@ def load_score_model(
     Raises:
         SystemExit: nothing there, no score head though `new_head` is false, or an architecture whose head is of another kind.
     """
-    model, missing = load(AutoModelForSequenceClassification, name, attn_implementation, gradient_checkpointing, num_labels=1)
+    model, missing = load(AutoModelForSequenceClassification, name, tokenizer, attn_implementation, gradient_checkpointing, num_labels=1)
     if type(getattr(model, "score", None)) is not nn.Linear:
         sys.exit(f"{type(model).__name__} has no linear layer 'score' over each position: this architecture cannot be scored")
     if missing - {"score.weight"} or (missing and not new_head):
@@ -74,7 +74,9 @@ def load_score_model(
     return model
 
 
-def load(auto_class, name: str, attn_implementation: str | None, gradient_checkpointing: bool, **kwargs) -> tuple[PreTrainedModel, set]:
+def load(
+    auto_class, name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool, **kwargs
+) -> tuple[PreTrainedModel, set]:
     """A model in fp32, and the names of the weights that its folder lacks."""
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         sys.exit(f"--model_name_or_path {name!r} is a folder without config.json: not a Hugging Face model")
@@ -84,6 +86,10 @@ def load(auto_class, name: str, attn_implementation: str | None, gradient_checkp
     except Exception as error:  # torn weights, an attention that is not installed ...
         kind = "causal language model" if auto_class is AutoModelForCausalLM else "reward model with one label"
         sys.exit(f"no {kind} could be loaded from {name!r}: {str(error).strip().splitlines()[0]} (expected a Hugging Face folder or a hub name)")  # fmt: skip
+    size = model.config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the vocab_size of {name!r} is {size}: "
+                 "use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, set(info["missing_keys"])
@@ -105,17 +111,9 @@ def model_fingerprint(name: str, model: PreTrainedModel) -> list:
     return [str(folder.resolve()) if files else name, getattr(model.config, "_commit_hash", None), stats]
 
 
-def check_vocabulary(model: nn.Module, tokenizer) -> None:
-    """Refuses a tokenizer that writes ids the model has no embedding for."""
-    size = model.config.get_text_config().vocab_size
-    if len(tokenizer) > size:
-        sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the model's vocab_size is {size}: "
-                 "use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
-
-
-def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def optimizer_groups(model: nn.Module, weight_decay: float, **settings) -> list[dict]:
     """Parameter groups with weight decay on matrices only, as is usual: not on biases and norms."""
-    groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
+    groups = [{"params": [], "weight_decay": decay, **settings} for decay in (weight_decay, 0.0)]
     for p in filter(lambda p: p.requires_grad, model.parameters()):
         groups[len(getattr(p, "ds_shape", p.shape)) < 2]["params"].append(p)  # ZeRO-3 hides the shape
     return [group for group in groups if group["params"]]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 
 
 def window_rows(n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int) -> np.ndarray:
@@ -60,3 +61,9 @@ def evaluation_batches(accelerator, dataset, micro_batch_size: int) -> Iterator[
     share = np.arange(len(dataset)), np.array(dataset["length"][:]), micro_batch_size
     for rows, weights in arrange(*share, accelerator.num_processes, accelerator.process_index):
         yield rows, dataset[rows], torch.tensor(weights, device=accelerator.device)
+
+
+def gather_rows(mine: dict[int, object]) -> list:
+    """What the processes have by row, as one list in the order of the rows, on every rank."""
+    everyone = {row: value for part in gather_object([mine]) for row, value in part.items()}
+    return [everyone[row] for row in range(len(everyone))]

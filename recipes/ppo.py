@@ -13,7 +13,6 @@ Docs, metrics:   docs/ppo.md
 """
 
 # ============================================================ imports
-import importlib
 import json
 import math
 import os
@@ -23,12 +22,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
-from common.arguments import parse_args
+from common.arguments import load_function, parse_args
 from common.checkpoint import Run, resume, save_checkpoint
 from common.data import column_names, load_evaluation_sets, load_tokenized, prompt_row
 from common.generation import generate, is_right, stop_tokens
@@ -36,7 +34,6 @@ from common.launch import make_accelerator
 from common.logprobs import LogProbModel, ScoreModel, check_logprobs
 from common.metrics import Metrics, check_finite
 from common.models import (
-    check_vocabulary,
     disable_dropout,
     load_causal_lm,
     load_score_model,
@@ -49,7 +46,7 @@ from common.models import (
 )
 from common.progress import Progress, check_intervals
 from common.saving import save_actor, save_step_actor
-from common.windows import arrange, pad, window_rows
+from common.windows import arrange, gather_rows, pad, window_rows
 
 common.check_recipe(__file__)
 
@@ -211,10 +208,12 @@ def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, sampl
     return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon) if target else kl_coef
 
 
-def collate(prompts: list[list[int]], responses: list[list[int]], rows: list[int], device) -> tuple[torch.Tensor, torch.Tensor]:
+def collate(samples: dict, rows: list[int], device) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples as `input_ids` and `scored` (the responses' tokens), `[rows, longest]`, padded on the right."""
-    input_ids = pad([prompts[row] + responses[row] for row in rows], 0, device)
-    return input_ids, pad([[0] * len(prompts[row]) + [1] * len(responses[row]) for row in rows], 0, device).bool()
+    prompts, responses = ([samples[part][row] for row in rows] for part in ("prompts", "responses"))
+    input_ids = pad([prompt + response for prompt, response in zip(prompts, responses)], 0, device)
+    scored = pad([[0] * len(prompt) + [1] * len(response) for prompt, response in zip(prompts, responses)], 0, device)
+    return input_ids, scored.bool()
 
 
 def of_responses(values: torch.Tensor, scored: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -242,137 +241,133 @@ def compare(scores: dict, batch: dict, kl_coef: float, actor_learns: bool, args:
     }  # fmt: skip
 
 
+def share_of(accelerator, samples: dict, args: Args):
+    """This process's micro-batches of samples, for scoring: rows and weights, 0 for a filler."""
+    sizes = np.arange(len(samples["lengths"])), samples["lengths"], args.micro_rollout_batch_size
+    return arrange(*sizes, accelerator.num_processes, accelerator.process_index)
+
+
 @torch.no_grad()
-def score(accelerator, columns: dict, responses, reward_model, reward_function, tokenizer, stops: set[int], args: Args) -> torch.Tensor:
+def score(accelerator, samples: dict, reward_model, reward_function, tokenizer, args: Args) -> torch.Tensor:
     """The score of each response, fp32 `[samples]`, the same on every rank: reward model plus function, clipped, less the penalty.
 
     Args:
-        columns: of the prompts, one for each response, see `prompt_row`.
+        samples: `prompts` and `responses` (token ids), `columns` of the prompts (JSON), `lengths`, `ended`.
     """
-    prompts, mine, processes, process = columns["prompt_ids"], {}, accelerator.num_processes, accelerator.process_index
-    if reward_model is not None:
-        lengths = np.array([len(prompt) + len(response) for prompt, response in zip(prompts, responses)])
-        for rows, weights in arrange(np.arange(len(prompts)), lengths, args.micro_rollout_batch_size, processes, process):
-            input_ids, _ = collate(prompts, responses, rows, accelerator.device)
-            last = torch.from_numpy(lengths[rows] - 1).to(accelerator.device)
-            rewards = reward_model(input_ids).gather(1, last[:, None]).squeeze(1).tolist()
-            mine |= {row: reward for row, reward, weight in zip(rows, rewards, weights) if weight}
-    scores = {row: reward for part in gather_object([mine]) for row, reward in part.items()}
-    scores = torch.tensor([scores.get(row, 0.0) for row in range(len(prompts))])
-    if args.normalize_reward:
-        scores = (scores - reward_model.config.reward_mean) / reward_model.config.reward_std
-    if reward_function is not None:
-        share = range(process, len(prompts), processes)
-        rows, texts = (
-            [json.loads(columns["columns"][row]) for row in share],
-            tokenizer.batch_decode([responses[row] for row in share], skip_special_tokens=True),
-        )
-        values = (
-            reward_function([row.pop("prompt") for row in rows], texts, **{name: [row[name] for row in rows] for name in rows[0]})
-            if rows
-            else []
-        )
-        if len(values) != len(rows) or not np.isfinite(np.array(values, dtype=float)).all():
-            raise ValueError(f"--reward_function {args.reward_function}: expected {len(rows)} finite scores, got {values!r:.200}")
-        parts = gather_object([[float(value) for value in values]])
-        scores = scores + torch.tensor([parts[row % processes][row // processes] for row in range(len(prompts))])
-    if args.reward_clip:
-        scores = scores.clamp(-args.reward_clip, args.reward_clip)
-    ended = torch.tensor([response[-1] in stops for response in responses])
-    return torch.where(ended, scores, scores - args.missing_eos_penalty)
+    mine = {}
+    for rows, weights in share_of(accelerator, samples, args):
+        real, scores = [row for row, weight in zip(rows, weights) if weight], 0.0
+        if reward_model is not None:
+            last = torch.from_numpy(samples["lengths"][rows] - 1).to(accelerator.device)
+            scores = reward_model(collate(samples, rows, accelerator.device)[0]).gather(1, last[:, None]).squeeze(1)
+            scores = scores[: len(real)].double().cpu().numpy()  # fillers stand at the end
+        if args.normalize_reward:
+            scores = (scores - reward_model.config.reward_mean) / reward_model.config.reward_std
+        if reward_function is not None and real:
+            columns = [json.loads(samples["columns"][row]) for row in real]
+            prompts = [row.pop("prompt") for row in columns]
+            responses = tokenizer.batch_decode([samples["responses"][row] for row in real], skip_special_tokens=True)
+            values = reward_function(prompts, responses, **{name: [row[name] for row in columns] for name in columns[0]})
+            if len(values) != len(real) or not np.isfinite(np.array(values, dtype=float)).all():
+                raise ValueError(f"--reward_function {args.reward_function}: expected {len(real)} finite scores, got {values!r:.200}")
+            scores = scores + np.array(values, dtype=float)
+        mine |= dict(zip(real, np.broadcast_to(scores, len(real)).tolist()))
+    scores = torch.tensor(gather_rows(mine))
+    scores = scores.clamp(-args.reward_clip, args.reward_clip) if args.reward_clip else scores
+    return scores - args.missing_eos_penalty * ~samples["ended"]
 
 
 @torch.no_grad()
-def roll_out(accelerator, model, policy, reference, columns: dict, number: int, score_of, tokenizer, kl_coef: float, metrics, args: Args):
-    """Responses to prompts, and all that their updates need: a dict of lists of ids and of tensors, the same on every rank.
+def respond(accelerator, model, policy, tokenizer, columns: dict, args: Args, **sampling) -> dict:
+    """Prompts and their responses, the same on every rank; greedy unless `sampling` gives `temperature` and `uniforms`."""
+    prompts, sizes = columns["prompt_ids"], (args.micro_rollout_batch_size, args.max_new_tokens)
+    responses = generate(accelerator, model, policy.model, tokenizer, prompts, *sizes, **sampling)
+    stops = stop_tokens(tokenizer, policy.model)
+    return {
+        "prompts": prompts, "responses": responses, "columns": columns["columns"],
+        "lengths": np.array([len(prompt) + len(response) for prompt, response in zip(prompts, responses)]),
+        "ended": torch.tensor([response[-1] in stops for response in responses]),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def roll_out(accelerator, model, policy, reference, tokenizer, columns: dict, score_of, number: int, kl_coef: float, metrics, args: Args):
+    """Responses to prompts, and all that their updates need, the same on every rank; the mean KL of a response.
 
     Args:
         columns: of the prompts, one for each response.
+        score_of: `samples -> scores [samples]`.
         number: of the rollout, counted over the whole run; with the seed it decides what is sampled.
-        score_of: `(columns, responses) -> scores [samples]`.
     """
-    prompts = columns["prompt_ids"]
+    model.eval()
     with metrics.timed("generate"):
-        uniforms = np.random.default_rng([args.seed, number, 1]).random((len(prompts), args.max_new_tokens))
-        settings = args.micro_rollout_batch_size, args.max_new_tokens, args.temperature, uniforms
-        responses = generate(accelerator, model, policy.model, tokenizer, prompts, *settings)
+        uniforms = np.random.default_rng([args.seed, number, 1]).random((len(columns["prompt_ids"]), args.max_new_tokens))
+        samples = respond(accelerator, model, policy, tokenizer, columns, args, temperature=args.temperature, uniforms=uniforms)
     with metrics.timed("score"):
-        scores, mine = score_of(columns, responses), {}
-        lengths = np.array([len(prompt) + len(response) for prompt, response in zip(prompts, responses)])
-        # The log-probs and values that are old in the updates come from the forward pass that trains, not from generation.
-        micro_batches = arrange(
-            np.arange(len(prompts)), lengths, args.micro_rollout_batch_size, accelerator.num_processes, accelerator.process_index
-        )
-        for rows, weights in micro_batches:
-            input_ids, scored = collate(prompts, responses, rows, accelerator.device)
-            mask = pad([[1] * len(responses[row]) for row in rows], 0, accelerator.device).bool()
+        scores, mine = score_of(samples), {}
+        for rows, weights in share_of(accelerator, samples, args):
+            input_ids, scored = collate(samples, rows, accelerator.device)
+            # The log-probs and values that are old in the updates come from the forward pass that trains, not from generation.
             found = model(input_ids, scored, args.temperature)
             found["ref_logps"] = reference(input_ids, scored, args.temperature)["logps"]
-            found = {name: of_responses(found[name], scored, mask).tolist() for name in ("logps", "ref_logps", "values", "entropy")}
-            mine |= {row: {name: part[i] for name, part in found.items()} for i, (row, w) in enumerate(zip(rows, weights)) if w}
-        everyone = {row: found for part in gather_object([mine]) for row, found in part.items()}
-    mask = pad([[1] * len(response) for response in responses], 0, "cpu").bool()
-    rollout = {"prompts": prompts, "responses": responses, "mask": mask, "kl_coef": kl_coef}
-    for name in ("logps", "ref_logps", "values", "entropy"):
-        rows = [everyone[row][name][: len(response)] for row, response in enumerate(responses)]
-        rollout[name] = torch.zeros(mask.shape).masked_scatter(mask, torch.tensor([value for row in rows for value in row]))
-    kl = torch.where(mask, kl_estimate(rollout["logps"], rollout["ref_logps"], args.kl_estimator), 0.0)
+            found = torch.stack([found[name] for name in ("logps", "ref_logps", "values")], 2).cpu()
+            mine |= {row: part[kept] for row, part, kept, w in zip(rows, found, scored[:, 1:].cpu(), weights) if w}
+        found = torch.nn.utils.rnn.pad_sequence(gather_rows(mine), batch_first=True)  # [samples, longest, 3]
+    mask = torch.arange(found.shape[1]) < torch.tensor([[len(response)] for response in samples["responses"]])
+    logps, ref_logps, values = found.unbind(2)
+    kl = torch.where(mask, kl_estimate(logps, ref_logps, args.kl_estimator), 0.0)
     rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0)
-    advantages, returns = estimate_advantages(rewards, rollout["values"], mask, args.gamma, args.gae_lambda)
-    rollout |= {"advantages": whiten(advantages, mask), "returns": returns}
-    # Every rank holds the whole rollout: one of them counts it.
-    ended = [float(response[-1] in stop_tokens(tokenizer, policy.model)) for response in responses]
-    values = {
-        "objective/kl": kl.sum(1), "objective/entropy": -rollout["logps"].sum(1), "objective/scores": scores,
+    advantages, returns = estimate_advantages(rewards, values, mask, args.gamma, args.gae_lambda)
+    model.train()
+    means = {
+        "objective/kl": kl.sum(1), "objective/entropy": -logps.sum(1), "objective/scores": scores, "objective/kl_coef": torch.full_like(scores, kl_coef),
         "objective/non_score_reward": rewards.sum(1) - scores, "objective/rlhf_reward": rewards.sum(1),
-        "objective/kl_coef": torch.full_like(scores, kl_coef), "responses/length": mask.sum(1), "responses/eos_rate": torch.tensor(ended),
+        "responses/length": mask.sum(1), "responses/eos_rate": samples["ended"],
     }  # fmt: skip
-    values = {name: value.to(accelerator.device) for name, value in values.items()}
-    metrics.open.add(values, torch.full((len(prompts),), float(accelerator.is_main_process), device=accelerator.device))
-    metrics.log_rollout(scores, [["prompt", "response", "score"], *table(tokenizer, prompts, responses, scores)])
-    return rollout, float(kl.sum(1).mean())
+    # Every rank holds the whole rollout: one of them counts it.
+    weights = torch.full(scores.shape, float(accelerator.is_main_process), device=accelerator.device)
+    metrics.open.add({name: value.to(accelerator.device) for name, value in means.items()}, weights)
+    metrics.log_rollout(scores, table(tokenizer, samples, scores))
+    tensors = {
+        "mask": mask, "logps": logps, "ref_logps": ref_logps, "values": values, "returns": returns, "advantages": whiten(advantages, mask)
+    }  # fmt: skip
+    rollout = {"prompts": samples["prompts"], "responses": samples["responses"], "kl_coef": kl_coef, "tensors": tensors}
+    return rollout, means["objective/kl"].mean().item()
 
 
-def table(tokenizer, prompts, responses, scores) -> list[list[str]]:
-    """The first few prompts, responses and scores as text."""
-    shown = zip(tokenizer.batch_decode(prompts[:8]), tokenizer.batch_decode(responses[:8]), scores.tolist())
-    return [[prompt, response, f"{score:.3f}"] for prompt, response, score in shown]
+def table(tokenizer, samples: dict, scores: torch.Tensor) -> list[list[str]]:
+    """The first few prompts, responses and scores as text, below a header."""
+    texts = [tokenizer.batch_decode(samples[part][:8]) for part in ("prompts", "responses")]
+    return [["prompt", "response", "score"], *([*row, f"{score:.3f}"] for *row, score in zip(*texts, scores.tolist()))]
 
 
 def check_settings(args: Args, processes: int) -> None:
     """Refuses sizes that do not divide, with the nearest that do, and settings that would be ignored or cannot work."""
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    if min(args.rollout_batch_size, args.n_samples_per_prompt, args.micro_rollout_batch_size, args.num_epochs_per_rollout) < 1:
+    prompts, per_prompt, models = args.rollout_batch_size, args.n_samples_per_prompt, args.reward_model_name_or_path
+    if min(prompts, per_prompt, args.micro_rollout_batch_size, args.num_epochs_per_rollout) < 1:
         sys.exit("--rollout_batch_size, --n_samples_per_prompt, --micro_rollout_batch_size and --num_epochs_per_rollout must be at least 1")
+    rollout = f"--rollout_batch_size {prompts} x --n_samples_per_prompt {per_prompt} = {prompts * per_prompt} samples"
     for what, unit in (
         (f"--micro_rollout_batch_size {args.micro_rollout_batch_size} x {processes} processes", args.micro_rollout_batch_size * processes),
         (f"--train_batch_size {args.train_batch_size}", args.train_batch_size),
     ):
-        if samples % unit:
-            step = math.lcm(unit, args.n_samples_per_prompt) // args.n_samples_per_prompt
-            low = args.rollout_batch_size // step * step
-            sys.exit(f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt {args.n_samples_per_prompt} = {samples} samples "
-                     f"are not a multiple of {what}. Nearest that would do: --rollout_batch_size {f'{low} or ' if low else ''}{low + step}.")  # fmt: skip
-    if args.reward_model_name_or_path is None and args.reward_function is None:
-        sys.exit("nothing scores the responses: give --reward_model_name_or_path, --reward_function MODULE:NAME, or both")
-    if args.normalize_reward and args.reward_model_name_or_path is None:
-        sys.exit("--normalize_reward is for the scores of a --reward_model_name_or_path: give one")
-    if args.kl_in == "loss" and args.kl_estimator == "k1":
-        sys.exit("--kl_in loss with --kl_estimator k1: its gradient is zero on average, nothing would hold the policy. Use k2 or k3.")
-    if args.temperature <= 0:
-        sys.exit(f"--temperature {args.temperature}: expected more than 0 (evaluation is greedy whatever it is)")
-    if args.dual_clip and args.dual_clip <= 1:
-        sys.exit(f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none")
-
-
-def load_reward_function(name: str):
-    """The function that `MODULE:NAME` says; modules are looked for in the current directory, too."""
-    module, _, attribute = name.partition(":")
-    sys.path.append(os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        sys.exit(f"--reward_function {name}: {error} (expected MODULE:NAME, the module installed or in {os.getcwd()})")
+        step = math.lcm(unit, per_prompt) // per_prompt
+        if prompts % step:
+            nearest = " or ".join(str(size) for size in (prompts // step * step, prompts // step * step + step) if size)
+            sys.exit(f"{rollout} are not a multiple of {what}. Nearest that would do: --rollout_batch_size {nearest}.")
+    for wrong, message in (
+        (
+            not (models or args.reward_function),
+            "nothing scores the responses: give --reward_model_name_or_path, --reward_function, or both",
+        ),
+        (args.normalize_reward and not models, "--normalize_reward is for a reward model's scores: give --reward_model_name_or_path"),
+        (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3"),
+        (args.temperature <= 0, f"--temperature {args.temperature}: expected more than 0 (evaluation is greedy whatever it is)"),
+        (args.dual_clip and args.dual_clip <= 1, f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none"),
+        (args.kl_target and args.kl_horizon <= 0, f"--kl_horizon {args.kl_horizon}: expected more than 0"),
+    ):
+        if wrong:
+            sys.exit(message)
 
 
 def main():
@@ -386,13 +381,8 @@ def main():
 
     # ============================================================ data
     tokenizer = load_tokenizer(args.model_name_or_path)
-    how = dict(
-        function=prompt_row,
-        tokenizer=tokenizer,
-        columns=column_names(args.columns),
-        max_length=args.max_length,
-        max_new_tokens=args.max_new_tokens,
-    )
+    limits = dict(max_length=args.max_length, max_new_tokens=args.max_new_tokens)
+    how = dict(function=prompt_row, tokenizer=tokenizer, columns=column_names(args.columns), **limits)
     train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
     eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
     rollouts_per_epoch = math.ceil(len(train_set) / args.rollout_batch_size)
@@ -403,49 +393,39 @@ def main():
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     progress.windows_per_epoch = (rollouts_per_epoch - 1) * windows_per_rollout + last_windows
     accelerator.print(
-        f"a rollout: {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = {samples} samples; "
-        f"{args.num_epochs_per_rollout} passes x {samples} / train_batch_size {args.train_batch_size} = {windows_per_rollout} updates; "
-        f"{len(train_set)} prompts = {rollouts_per_epoch} rollouts an epoch, the last of {last_prompts} prompts and {last_windows} updates; "
-        f"{progress.total_steps} updates in all"
+        f"a rollout: {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = {samples} samples, "
+        f"x {args.num_epochs_per_rollout} / train_batch_size = {windows_per_rollout} updates; {rollouts_per_epoch} rollouts an epoch, "
+        f"the last of {last_prompts} prompts, {last_windows} updates; {progress.total_steps} updates in all"
     )
 
     # ============================================================ model and optimizer
     critic_name = args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
     loading = args.attn_implementation, args.gradient_checkpointing
-    policy = ActorCritic(
-        load_causal_lm(args.model_name_or_path, *loading), load_score_model(critic_name, tokenizer, *loading, new_head=True)
-    )
-    check_vocabulary(policy, tokenizer)
-    check_vocabulary(policy.critic, tokenizer)
+    actor = load_causal_lm(args.model_name_or_path, tokenizer, *loading)
+    policy = ActorCritic(actor, load_score_model(critic_name, tokenizer, *loading, new_head=True))
     disable_dropout(policy)
-    groups = [optimizer_groups(part, args.weight_decay) for part in (policy.model, policy.critic)]
-    for group in groups[1]:
-        group["lr"] = args.critic_learning_rate
-    optimizer = torch.optim.AdamW(groups[0] + groups[1], lr=args.learning_rate, eps=args.adam_epsilon)
+    actor_groups = optimizer_groups(policy.model, args.weight_decay, lr=args.learning_rate)
+    critic_groups = optimizer_groups(policy.critic, args.weight_decay, lr=args.critic_learning_rate)
+    optimizer = torch.optim.AdamW(actor_groups + critic_groups, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     model, optimizer = prepare(accelerator, policy, optimizer)
     check_logprobs(model, train_set[0]["prompt_ids"], accelerator.device, args.model_name_or_path)
-    group_norms, n_actor = record_group_norms(accelerator, model, optimizer), len(groups[0])
+    group_norms, n_actor = record_group_norms(accelerator, model, optimizer), len(actor_groups)
 
     # ============================================================ reference and reward
-    reference = LogProbModel(load_causal_lm(args.ref_model_name_or_path or args.model_name_or_path, args.attn_implementation))
-    check_vocabulary(reference, tokenizer)
-    reference = prepare_frozen(accelerator, reference)
-    reward_function = load_reward_function(args.reward_function) if args.reward_function else None
-    reward_model = None
+    ref_name = args.ref_model_name_or_path or args.model_name_or_path
+    reference = prepare_frozen(accelerator, LogProbModel(load_causal_lm(ref_name, tokenizer, args.attn_implementation)))
+    reward_function, reward_model = load_function("reward_function", args.reward_function), None
     if args.reward_model_name_or_path:
-        if load_tokenizer(args.reward_model_name_or_path).get_vocab() != tokenizer.get_vocab():
-            sys.exit(
-                f"the reward model {args.reward_model_name_or_path!r} has another tokenizer than {args.model_name_or_path!r}: they must share one"
-            )
-        reward_model = ScoreModel(load_score_model(args.reward_model_name_or_path, tokenizer, args.attn_implementation))
+        name = args.reward_model_name_or_path
+        if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+            sys.exit(f"the reward model {name!r} has another tokenizer than {args.model_name_or_path!r}: they must share one")
+        reward_model = ScoreModel(load_score_model(name, tokenizer, args.attn_implementation))
         if args.normalize_reward and not getattr(reward_model.config, "reward_std", None):
-            sys.exit(f"--normalize_reward: no reward_mean and reward_std in the config of {args.reward_model_name_or_path!r} (recipes/reward.py "
-                     "writes them when it has an --eval_dataset_name)")  # fmt: skip
+            sys.exit(f"--normalize_reward: {name!r} has no reward_std in its config; recipes/reward.py with --eval_dataset_name writes it")
         reward_model = prepare_frozen(accelerator, reward_model)
-    stops = stop_tokens(tokenizer, policy.model)
-    score_of = lambda columns, responses: score(accelerator, columns, responses, reward_model, reward_function, tokenizer, stops, args)
+    score_of = lambda samples: score(accelerator, samples, reward_model, reward_function, tokenizer, args)
 
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="objective/scores")
@@ -464,28 +444,25 @@ def main():
         in_epoch, window_number = divmod(place, windows_per_rollout)
         number = epoch * rollouts_per_epoch + in_epoch
         if run.extra["rollout"] is None:
-            prompt_rows = window_rows(len(train_set), args.rollout_batch_size, args.seed, number)
-            columns = train_set[np.repeat(prompt_rows, args.n_samples_per_prompt)]
-            model.eval()
-            rollout, kl = roll_out(
-                accelerator, model, policy, reference, columns, number, score_of, tokenizer, run.extra["kl_coef"], metrics, args
-            )
-            model.train()
+            prompts = window_rows(len(train_set), args.rollout_batch_size, args.seed, number)
+            columns = train_set[np.repeat(prompts, args.n_samples_per_prompt)]
+            state = columns, score_of, number, run.extra["kl_coef"]
+            rollout, kl = roll_out(accelerator, model, policy, reference, tokenizer, *state, metrics, args)
             kl_coef = next_kl_coef(run.extra["kl_coef"], kl, args.kl_target, args.kl_horizon, len(rollout["prompts"]))
             run.extra = {"kl_coef": kl_coef, "rollout": rollout}
         rollout = run.extra["rollout"]
         lengths = np.array([len(prompt) + len(response) for prompt, response in zip(rollout["prompts"], rollout["responses"])])
         window = window_rows(len(lengths), args.train_batch_size, (args.seed, number, 2), window_number)
         micro_batches = arrange(window, lengths, args.micro_train_batch_size, processes, accelerator.process_index, steps)
-        window_tokens, actor_learns = int(rollout["mask"][window].sum()), number >= args.critic_warmup_rollouts
+        window_tokens, actor_learns = int(rollout["tensors"]["mask"][window].sum()), number >= args.critic_warmup_rollouts
         for i, (group, learning_rate) in enumerate(zip(optimizer.param_groups, scheduler.get_last_lr())):
             group["lr"] = learning_rate * (actor_learns or i >= n_actor)  # at zero, weight decay moves nothing either
-        learning_rate, critic_learning_rate = optimizer.param_groups[0]["lr"], optimizer.param_groups[n_actor]["lr"]
+        rates = {"learning_rate": optimizer.param_groups[0]["lr"], "critic_learning_rate": optimizer.param_groups[n_actor]["lr"]}
         scale, seen = loss_scale(accelerator, model), []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
-                input_ids, scored = collate(rollout["prompts"], rollout["responses"], rows, accelerator.device)
-                batch = {name: part[rows].to(accelerator.device) for name, part in rollout.items() if isinstance(part, torch.Tensor)}
+                input_ids, scored = collate(rollout, rows, accelerator.device)
+                batch = {name: part[rows].to(accelerator.device) for name, part in rollout["tensors"].items()}
                 token_weights = batch["mask"] * torch.tensor(weights, device=accelerator.device)[:, None]
             with accelerator.accumulate(model):
                 scores = model(input_ids, scored, args.temperature)
@@ -507,10 +484,8 @@ def main():
             run.extra["rollout"] = None
         progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
         share = [math.hypot(*part) / (math.hypot(*norms) or 1.0) for part in (norms[:n_actor], norms[n_actor:])]
-        metrics.window_done(
-            applied, grad_norm=grad_norm, learning_rate=learning_rate, critic_learning_rate=critic_learning_rate, loss_scale=scale,
-            **{"grad_norm/actor": grad_norm * share[0], "grad_norm/critic": grad_norm * share[1]},
-        )  # fmt: skip
+        norms_of = {"grad_norm/actor": grad_norm * share[0], "grad_norm/critic": grad_norm * share[1]}
+        metrics.window_done(applied, grad_norm=grad_norm, loss_scale=scale, **norms_of, **rates)
         if applied:
             scheduler.step()
         if progress.log_due(args.logging_steps):
@@ -532,22 +507,19 @@ def main():
 # ============================================================ evaluation and saving
 def evaluate(accelerator, model, policy, tokenizer, eval_sets, score_of, args: Args) -> tuple[dict[str, float], list[str]]:
     """Greedy responses to each held-out set: their scores, length and share that ends, exact match where it has answers; samples."""
-    training, line, samples = model.training, {}, []
+    training, line, shown = model.training, {}, []
     model.eval()
     for prefix, dataset in eval_sets.items():
         columns = dataset[:]
-        settings = args.micro_rollout_batch_size, args.max_new_tokens
-        responses = generate(accelerator, model, policy.model, tokenizer, columns["prompt_ids"], *settings)
-        scores, ended = score_of(columns, responses), [response[-1] in stop_tokens(tokenizer, policy.model) for response in responses]
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        line |= {f"{prefix}scores": scores.double().mean().item(), f"{prefix}length": float(np.mean([len(r) for r in responses])),
-                 f"{prefix}eos_rate": float(np.mean(ended))}  # fmt: skip
+        samples = respond(accelerator, model, policy, tokenizer, columns, args)
+        scores, texts = score_of(samples), tokenizer.batch_decode(samples["responses"], skip_special_tokens=True)
+        values = {"scores": scores, "length": [len(response) for response in samples["responses"]], "eos_rate": samples["ended"]}
         if "answer" in columns:
-            right = [is_right(text, answer) for text, answer in zip(texts, columns["answer"]) if answer]
-            line[f"{prefix}exact_match"] = float(np.mean(right))
-        samples += [" | ".join(cells) for cells in table(tokenizer, columns["prompt_ids"], responses, scores)[:4]]
+            values["exact_match"] = [is_right(text, answer) for text, answer in zip(texts, columns["answer"]) if answer]
+        line |= {prefix + name: float(np.mean(np.asarray(value, dtype=float))) for name, value in values.items()}
+        shown += [" | ".join(cells) for cells in table(tokenizer, samples, scores)[1:5]]
     model.train(training)
-    return line, samples
+    return line, shown
 
 
 if __name__ == "__main__":

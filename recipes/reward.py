@@ -29,7 +29,7 @@ from common.data import check, column_names, load_evaluation_sets, load_tokenize
 from common.launch import make_accelerator
 from common.logprobs import ScoreModel
 from common.metrics import Means, Metrics, check_finite
-from common.models import check_vocabulary, load_score_model, load_tokenizer, loss_scale, optimizer_groups, prepare
+from common.models import load_score_model, load_tokenizer, loss_scale, optimizer_groups, prepare
 from common.progress import Progress, check_intervals
 from common.saving import save_actor, save_step_actor
 from common.windows import arrange, evaluation_batches, pad, window_rows
@@ -145,9 +145,8 @@ def main():
     accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
-    scorer = load_score_model(args.model_name_or_path, tokenizer, args.attn_implementation, args.gradient_checkpointing, new_head=True)
-    check_vocabulary(scorer, tokenizer)
-    scorer = ScoreModel(scorer)
+    loading = args.attn_implementation, args.gradient_checkpointing
+    scorer = ScoreModel(load_score_model(args.model_name_or_path, tokenizer, *loading, new_head=True))
     optimizer = torch.optim.AdamW(optimizer_groups(scorer, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
