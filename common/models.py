@@ -69,7 +69,10 @@ def load_score_model(
     if missing - {"score.weight"} or (missing and not new_head):
         sys.exit(f"{name!r} lacks weights, such as {min(missing)}: expected a reward model with one label, as recipes/reward.py saves it")
     if missing:
-        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+        generator = torch.Generator().manual_seed(torch.initial_seed())  # whatever random numbers the strategy's loading has used up
+        start = torch.randn(1, model.score.in_features, generator=generator) / math.sqrt(model.score.in_features + 1)
+        with whole([model.score.weight]), torch.no_grad():
+            model.score.weight.copy_(start)
     model.config.get_text_config().pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id  # where transformers stops reading
     return model
 
@@ -93,6 +96,15 @@ def load(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, set(info["missing_keys"])
+
+
+def whole(parameters: list[nn.Parameter]):
+    """Under ZeRO-3 a model may be cut into shards while it is loaded: inside the block rank 0 can write the whole of these."""
+    if not hasattr(parameters[0], "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
 
 
 def disable_dropout(model: nn.Module) -> None:
