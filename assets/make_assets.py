@@ -32,7 +32,12 @@ def problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def question(pair: tuple[int, int]) -> list[dict]:
-    return [{"role": "user", "content": f"{pair[0]}+{pair[1]}="}]
+    """Numbers have as many digits everywhere: a model this small learns where to look, and a reward model to check, in less time."""
+    return [{"role": "user", "content": f"{pair[0]:02d}+{pair[1]:02d}="}]
+
+
+def total(pair: tuple[int, int]) -> str:
+    return f"{sum(pair):03d}"
 
 
 def answer(text: str) -> list[dict]:
@@ -64,12 +69,12 @@ def make_base(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
     train, held_out = problems()
     for name, pairs in (("sft_train", train), ("sft_eval", held_out)):
-        rows = [{"messages": question(p) + answer(str(sum(p)))} for p in pairs]
+        rows = [{"messages": question(p) + answer(total(p))} for p in pairs]
         if name == "sft_eval":
-            rows = [{**row, "answer": str(sum(p))} for row, p in zip(rows, pairs)]
+            rows = [{**row, "answer": total(p)} for row, p in zip(rows, pairs)]
         write_jsonl(ASSETS / f"{name}.jsonl", rows)
-    write_jsonl(ASSETS / "prompts_train.jsonl", [{"prompt": question(p), "answer": str(sum(p))} for p in train])
-    write_jsonl(ASSETS / "prompts_eval.jsonl", [{"prompt": question(p), "answer": str(sum(p))} for p in held_out])
+    write_jsonl(ASSETS / "prompts_train.jsonl", [{"prompt": question(p), "answer": total(p)} for p in train])
+    write_jsonl(ASSETS / "prompts_eval.jsonl", [{"prompt": question(p), "answer": total(p)} for p in held_out])
 
 
 @torch.no_grad()
@@ -97,11 +102,11 @@ def make_preferences() -> None:
         rejected, open_pairs = {}, list(pairs)
         for _ in range(rounds):
             answers = zip(open_pairs, sample(model, tokenizer, open_pairs))
-            rejected |= {p: text for p, text in answers if text and text != str(sum(p))}
+            rejected |= {p: text for p, text in answers if text and text != total(p)}
             open_pairs = [p for p in open_pairs if p not in rejected]
             if not open_pairs:
                 break
-        rows = [{"prompt": question(p), "chosen": answer(str(sum(p))), "rejected": answer(rejected[p])} for p in pairs if p in rejected]
+        rows = [{"prompt": question(p), "chosen": answer(total(p)), "rejected": answer(rejected[p])} for p in pairs if p in rejected]
         if name == "preferences_eval":
             rows = [{**row, "answer": row["chosen"][0]["content"]} for row in rows]
         write_jsonl(ASSETS / f"{name}.jsonl", rows)

@@ -27,12 +27,12 @@ from common.arguments import parse_args
 from common.checkpoint import Run, resume, save_checkpoint
 from common.data import check, column_names, load_evaluation_sets, load_tokenized, preference_row
 from common.launch import make_accelerator
-from common.logprobs import ScoreModel
+from common.logprobs import ScoreModel, can_share
 from common.metrics import Means, Metrics, check_finite
 from common.models import load_score_model, load_tokenizer, loss_scale, optimizer_groups, prepare
 from common.progress import Progress, check_intervals
 from common.saving import save_actor, save_step_actor
-from common.windows import arrange, evaluation_batches, pad, window_rows
+from common.windows import arrange, evaluation_batches, pad, pad_shared, window_rows
 
 common.check_recipe(__file__)
 
@@ -50,6 +50,7 @@ class Args:
 
     center_coef: float = HfArg(default=0.0, help="weight of (r(chosen) + r(rejected))^2, which keeps scores around zero; 0.01 is usual")
 
+    share_prompts: bool = HfArg(default=True, help="a prompt computed once for both answers, where the architecture allows it")
     train_batch_size: int = HfArg(default=64, help="pairs of one update, over all processes")
     micro_train_batch_size: int = HfArg(default=4, help="pairs one process runs at once")
     max_epochs: int = HfArg(default=1, help="passes over the data")
@@ -97,22 +98,27 @@ def reward_row(row: dict, tokenizer, max_length: int) -> dict:
     return {**preference_row(row, tokenizer, max_length), "margin": float(margin or 0.0)}
 
 
-def collate(columns: dict, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs as `input_ids` `[2 * pairs, longest]`, all chosen, then all rejected, and the place of each row's last token."""
-    answers = columns["chosen_ids"] + columns["rejected_ids"]
-    rows = [prompt + answer for prompt, answer in zip(columns["prompt_ids"] * 2, answers)]
-    return pad(rows, 0, device), torch.tensor([len(row) - 1 for row in rows], device=device)
+def collate(columns: dict, share: bool, device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What the model takes, and the place of each answer's last real token, its EOS.
+
+    Shared, a row is a pair: the prompt once and both answers, the places `[pairs, 2]`. Else a row is an answer: all chosen, then all
+    rejected, the places `[2 * pairs, 1]`.
+    """
+    answers = columns["chosen_ids"], columns["rejected_ids"]
+    if share:
+        return pad_shared(columns["prompt_ids"], answers, device)
+    rows = [prompt + answer for prompt, answer in zip(columns["prompt_ids"] * 2, answers[0] + answers[1])]
+    return {"input_ids": pad(rows, 0, device)}, torch.tensor([[len(row) - 1] for row in rows], device=device)
 
 
 def compare(scores: torch.Tensor, last: torch.Tensor, margins: list[float], weights: torch.Tensor, args: Args):
     """Losses `[pairs]`, metrics of pairs with the pairs' weights, metrics of answers with the answers' weights.
 
     Args:
-        scores: `[2 * pairs, length]`, see `ScoreModel.forward`.
-        last: `[2 * pairs]`, where each row's last real token, its EOS, stands: never padding.
+        scores, last: see `ScoreModel.forward` and `collate`.
         weights: `[pairs]`, 0 for a filler.
     """
-    rewards = scores.gather(1, last[:, None]).squeeze(1)
+    rewards = scores.gather(1, last).T.reshape(-1)
     chosen, rejected = rewards.chunk(2)
     losses = pairwise_loss(chosen, rejected, torch.tensor(margins, device=scores.device), args.center_coef)
     pairs = {"loss": losses, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
@@ -151,6 +157,9 @@ def main():
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     model, optimizer = prepare(accelerator, scorer, optimizer)
+    inputs, last = zip(*(collate(train_set[:1], share, accelerator.device) for share in (False, True)))
+    share = args.share_prompts and can_share(model, scorer.config, *inputs, last, lengths.max())
+    accelerator.print(f"prompts are computed {'once for both answers' if share else 'for each answer'}")
 
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="accuracy")
@@ -161,7 +170,7 @@ def main():
     )  # fmt: skip
     resume(run)
     if progress.windows_seen == 0:
-        metrics.log_evaluation(evaluate(accelerator, model, scorer, eval_sets, args), [])
+        metrics.log_evaluation(evaluate(accelerator, model, scorer, eval_sets, share, args), [])
     model.train()
     metrics.start_interval()
     while not progress.finished:
@@ -171,9 +180,9 @@ def main():
         for rows, weights in micro_batches:
             with metrics.timed("data"):
                 columns, weights = train_set[rows], torch.tensor(weights, device=accelerator.device)
-                input_ids, last = collate(columns, accelerator.device)
+                inputs, last = collate(columns, share, accelerator.device)
             with accelerator.accumulate(model):
-                losses, values = compare(model(input_ids), last, columns["margin"], weights, args)
+                losses, values = compare(model(**inputs), last, columns["margin"], weights, args)
                 seen.append((columns["row"], losses.detach(), weights))
                 if accelerator.sync_gradients:
                     check_finite(seen, progress, args.output_dir)
@@ -194,7 +203,7 @@ def main():
             metrics.log()
         if progress.due(args.eval_steps):
             with metrics.paused():
-                metrics.log_evaluation(evaluate(accelerator, model, scorer, eval_sets, args), [])
+                metrics.log_evaluation(evaluate(accelerator, model, scorer, eval_sets, share, args), [])
         if args.save_steps and progress.due(args.save_steps):
             with metrics.paused():
                 save_checkpoint(run)
@@ -208,7 +217,7 @@ def main():
 
 # ============================================================ evaluation and saving
 @torch.no_grad()
-def evaluate(accelerator, model, scorer, eval_sets, args: Args) -> dict[str, float]:
+def evaluate(accelerator, model, scorer, eval_sets, share: bool, args: Args) -> dict[str, float]:
     """The training metrics over each held-out set, exact over all processes.
 
     The mean and standard deviation of the scores of all held-out answers go into the model's config, as `reward_mean` and
@@ -219,8 +228,8 @@ def evaluate(accelerator, model, scorer, eval_sets, args: Args) -> dict[str, flo
     for prefix, dataset in eval_sets.items():
         means = Means(accelerator)
         for _, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size):
-            input_ids, last = collate(columns, accelerator.device)
-            _, values = compare(model(input_ids), last, columns["margin"], weights, args)
+            inputs, last = collate(columns, share, accelerator.device)
+            _, values = compare(model(**inputs), last, columns["margin"], weights, args)
             for part, part_weights in values:
                 means.add(part, part_weights)
             rewards = values[1][0]["mean_reward"].double()
