@@ -76,7 +76,7 @@ def pad_shared(prompts: list[list[int]], answers: Sequence[list[list[int]]], dev
     segments = pad(segments, -1, device)
     same, prompt = segments[:, None, None, :] == segments[:, None, :, None], segments[:, None, None, :] == 0
     inputs = {"input_ids": pad(rows, 0, device), "position_ids": pad(positions, 0, device), "attention_mask": (same | prompt).tril()}
-    return inputs, torch.tensor([np.cumsum([len(ids) for ids in row])[1:] - 1 for row in parts], device=device)
+    return inputs, torch.tensor([np.cumsum([len(ids) for ids in row])[1:].tolist() for row in parts], device=device) - 1
 
 
 def evaluation_batches(accelerator, dataset, micro_batch_size: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
