@@ -79,7 +79,7 @@ def load_function(argument: str, name: str | None):
     Raises:
         SystemExit: no such module or name.
     """
-    if name is None:
+    if not name:
         return None
     module, _, attribute = name.partition(":")
     sys.path.append(os.getcwd())

@@ -14,8 +14,8 @@ from .windows import arrange, gather_rows, pad
 
 
 @contextlib.contextmanager
-def whole_weights(accelerator, prepared):
-    """Holds the whole weights on every rank, so that each generates alone, at its own pace.
+def whole_weights(accelerator, prepared, model):
+    """Holds the whole weights of `model`, inside the prepared one, on every rank, so that each generates alone, at its own pace.
 
     Under ZeRO-3 it gathers them and takes the engine's hooks off, which would gather and release again at every token;
     both are undone whatever happens in the block. Under FSDP2 it unshards. Elsewhere it does nothing.
@@ -24,7 +24,7 @@ def whole_weights(accelerator, prepared):
         import deepspeed
 
         offload = prepared.optimizer.parameter_offload
-        with deepspeed.zero.GatheredParameters(list(prepared.module.parameters())):
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
             offload._remove_module_hooks()
             try:
                 yield
@@ -91,7 +91,7 @@ def generate(
     lengths, mine = np.array([len(prompt) for prompt in prompts]), {}
     training = prepared.training
     prepared.eval()
-    with whole_weights(accelerator, prepared):
+    with whole_weights(accelerator, prepared, model):
         share = arrange(np.arange(len(prompts)), lengths, batch_size, accelerator.num_processes, accelerator.process_index)
         for rows, weights in share:
             rows = [row for row, weight in zip(rows, weights) if weight]

@@ -284,7 +284,7 @@ def respond(accelerator, model, policy, tokenizer, columns: dict, args: Args, **
     responses = generate(accelerator, model, policy.model, tokenizer, prompts, *sizes, **sampling)
     stops = stop_tokens(tokenizer, policy.model)
     return {
-        "prompts": prompts, "responses": responses, "columns": columns["columns"],
+        "prompts": prompts, "responses": responses, "columns": columns["columns"], "rows": columns["row"],
         "lengths": np.array([len(prompt) + len(response) for prompt, response in zip(prompts, responses)]),
         "ended": torch.tensor([response[-1] in stops for response in responses]),
     }  # fmt: skip
@@ -331,7 +331,7 @@ def roll_out(accelerator, model, policy, reference, tokenizer, columns: dict, sc
     tensors = {
         "mask": mask, "logps": logps, "ref_logps": ref_logps, "values": values, "returns": returns, "advantages": whiten(advantages, mask)
     }  # fmt: skip
-    rollout = {"prompts": samples["prompts"], "responses": samples["responses"], "kl_coef": kl_coef, "tensors": tensors}
+    rollout = {**{part: samples[part] for part in ("prompts", "responses", "rows")}, "kl_coef": kl_coef, "tensors": tensors}
     return rollout, means["objective/kl"].mean().item()
 
 
@@ -468,7 +468,7 @@ def main():
                 scores = model(input_ids, scored, args.temperature)
                 scores = {name: of_responses(scores[name], scored, batch["mask"]) for name in ("logps", "values", "entropy")}
                 losses, values = compare(scores, batch, rollout["kl_coef"], actor_learns, args)
-                seen.append((rows, losses.detach(), token_weights))
+                seen.append(([rollout["rows"][row] for row in rows], losses.detach(), token_weights))
                 if accelerator.sync_gradients:
                     check_finite(seen, progress, args.output_dir, {**batch, **{f"new {name}": part for name, part in scores.items()}})
                 # The mean over the window's response tokens: the engine divides by accumulation steps and processes.
