@@ -356,10 +356,7 @@ def check_settings(args: Args, processes: int) -> None:
             nearest = " or ".join(str(size) for size in (prompts // step * step, prompts // step * step + step) if size)
             sys.exit(f"{rollout} are not a multiple of {what}. Nearest that would do: --rollout_batch_size {nearest}.")
     for wrong, message in (
-        (
-            not (models or args.reward_function),
-            "nothing scores the responses: give --reward_model_name_or_path, --reward_function, or both",
-        ),
+        (not (models or args.reward_function), "nothing scores the responses: give --reward_model_name_or_path or --reward_function"),
         (args.normalize_reward and not models, "--normalize_reward is for a reward model's scores: give --reward_model_name_or_path"),
         (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3"),
         (args.temperature <= 0, f"--temperature {args.temperature}: expected more than 0 (evaluation is greedy whatever it is)"),
