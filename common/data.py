@@ -334,7 +334,7 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
     def convert(row, index):
         # What the user names goes before what is there, too.
         hidden = ["messages", "text"] if {"prompt", "completion"} & columns.keys() else []
-        row = {**row, **dict.fromkeys(hidden), **{column: row[own] for column, own in columns.items()}}
+        row = {name: value for name, value in row.items() if name not in hidden} | {column: row[own] for column, own in columns.items()}
         try:
             answer = {"answer": "" if row["answer"] is None else str(row["answer"])} if "answer" in row else {}
             return {"row": index + 1, **answer, **function(row, tokenizer=tokenizer, **settings)}

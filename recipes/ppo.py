@@ -96,7 +96,7 @@ class Args:
     clip_range: float = HfArg(default=0.2, help="clipping of the ratio, below 1 and above")
     clip_range_high: float | None = HfArg(default=None, help="above 1, if it is to differ")
     dual_clip: float = HfArg(default=0.0, help="a bound on the ratio where the advantage is negative, above 1; 0: none")
-    value_clip_range: float = HfArg(default=0.2, help="clipping of the values around the old ones")
+    value_clip_range: float = HfArg(default=0.2, help="clipping of the values around the old ones; 0: none")
     vf_coef: float = HfArg(default=0.1, help="weight of the value loss")
     critic_warmup_rollouts: int = HfArg(default=0, help="rollouts at the start in which only the critic learns")
 
@@ -186,7 +186,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def policy_losses(logps, old_logps, advantages, clip_low: float, clip_high: float, dual_clip: float):
     """Loss of each token, and where clipping decided it.
 
-    Sources: arXiv:1707.06347 eq. 7; another range above 1 DAPO, arXiv:2503.14476 eq. 10; dual clip arXiv:1912.09729 eq. 5.
+    Sources: arXiv:1707.06347 eq. 7; another range above 1 DAPO, arXiv:2503.14476 section 3.1; dual clip arXiv:1912.09729.
     """
     ratios = torch.exp(logps - old_logps)
     free, clipped = -advantages * ratios, -advantages * ratios.clamp(1 - clip_low, 1 + clip_high)
@@ -197,8 +197,8 @@ def policy_losses(logps, old_logps, advantages, clip_low: float, clip_high: floa
 
 
 def value_losses(values, old_values, returns, clip: float):
-    """Loss of each token's value, and where clipping decided it. Source: arXiv:2403.17031 detail 8 of section 4, after PPO's first code."""
-    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    """Loss of each token's value, and where clipping decided it. Source: PPO's first code, see arXiv:2403.17031."""
+    clipped = old_values + (values - old_values).clamp(-clip, clip) if clip else values
     free, clipped = (values - returns) ** 2, (clipped - returns) ** 2
     return torch.maximum(free, clipped) / 2, clipped > free
 
@@ -361,7 +361,10 @@ def check_settings(args: Args, processes: int) -> None:
         (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3"),
         (args.temperature <= 0, f"--temperature {args.temperature}: expected more than 0 (evaluation is greedy whatever it is)"),
         (args.dual_clip and args.dual_clip <= 1, f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none"),
-        (args.kl_target and args.kl_horizon <= 0, f"--kl_horizon {args.kl_horizon}: expected more than 0"),
+        (
+            args.kl_target and min(args.kl_coef, args.kl_horizon) <= 0,
+            "--kl_target adapts --kl_coef over --kl_horizon: both must be above 0",
+        ),
     ):
         if wrong:
             sys.exit(message)
@@ -397,6 +400,9 @@ def main():
 
     # ============================================================ model and optimizer
     critic_name = args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
+    for name in filter(None, (critic_name, args.reward_model_name_or_path)):
+        if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+            sys.exit(f"{name!r} has another tokenizer than {args.model_name_or_path!r}: actor, critic and reward model must share one")
     loading = args.attn_implementation, args.gradient_checkpointing
     actor = load_causal_lm(args.model_name_or_path, tokenizer, *loading)
     policy = ActorCritic(actor, load_score_model(critic_name, tokenizer, *loading, new_head=True))
@@ -416,8 +422,6 @@ def main():
     reward_function, reward_model = load_function("reward_function", args.reward_function), None
     if args.reward_model_name_or_path:
         name = args.reward_model_name_or_path
-        if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
-            sys.exit(f"the reward model {name!r} has another tokenizer than {args.model_name_or_path!r}: they must share one")
         reward_model = ScoreModel(load_score_model(name, tokenizer, args.attn_implementation))
         if args.normalize_reward and not getattr(reward_model.config, "reward_std", None):
             sys.exit(f"--normalize_reward: {name!r} has no reward_std in its config; recipes/reward.py with --eval_dataset_name writes it")

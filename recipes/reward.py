@@ -86,7 +86,7 @@ def pairwise_loss(chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.T
         chosen, rejected: `[pairs]`, scores of the answers.
         margins: `[pairs]`, how far apart they should be; 0 where the data does not say.
 
-    Sources: arXiv:2009.01325 section 3.4; margins Llama 2, arXiv:2307.09288 eq. 2; centring arXiv:2312.09244 section 2.
+    Sources: arXiv:2009.01325 section 3.4; margins Llama 2, arXiv:2307.09288 eq. 2; centring arXiv:2312.09244.
     """
     return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
 
@@ -166,11 +166,12 @@ def main():
     steps, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
     run = Run(
         accelerator=accelerator, args=args, model=model, unwrapped=scorer, optimizer=optimizer, scheduler=scheduler,
-        tokenizer=tokenizer, progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint,
+        tokenizer=tokenizer, progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint, extra={},
     )  # fmt: skip
     resume(run)
+    scorer.config.update(run.extra)
     if progress.windows_seen == 0:
-        metrics.log_evaluation(evaluate(accelerator, model, scorer, eval_sets, share, args), [])
+        metrics.log_evaluation(evaluate(accelerator, model, eval_sets, share, run.extra, args), [])
     model.train()
     metrics.start_interval()
     while not progress.finished:
@@ -203,7 +204,7 @@ def main():
             metrics.log()
         if progress.due(args.eval_steps):
             with metrics.paused():
-                metrics.log_evaluation(evaluate(accelerator, model, scorer, eval_sets, share, args), [])
+                metrics.log_evaluation(evaluate(accelerator, model, eval_sets, share, run.extra, args), [])
         if args.save_steps and progress.due(args.save_steps):
             with metrics.paused():
                 save_checkpoint(run)
@@ -217,11 +218,11 @@ def main():
 
 # ============================================================ evaluation and saving
 @torch.no_grad()
-def evaluate(accelerator, model, scorer, eval_sets, share: bool, args: Args) -> dict[str, float]:
+def evaluate(accelerator, model, eval_sets, share: bool, moments: dict, args: Args) -> dict[str, float]:
     """The training metrics over each held-out set, exact over all processes.
 
-    The mean and standard deviation of the scores of all held-out answers go into the model's config, as `reward_mean` and
-    `reward_std`: with them PPO can normalise.
+    The mean and standard deviation of the scores of all held-out answers go into `moments` and the model's config, as `reward_mean`
+    and `reward_std`: with them PPO can normalise.
     """
     training, line, all_sets = model.training, {}, Means(accelerator)
     model.eval()
@@ -236,9 +237,10 @@ def evaluate(accelerator, model, scorer, eval_sets, share: bool, args: Args) -> 
             all_sets.add({"mean": rewards, "mean of squares": rewards**2}, weights.repeat(2))
         line |= {prefix + name: value for name, value in means.reduce().items()}
     model.train(training)
-    if moments := all_sets.reduce():
-        line["eval/std_reward"] = max(moments["mean of squares"] - moments["mean"] ** 2, 0.0) ** 0.5
-        scorer.config.reward_mean, scorer.config.reward_std = moments["mean"], line["eval/std_reward"]
+    if found := all_sets.reduce():
+        line["eval/std_reward"] = max(found["mean of squares"] - found["mean"] ** 2, 0.0) ** 0.5
+        moments |= {"reward_mean": found["mean"], "reward_std": line["eval/std_reward"]}
+        accelerator.unwrap_model(model).config.update(moments)
     return line
 
 
