@@ -61,8 +61,10 @@ def load_score_model(
             on normalised hidden states (Stiennon et al. 2020, arXiv:2009.01325, and the code of Huang et al. 2024, arXiv:2403.17031).
 
     Raises:
-        SystemExit: nothing there, no score head though `new_head` is false, or an architecture whose head is of another kind.
+        SystemExit: nothing there, another tokenizer, no score head though `new_head` is false, or an architecture whose head is of another kind.
     """
+    if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+        sys.exit(f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: what is scored in tokens must share them")
     model, missing = load(AutoModelForSequenceClassification, name, tokenizer, attn_implementation, gradient_checkpointing, num_labels=1)
     if type(getattr(model, "score", None)) is not nn.Linear:
         sys.exit(f"{type(model).__name__} has no linear layer 'score' over each position: this architecture cannot be scored")

@@ -400,9 +400,6 @@ def main():
 
     # ============================================================ model and optimizer
     critic_name = args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
-    for name in filter(None, (critic_name, args.reward_model_name_or_path)):
-        if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
-            sys.exit(f"{name!r} has another tokenizer than {args.model_name_or_path!r}: actor, critic and reward model must share one")
     loading = args.attn_implementation, args.gradient_checkpointing
     actor = load_causal_lm(args.model_name_or_path, tokenizer, *loading)
     policy = ActorCritic(actor, load_score_model(critic_name, tokenizer, *loading, new_head=True))
