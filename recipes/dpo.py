@@ -32,15 +32,7 @@ from common.generation import exact_match
 from common.launch import engine_precision, make_accelerator
 from common.logprobs import LogProbModel, check_logprobs
 from common.metrics import Means, Metrics, check_finite
-from common.models import (
-    load_causal_lm,
-    load_tokenizer,
-    loss_scale,
-    model_fingerprint,
-    optimizer_groups,
-    prepare,
-    prepare_frozen,
-)
+from common.models import load_causal_lm, load_tokenizer, loss_scale, model_fingerprint, optimizer_groups, prepare, prepare_frozen
 from common.progress import Progress, check_intervals
 from common.saving import save_actor, save_step_actor
 from common.windows import arrange, evaluation_batches, pad, window_rows
