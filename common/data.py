@@ -1,6 +1,7 @@
 """Data sets in the ecosystem's formats, turned into token ids once and cached on disk by `datasets`."""
 
 import gzip
+import inspect
 import json
 import os
 import sys
@@ -218,30 +219,6 @@ def turn_length(tokenizer, ids: list[int]) -> int:
     return len(ids) - ids[::-1].index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
 
 
-def encode_conversation(tokenizer, prompt, completion, loss_on: str) -> tuple[list[int], list[bool], list[int]]:
-    """Ids of an SFT row, which of them are targets, and the ids before the last answer; all empty where there is none.
-
-    Args:
-        loss_on: `assistant` (every assistant turn; of prompt and completion the completion), `completion` (the last
-            turn only) or `all`.
-    """
-    if not has_text(completion):
-        pieces = []
-    elif isinstance(completion, str):
-        pieces = encode(tokenizer, [prompt, completion], plain=True)
-    else:
-        messages = prompt + completion
-        turns = [(i, i + 1) for i, m in enumerate(messages) if m["role"] == "assistant" and m["content"] and i >= len(prompt)]
-        pieces = encode_turns(tokenizer, messages, turns[-1:] if loss_on == "completion" else turns)
-    prompt_ids, targets = [token for piece in pieces[:-1] for token in piece], []
-    for context, answer in zip(pieces[::2], pieces[1::2]):
-        learned = turn_length(tokenizer, answer)
-        targets += [loss_on == "all"] * len(context) + [True] * learned + [loss_on == "all"] * (len(answer) - learned)
-    targets[:1] = [False] * bool(targets)  # nothing predicts the first token
-    ids = [*prompt_ids, *(pieces[-1][:learned] if pieces else [])]
-    return ids, targets[: len(ids)], prompt_ids
-
-
 def encode_preference(tokenizer, prompt, chosen, rejected) -> tuple[list[int], list[int], list[int]]:
     """Ids of prompt, chosen and rejected; the prompt's are the same for both."""
     if isinstance(prompt, str):
@@ -249,18 +226,6 @@ def encode_preference(tokenizer, prompt, chosen, rejected) -> tuple[list[int], l
     else:
         pairs = [encode_turns(tokenizer, prompt + a, [(len(prompt), len(prompt + a))]) for a in (chosen, rejected)]
     return pairs[0][0], *(answer[: turn_length(tokenizer, answer)] for _, answer in pairs)
-
-
-def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
-    """`input_ids targets length n_targets reason truncated prompt_ids` of one SFT row."""
-    prompt, completion = conversation(row)
-    ids, targets, prompt_ids = encode_conversation(tokenizer, prompt, completion, loss_on)
-    reason = "empty answer" if not ids else "" if any(targets[:max_length]) else "nothing to learn within max_length"
-    return {
-        "input_ids": ids[:max_length], "targets": targets[:max_length], "prompt_ids": prompt_ids,
-        "length": min(len(ids), max_length), "n_targets": sum(targets[:max_length]),
-        "truncated": len(ids) > max_length, "reason": reason,
-    }  # fmt: skip
 
 
 def preference_row(row: dict, tokenizer, max_length: int) -> dict:
@@ -301,14 +266,14 @@ def tokenizer_fingerprint(tokenizer) -> str:
 
 
 def load_tokenized(accelerator, name: str, split: str, function, tokenizer, columns: dict[str, str], **settings) -> datasets.Dataset:
-    """Loads a data set and applies a row function such as `sft_row` once: the result is cached on disk by its content.
+    """Loads a data set and applies a row function such as `preference_row` once: the result is cached on disk by its content.
 
     Rows that cannot be used are left out before any permutation, counted and printed by reason. The result keeps the
     row's number in the file (`row`, from 1) and, where the data has one, its `answer` as text ("" where a row has none).
 
     Args:
         columns: see `column_names`.
-        settings: passed to `function`, and part of the cache's key, as is the source of the function's file.
+        settings: passed to `function`, and part of the cache's key, as is the function's source.
 
     Raises:
         SystemExit: a row that fits no format (row number, column, expectation), or nothing usable left. On all ranks.
@@ -347,7 +312,7 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
     missing = [own for own in columns.values() if own not in rows.column_names]
     if missing:
         sys.exit(f"--columns: data set {name!r} has no column {missing[0]!r}; it has {rows.column_names}")
-    sources = [Path(file).read_text(encoding="utf-8") for file in (__file__, function.__code__.co_filename)]
+    sources = [Path(__file__).read_text(encoding="utf-8"), source_of(function)]
     key = [rows._fingerprint, function.__name__, sources, tokenizer_fingerprint(tokenizer), columns, settings]
     result = rows.map(convert, with_indices=True, remove_columns=rows.column_names, new_fingerprint=datasets.fingerprint.Hasher.hash(key))
     reasons = np.array(result["reason"][:])
@@ -358,6 +323,13 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
     unanswered = "answer" in usable.column_names and not any(usable["answer"][:])
     return usable.remove_columns("answer") if unanswered else usable, notes
+
+
+def source_of(function) -> str:
+    """The source of a function and of those of its module that it calls: what else changes in a recipe changes no tokens."""
+    values = (function.__globals__.get(name) for name in function.__code__.co_names)
+    called = [value for value in values if inspect.isfunction(value) and value.__module__ == function.__module__ and value is not function]
+    return "".join([inspect.getsource(function), *map(source_of, called)])
 
 
 def load_evaluation_sets(accelerator, names: list[str] | None, *rest, **settings) -> dict[str, datasets.Dataset]:

@@ -134,24 +134,6 @@ class ScoreModel(Wrapper):
         return self.model.score(self.model.base_model(input_ids=input_ids, use_cache=False, **sharing).last_hidden_state).squeeze(-1)
 
 
-@torch.no_grad()
-def can_share(prepared: nn.Module, config, alone: dict, shared: dict, last: tuple[torch.Tensor, torch.Tensor], longest: int) -> bool:
-    """Whether a model scores a prompt's answers in one row as it does alone: not where positions or attention are of another kind.
-
-    Args:
-        alone, shared: inputs of the same answers; `last` their places in each.
-        longest: tokens of the longest row.
-    """
-    window = getattr(config.get_text_config(), "sliding_window", None)
-    if config._attn_implementation != "sdpa" or (window and window < longest):
-        return False
-    training = prepared.training
-    prepared.eval()
-    one, other = (prepared(**inputs).gather(1, place).T.reshape(-1) for inputs, place in zip((alone, shared), last))
-    prepared.train(training)
-    return bool((one - other).abs().max() <= 0.01 * (1 + one.abs().max()))
-
-
 class LogProbModel(Wrapper):
     """A causal language model whose forward returns log-probs of the positions asked for: train and prepare this one.
 

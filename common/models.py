@@ -117,14 +117,6 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def model_fingerprint(name: str, model: PreTrainedModel) -> list:
-    """What names a model's weights: the hub's commit, or path, size and time of each file of a local folder."""
-    folder = Path(name)
-    files = sorted(file for file in folder.glob("*") if file.is_file()) if folder.is_dir() else []
-    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    return [str(folder.resolve()) if files else name, getattr(model.config, "_commit_hash", None), stats]
-
-
 def optimizer_groups(model: nn.Module, weight_decay: float, **settings) -> list[dict]:
     """Parameter groups with weight decay on matrices only, as is usual: not on biases and norms."""
     groups = [{"params": [], "weight_decay": decay, **settings} for decay in (weight_decay, 0.0)]

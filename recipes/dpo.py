@@ -12,27 +12,33 @@ Docs, metrics:   docs/dpo.md
 """
 
 # ============================================================ imports
+import hashlib
+import json
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
+import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate.utils import gather_object
 from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
 from common.arguments import parse_args
-from common.cache import cached_array
 from common.checkpoint import Run, resume, save_checkpoint
 from common.data import column_names, load_evaluation_sets, load_tokenized, preference_row
 from common.generation import exact_match
 from common.launch import engine_precision, make_accelerator
 from common.logprobs import LogProbModel, check_logprobs
 from common.metrics import Means, Metrics, check_finite
-from common.models import load_causal_lm, load_tokenizer, loss_scale, model_fingerprint, optimizer_groups, prepare, prepare_frozen
+from common.models import load_causal_lm, load_tokenizer, loss_scale, optimizer_groups, prepare, prepare_frozen
 from common.progress import Progress, check_intervals
 from common.saving import save_actor, save_step_actor
 from common.windows import arrange, evaluation_batches, pad, window_rows
@@ -154,6 +160,36 @@ def reference_logps(accelerator, reference, dataset, micro_batch_size: int) -> n
         real = weights > 0  # a filler is another process's row
         table[torch.tensor(rows, device=accelerator.device)[real]] = torch.stack(logps.chunk(2), 1)[real]
     return accelerator.reduce(table, reduction="sum").cpu().numpy()
+
+
+def model_fingerprint(name: str, model) -> list:
+    """What names a model's weights: the hub's commit, or path, size and time of each file of a local folder."""
+    folder = Path(name)
+    files = sorted(file for file in folder.glob("*") if file.is_file()) if folder.is_dir() else []
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return [str(folder.resolve()) if files else name, getattr(model.config, "_commit_hash", None), stats]
+
+
+def cached_array(accelerator, key: list, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """`compute()` or what an earlier run with the same key computed. All ranks must call it, and get the same array.
+
+    Args:
+        key: everything the array depends on, as JSON values.
+        compute: collective; returns the whole array on every rank.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    path = Path(datasets.config.HF_DATASETS_CACHE) / "computed" / f"{digest}.npy"
+    if all(gather_object([path.is_file()])):  # ranks may see different disks: all read it, or all compute
+        accelerator.print(f"taken from the cache: {path}")
+        return np.load(path)
+    array = compute()
+    if accelerator.is_local_main_process:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{digest}.{os.getpid()}.npy")
+        np.save(temporary, array)
+        os.replace(temporary, path)
+    accelerator.wait_for_everyone()
+    return array
 
 
 def main():

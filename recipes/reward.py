@@ -27,7 +27,7 @@ from common.arguments import parse_args
 from common.checkpoint import Run, resume, save_checkpoint
 from common.data import check, column_names, load_evaluation_sets, load_tokenized, preference_row
 from common.launch import make_accelerator
-from common.logprobs import ScoreModel, can_share
+from common.logprobs import ScoreModel
 from common.metrics import Means, Metrics, check_finite
 from common.models import load_score_model, load_tokenizer, loss_scale, optimizer_groups, prepare
 from common.progress import Progress, check_intervals
@@ -124,6 +124,24 @@ def compare(scores: torch.Tensor, last: torch.Tensor, margins: list[float], weig
     pairs = {"loss": losses, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
     answers = {"mean_reward": rewards, "min_reward": rewards, "max_reward": rewards}
     return losses, [(pairs, weights), (answers, weights.repeat(2))]
+
+
+@torch.no_grad()
+def can_share(prepared, config, alone: dict, shared: dict, last: tuple[torch.Tensor, torch.Tensor], longest: int) -> bool:
+    """Whether a model scores a prompt's answers in one row as it does alone: not where positions or attention are of another kind.
+
+    Args:
+        alone, shared: inputs of the same answers; `last` their places in each.
+        longest: tokens of the longest row.
+    """
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    if config._attn_implementation != "sdpa" or (window and window < longest):
+        return False
+    training = prepared.training
+    prepared.eval()
+    one, other = (prepared(**inputs).gather(1, place).T.reshape(-1) for inputs, place in zip((alone, shared), last))
+    prepared.train(training)
+    return bool((one - other).abs().max() <= 0.01 * (1 + one.abs().max()))
 
 
 def main():

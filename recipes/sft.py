@@ -24,7 +24,7 @@ from transformers.hf_argparser import HfArg
 import common
 from common.arguments import parse_args
 from common.checkpoint import Run, resume, save_checkpoint
-from common.data import column_names, load_evaluation_sets, load_tokenized, sft_row
+from common.data import column_names, conversation, encode, encode_turns, has_text, load_evaluation_sets, load_tokenized, turn_length
 from common.generation import exact_match
 from common.launch import make_accelerator
 from common.logprobs import LogProbModel, check_logprobs
@@ -81,6 +81,42 @@ class Args:
 
 
 # ============================================================ the algorithm
+def encode_conversation(tokenizer, prompt, completion, loss_on: str) -> tuple[list[int], list[bool], list[int]]:
+    """Ids of an SFT row, which of them are targets, and the ids before the last answer; all empty where there is none.
+
+    Args:
+        loss_on: `assistant` (every assistant turn; of prompt and completion the completion), `completion` (the last
+            turn only) or `all`.
+    """
+    if not has_text(completion):
+        pieces = []
+    elif isinstance(completion, str):
+        pieces = encode(tokenizer, [prompt, completion], plain=True)
+    else:
+        messages = prompt + completion
+        turns = [(i, i + 1) for i, m in enumerate(messages) if m["role"] == "assistant" and m["content"] and i >= len(prompt)]
+        pieces = encode_turns(tokenizer, messages, turns[-1:] if loss_on == "completion" else turns)
+    prompt_ids, targets = [token for piece in pieces[:-1] for token in piece], []
+    for context, answer in zip(pieces[::2], pieces[1::2]):
+        learned = turn_length(tokenizer, answer)
+        targets += [loss_on == "all"] * len(context) + [True] * learned + [loss_on == "all"] * (len(answer) - learned)
+    targets[:1] = [False] * bool(targets)  # nothing predicts the first token
+    ids = [*prompt_ids, *(pieces[-1][:learned] if pieces else [])]
+    return ids, targets[: len(ids)], prompt_ids
+
+
+def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
+    """`input_ids targets length n_targets reason truncated prompt_ids` of one SFT row."""
+    prompt, completion = conversation(row)
+    ids, targets, prompt_ids = encode_conversation(tokenizer, prompt, completion, loss_on)
+    reason = "empty answer" if not ids else "" if any(targets[:max_length]) else "nothing to learn within max_length"
+    return {
+        "input_ids": ids[:max_length], "targets": targets[:max_length], "prompt_ids": prompt_ids,
+        "length": min(len(ids), max_length), "n_targets": sum(targets[:max_length]),
+        "truncated": len(ids) > max_length, "reason": reason,
+    }  # fmt: skip
+
+
 def collate(columns: dict, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as `input_ids` and `scored` (the target tokens), `[rows, longest]`."""
     return pad(columns["input_ids"], 0, device), pad(columns["targets"], False, device).bool()

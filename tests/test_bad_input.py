@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
 from common.arguments import parse_args
-from common.data import column_names, load_rows, load_tokenized, preference_row, sft_row
+from common.data import column_names, load_rows, load_tokenized, preference_row
 from common.launch import accumulation_steps, quiet
 from common.models import check_vocabulary, load_causal_lm, load_tokenizer
 from common.progress import check_intervals

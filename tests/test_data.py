@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.data import BadRow, column_names, conversation, load_evaluation_sets, load_tokenized, preference, preference_row, sft_row
+from common.data import BadRow, column_names, conversation, load_evaluation_sets, load_tokenized, preference, preference_row
 from common.launch import quiet
 from common.windows import arrange, window_rows
 from runs import write_jsonl
