@@ -1,4 +1,5 @@
 # Two commands do all the set-up from a fresh clone: `make dpo` runs the demo, `make test` passes the tests.
+# `make sft`, `make reward` and `make ppo` run the other recipes' demos; `make rlhf` runs all four in turn and prints one table.
 # Each installs into $(VENV) first, once; it installs again only when pyproject.toml or constraints.txt change.
 #   make dpo ARGS="--beta 0.2"     more arguments for the recipe (or for pytest with `make test`, names with `make mutations`)
 #   make dpo VENV=/tmp/env         another virtual environment
@@ -14,10 +15,13 @@ ARGS ?=
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: dpo sft test mutations lint install install-test
+.PHONY: sft reward dpo ppo rlhf test mutations lint install install-test
 
-dpo sft: $(VENV)/installed
+sft reward dpo ppo: $(VENV)/installed
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
+
+rlhf: $(VENV)/installed
+	$(VENV)/bin/python benchmarks/rlhf.py $(CONFIG)
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)

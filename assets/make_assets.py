@@ -6,6 +6,7 @@ The task is two-digit addition, where better is measurable: the share of held-ou
     python assets/make_assets.py preferences        pairs whose rejected answers the SFT model itself gave
 """
 
+import gzip
 import json
 import random
 import sys
@@ -32,7 +33,12 @@ def problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def question(pair: tuple[int, int]) -> list[dict]:
-    return [{"role": "user", "content": f"{pair[0]}+{pair[1]}="}]
+    """Numbers have as many digits everywhere: a model this small learns where to look, and a reward model to check, in less time."""
+    return [{"role": "user", "content": f"{pair[0]:02d}+{pair[1]:02d}="}]
+
+
+def total(pair: tuple[int, int]) -> str:
+    return f"{sum(pair):03d}"
 
 
 def answer(text: str) -> list[dict]:
@@ -40,7 +46,8 @@ def answer(text: str) -> list[dict]:
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
     print(f"{path}: {len(rows)} rows")
 
 
@@ -58,18 +65,18 @@ def make_base(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=264, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=264, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=8,
         max_position_embeddings=512, tie_word_embeddings=True, pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     train, held_out = problems()
     for name, pairs in (("sft_train", train), ("sft_eval", held_out)):
-        rows = [{"messages": question(p) + answer(str(sum(p)))} for p in pairs]
+        rows = [{"messages": question(p) + answer(total(p))} for p in pairs]
         if name == "sft_eval":
-            rows = [{**row, "answer": str(sum(p))} for row, p in zip(rows, pairs)]
+            rows = [{**row, "answer": total(p)} for row, p in zip(rows, pairs)]
         write_jsonl(ASSETS / f"{name}.jsonl", rows)
-    write_jsonl(ASSETS / "prompts_train.jsonl", [{"prompt": question(p), "answer": str(sum(p))} for p in train])
-    write_jsonl(ASSETS / "prompts_eval.jsonl", [{"prompt": question(p), "answer": str(sum(p))} for p in held_out])
+    write_jsonl(ASSETS / "prompts_train.jsonl", [{"prompt": question(p), "answer": total(p)} for p in train])
+    write_jsonl(ASSETS / "prompts_eval.jsonl", [{"prompt": question(p), "answer": total(p)} for p in held_out])
 
 
 @torch.no_grad()
@@ -88,23 +95,23 @@ def sample(model, tokenizer, pairs: list[tuple[int, int]]) -> list[str]:
 
 
 def make_preferences() -> None:
-    """Chosen: the sum. Rejected: a wrong answer that the SFT model gave, for training prompts where one of its samples is
-    wrong; for every held-out prompt its first wrong answer, however many samples that takes, so that none is favoured."""
+    """Chosen: the sum. Rejected: wrong answers that the SFT model gave, up to four different ones of eight samples for a training
+    problem; for every held-out problem its first wrong one, however many samples that takes, so that none is favoured."""
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
     torch.manual_seed(0)
-    for name, pairs, rounds in (("preferences_train", problems()[0], 2), ("preferences_eval", problems()[1], 1000)):
-        rejected, open_pairs = {}, list(pairs)
-        for _ in range(rounds):
-            answers = zip(open_pairs, sample(model, tokenizer, open_pairs))
-            rejected |= {p: text for p, text in answers if text and text != str(sum(p))}
-            open_pairs = [p for p in open_pairs if p not in rejected]
-            if not open_pairs:
-                break
-        rows = [{"prompt": question(p), "chosen": answer(str(sum(p))), "rejected": answer(rejected[p])} for p in pairs if p in rejected]
-        if name == "preferences_eval":
+    train, held_out = problems()
+    for name, pairs, samples, most in (("preferences_train.jsonl.gz", train, 8, 4), ("preferences_eval.jsonl", held_out, 1000, 1)):
+        rejected = {p: [] for p in pairs}
+        for _ in range(samples):
+            open_pairs = [p for p in pairs if len(rejected[p]) < most]
+            for p, text in zip(open_pairs, sample(model, tokenizer, open_pairs)):
+                if text and text != total(p) and text not in rejected[p]:
+                    rejected[p].append(text)
+        rows = [{"prompt": question(p), "chosen": answer(total(p)), "rejected": answer(text)} for p in pairs for text in rejected[p]]
+        if pairs is held_out:
             rows = [{**row, "answer": row["chosen"][0]["content"]} for row in rows]
-        write_jsonl(ASSETS / f"{name}.jsonl", rows)
+        write_jsonl(ASSETS / name, rows)
 
 
 if __name__ == "__main__":

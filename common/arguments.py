@@ -1,5 +1,6 @@
 """Command line of a recipe: one flat dataclass, a YAML file of defaults, flags that override it."""
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -68,3 +69,19 @@ def yaml_to_flags(path: str | Path, parser: HfArgumentParser) -> list[str]:
             values_ = value if isinstance(value, list) else [value]
             flags += [f"--{name}", *(str(v).replace("{assets}", str(ASSETS)) for v in values_)]
     return flags
+
+
+def load_function(argument: str, name: str | None):
+    """The function that an argument names as `MODULE:NAME`, or None; modules are looked for in the current directory, too.
+
+    Raises:
+        SystemExit: no such module or name.
+    """
+    if not name:
+        return None
+    module, _, attribute = name.partition(":")
+    sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        sys.exit(f"--{argument} {name}: {error} (expected MODULE:NAME, the module installed or in {os.getcwd()})")

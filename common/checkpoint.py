@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import DistributedType, gather_object, set_seed
 
 from .launch import describe, engine_precision, on_main_process
+from .metrics import Means
 from .models import reshard
 from .saving import by_step, flush, replace_directory, rotate, save_actor
 
@@ -18,7 +19,7 @@ from .saving import by_step, flush, replace_directory, rotate, save_actor
 MAY_CHANGE = {"output_dir", "max_epochs", "max_steps", "logging_steps", "eval_steps", "save_steps", "save_total_limit",
               "save_actor_steps", "save_actor_limit", "resume", "report_to", "micro_train_batch_size", "max_new_tokens",
               "gradient_checkpointing", "attn_implementation", "eval_dataset_name", "eval_dataset_split",
-              "precompute_ref_log_probs", "dataset_name"}  # fmt: skip
+              "precompute_ref_log_probs", "dataset_name", "micro_rollout_batch_size", "share_prompts"}  # fmt: skip
 
 
 class Run(types.SimpleNamespace):
@@ -27,7 +28,10 @@ class Run(types.SimpleNamespace):
     Attributes:
         model, unwrapped: what `accelerator.prepare` returned, and the `LogProbModel` inside it.
         data_fingerprint: of the tokenised training set; it stands for data, tokenizer and lengths.
+        extra: what else the recipe carries from update to update, the same on all ranks: tensors, numbers, lists and dicts of them.
     """
+
+    extra: dict | None = None
 
     @property
     def folder(self) -> Path:
@@ -59,6 +63,7 @@ def save_checkpoint(run: Run) -> None:
     save_actor(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
     state = trainer_state(run)
     if accelerator.is_main_process:
+        torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     accelerator.wait_for_everyone()
     flush(temporary)  # on every rank: each flushes what its own node holds back
@@ -171,12 +176,14 @@ def load(run: Run, path: Path, state: dict) -> None:
     accelerator.step = 0  # micro-batches since the last update
     run.scheduler.load_state_dict(state["scheduler"])
     run.metrics.last_update = state["last_update"]
+    run.extra = torch.load(path / "extra.pt", weights_only=True)
     for name, value in state["progress"].items():
         setattr(run.progress, name, value)
     for writer, sums in enumerate(state["open_sums"]):
-        reader = writer if processes == accelerator.num_processes else 0
+        mine = rank == (writer if processes == accelerator.num_processes else 0)
         for name, value in sums.items():  # the others take the names
-            run.metrics.open.merge(name, torch.tensor(value, dtype=torch.float64, device=accelerator.device) * (rank == reader))
+            value = torch.tensor(value, dtype=torch.float64, device=accelerator.device)
+            run.metrics.open.merge(name, value if mine else Means.nothing(accelerator.device))
     if processes != accelerator.num_processes:  # the data order goes on exactly; random states cannot
         accelerator.print(f"note: {processes} processes before, {accelerator.num_processes} now: dropout, if any, is drawn anew")
 

@@ -279,6 +279,21 @@ def preference_row(row: dict, tokenizer, max_length: int) -> dict:
     }  # fmt: skip
 
 
+def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> dict:
+    """`prompt_ids length reason truncated columns` of one prompt; `columns` is the row as JSON, for a reward function."""
+    require(row, "prompt", expected="'prompt'")
+    prompt, reason = row["prompt"], "" if has_text(row["prompt"]) else "empty prompt"
+    if isinstance(prompt, str):
+        ids = encode(tokenizer, [prompt, ""], plain=True)[0]
+    else:
+        ids = encode(tokenizer, [render(tokenizer, as_messages(prompt, "user"), add_generation_prompt=True)])[0]
+    if len(ids) + max_new_tokens > max_length:
+        reason = reason or "prompt leaves no room for max_new_tokens within max_length"
+    return {
+        "prompt_ids": ids, "length": len(ids), "truncated": False, "columns": json.dumps(row, default=str), "reason": reason
+    }  # fmt: skip
+
+
 def tokenizer_fingerprint(tokenizer) -> str:
     """Changes when the tokenizer would write other ids."""
     content = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
@@ -319,7 +334,7 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
     def convert(row, index):
         # What the user names goes before what is there, too.
         hidden = ["messages", "text"] if {"prompt", "completion"} & columns.keys() else []
-        row = {**row, **dict.fromkeys(hidden), **{column: row[own] for column, own in columns.items()}}
+        row = {name: value for name, value in row.items() if name not in hidden} | {column: row[own] for column, own in columns.items()}
         try:
             answer = {"answer": "" if row["answer"] is None else str(row["answer"])} if "answer" in row else {}
             return {"row": index + 1, **answer, **function(row, tokenizer=tokenizer, **settings)}

@@ -1,4 +1,4 @@
-"""Greedy answers to held-out prompts, under every strategy."""
+"""Responses to prompts, under every strategy: greedy for held-out answers, sampled for rollouts."""
 
 import contextlib
 
@@ -6,16 +6,16 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from .launch import zero_stage
 from .models import reshard
-from .windows import arrange, pad
+from .windows import arrange, gather_rows, pad
 
 
 @contextlib.contextmanager
-def whole_weights(accelerator, prepared):
-    """Holds the whole weights on every rank, so that each generates alone, at its own pace.
+def whole_weights(accelerator, prepared, model):
+    """Holds the whole weights of `model`, inside the prepared one, on every rank, so that each generates alone, at its own pace.
 
     Under ZeRO-3 it gathers them and takes the engine's hooks off, which would gather and release again at every token;
     both are undone whatever happens in the block. Under FSDP2 it unshards. Elsewhere it does nothing.
@@ -24,7 +24,7 @@ def whole_weights(accelerator, prepared):
         import deepspeed
 
         offload = prepared.optimizer.parameter_offload
-        with deepspeed.zero.GatheredParameters(list(prepared.module.parameters())):
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
             offload._remove_module_hooks()
             try:
                 yield
@@ -46,29 +46,52 @@ def whole_weights(accelerator, prepared):
         yield
 
 
+class SampleByUniform(LogitsProcessor):
+    """Draws each token by a number given in advance: the one where the cumulative probability passes it.
+
+    So a response depends on its prompt, the weights and its own row of numbers; not on the batch, the process or any random state.
+    """
+
+    def __init__(self, uniforms: torch.Tensor, prompt_length: int, temperature: float):
+        self.uniforms, self.prompt_length, self.temperature = uniforms, prompt_length, temperature
+
+    def __call__(self, input_ids, scores):
+        step = input_ids.shape[1] - self.prompt_length
+        cumulative = (scores.float() / self.temperature).softmax(-1).double().cumsum(-1)
+        token = torch.searchsorted(cumulative, self.uniforms[:, step, None] * cumulative[:, -1:], right=True)
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)  # all that the greedy choice after it can take
+
+
+def stop_tokens(tokenizer, model) -> set[int]:
+    """What ends a response: EOS, and what the model's generation config adds (the end of a turn in some chat models)."""
+    return {tokenizer.eos_token_id} | set(np.atleast_1d(model.generation_config.eos_token_id or []).tolist())
+
+
 @torch.no_grad()
-def greedy_answers(
-    accelerator, prepared, model, tokenizer, prompts: list[list[int]], batch_size: int, max_new_tokens: int
-) -> dict[int, str]:
-    """Greedy answers of this process's share of the prompts, decoded without special tokens.
+def generate(
+    accelerator, prepared, model, tokenizer, prompts: list[list[int]], batch_size: int, max_new_tokens: int,
+    temperature: float = 0.0, uniforms: np.ndarray | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """One response to each prompt, up to and including its first stop token; the processes share the work.
 
     Args:
         prepared, model: what `accelerator.prepare` returned, and the `transformers` model inside it.
         prompts: token ids, the same list on every rank.
+        temperature: 0 is greedy; above it tokens are drawn from the whole vocabulary by
+        uniforms: `[prompts, max_new_tokens]` in [0, 1), see `SampleByUniform`.
 
     Returns:
-        prompt number -> answer. Over all processes each prompt occurs once.
+        token ids in the order of the prompts, on every rank.
     """
-    lengths = np.array([len(prompt) for prompt in prompts])
-    stops = {tokenizer.eos_token_id} | set(np.atleast_1d(model.generation_config.eos_token_id or []).tolist())
+    stops = stop_tokens(tokenizer, model)
     settings = GenerationConfig(  # said in full: what is left out would be taken from the model's own generation config
         do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(stops),
     )  # fmt: skip
-    answers = {}
+    lengths, mine = np.array([len(prompt) for prompt in prompts]), {}
     training = prepared.training
     prepared.eval()
-    with whole_weights(accelerator, prepared):
+    with whole_weights(accelerator, prepared, model):
         share = arrange(np.arange(len(prompts)), lengths, batch_size, accelerator.num_processes, accelerator.process_index)
         for rows, weights in share:
             rows = [row for row, weight in zip(rows, weights) if weight]
@@ -76,12 +99,19 @@ def greedy_answers(
                 continue
             ids = pad([prompts[row] for row in rows], tokenizer.pad_token_id, accelerator.device, left=True)
             mask = pad([[1] * len(prompts[row]) for row in rows], 0, accelerator.device, left=True)
+            draw = []
+            if temperature:
+                numbers = torch.from_numpy(uniforms[rows]).to(accelerator.device)
+                draw = [SampleByUniform(numbers, ids.shape[1], temperature)]
             with accelerator.autocast():
-                out = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings, synced_gpus=False)
-            texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-            answers.update(zip(rows, texts))
+                out = model.generate(
+                    input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=draw, synced_gpus=False
+                )
+            for row, response in zip(rows, out[:, ids.shape[1] :].tolist()):
+                end = next((i for i, token in enumerate(response) if token in stops), len(response) - 1)
+                mine[row] = response[: end + 1]
     prepared.train(training)
-    return answers
+    return gather_rows(mine)
 
 
 def final_answer(text: str) -> str:
@@ -89,18 +119,28 @@ def final_answer(text: str) -> str:
     return text.split("####")[-1].strip()
 
 
+def is_right(response: str, answer: str) -> bool:
+    return final_answer(response) == final_answer(str(answer))
+
+
+def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:
+    """A reward function: 1 where the final answer is that of the column `answer`, else 0."""
+    return [float(is_right(response, right)) for response, right in zip(responses, answer)]
+
+
 def exact_match(accelerator, prepared, model, tokenizer, dataset, batch_size: int, max_new_tokens: int) -> tuple[torch.Tensor, list[str]]:  # fmt: skip
     """Greedy answers to a data set's prompts against its column `answer`.
 
     Returns:
-        for this process's share of the rows 1.0 where the final answer is right, and a few of the answers to show.
+        for every row that has an answer 1.0 where the final one is right, and a few of the answers to show. The same on every rank.
     """
     answered = [row for row, answer in enumerate(dataset["answer"][:]) if answer]  # "" where a row has none
     rows = dataset.select_columns(["prompt_ids", "answer"])[answered]
-    answers = greedy_answers(accelerator, prepared, model, tokenizer, rows["prompt_ids"], batch_size, max_new_tokens)
-    right = {row: final_answer(text) == final_answer(str(rows["answer"][row])) for row, text in answers.items()}
+    responses = generate(accelerator, prepared, model, tokenizer, rows["prompt_ids"], batch_size, max_new_tokens)
+    answers = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    right = [is_right(text, answer) for text, answer in zip(answers, rows["answer"])]
     samples = []
-    for row in sorted(answers)[:4]:
-        prompt = " ".join(tokenizer.decode(rows["prompt_ids"][row], skip_special_tokens=True).split())
-        samples.append(f"{'right' if right[row] else 'wrong'}: {prompt[-80:]!r} -> {answers[row][-80:]!r}")
-    return torch.tensor([right[row] for row in sorted(right)], dtype=torch.float32, device=accelerator.device), samples
+    for prompt, answer, good in list(zip(rows["prompt_ids"], answers, right))[:4]:
+        prompt = " ".join(tokenizer.decode(prompt, skip_special_tokens=True).split())
+        samples.append(f"{'right' if good else 'wrong'}: {prompt[-80:]!r} -> {answer[-80:]!r}")
+    return torch.tensor(right, dtype=torch.float32, device=accelerator.device), samples

@@ -77,7 +77,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     set_seed(args.seed)
     precision = engine_precision(accelerator)
     if precision != "no" and on_cpu:
-        HalfLinearInFp32().__enter__()  # for the life of the process
+        HalfProductsInFp32().__enter__()  # for the life of the process
         accelerator.print(f"NOTE: this machine has no GPU: {precision} is emulated on the CPU, for checking only "
                           "(half weights, fp32 arithmetic inside each matrix product).")  # fmt: skip
     accelerator.print(
@@ -111,7 +111,7 @@ def deepspeed_plugin(accumulation: int, micro_train_batch_size: int, max_grad_no
     if not torch.cuda.is_available():
         # Its first use compiles C++ for more than a minute, and fails without a compiler; gloo does the same work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # emulated, see HalfLinearInFp32
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # emulated, see HalfProductsInFp32
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     plugin = DeepSpeedPlugin(hf_ds_config=read_deepspeed_json(path) if path else None)
     config = plugin.deepspeed_config
@@ -203,16 +203,17 @@ def decide_output_dir(args, recipe: str) -> str:
     return str(path)
 
 
-class HalfLinearInFp32(TorchFunctionMode):
-    """Computes half-precision matrix products in fp32 and rounds the result: what tensor cores do, and on a CPU
+class HalfProductsInFp32(TorchFunctionMode):
+    """Computes half-precision matrix products and attention in fp32 and rounds the result: what tensor cores do, and on a CPU
     without half kernels many times faster than the library's own."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is F.linear and args[0].device.type == "cpu" and args[0].dtype in (torch.float16, torch.bfloat16):
-            values = [*args, *kwargs.values()]
-            return F.linear(*(None if value is None else value.float() for value in values)).to(args[0].dtype)
-        return function(*args, **kwargs)
+        half = (torch.float16, torch.bfloat16)
+        if function in (F.linear, F.scaled_dot_product_attention) and args[0].device.type == "cpu" and args[0].dtype in half:
+            single = lambda value: value.float() if isinstance(value, torch.Tensor) and value.dtype in half else value
+            kwargs = {name: single(value) for name, value in (kwargs or {}).items()}
+            return function(*map(single, args), **kwargs).to(args[0].dtype)
+        return function(*args, **(kwargs or {}))
 
 
 def quiet() -> None:

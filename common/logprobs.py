@@ -16,10 +16,10 @@ class ChunkedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, multiplier: float, softcap: float):
+    def forward(ctx, hidden, weight, bias, targets, multiplier: float, softcap: float, entropy: bool):
         """Args: hidden `[n, h]`, weight `[v, h]`, bias `[v]` or None, targets `[n]`; the architecture's logits are
         `softcap * tanh(multiplier * raw / softcap)`. Returns fp32 `[n]` each: log-prob of the target, mean of the
-        logits over the vocabulary, and 1.0 where the target is the most probable token."""
+        logits over the vocabulary, 1.0 where the target is the most probable token, and, if asked for, the entropy."""
         device = hidden.device.type
         # A custom function is not autocast by itself, and its backward runs outside of the context.
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -27,7 +27,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         ctx.multiplier, ctx.softcap = multiplier, softcap
         ctx.chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
         ctx.save_for_backward(hidden, weight, bias, targets)
-        logps, means, correct = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        logps, means, correct, entropies = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(4))
         matrix = weight.to(ctx.dtype)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -36,8 +36,10 @@ class ChunkedLogProbs(torch.autograd.Function):
             logps[part] = chosen - logits.logsumexp(-1)
             means[part] = logits.mean(-1)
             correct[part] = (logits.argmax(-1) == targets[part]).float()
-        ctx.mark_non_differentiable(means, correct)
-        return logps, means, correct
+            if entropy:
+                entropies[part] = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+        ctx.mark_non_differentiable(means, correct, entropies)
+        return logps, means, correct, entropies
 
     @staticmethod
     def backward(ctx, grad_logps, *_):
@@ -65,7 +67,7 @@ class ChunkedLogProbs(torch.autograd.Function):
                 grad_weight += grad.T @ hidden[part].to(ctx.dtype)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def ctx_logits(ctx, hidden, matrix, bias) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,31 +86,27 @@ class ScoringHead(nn.Linear):
     It is called as the module it is, once a forward, so that ZeRO-3 gathers its weight once and on every rank alike.
     """
 
-    def forward(self, hidden, targets=None, multiplier: float = 1.0, softcap: float = 0.0):
+    def forward(self, hidden, targets=None, multiplier: float = 1.0, softcap: float = 0.0, entropy: bool = False):
         if targets is None:
             return super().forward(hidden)
-        return ChunkedLogProbs.apply(hidden, self.weight, self.bias, targets, multiplier, softcap)
+        return ChunkedLogProbs.apply(hidden, self.weight, self.bias, targets, multiplier, softcap, entropy)
 
 
-class LogProbModel(nn.Module):
-    """A causal language model whose forward returns log-probs of the positions asked for: train and prepare this one.
+class ScoreHead(nn.Linear):
+    """A reward model's or critic's output layer, in fp32 whatever the model computes in: half precision would round the scores."""
 
-    The backbone runs on the whole sequence, the head on the asked positions only. Rows are padded on the right, which under
-    causal attention needs no mask: no real token sees a token to its right.
-    """
+    def forward(self, hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+class Wrapper(nn.Module):
+    """What the engine prepares, around a `transformers` model that is trained or read: its `model`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        head = model.get_output_embeddings()
-        if type(head) is not nn.Linear:
-            sys.exit(f"{type(model).__name__}: the output layer is {type(head).__name__}, only a plain nn.Linear is supported")  # fmt: skip
-        head.__class__ = ScoringHead  # same parameters and names: saving and generation do not notice
         self.model, self.config = model, model.config
         self._no_split_modules = model._no_split_modules  # where FSDP2 cuts
-        text = model.config.get_text_config()
-        self.softcap = getattr(text, "final_logit_softcapping", None) or 0.0  # Gemma
-        self.multiplier = getattr(text, "logit_scale", None) or 1.0  # Cohere
-        self.multiplier /= getattr(text, "logits_scaling", None) or 1.0  # Granite
 
     def tie_weights(self):
         self.model.tie_weights()
@@ -119,25 +117,79 @@ class LogProbModel(nn.Module):
     def get_output_embeddings(self):
         return self.model.get_output_embeddings()
 
-    def forward(self, input_ids, scored, temperature: float = 1.0, check: bool = False):
+
+class ScoreModel(Wrapper):
+    """A sequence classifier with one label, see `load_score_model`."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        model.score.__class__ = ScoreHead
+
+    def forward(self, input_ids, **sharing) -> torch.Tensor:
+        """fp32 `[rows, length]`: the score of each row up to and including that token. Padding on the right changes none of them.
+
+        Args:
+            sharing: `position_ids` and `attention_mask` of `pad_shared`.
+        """
+        return self.model.score(self.model.base_model(input_ids=input_ids, use_cache=False, **sharing).last_hidden_state).squeeze(-1)
+
+
+@torch.no_grad()
+def can_share(prepared: nn.Module, config, alone: dict, shared: dict, last: tuple[torch.Tensor, torch.Tensor], longest: int) -> bool:
+    """Whether a model scores a prompt's answers in one row as it does alone: not where positions or attention are of another kind.
+
+    Args:
+        alone, shared: inputs of the same answers; `last` their places in each.
+        longest: tokens of the longest row.
+    """
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    if config._attn_implementation != "sdpa" or (window and window < longest):
+        return False
+    training = prepared.training
+    prepared.eval()
+    one, other = (prepared(**inputs).gather(1, place).T.reshape(-1) for inputs, place in zip((alone, shared), last))
+    prepared.train(training)
+    return bool((one - other).abs().max() <= 0.01 * (1 + one.abs().max()))
+
+
+class LogProbModel(Wrapper):
+    """A causal language model whose forward returns log-probs of the positions asked for: train and prepare this one.
+
+    The backbone runs on the whole sequence, the head on the asked positions only. Rows are padded on the right, which under
+    causal attention needs no mask: no real token sees a token to its right.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            sys.exit(f"{type(model).__name__}: the output layer is {type(head).__name__}, only a plain nn.Linear is supported")  # fmt: skip
+        head.__class__ = ScoringHead  # same parameters and names: saving and generation do not notice
+        text = model.config.get_text_config()
+        self.softcap = getattr(text, "final_logit_softcapping", None) or 0.0  # Gemma
+        self.multiplier = getattr(text, "logit_scale", None) or 1.0  # Cohere
+        self.multiplier /= getattr(text, "logits_scaling", None) or 1.0  # Granite
+
+    def forward(self, input_ids, scored, temperature: float = 1.0, entropy: bool = False, check: bool = False):
         """Scores the tokens where `scored` is true.
 
         Args:
             input_ids: `[rows, length]`, padded on the right with any id.
             scored: bool `[rows, length]`; the first column must be false, nothing predicts it.
             temperature: the logits are divided by it.
+            entropy: compute `entropy`, too.
             check: run the architecture's own forward too, for `check_logprobs`: adds `own_logps`.
 
         Returns:
             dict of fp32 `[rows, length - 1]`, entry t for token t + 1, zero where not scored:
-            `logps`, `mean_logits` (over the vocabulary), `correct` (1.0 where the token is the most probable).
+            `logps`, `mean_logits` (over the vocabulary), `correct` (1.0 where the token is the most probable); `entropy` if asked for.
         """
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
         mask = scored[:, 1:]
         values = self.model.get_output_embeddings()(
-            hidden[mask], input_ids[:, 1:][mask], self.multiplier / temperature, self.softcap / temperature
+            hidden[mask], input_ids[:, 1:][mask], self.multiplier / temperature, self.softcap / temperature, entropy
         )
-        values = dict(zip(("logps", "mean_logits", "correct"), values))
+        values = dict(zip(("logps", "mean_logits", "correct", *["entropy"] * entropy), values))
         if check:
             own = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
             values["own_logps"] = own.gather(2, input_ids[:, 1:, None]).squeeze(2)[mask]

@@ -16,11 +16,15 @@ from .progress import Progress
 
 
 class Means:
-    """float64 sums and counts by name. Every rank must add the same names in the same order."""
+    """float64 sums, counts, minima and maxima by name. Every rank must add the same names in the same order."""
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.sums: dict[str, torch.Tensor] = {}  # name -> (sum, count)
+        self.sums: dict[str, torch.Tensor] = {}  # name -> (sum, count, minimum, maximum)
+
+    @staticmethod
+    def nothing(device) -> torch.Tensor:
+        return torch.tensor([0.0, 0.0, math.inf, -math.inf], dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, values: dict[str, torch.Tensor], weights: torch.Tensor) -> None:
@@ -32,27 +36,35 @@ class Means:
         """
         weights = weights.double()
         for name, value in values.items():
-            value = torch.where(weights > 0, value.double(), 0.0)  # a filler's inf must not become NaN
-            self.merge(name, torch.stack([(value * weights).sum(), weights.sum()]))
+            low, high = (torch.where(weights > 0, value.double(), bound) for bound in (math.inf, -math.inf))
+            total = (torch.where(weights > 0, low, 0.0) * weights).sum()  # a filler's inf must not become NaN
+            self.merge(name, torch.stack([total, weights.sum(), low.amin(), high.amax()]))
 
-    def merge(self, name: str, sum_and_count: torch.Tensor) -> None:
-        self.sums[name] = self.sums[name] + sum_and_count if name in self.sums else sum_and_count
+    def merge(self, name: str, new: torch.Tensor) -> None:
+        old = self.sums.get(name, self.nothing(new.device))
+        self.sums[name] = torch.cat([old[:2] + new[:2], torch.minimum(old, new)[2:3], torch.maximum(old, new)[3:]])
 
     def reduce(self) -> dict[str, float]:
-        """The means over all processes, in one collective; empties the sums. All ranks must call it."""
+        """The means over all processes, in one collective; a name whose last part begins with min_ or max_ gives the minimum or the
+        maximum. Empties the sums. All ranks must call it."""
         if not self.sums:
             return {}
-        table = self.accelerator.reduce(torch.stack(list(self.sums.values())), reduction="sum").tolist()
-        names, self.sums = list(self.sums), {}
-        return {name: total / count for name, (total, count) in zip(names, table) if count}
+        table = self.accelerator.gather(torch.stack(list(self.sums.values()))[None])  # [processes, names, 4]
+        sums, low, high = table.sum(0).tolist(), table.amin(0).tolist(), table.amax(0).tolist()
+        names, self.sums, result = list(self.sums), {}, {}
+        for name, (total, count, *_), (_, _, least, _), (*_, most) in zip(names, sums, low, high):
+            if count:
+                result[name] = {"min_": least, "max_": most}.get(name.rpartition("/")[2][:4], total / count)
+        return result
 
 
-def check_finite(losses: list[tuple], progress: Progress) -> None:
+def check_finite(losses: list[tuple], progress: Progress, output_dir: str, tensors: dict[str, torch.Tensor] | None = None) -> None:
     """Stops a run whose loss is not a number: no loss scale cures that. An overflow of fp16 gradients is another thing: the
     engine skips that update.
 
     Args:
         losses: (row numbers, losses `[rows, ...]`, weights of the same shape) of each micro-batch of the window.
+        tensors: of the last of them, whose statistics are written to `not_finite_<rank>.json` in `output_dir`.
 
     Raises:
         FloatingPointError: with the step and the rows.
@@ -61,10 +73,17 @@ def check_finite(losses: list[tuple], progress: Progress) -> None:
     if torch.cat(finite).all():
         return
     bad = [str(row) for (rows, *_), good in zip(losses, finite) for row, ok in zip(rows, good.tolist()) if not ok]
+    report = {"global_step": progress.global_step + 1, "window": progress.windows_seen, "rows": bad, "tensors": {}}
+    for name, tensor in {**(tensors or {}), **{f"loss of micro-batch {i}": values for i, (_, values, _) in enumerate(losses)}}.items():
+        good = tensor[torch.isfinite(tensor)].double()
+        report["tensors"][name] = {"shape": list(tensor.shape), "not_finite": tensor.numel() - good.numel(),
+                                   "min, max, mean": [f(good).item() for f in (torch.amin, torch.amax, torch.mean)] if len(good) else []}  # fmt: skip
+    file = Path(output_dir) / f"not_finite_{os.environ.get('RANK', 0)}.json"
+    file.write_text(json.dumps(report, indent=1), encoding="utf-8")
     raise FloatingPointError(
         f"the loss of update {progress.global_step + 1} (window {progress.windows_seen}) is not finite, in data rows {', '.join(bad)}. "
-        "Nothing was updated. Look at these rows; lower --learning_rate if the loss had grown; fp16 activations overflow "
-        "where bf16's do not."
+        f"Nothing was updated. Look at these rows and at {file}; lower --learning_rate if the loss had grown; fp16 activations "
+        "overflow where bf16's do not."
     )
 
 
@@ -81,6 +100,7 @@ class Metrics:
         self.file = Path(args.output_dir) / "metrics.jsonl"
         self.open, self.pending = Means(accelerator), Means(accelerator)
         self.last_update: dict[str, float] = {}
+        self.shown: dict[str, float] = {}
         self.trackers = args.report_to != "none"
         self.seconds: dict[str, float] = {}
         self.start_interval()
@@ -138,7 +158,7 @@ class Metrics:
 
     def log(self) -> None:
         """Writes the training line of this `global_step`, if anything was applied since the last. All ranks must call it."""
-        if not self.open.sums:
+        if "loss" not in self.open.sums:
             return
         elapsed = time.perf_counter() - self.since
         means, progress = self.open.reduce(), self.progress
@@ -152,9 +172,22 @@ class Metrics:
         if self.accelerator.device.type == "cuda":
             line["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self.write(line)
-        shown = {"loss": line["loss"], self.bar_metric.split("/")[-1]: line[self.bar_metric]}
-        self.bar.set_postfix({**shown, "tokens/s": line["perf/tokens_per_second"]}, refresh=False)
+        self.shown |= {name.split("/")[-1]: line[name] for name in ("loss", self.bar_metric, "perf/tokens_per_second") if name in line}
+        self.bar.set_postfix(self.shown, refresh=False)
         self.start_interval()
+
+    def log_rollout(self, scores: torch.Tensor, table: list[list[str]]) -> None:
+        """Shows a rollout in TensorBoard, at the update it is made for: a histogram of its scores, a table of some of its responses.
+
+        Args:
+            table: rows of cells, the header first.
+        """
+        if self.trackers and self.accelerator.is_main_process:
+            cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in table]
+            lines = [f"| {' | '.join(row)} |" for row in [cells[0], ["---"] * len(cells[0]), *cells[1:]]]
+            writer, step = self.accelerator.get_tracker("tensorboard").writer, self.progress.global_step + 1
+            writer.add_histogram("objective/scores", scores, step)
+            writer.add_text("responses", "\n".join(lines), step)
 
     def log_evaluation(self, values: dict[str, float], samples: list[str]) -> None:
         """Writes an evaluation as a line of its own, and shows it with a few answers. All ranks may call it."""

@@ -1,7 +1,10 @@
 """Loading a tokenizer and models, freezing a reference, preparing a trainable one, right under every strategy."""
 
 import contextlib
+import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,7 +12,8 @@ from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from .launch import engine_precision, zero_stage
 
@@ -34,25 +38,83 @@ def load_tokenizer(name: str):
     return tokenizer
 
 
-def load_causal_lm(name: str, attn_implementation: str | None, gradient_checkpointing: bool = False) -> PreTrainedModel:
+def load_causal_lm(name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool = False) -> PreTrainedModel:
     """A causal language model in fp32: autocast and FSDP2 round it to half for each forward pass; DeepSpeed rounds it once, and its
     fp32 masters start from the rounded weights.
 
     Raises:
-        SystemExit: nothing there, or an architecture that transformers does not know.
+        SystemExit: nothing there, an architecture that transformers does not know, or a tokenizer with more tokens than embeddings.
     """
+    model, missing = load(AutoModelForCausalLM, name, tokenizer, attn_implementation, gradient_checkpointing)
+    if missing:
+        sys.exit(f"{name!r} lacks weights, such as {min(missing)}: they would have started at random")
+    return model
+
+
+def load_score_model(
+    name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool = False, new_head: bool = False
+) -> PreTrainedModel:
+    """A sequence classifier with one label in fp32: a reward model, or a critic.
+
+    Args:
+        new_head: a model without a score head is given one, N(0, 1 / (hidden size + 1)): the outputs begin with variance about 1
+            on normalised hidden states (Stiennon et al. 2020, arXiv:2009.01325, and the code of Huang et al. 2024, arXiv:2403.17031).
+
+    Raises:
+        SystemExit: nothing there, another tokenizer, no score head though `new_head` is false, or an architecture whose head is of another kind.
+    """
+    if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+        sys.exit(f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: what is scored in tokens must share them")
+    model, missing = load(AutoModelForSequenceClassification, name, tokenizer, attn_implementation, gradient_checkpointing, num_labels=1)
+    if type(getattr(model, "score", None)) is not nn.Linear:
+        sys.exit(f"{type(model).__name__} has no linear layer 'score' over each position: this architecture cannot be scored")
+    if missing - {"score.weight"} or (missing and not new_head):
+        sys.exit(f"{name!r} lacks weights, such as {min(missing)}: expected a reward model with one label, as recipes/reward.py saves it")
+    if missing:
+        generator = torch.Generator().manual_seed(torch.initial_seed())  # whatever random numbers the strategy's loading has used up
+        start = torch.randn(1, model.score.in_features, generator=generator) / math.sqrt(model.score.in_features + 1)
+        with whole([model.score.weight]), torch.no_grad():
+            model.score.weight.copy_(start)
+    model.config.get_text_config().pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id  # where transformers stops reading
+    return model
+
+
+def load(
+    auto_class, name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool, **kwargs
+) -> tuple[PreTrainedModel, set]:
+    """A model in fp32, and the names of the weights that its folder lacks."""
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         sys.exit(f"--model_name_or_path {name!r} is a folder without config.json: not a Hugging Face model")
+    kwargs |= dict(attn_implementation=attn_implementation, dtype=torch.float32, output_loading_info=True)
     try:
-        kwargs = dict(attn_implementation=attn_implementation, dtype=torch.float32, output_loading_info=True)
-        model, info = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+        model, info = auto_class.from_pretrained(name, **kwargs)
     except Exception as error:  # torn weights, an attention that is not installed ...
-        sys.exit(f"no causal language model could be loaded from {name!r}: {str(error).strip().splitlines()[0]} (expected a Hugging Face folder or a hub name)")  # fmt: skip
-    if info["missing_keys"]:
-        sys.exit(f"{name!r} lacks weights, such as {min(info['missing_keys'])}: they would have started at random")
+        kind = "causal language model" if auto_class is AutoModelForCausalLM else "reward model with one label"
+        sys.exit(f"no {kind} could be loaded from {name!r}: {str(error).strip().splitlines()[0]} (expected a Hugging Face folder or a hub name)")  # fmt: skip
+    size = model.config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the vocab_size of {name!r} is {size}: "
+                 "use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+    return model, set(info["missing_keys"])
+
+
+def whole(parameters: list[nn.Parameter]):
+    """Under ZeRO-3 a model may be cut into shards while it is loaded: inside the block rank 0 can write the whole of these."""
+    if not hasattr(parameters[0], "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Turns dropout off for good, also while the model trains: the policy that is updated must be the one that sampled."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)
 
 
 def model_fingerprint(name: str, model: PreTrainedModel) -> list:
@@ -63,17 +125,9 @@ def model_fingerprint(name: str, model: PreTrainedModel) -> list:
     return [str(folder.resolve()) if files else name, getattr(model.config, "_commit_hash", None), stats]
 
 
-def check_vocabulary(model: nn.Module, tokenizer) -> None:
-    """Refuses a tokenizer that writes ids the model has no embedding for."""
-    size = model.config.get_text_config().vocab_size
-    if len(tokenizer) > size:
-        sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the model's vocab_size is {size}: "
-                 "use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
-
-
-def optimizer_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def optimizer_groups(model: nn.Module, weight_decay: float, **settings) -> list[dict]:
     """Parameter groups with weight decay on matrices only, as is usual: not on biases and norms."""
-    groups = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
+    groups = [{"params": [], "weight_decay": decay, **settings} for decay in (weight_decay, 0.0)]
     for p in filter(lambda p: p.requires_grad, model.parameters()):
         groups[len(getattr(p, "ds_shape", p.shape)) < 2]["params"].append(p)  # ZeRO-3 hides the shape
     return [group for group in groups if group["params"]]
@@ -133,3 +187,33 @@ def loss_scale(accelerator, prepared: nn.Module) -> float | None:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return prepared.optimizer.cur_scale if engine_precision(accelerator) == "fp16" else None
     return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
+
+
+def record_group_norms(accelerator, prepared: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], list[float]]:
+    """A function that tells the gradient norm of each parameter group in the update that is being made, up to one common factor
+    (clipping, the loss scale): call it after `clip_grad_norm_`, on all ranks.
+
+    Under DeepSpeed the gradients are gone by then: what the engine itself computes for the joint norm is kept.
+    """
+    engine, kept = prepared.optimizer if accelerator.distributed_type == DistributedType.DEEPSPEED else None, []
+
+    def keep(compute, *args):
+        kept.append(compute(*args))
+        return kept[-1]
+
+    def group_norms() -> list[float]:
+        squares = [0.0] * len(optimizer.param_groups)
+        if engine is None:
+            norms = [torch.nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None]) for group in optimizer.param_groups]  # fmt: skip
+        else:
+            norms = kept
+        for index, norm in enumerate(norms):
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            squares[getattr(engine, "sub_group_to_group_id", {}).get(index, index)] += float(norm) ** 2  # ZeRO-3 cuts groups into pieces
+        kept.clear()
+        return [math.sqrt(square) for square in squares]
+
+    for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
+        if hasattr(engine, name):
+            setattr(engine, name, partial(keep, getattr(engine, name)))
+    return group_norms

@@ -14,6 +14,7 @@ class Progress:
         skipped_steps: updates that an fp16 overflow made the engine skip.
         windows_seen: windows consumed, applied or skipped: the position in the data.
         samples, tokens: trained on so far, in applied updates.
+        windows_per_epoch: windows of one pass over the rows; by default `n_rows / train_batch_size` rounded up.
     """
 
     n_rows: int
@@ -26,14 +27,12 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     skips_in_a_row: int = 0
+    windows_per_epoch: int = 0
 
     def __post_init__(self):
         if self.max_steps < 0 or (self.max_steps == 0 and self.max_epochs < 1):
             sys.exit(f"--max_epochs {self.max_epochs} and --max_steps {self.max_steps}: give at least one epoch, or a number of updates")  # fmt: skip
-
-    @property
-    def windows_per_epoch(self) -> int:
-        return math.ceil(self.n_rows / self.train_batch_size)
+        self.windows_per_epoch = self.windows_per_epoch or math.ceil(self.n_rows / self.train_batch_size)
 
     @property
     def total_steps(self) -> int:

@@ -1,14 +1,16 @@
 """Which samples form a window, and how a window is cut into the micro-batches of each process."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 
 
-def window_rows(n_rows: int, train_batch_size: int, seed: int, index: int) -> np.ndarray:
+def window_rows(n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int) -> np.ndarray:
     """The rows of window `index`, counted over the whole run.
 
     A seeded permutation per epoch, cut into windows; the last of an epoch may be short. It depends on the seed and the
@@ -18,9 +20,9 @@ def window_rows(n_rows: int, train_batch_size: int, seed: int, index: int) -> np
     return epoch_order(n_rows, seed, epoch)[window * train_batch_size : (window + 1) * train_batch_size]
 
 
-@functools.lru_cache(maxsize=1)
-def epoch_order(n_rows: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(n_rows)
+@functools.lru_cache(maxsize=2)  # PPO goes through prompts and, within a rollout, through its samples
+def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
+    return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
 
 
 def arrange(
@@ -55,8 +57,36 @@ def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = Fal
     return torch.tensor(rows, device=device)
 
 
+def pad_shared(prompts: list[list[int]], answers: Sequence[list[list[int]]], device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Rows of a prompt and all its answers, the prompt computed once: an answer sees the prompt and itself, at the places it would have alone.
+
+    Args:
+        answers: for each of the k answers of a prompt, its token ids in every row.
+
+    Returns:
+        what a model takes: `input_ids`, `position_ids` `[rows, longest]` and `attention_mask` bool `[rows, 1, longest, longest]`;
+        and the place of each answer's last token, `[rows, k]`.
+    """
+    parts = [[prompt, *ids] for prompt, *ids in zip(prompts, *answers)]
+    rows, segments, positions = [], [], []
+    for prompt, *rest in parts:
+        rows.append([*prompt, *itertools.chain(*rest)])
+        segments.append([0] * len(prompt) + [i for i, ids in enumerate(rest, 1) for _ in ids])
+        positions.append([*range(len(prompt)), *(len(prompt) + place for ids in rest for place in range(len(ids)))])
+    segments = pad(segments, -1, device)
+    same, prompt = segments[:, None, None, :] == segments[:, None, :, None], segments[:, None, None, :] == 0
+    inputs = {"input_ids": pad(rows, 0, device), "position_ids": pad(positions, 0, device), "attention_mask": (same | prompt).tril()}
+    return inputs, torch.tensor([np.cumsum([len(ids) for ids in row])[1:].tolist() for row in parts], device=device) - 1
+
+
 def evaluation_batches(accelerator, dataset, micro_batch_size: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
     """Every row of a data set once, over all processes: row numbers, their columns, and weights `[rows]`, 0 for a filler."""
     share = np.arange(len(dataset)), np.array(dataset["length"][:]), micro_batch_size
     for rows, weights in arrange(*share, accelerator.num_processes, accelerator.process_index):
         yield rows, dataset[rows], torch.tensor(weights, device=accelerator.device)
+
+
+def gather_rows(mine: dict[int, object]) -> list:
+    """What the processes have by row, as one list in the order of the rows, on every rank."""
+    everyone = {row: value for part in gather_object([mine]) for row, value in part.items()}
+    return [everyone[row] for row in range(len(everyone))]

@@ -32,16 +32,7 @@ from common.generation import exact_match
 from common.launch import engine_precision, make_accelerator
 from common.logprobs import LogProbModel, check_logprobs
 from common.metrics import Means, Metrics, check_finite
-from common.models import (
-    check_vocabulary,
-    load_causal_lm,
-    load_tokenizer,
-    loss_scale,
-    model_fingerprint,
-    optimizer_groups,
-    prepare,
-    prepare_frozen,
-)
+from common.models import load_causal_lm, load_tokenizer, loss_scale, model_fingerprint, optimizer_groups, prepare, prepare_frozen
 from common.progress import Progress, check_intervals
 from common.saving import save_actor, save_step_actor
 from common.windows import arrange, evaluation_batches, pad, window_rows
@@ -187,8 +178,7 @@ def main():
     accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
-    policy = LogProbModel(load_causal_lm(args.model_name_or_path, args.attn_implementation, args.gradient_checkpointing))
-    check_vocabulary(policy, tokenizer)
+    policy = LogProbModel(load_causal_lm(args.model_name_or_path, tokenizer, args.attn_implementation, args.gradient_checkpointing))
     optimizer = torch.optim.AdamW(optimizer_groups(policy, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
@@ -197,8 +187,7 @@ def main():
 
     # ============================================================ reference
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
-    reference = LogProbModel(load_causal_lm(ref_name, args.attn_implementation))
-    check_vocabulary(reference, tokenizer)
+    reference = LogProbModel(load_causal_lm(ref_name, tokenizer, args.attn_implementation))
     key = ["dpo reference", model_fingerprint(ref_name, reference), engine_precision(accelerator)]
     reference = prepare_frozen(accelerator, reference)
     ref_tables = {}
@@ -242,7 +231,7 @@ def main():
                 losses, values, logits = compare(model(input_ids, scored), scored, ref_logps, args)
                 seen.append((columns["row"], losses.detach(), weights))
                 if accelerator.sync_gradients:
-                    check_finite(seen, progress)
+                    check_finite(seen, progress, args.output_dir)
                 # The mean over the window's pairs: the engine divides by accumulation steps and processes.
                 accelerator.backward((losses * weights).sum() * steps * processes / len(window))
                 if accelerator.sync_gradients:

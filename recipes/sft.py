@@ -29,7 +29,7 @@ from common.generation import exact_match
 from common.launch import make_accelerator
 from common.logprobs import LogProbModel, check_logprobs
 from common.metrics import Means, Metrics, check_finite
-from common.models import check_vocabulary, load_causal_lm, load_tokenizer, loss_scale, optimizer_groups, prepare
+from common.models import load_causal_lm, load_tokenizer, loss_scale, optimizer_groups, prepare
 from common.progress import Progress, check_intervals
 from common.saving import save_actor, save_step_actor
 from common.windows import arrange, evaluation_batches, pad, window_rows
@@ -115,8 +115,7 @@ def main():
     accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
-    actor = LogProbModel(load_causal_lm(args.model_name_or_path, args.attn_implementation, args.gradient_checkpointing))
-    check_vocabulary(actor, tokenizer)
+    actor = LogProbModel(load_causal_lm(args.model_name_or_path, tokenizer, args.attn_implementation, args.gradient_checkpointing))
     optimizer = torch.optim.AdamW(optimizer_groups(actor, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
@@ -147,7 +146,7 @@ def main():
                 losses, values, token_weights = compare(model(input_ids, scored), scored, weights)
                 seen.append((columns["row"], losses.detach(), token_weights))
                 if accelerator.sync_gradients:
-                    check_finite(seen, progress)
+                    check_finite(seen, progress, args.output_dir)
                 # The mean over the window's target tokens: the engine divides by accumulation steps and processes.
                 accelerator.backward((losses * token_weights).sum() * steps * processes / int(targets[window].sum()))
                 if accelerator.sync_gradients:

@@ -123,7 +123,7 @@ MUTATIONS = [
              "test_launch.py::test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_repository"),
     Mutation("any_common", "common/__init__.py", "and beside != REPOSITORY:", "and REPOSITORY is None:",
              "test_launch.py::test_another_common_is_refused"),
-    Mutation("no_nan_check", "recipes/sft.py", "check_finite(seen, progress)", "pass",
+    Mutation("no_nan_check", "recipes/sft.py", "check_finite(seen, progress, args.output_dir)", "pass",
              "test_launch.py::test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows[plain]"),
     Mutation("no_clip", "recipes/sft.py", "args.max_grad_norm or math.inf", "math.inf",
              "test_launch.py::test_one_argument_rules_the_clipping[plain]"),

@@ -1,0 +1,248 @@
+"""Reward model: a score for an answer, learned from which of two answers people preferred.
+
+Stiennon et al. 2020, arXiv:2009.01325, section 3.4 (Bradley-Terry). Loss of one pair, r the score at the answer's last token:
+
+    loss = -log sigmoid(r(chosen) - r(rejected))
+
+Demo, offline:   python recipes/reward.py
+One GPU:         accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/reward.py --model_name_or_path M --dataset_name D
+N GPUs:          accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/reward.py --model_name_or_path M --dataset_name D
+DeepSpeed fp16:  accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/reward.py
+Docs, metrics:   docs/reward.md
+"""
+
+# ============================================================ imports
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import get_scheduler
+from transformers.hf_argparser import HfArg
+
+import common
+from common.arguments import parse_args
+from common.checkpoint import Run, resume, save_checkpoint
+from common.data import check, column_names, load_evaluation_sets, load_tokenized, preference_row
+from common.launch import make_accelerator
+from common.logprobs import ScoreModel, can_share
+from common.metrics import Means, Metrics, check_finite
+from common.models import load_score_model, load_tokenizer, loss_scale, optimizer_groups, prepare
+from common.progress import Progress, check_intervals
+from common.saving import save_actor, save_step_actor
+from common.windows import arrange, evaluation_batches, pad, pad_shared, window_rows
+
+common.check_recipe(__file__)
+
+
+# ============================================================ arguments
+@dataclass
+class Args:
+    model_name_or_path: str | None = HfArg(default=None, help="model to start from, usually the SFT model: hub name or folder")
+    dataset_name: str | None = HfArg(default=None, help="pairs: hub name, hub name:config, file or folder; a column margin is used")
+    dataset_split: str = HfArg(default="train", help="split of --dataset_name")
+    eval_dataset_name: list[str] | None = HfArg(default=None, help="held-out pairs, one or several sets")
+    eval_dataset_split: str = HfArg(default="train", help="split of --eval_dataset_name (a local file's is train)")
+    columns: list[str] | None = HfArg(default=None, help="where a format's column stands in the data, such as prompt=question")
+    output_dir: str | None = HfArg(default=None, help="default: runs/reward/<date-time>")
+
+    center_coef: float = HfArg(default=0.0, help="weight of (r(chosen) + r(rejected))^2, which keeps scores around zero; 0.01 is usual")
+
+    share_prompts: bool = HfArg(default=True, help="a prompt computed once for both answers, where the architecture allows it")
+    train_batch_size: int = HfArg(default=64, help="pairs of one update, over all processes")
+    micro_train_batch_size: int = HfArg(default=4, help="pairs one process runs at once")
+    max_epochs: int = HfArg(default=1, help="passes over the data")
+    max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
+    max_length: int = HfArg(default=1024, help="tokens of prompt and answer; what is longer is cut at the end")
+    learning_rate: float = HfArg(default=1e-5, help="peak learning rate")
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = HfArg(
+        default="linear", help="see transformers.get_scheduler"
+    )
+    warmup_steps: float = HfArg(default=0.03, help="updates of warm-up; below 1 a share of all")
+    weight_decay: float = HfArg(default=0.0, help="on matrices, not on biases and norms")
+    adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
+    max_grad_norm: float = HfArg(default=1.0, help="gradient clipping; 0: none")
+    gradient_checkpointing: bool = HfArg(default=False, help="less memory for more time")
+    attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
+    seed: int = HfArg(default=0, help="data order and dropout")
+
+    logging_steps: float = HfArg(default=1, help="updates between log lines; below 1 a share of all")
+    eval_steps: float = HfArg(default=0, help="updates between evaluations; 0: only before and after")
+    save_steps: float = HfArg(default=0, help="updates between checkpoints to resume from; 0: none")
+    save_total_limit: int = HfArg(default=2, help="checkpoints to keep; 0: all")
+    save_actor_steps: float = HfArg(default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor")
+    save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
+    resume: str = HfArg(default="never", help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path")
+    report_to: Literal["tensorboard", "none"] = HfArg(default="tensorboard", help="metrics.jsonl is always written")
+
+
+# ============================================================ the algorithm
+def pairwise_loss(chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.Tensor, center_coef: float) -> torch.Tensor:
+    """Loss of each pair, fp32 `[pairs]`.
+
+    Args:
+        chosen, rejected: `[pairs]`, scores of the answers.
+        margins: `[pairs]`, how far apart they should be; 0 where the data does not say.
+
+    Sources: arXiv:2009.01325 section 3.4; margins Llama 2, arXiv:2307.09288 eq. 2; centring arXiv:2312.09244.
+    """
+    return -F.logsigmoid(chosen - rejected - margins) + center_coef * (chosen + rejected) ** 2
+
+
+def reward_row(row: dict, tokenizer, max_length: int) -> dict:
+    """`preference_row` and the row's `margin`, 0 where there is none."""
+    margin = row.get("margin")
+    check(margin is None or isinstance(margin, (int, float)), row, "margin", "a number")
+    return {**preference_row(row, tokenizer, max_length), "margin": float(margin or 0.0)}
+
+
+def collate(columns: dict, share: bool, device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What the model takes, and the place of each answer's last real token, its EOS.
+
+    Shared, a row is a pair: the prompt once and both answers, the places `[pairs, 2]`. Else a row is an answer: all chosen, then all
+    rejected, the places `[2 * pairs, 1]`.
+    """
+    answers = columns["chosen_ids"], columns["rejected_ids"]
+    if share:
+        return pad_shared(columns["prompt_ids"], answers, device)
+    rows = [prompt + answer for prompt, answer in zip(columns["prompt_ids"] * 2, answers[0] + answers[1])]
+    return {"input_ids": pad(rows, 0, device)}, torch.tensor([[len(row) - 1] for row in rows], device=device)
+
+
+def compare(scores: torch.Tensor, last: torch.Tensor, margins: list[float], weights: torch.Tensor, args: Args):
+    """Losses `[pairs]`, metrics of pairs with the pairs' weights, metrics of answers with the answers' weights.
+
+    Args:
+        scores, last: see `ScoreModel.forward` and `collate`.
+        weights: `[pairs]`, 0 for a filler.
+    """
+    rewards = scores.gather(1, last).T.reshape(-1)
+    chosen, rejected = rewards.chunk(2)
+    losses = pairwise_loss(chosen, rejected, torch.tensor(margins, device=scores.device), args.center_coef)
+    pairs = {"loss": losses, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
+    answers = {"mean_reward": rewards, "min_reward": rewards, "max_reward": rewards}
+    return losses, [(pairs, weights), (answers, weights.repeat(2))]
+
+
+def main():
+    # ============================================================ accelerator
+    args = parse_args(Args, demo=common.ASSETS / "reward.yaml")
+    accelerator = make_accelerator(args, "reward")
+    check_intervals(
+        logging_steps=args.logging_steps, eval_steps=args.eval_steps, save_steps=args.save_steps, save_actor_steps=args.save_actor_steps
+    )
+    if args.center_coef < 0:
+        raise SystemExit(f"--center_coef {args.center_coef}: expected 0 or more")
+
+    # ============================================================ data
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise SystemExit(
+            f"the tokenizer of {args.model_name_or_path!r} pads with its EOS, {tokenizer.eos_token!r}, or has no pad token: transformers would "
+            "read a saved reward model's score before the EOS. Set tokenizer.pad_token to another token of its vocabulary and save it."
+        )
+    how = dict(function=reward_row, tokenizer=tokenizer, columns=column_names(args.columns), max_length=args.max_length)
+    train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
+    eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
+    lengths = np.array(train_set["length"][:])
+    progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
+    accelerator.print(progress.describe())
+
+    # ============================================================ model and optimizer
+    loading = args.attn_implementation, args.gradient_checkpointing
+    scorer = ScoreModel(load_score_model(args.model_name_or_path, tokenizer, *loading, new_head=True))
+    optimizer = torch.optim.AdamW(optimizer_groups(scorer, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
+    warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
+    model, optimizer = prepare(accelerator, scorer, optimizer)
+    inputs, last = zip(*(collate(train_set[:1], share, accelerator.device) for share in (False, True)))
+    share = args.share_prompts and can_share(model, scorer.config, *inputs, last, lengths.max())
+    accelerator.print(f"prompts are computed {'once for both answers' if share else 'for each answer'}")
+
+    # ============================================================ the loop
+    metrics = Metrics(accelerator, args, progress, bar_metric="accuracy")
+    steps, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
+    run = Run(
+        accelerator=accelerator, args=args, model=model, unwrapped=scorer, optimizer=optimizer, scheduler=scheduler,
+        tokenizer=tokenizer, progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint, extra={},
+    )  # fmt: skip
+    resume(run)
+    scorer.config.update(run.extra)
+    if progress.windows_seen == 0:
+        metrics.log_evaluation(evaluate(accelerator, model, eval_sets, share, run.extra, args), [])
+    model.train()
+    metrics.start_interval()
+    while not progress.finished:
+        window = window_rows(len(train_set), args.train_batch_size, args.seed, progress.windows_seen)
+        micro_batches = arrange(window, lengths, args.micro_train_batch_size, processes, accelerator.process_index, steps)
+        scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
+        for rows, weights in micro_batches:
+            with metrics.timed("data"):
+                columns, weights = train_set[rows], torch.tensor(weights, device=accelerator.device)
+                inputs, last = collate(columns, share, accelerator.device)
+            with accelerator.accumulate(model):
+                losses, values = compare(model(**inputs), last, columns["margin"], weights, args)
+                seen.append((columns["row"], losses.detach(), weights))
+                if accelerator.sync_gradients:
+                    check_finite(seen, progress, args.output_dir)
+                # The mean over the window's pairs: the engine divides by accumulation steps and processes.
+                accelerator.backward((losses * weights).sum() * steps * processes / len(window))
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+                optimizer.step()
+                optimizer.zero_grad()
+            for part, part_weights in values:
+                metrics.add(part, part_weights)
+        applied = not accelerator.optimizer_step_was_skipped
+        progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
+        metrics.window_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale)
+        if applied:
+            scheduler.step()
+        if progress.log_due(args.logging_steps):
+            metrics.log()
+        if progress.due(args.eval_steps):
+            with metrics.paused():
+                metrics.log_evaluation(evaluate(accelerator, model, eval_sets, share, run.extra, args), [])
+        if args.save_steps and progress.due(args.save_steps):
+            with metrics.paused():
+                save_checkpoint(run)
+        if args.save_actor_steps and progress.due(args.save_actor_steps):
+            with metrics.paused():
+                save_step_actor(accelerator, model, scorer, tokenizer, args, progress.global_step)
+    save_actor(accelerator, model, scorer, tokenizer, f"{args.output_dir}/actor")
+    metrics.close()
+    accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; reward model in {args.output_dir}/actor")
+
+
+# ============================================================ evaluation and saving
+@torch.no_grad()
+def evaluate(accelerator, model, eval_sets, share: bool, moments: dict, args: Args) -> dict[str, float]:
+    """The training metrics over each held-out set, exact over all processes.
+
+    The mean and standard deviation of the scores of all held-out answers go into `moments` and the model's config, as `reward_mean`
+    and `reward_std`: with them PPO can normalise.
+    """
+    training, line, all_sets = model.training, {}, Means(accelerator)
+    model.eval()
+    for prefix, dataset in eval_sets.items():
+        means = Means(accelerator)
+        for _, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size):
+            inputs, last = collate(columns, share, accelerator.device)
+            _, values = compare(model(**inputs), last, columns["margin"], weights, args)
+            for part, part_weights in values:
+                means.add(part, part_weights)
+            rewards = values[1][0]["mean_reward"].double()
+            all_sets.add({"mean": rewards, "mean of squares": rewards**2}, weights.repeat(2))
+        line |= {prefix + name: value for name, value in means.reduce().items()}
+    model.train(training)
+    if found := all_sets.reduce():
+        line["eval/std_reward"] = max(found["mean of squares"] - found["mean"] ** 2, 0.0) ** 0.5
+        moments |= {"reward_mean": found["mean"], "reward_std": line["eval/std_reward"]}
+        accelerator.unwrap_model(model).config.update(moments)
+    return line
+
+
+if __name__ == "__main__":
+    main()
