@@ -54,12 +54,10 @@ def parse(parser: HfArgumentParser, argv: list[str]):
 
 def yaml_to_flags(path: str | Path, parser: HfArgumentParser) -> list[str]:
     """The flags that say what a flat YAML mapping says; `null` leaves the default, `{assets}` is the assets' folder."""
-    if not Path(path).is_file():
-        parser.error(f"the file of defaults {path!r} does not exist")
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        parser.error(f"{path} is not YAML: {' '.join(str(error).split())}")
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        parser.error(f"{path} cannot be read as YAML: {' '.join(str(error).split())}")
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
         parser.error(f"{path}: expected a flat mapping of argument names to values")
     unknown = [name for name in values if f"--{name}" not in parser._option_string_actions]

@@ -1,22 +1,19 @@
 """Checkpoints that are whole or not there, and resuming from them."""
 
 import json
-import random
 import shutil
 import sys
 import types
 import zlib
 from pathlib import Path
 
-import numpy as np
 import torch
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object, set_seed
-from safetensors.torch import load_model, save_model
+from accelerate.utils import DistributedType, gather_object, set_seed
 
-from .launch import describe, engine_precision
+from .launch import describe, engine_precision, on_main_process
 from .metrics import Means
 from .models import reshard
-from .saving import by_step, flush, flush_entry, rotate, save_actor
+from .saving import by_step, flush, replace_directory, rotate, save_actor
 
 # A resumed run may differ in these; in all others it must agree with the checkpoint.
 MAY_CHANGE = {"output_dir", "max_epochs", "max_steps", "logging_steps", "eval_steps", "save_steps", "save_total_limit",
@@ -57,37 +54,34 @@ def save_checkpoint(run: Run) -> None:
     final = run.folder / f"global_step_{run.progress.global_step:06d}"
     temporary = run.folder / f".{final.name}.writing"
     if accelerator.is_main_process:
-        for leftover in run.folder.glob(".*.writing"):  # of a run that was killed while saving
+        for leftover in run.folder.glob(".global_step_*"):  # of a run that was killed while saving
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    reshard(run.model)
-    if run.sharded:
-        accelerator.save_state(str(temporary / "engine"))
-    elif accelerator.is_main_process:
-        (temporary / "engine").mkdir()
-        save_model(run.unwrapped, temporary / "engine" / "model.safetensors")
-        scaler = accelerator.scaler.state_dict() if accelerator.scaler else None
-        torch.save({"optimizer": run.optimizer.state_dict(), "scaler": scaler}, temporary / "engine" / "optimizer.pt")
+    choose_engine_state(run)
+    accelerator.save_state(str(temporary / "engine"))
     save_actor(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
-    torch.save(rank_state(run), temporary / f"rank_{accelerator.process_index:05d}.pt")
+    state = trainer_state(run)
     if accelerator.is_main_process:
         torch.save(run.extra, temporary / "extra.pt")
-        write_json(temporary / "state.json", main_state(run))
+        (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     accelerator.wait_for_everyone()
     flush(temporary)  # on every rank: each flushes what its own node holds back
     files = sorted(path for path in temporary.rglob("*") if path.is_file())
     mine = files[accelerator.process_index :: accelerator.num_processes]
     sums = gather_object([(str(path.relative_to(temporary)), path.stat().st_size, checksum(path)) for path in mine])
     if accelerator.is_main_process:
-        write_json(temporary / "manifest.json", {name: [size, crc] for name, size, crc in sorted(sums)})
-        flush_entry(temporary)
-        if final.exists():  # not whole, or the run would have gone on from it
-            shutil.rmtree(final)
-        temporary.rename(final)
-        flush_entry(run.folder)
+        manifest = {name: [size, crc] for name, size, crc in sorted(sums)}
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        replace_directory(temporary, final)  # one of that name is not whole, or the run would have gone on from it
         rotate(run.folder, run.args.save_total_limit)
     accelerator.wait_for_everyone()
+
+
+def choose_engine_state(run: Run) -> None:
+    """What accelerate saves and loads: no frozen model, and names without DDP's `module.`, for another number of processes."""
+    reshard(run.model)
+    run.accelerator._models = [run.model if run.sharded else run.unwrapped]
 
 
 def resume(run: Run) -> None:
@@ -99,47 +93,41 @@ def resume(run: Run) -> None:
     set_seed(run.args.seed, device_specific=True)  # models were made alike on all ranks; dropout differs between them
     if run.args.resume == "never":
         return run.metrics.start()
-    accelerator, found = run.accelerator, [None, None]
-    if accelerator.is_main_process:
-        found = find_checkpoint(run)
-    path, problem = broadcast_object_list(list(found))
-    if problem:
-        sys.exit(problem)
-    metrics_size = 0
+    accelerator, metrics_size = run.accelerator, 0
+    path = on_main_process(accelerator, find_checkpoint, run)
     if path is None:
         accelerator.print(f"no checkpoint in {run.folder}: starting from the beginning")
     else:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         check_same_run(run, path, state)
         load(run, path, state)
-        same_directory = path.parent.resolve() == run.folder.resolve()
-        metrics_size = state["metrics_bytes"] if same_directory else 0
-        if same_directory and accelerator.is_main_process:  # like the lines beyond it: they are of the run that is left behind
-            for later in [*by_step(run.folder), *by_step(run.folder.parent / "actors")]:
-                if int(later.name.split("_")[-1]) > run.progress.global_step:
-                    shutil.rmtree(later)
+        if path.parent.resolve() == run.folder.resolve():
+            metrics_size = state["metrics_bytes"]
+            # Like the lines beyond it, what was saved later is of the run that is left behind.
+            later = [*by_step(run.folder), *by_step(run.folder.parent / "actors")] if accelerator.is_main_process else []
+            for folder in later:
+                if int(folder.name.split("_")[-1]) > run.progress.global_step:
+                    shutil.rmtree(folder)
         accelerator.print(f"resumed from {path}: {run.progress.global_step} updates, {run.progress.windows_seen} windows seen")
     run.metrics.start(metrics_size)
     accelerator.wait_for_everyone()
 
 
-def find_checkpoint(run: Run) -> tuple[Path | None, str | None]:
-    """(the checkpoint to take or None, what is wrong or None); names those passed over."""
-    if run.args.resume != "auto":
-        path = Path(run.args.resume)
-        fault = fault_of(path)
-        return path, f"--resume {path}: not a whole checkpoint: {fault}" if fault else None
-    candidates = by_step(run.folder)[::-1]
+def find_checkpoint(run: Run) -> Path | None:
+    """The checkpoint to take, the newest whole one with `--resume auto`, or None; names those passed over."""
+    candidates = by_step(run.folder)[::-1] if run.args.resume == "auto" else [Path(run.args.resume)]
     for path in candidates:
         fault = fault_of(path)
         if fault is None:
-            return path, None
+            return path
         run.accelerator.print(f"passed over {path}: {fault}")
     if candidates:
-        none_whole = f"none of the {len(candidates)} checkpoints in {run.folder} is whole. Choose another --output_dir to start anew."
-        return None, f"--resume auto: {none_whole}"
-    finished = (run.folder.parent / "actor").exists()
-    return None, f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint" if finished else None
+        sys.exit(
+            f"--resume {run.args.resume}: none of the {len(candidates)} checkpoints is whole. Choose another --output_dir to start anew."
+        )
+    if (run.folder.parent / "actor").exists():
+        sys.exit(f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint")
+    return None
 
 
 def fault_of(path: Path) -> str | None:
@@ -160,70 +148,44 @@ def fault_of(path: Path) -> str | None:
 
 def check_same_run(run: Run, path: Path, state: dict) -> None:
     """Refuses a checkpoint of other data, another algorithm's settings, or another world where that cannot be loaded."""
-    now = run.identity
-    differences = [
-        f"{name}: {before!r} in the checkpoint, {now.get(name)!r} now"
-        for name, before in state["arguments"].items()
-        if name not in MAY_CHANGE and now.get(name) != before
-    ]
-    if differences:
+    before, now = state["arguments"], run.identity
+    changed = [name for name in before if name not in MAY_CHANGE and now.get(name) != before[name]]
+    if changed:
+        differences = (f"{name}: {before[name]!r} in the checkpoint, {now.get(name)!r} now" for name in changed)
         sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}")
 
 
-def main_state(run: Run) -> dict:
+def trainer_state(run: Run) -> dict:
+    """All that the engine does not know, with each process's own sums of the log line not yet written. All ranks must call it."""
     counters = ("global_step", "skipped_steps", "windows_seen", "samples", "tokens")
-    scheduler = {name: value for name, value in run.scheduler.state_dict().items() if name != "lr_lambdas"}
     return {
         "arguments": run.identity,
         "progress": {name: getattr(run.progress, name) for name in counters},
-        "scheduler": scheduler,
+        "scheduler": run.scheduler.state_dict(),
         "last_update": run.metrics.last_update,
         "metrics_bytes": run.metrics.file.stat().st_size if run.metrics.file.exists() else 0,
-    }
-
-
-def rank_state(run: Run) -> dict:
-    """What each process has of its own: random states, and the sums of the log line not yet written."""
-    return {
-        "python": random.getstate(),
-        "numpy": [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(run.accelerator.device) if torch.cuda.is_available() else None,
-        "open_sums": {name: value.cpu() for name, value in run.metrics.open.sums.items()},
+        "open_sums": gather_object([{name: value.tolist() for name, value in run.metrics.open.sums.items()}]),
     }
 
 
 def load(run: Run, path: Path, state: dict) -> None:
     """Reads a verified checkpoint into the run."""
-    accelerator, rank = run.accelerator, run.accelerator.process_index
-    reshard(run.model)
-    if run.sharded:
-        accelerator.load_state(str(path / "engine"))
-        accelerator.step = 0
-    else:
-        load_model(run.unwrapped, path / "engine" / "model.safetensors")
-        saved = torch.load(path / "engine" / "optimizer.pt", map_location="cpu", weights_only=True)
-        run.optimizer.load_state_dict(saved["optimizer"])
-        if accelerator.scaler:
-            accelerator.scaler.load_state_dict(saved["scaler"])
-    run.scheduler.load_state_dict({**state["scheduler"], "lr_lambdas": [None] * len(run.scheduler.base_lrs)})
+    accelerator, rank, processes = run.accelerator, run.accelerator.process_index, len(state["open_sums"])
+    choose_engine_state(run)
+    accelerator.load_state(str(path / "engine"))
+    accelerator.step = 0  # micro-batches since the last update
+    run.scheduler.load_state_dict(state["scheduler"])
     run.metrics.last_update = state["last_update"]
     run.extra = torch.load(path / "extra.pt", weights_only=True)
     for name, value in state["progress"].items():
         setattr(run.progress, name, value)
-    files = sorted(path.glob("rank_*.pt"))
-    same_world = accelerator.num_processes == len(files)
-    for part in (torch.load(file, weights_only=True) for file in (files[rank : rank + 1] if same_world else files)):
-        for name, value in part["open_sums"].items():  # of another number of processes rank 0 takes all, the others the names
-            run.metrics.open.merge(name, value.to(accelerator.device) if same_world or rank == 0 else Means.nothing(accelerator.device))
-    if same_world:
-        random.setstate(part["python"])
-        np.random.set_state(tuple(part["numpy"]))
-        torch.set_rng_state(part["torch"])
-        if part["cuda"] is not None:
-            torch.cuda.set_rng_state(part["cuda"], accelerator.device)
-    else:  # the data order goes on exactly; random states cannot
-        accelerator.print(f"note: {len(files)} processes before, {accelerator.num_processes} now: dropout, if any, is drawn anew")
+    for writer, sums in enumerate(state["open_sums"]):
+        mine = rank == (writer if processes == accelerator.num_processes else 0)
+        for name, value in sums.items():  # the others take the names
+            value = torch.tensor(value, dtype=torch.float64, device=accelerator.device)
+            run.metrics.open.merge(name, value if mine else Means.nothing(accelerator.device))
+    if processes != accelerator.num_processes:  # the data order goes on exactly; random states cannot
+        accelerator.print(f"note: {processes} processes before, {accelerator.num_processes} now: dropout, if any, is drawn anew")
 
 
 def checksum(path: Path) -> int:
@@ -233,8 +195,3 @@ def checksum(path: Path) -> int:
         while block := file.read(2**22):
             value = zlib.crc32(block, value)
     return value
-
-
-def write_json(path: Path, value: dict) -> None:
-    path.write_text(json.dumps(value, indent=1, default=str), encoding="utf-8")
-    flush_entry(path)

@@ -6,20 +6,13 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, PartialState
-from accelerate.utils import (
-    DistributedType,
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
-    ProjectConfiguration,
-    broadcast_object_list,
-    gather_object,
-    set_seed,
-)
+from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs, PartialState
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, broadcast_object_list, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
@@ -50,19 +43,12 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     if "WORLD_SIZE" not in os.environ and os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ:
         sys.exit("accelerate launch was asked for several processes and started one: this YAML is for one process (distributed_type NO). "
                  "Use accelerate_configs/ddp.yaml or another for several.")  # fmt: skip
-    kwargs = {}
-    if deepspeed:
-        kwargs["deepspeed_plugin"] = deepspeed_plugin(accumulation, args.micro_train_batch_size, args.max_grad_norm)
-    elif on_cpu:
-        kwargs["cpu"] = True
-        if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp16":
-            sys.exit("fp16 without DeepSpeed needs a GPU: accelerate would run fp32 here and say nothing. "
-                     "Use accelerate_configs/ds_fp16.yaml (real fp16, emulated on a CPU) or accelerate_configs/cpu.yaml.")  # fmt: skip
-    if "LOCAL_RANK" in os.environ:
-        # Without gloo on a CPU each process believes that it is alone. On GPUs NCCL's 10 minutes are too short for those that wait
-        # while one tokenises, checks or writes files.
-        group = {"backend": "gloo"} if on_cpu else {"timeout": datetime.timedelta(hours=12)}
-        kwargs["kwargs_handlers"] = [InitProcessGroupKwargs(**group)]
+    if on_cpu and not deepspeed and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp16":
+        sys.exit("fp16 without DeepSpeed needs a GPU: accelerate would run fp32 here and say nothing. "
+                 "Use accelerate_configs/ds_fp16.yaml (real fp16, emulated on a CPU) or accelerate_configs/cpu.yaml.")  # fmt: skip
+    # Without gloo on a CPU each process believes that it is alone. On GPUs NCCL's 10 minutes are too short for those that wait
+    # while one tokenises, checks or writes files.
+    group = {"backend": "gloo"} if on_cpu else {"timeout": datetime.timedelta(hours=12)}
     if on_cpu and fsdp:
         # On a CPU accelerate falls back to DDP in silence; only a GPU world goes on to become FSDP.
         PartialState(cpu=True, backend="gloo")
@@ -72,7 +58,9 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         log_with=None if args.report_to == "none" else args.report_to,
         project_dir=".",
         step_scheduler_with_optimizer=False,
-        **kwargs,
+        cpu=on_cpu and not deepspeed,
+        deepspeed_plugin=deepspeed_plugin(accumulation, args.micro_train_batch_size, args.max_grad_norm) if deepspeed else None,
+        kwargs_handlers=[InitProcessGroupKwargs(**group)] if "LOCAL_RANK" in os.environ else None,
     )
     if accelerator.num_processes != world or accelerator.gradient_accumulation_steps != accumulation:
         sys.exit(f"asked for {world} processes with {accumulation} accumulation steps, got {accelerator.num_processes} "
@@ -81,10 +69,11 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         sys.exit(f"FSDP2 was asked for, accelerate made {accelerator.distributed_type} (fsdp_version must be 2)")
     if fsdp and accelerator.mixed_precision == "bf16":
         # accelerate would round what each shard returns, log-probs too, and add up gradients, in bf16.
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-    args.output_dir = decide_output_dir(args, recipe, accelerator)
-    accelerator.project_configuration = ProjectConfiguration(args.output_dir, logging_dir=args.output_dir)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    args.output_dir = on_main_process(accelerator, decide_output_dir, args, recipe)
+    if not all(gather_object([Path(args.output_dir).is_dir()])):
+        sys.exit(f"--output_dir {args.output_dir} is not visible to every process: several nodes need a shared file system")
+    accelerator.project_configuration.logging_dir = args.output_dir
     set_seed(args.seed)
     precision = engine_precision(accelerator)
     if precision != "no" and on_cpu:
@@ -105,15 +94,12 @@ def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, proce
     per_step = micro_train_batch_size * processes
     if train_batch_size % per_step:
         low = train_batch_size // per_step * per_step
-        sizes = f"{low} or {low + per_step}" if low else str(per_step)
+        nearest = f"--train_batch_size {f'{low} or ' if low else ''}{low + per_step}"
         micros = [m for m in range(1, train_batch_size + 1) if train_batch_size % (m * processes) == 0]
-        micro = min(micros, key=lambda m: abs(m - micro_train_batch_size), default=None)
-        other = f", or --micro_train_batch_size {micro}" if micro else ""
-        sys.exit(
-            f"--train_batch_size {train_batch_size} is not a multiple of --micro_train_batch_size "
-            f"{micro_train_batch_size} x {processes} processes = {per_step}. Nearest that would do: "
-            f"--train_batch_size {sizes}{other}."
-        )
+        if micros:
+            nearest += f", or --micro_train_batch_size {min(micros, key=lambda m: abs(m - micro_train_batch_size))}"
+        sys.exit(f"--train_batch_size {train_batch_size} is not a multiple of --micro_train_batch_size {micro_train_batch_size} "
+                 f"x {processes} processes = {per_step}. Nearest that would do: {nearest}.")  # fmt: skip
     return train_batch_size // per_step
 
 
@@ -121,14 +107,11 @@ def deepspeed_plugin(accumulation: int, micro_train_batch_size: int, max_grad_no
     """The launcher's DeepSpeed settings with this run's accumulation, micro-batch size and clipping written in."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed  # slow to import: only where it is used
-    from accelerate import DeepSpeedPlugin
 
     if not torch.cuda.is_available():
         # Its first use compiles C++ for more than a minute, and fails without a compiler; gloo does the same work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        from deepspeed.accelerator import get_accelerator
-
-        get_accelerator().is_fp16_supported = lambda: True  # emulated, see HalfProductsInFp32
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # emulated, see HalfProductsInFp32
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     plugin = DeepSpeedPlugin(hf_ds_config=read_deepspeed_json(path) if path else None)
     config = plugin.deepspeed_config
@@ -148,12 +131,10 @@ def deepspeed_plugin(accumulation: int, micro_train_batch_size: int, max_grad_no
 
 def read_deepspeed_json(path: str) -> dict:
     """The DeepSpeed JSON that a YAML names, relative to the current directory or else to this repository."""
-    for candidate in (Path(path), REPOSITORY / path):
-        if candidate.is_file():
-            config = json.loads(candidate.read_text(encoding="utf-8"))
-            break
-    else:
+    found = [file for file in (Path(path), REPOSITORY / path) if file.is_file()]
+    if not found:
         sys.exit(f"the DeepSpeed config {path!r} named by the accelerate YAML was found neither in {Path.cwd()} nor in {REPOSITORY}")  # fmt: skip
+    config = json.loads(found[0].read_text(encoding="utf-8"))
     for half in ("fp16", "bf16"):
         if config.get(half, {}).get("enabled") == "auto":
             sys.exit(f'{path}: "{half}": {{"enabled": "auto"}} is silently fp32 unless --mixed_precision is given too. Write true or false.')  # fmt: skip
@@ -185,32 +166,41 @@ def describe(accelerator: Accelerator) -> str:
     return f"{kind} {'fp32' if precision == 'no' else precision} on {accelerator.device.type}"
 
 
-def decide_output_dir(args, recipe: str, accelerator: Accelerator) -> str:
-    """`--output_dir` or `runs/<recipe>/<date-time>`: decided on rank 0, the same on every rank, visible to every rank."""
+def on_main_process(accelerator: Accelerator, function: Callable, *args):
+    """What `function` returns on the main process, on every rank; all leave where it leaves. All ranks must call it."""
+    result, problem = None, None
+    if accelerator.is_main_process:
+        try:
+            result = function(*args)
+        except SystemExit as error:
+            problem = error.code
+    result, problem = broadcast_object_list([result, problem])
+    if problem:
+        sys.exit(problem if accelerator.is_main_process else 1)
+    return result
+
+
+def decide_output_dir(args, recipe: str) -> str:
+    """`--output_dir` or `runs/<recipe>/<date-time>`, made if it is not there."""
     if args.resume == "auto" and not args.output_dir:
         sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
-    resumed = args.resume not in ("never", "auto")  # a checkpoint's path: by default the run goes on where it was
-    if resumed and not (Path(args.resume) / "manifest.json").is_file():
-        sys.exit(f"--resume {args.resume}: not a checkpoint (no manifest.json in it). Give never, auto or .../checkpoints/global_step_...")
-    directory = args.output_dir or (
-        str(Path(args.resume).resolve().parents[1]) if resumed else f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    )
-    problem = None
-    if accelerator.is_main_process:
-        path = Path(directory)
-        if args.resume == "never" and path.is_dir() and any(path.iterdir()):
-            problem = f"--output_dir {path} already holds another run. Choose another directory, or --resume auto to go on from its last checkpoint."
-        elif path.exists() and not path.is_dir():
-            problem = f"--output_dir {path} is a file"
-        else:
-            path.mkdir(parents=True, exist_ok=True)
-        directory = str(path)
-    directory, problem = broadcast_object_list([directory, problem])
-    if problem:
-        sys.exit(problem)
-    if not all(gather_object([Path(directory).is_dir()])):
-        sys.exit(f"--output_dir {directory} is not visible to every process: several nodes need a shared file system")
-    return directory
+    path = Path(args.output_dir or f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    if args.resume not in ("never", "auto"):
+        if not (Path(args.resume) / "manifest.json").is_file():
+            sys.exit(
+                f"--resume {args.resume}: not a checkpoint (no manifest.json in it). Give never, auto or .../checkpoints/global_step_..."
+            )
+        if not args.output_dir:  # the run goes on where it was
+            path = Path(args.resume).resolve().parents[1]
+    if args.resume == "never" and path.is_dir() and any(path.iterdir()):
+        sys.exit(
+            f"--output_dir {path} already holds another run. Choose another directory, or --resume auto to go on from its last checkpoint."
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a file of that name, no permission ...
+        sys.exit(f"--output_dir {path} cannot be made: {error}")
+    return str(path)
 
 
 class HalfProductsInFp32(TorchFunctionMode):
@@ -234,5 +224,6 @@ def quiet() -> None:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # it logs, too, what it raises
     transformers.logging.disable_progress_bar()
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    for name in ("torch.distributed", "accelerate.utils.other"):  # the other warns of tied weights, which are saved once
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed")

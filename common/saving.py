@@ -59,10 +59,8 @@ def flush(directory: Path) -> None:
 
 def flush_entry(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def rotate(folder: Path, keep: int) -> None:

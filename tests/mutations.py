@@ -119,7 +119,7 @@ MUTATIONS = [
     # ------------------------------------------------------------ test_launch.py
     Mutation("ds_clip", "common/launch.py", '        "gradient_clipping": float(max_grad_norm),\n', "",
              "test_launch.py::test_one_argument_rules_the_clipping[zero2]"),
-    Mutation("cwd_json", "common/launch.py", "in (Path(path), REPOSITORY / path):", "in (Path(path),):",
+    Mutation("cwd_json", "common/launch.py", "in (Path(path), REPOSITORY / path) if", "in (Path(path),) if",
              "test_launch.py::test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_repository"),
     Mutation("any_common", "common/__init__.py", "and beside != REPOSITORY:", "and REPOSITORY is None:",
              "test_launch.py::test_another_common_is_refused"),
@@ -149,9 +149,10 @@ MUTATIONS = [
     Mutation("logits_per_pair", "recipes/dpo.py", "metrics.add({name: value}, mask * weights[:, None])",
              "metrics.add({name: (value * mask).sum(1) / mask.sum(1)}, weights)", "test_metrics.py::test_the_eight_metrics_of_dpo[plain-more0]"),
     # ------------------------------------------------------------ test_resume.py
-    Mutation("no_rng", "common/checkpoint.py", 'torch.set_rng_state(part["torch"])', "pass",
+    Mutation("no_rng", "common/checkpoint.py", 'accelerator.load_state(str(path / "engine"))',
+             'accelerator.load_state(str(path / "engine"))\n    set_seed(run.args.seed, device_specific=True)',
              "test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"),
-    Mutation("no_open_sums", "common/checkpoint.py", "{name: value.cpu() for name, value in run.metrics.open.sums.items()}", "{}",
+    Mutation("no_open_sums", "common/checkpoint.py", "{name: value.tolist() for name, value in run.metrics.open.sums.items()}", "{}",
              "test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"),
     Mutation("no_truncate", "common/metrics.py", "os.truncate(self.file, ", "(self.file, ",
              "test_resume.py::test_damage_is_named_and_the_checkpoint_before_taken"),

@@ -103,7 +103,7 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
     shutil.copytree(reference, output)
     newest = output / "checkpoints/global_step_000012"
     manifest = json.loads((newest / "manifest.json").read_text())
-    assert {path.split("/")[0] for path in manifest} == {"actor", "engine", "rank_00000.pt", "state.json"}
+    assert {path.split("/")[0] for path in manifest} == {"actor", "engine", "extra.pt", "state.json"}
     from common.checkpoint import fault_of
 
     assert fault_of(newest) is None
