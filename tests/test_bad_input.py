@@ -12,6 +12,7 @@ import dataclasses
 import gzip
 import json
 import re
+import runpy
 import shutil
 
 import datasets
@@ -25,7 +26,7 @@ from transformers.hf_argparser import HfArg
 from common.arguments import parse_args
 from common.data import column_names, load_rows, load_tokenized, preference_row
 from common.launch import accumulation_steps, quiet
-from common.models import check_vocabulary, load_causal_lm, load_tokenizer
+from common.models import load_causal_lm, load_tokenizer
 from common.progress import check_intervals
 from runs import ASSETS, LAUNCHERS, launch, recipe, tiny_llama, write_jsonl
 
@@ -219,7 +220,9 @@ def test_torn_files_and_missing_ones(tmp_path):
 ])  # fmt: skip
 def test_rows_that_do_not_fit(accelerator, model, tmp_path, recipe_name, rows, parts):
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    function, settings = {"dpo": (preference_row, {}), "sft": (sft_row, {"loss_on": "assistant"})}[recipe_name]
+    function, settings = {"dpo": (preference_row, {}), "sft": (runpy.run_path(str(recipe("sft")))["sft_row"], {"loss_on": "assistant"})}[
+        recipe_name
+    ]
     call = lambda: load_tokenized(accelerator, path, "train", function, AutoTokenizer.from_pretrained(model), {}, max_length=20, **settings)
     for _ in range(2):  # a refused set leaves nothing in the cache
         refuses(path, *parts, call=call)
@@ -256,27 +259,27 @@ def test_models(model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in (str(tmp_path / "missing"), str(tmp_path)):
         refuses(name, "tokenizer", "folder or a hub name", call=lambda name=name: load_tokenizer(name))
+    tokenizer = load_tokenizer(str(model))
     unknown = str(copy(model, tmp_path / "unknown", model_type="foo", architectures=["Foo"]))
-    refuses(unknown, "`foo`", call=lambda: load_causal_lm(unknown, None))
+    refuses(unknown, "`foo`", call=lambda: load_causal_lm(unknown, tokenizer, None))
     bare = copy(model, tmp_path / "bare")
     (bare / "config.json").unlink()
-    refuses(bare, "without config.json", call=lambda: load_causal_lm(str(bare), None))
+    refuses(bare, "without config.json", call=lambda: load_causal_lm(str(bare), tokenizer, None))
     torn = copy(model, tmp_path / "torn")
     (torn / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
-    refuses(torn, "could be loaded", call=lambda: load_causal_lm(str(torn), None))
+    refuses(torn, "could be loaded", call=lambda: load_causal_lm(str(torn), tokenizer, None))
     state = load_file(model / "model.safetensors")
     save_file({name: value for name, value in state.items() if "lm_head" not in name}, torn / "model.safetensors", {"format": "pt"})
-    refuses(torn, "lm_head.weight", "at random", call=lambda: load_causal_lm(str(torn), None))
-    refuses(model, '"foo"', "eager", call=lambda: load_causal_lm(str(model), "foo"))
+    refuses(torn, "lm_head.weight", "at random", call=lambda: load_causal_lm(str(torn), tokenizer, None))
+    refuses(model, '"foo"', "eager", call=lambda: load_causal_lm(str(model), load_tokenizer(str(model)), "foo"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "no_eos")
     refuses("no_eos", "no EOS", "tokenizer.eos_token", call=lambda: load_tokenizer(str(tmp_path / "no_eos")))
     tokenizer = load_tokenizer(str(model))
-    llama = load_causal_lm(str(model), None)
-    check_vocabulary(llama, tokenizer)
+    llama = load_causal_lm(str(model), tokenizer, None)
     tokenizer.add_tokens([f"<{i}>" for i in range(5)])
-    refuses(model, len(tokenizer), "264", "resize", call=lambda: check_vocabulary(llama, tokenizer))
+    refuses(model, len(tokenizer), "264", "resize", call=lambda: load_causal_lm(str(model), tokenizer, None))
     assert len(tokenizer) > 264 and llama.dtype == torch.float32
 
 

@@ -12,6 +12,7 @@ import csv
 import gzip
 import json
 import os
+import runpy
 
 import datasets
 import numpy as np
@@ -23,7 +24,9 @@ from transformers import PreTrainedTokenizerFast
 from common.data import BadRow, column_names, conversation, load_evaluation_sets, load_tokenized, preference, preference_row
 from common.launch import quiet
 from common.windows import arrange, window_rows
-from runs import write_jsonl
+from runs import recipe, write_jsonl
+
+sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"

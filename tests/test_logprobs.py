@@ -118,7 +118,7 @@ def test_log_softmax_is_fp32_under_half_weights(dtype):
     targets = torch.tensor([0, 5, 1])
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     hidden.requires_grad_(), weight.requires_grad_()
-    logps, means, _ = ChunkedLogProbs.apply(hidden, weight, None, targets, 1.0, 0.0)
+    logps, means, *_ = ChunkedLogProbs.apply(hidden, weight, None, targets, 1.0, 0.0, False)
     assert logps.dtype == torch.float32 and torch.isfinite(means).all()
     torch.testing.assert_close(logps.double(), exact, rtol=1e-4, atol=4e-3)  # fp32 holds 50000 to 0.004
     logps.sum().backward()
@@ -140,7 +140,7 @@ def test_no_logits_of_the_whole_sequence_exist():
     chunk, logprobs.CHUNK_ELEMENTS = logprobs.CHUNK_ELEMENTS, 20_000 * 10
     try:
         with Watch():
-            logps, *_ = ChunkedLogProbs.apply(hidden, weight, None, torch.arange(50), 1.0, 0.0)
+            logps, *_ = ChunkedLogProbs.apply(hidden, weight, None, torch.arange(50), 1.0, 0.0, False)
             logps.sum().backward()
     finally:
         logprobs.CHUNK_ELEMENTS = chunk
