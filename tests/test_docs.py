@@ -15,7 +15,7 @@ from runs import REPOSITORY, config_launcher, launch, lines, recipe, training_li
 GPU_ONLY = {"perf/peak_memory_gib"}
 
 
-@pytest.fixture(scope="module", params=["sft", "dpo"])
+@pytest.fixture(scope="module", params=["sft", "dpo", "reward", "ppo"])
 def demo(request, tmp_path_factory):
     output = tmp_path_factory.mktemp("docs") / request.param
     more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16]
