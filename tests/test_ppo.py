@@ -1,0 +1,720 @@
+"""PPO by value: its functions against loops over ragged rows, generation against one unpadded row at a time, and whole runs, rollouts and
+updates, against a plain reference with neither padding, cache, batches nor engine.
+
+Mutations that turn it red: returns of the whitened advantages (`values_forgotten`), whitening per row (`whiten_rows`), a mask of the wrong
+end (`score_on_first`), a symmetric clip (`one_clip`), values not halved (`value_not_halved`), log-probs at another temperature than sampling
+(`cold_logps`), a response cut at EOS only (`eos_only`), a draw that starts at the wrong side (`draw_left`), sampling from the batch's
+numbers (`draw_by_place`), the penalty left out (`no_penalty`), the reward model's score read at the padding (`score_at_padding`), dropout
+left on (`dropout_on`), the same minibatches in every epoch of a rollout (`same_minibatches`), a rollout too many (`wrong_horizon`), NaN
+scores let through (`nan_scores`), a loss that is not finite let through (`no_nan_check`), sizes rounded (`rollout_rounding`), norms of
+the parts not of the joint one (`own_norms`), the critic made anew though there is a reward model (`critic_from_actor`).
+"""
+
+import json
+import math
+import runpy
+import types
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Qwen3Config,
+)
+
+from common import generation
+from common.arguments import load_function
+from common.launch import quiet
+from common.logprobs import LogProbModel, ScoreModel
+from common.models import load_score_model, load_tokenizer
+from common.windows import window_rows
+from runs import ASSETS, launch, lines, recipe, tiny_llama, weights, write_jsonl
+
+ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo"))))
+LENGTHS = [5, 1, 3, 7]
+MASK = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
+
+
+def ragged(seed: int, scale: float = 1.0) -> torch.Tensor:
+    """Random `[4, 7]`, absurd behind the ends: nothing may come from there."""
+    values = torch.randn(4, 7, generator=torch.Generator().manual_seed(seed)) * scale
+    return torch.where(MASK, values, 1e9)
+
+
+def expect(found: torch.Tensor, of_token) -> None:
+    """`of_token(row, t)` at every real token."""
+    for row, length in enumerate(LENGTHS):
+        for t in range(length):
+            assert found[row, t].item() == pytest.approx(float(of_token(row, t)), rel=1e-5, abs=1e-6), (row, t)
+
+
+# ---------------------------------------------------------------------------------------------- the functions
+
+
+def test_kl_estimates():
+    p, q = (torch.randn(9, generator=torch.Generator().manual_seed(seed)).log_softmax(0) for seed in (1, 2))
+    exact = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist()))
+    estimates = {name: ppo.kl_estimate(p, q, name) for name in ("k1", "k2", "k3")}
+    for token, (a, b) in enumerate(zip(p.tolist(), q.tolist())):
+        closed = {"k1": a - b, "k2": (a - b) ** 2 / 2, "k3": math.exp(b - a) - 1 - (b - a)}
+        assert {name: value[token].item() for name, value in estimates.items()} == pytest.approx(closed, rel=1e-5, abs=1e-6)
+    for name in ("k1", "k3"):  # unbiased: the mean over what the policy samples is the divergence
+        assert (p.exp() * estimates[name]).sum().item() == pytest.approx(exact, rel=1e-5)
+    assert estimates["k2"].min() >= 0 and estimates["k3"].min() >= 0 > estimates["k1"].min()
+
+
+def test_token_rewards():
+    scores, kl = torch.tensor([2.0, -1.0, 0.5, 3.0]), ragged(1)
+    rewards = ppo.token_rewards(scores, kl, MASK, 0.3)
+    expect(rewards, lambda row, t: -0.3 * kl[row, t] + (scores[row] if t == LENGTHS[row] - 1 else 0.0))
+    assert (rewards[~MASK] == 0).all()
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.5), (0.8, 1.0), (0.7, 0.0)])
+def test_advantages(gamma, lam):
+    rewards, values = torch.where(MASK, ragged(1), 0.0), ragged(2)
+    advantages, returns = ppo.estimate_advantages(rewards, values, MASK, gamma, lam)
+
+    def delta(row, t):
+        after = values[row, t + 1].item() if t + 1 < LENGTHS[row] else 0.0
+        return rewards[row, t].item() + gamma * after - values[row, t].item()
+
+    advantage = lambda row, t: sum((gamma * lam) ** (s - t) * delta(row, s) for s in range(t, LENGTHS[row]))
+    expect(advantages, advantage)
+    expect(returns, lambda row, t: advantage(row, t) + values[row, t].item())
+    if lam == 1:
+        expect(returns, lambda row, t: sum(gamma ** (s - t) * rewards[row, s].item() for s in range(t, LENGTHS[row])))
+    assert (advantages[~MASK] == 0).all() and (returns[~MASK] == 0).all()
+
+
+def test_whitening_is_over_all_tokens_together():
+    values = ragged(3, scale=4.0)
+    real = np.array([values[row, t].item() for row, length in enumerate(LENGTHS) for t in range(length)])
+    white = ppo.whiten(values, MASK)
+    expect(white, lambda row, t: (values[row, t].item() - real.mean()) / real.std())
+    assert (white[~MASK] == 0).all() and white.dtype == torch.float32
+    assert ppo.whiten(torch.full((4, 7), 2.0), MASK).abs().max() == 0  # all alike: no advantage, and no division by zero
+
+
+@pytest.mark.parametrize("low, high, dual", [(0.2, 0.2, 0.0), (0.1, 0.4, 0.0), (0.2, 0.3, 1.5)])
+def test_policy_losses(low, high, dual):
+    logps, old, advantages = ragged(4, 0.6), ragged(5, 0.6), ragged(6)
+    losses, clipped = ppo.policy_losses(logps, old, advantages, low, high, dual)
+    seen = set()
+
+    def loss(row, t):
+        ratio, a = math.exp(logps[row, t] - old[row, t]), advantages[row, t].item()
+        bound = 1 + high if a > 0 else dual if dual and ratio > dual else None
+        if (a > 0 and ratio > 1 + high) or (a < 0 and dual and ratio > dual):
+            kind, value = "above", -a * bound
+        elif a < 0 and ratio < 1 - low:
+            kind, value = "below", -a * (1 - low)
+        else:
+            kind, value = "free", -a * ratio
+        assert clipped[row, t].item() == (kind != "free")
+        seen.add((kind, a > 0))
+        return value
+
+    expect(losses, loss)
+    assert seen >= {("above", True), ("below", False), ("free", True)} and (("above", False) in seen) == bool(dual)
+
+
+@pytest.mark.parametrize("clip", [0.2, 0.0])
+def test_value_losses(clip):
+    values, old, returns = ragged(7), ragged(8), ragged(9)
+    losses, clipped = ppo.value_losses(values, old, returns, clip)
+
+    def loss(row, t):
+        v, o, r = (part[row, t].item() for part in (values, old, returns))
+        free, near = (v - r) ** 2, (min(max(v, o - clip), o + clip) - r) ** 2 if clip else (v - r) ** 2
+        assert clipped[row, t].item() == (near > free)
+        return 0.5 * max(free, near)
+
+    expect(losses, loss)
+
+
+def test_next_kl_coef():
+    assert ppo.next_kl_coef(0.1, 9.0, 0.0, 1000, 64) == 0.1  # no target: fixed
+    for kl, error in ((6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (0.0, -0.2), (-5.0, -0.2), (5.4, -0.1)):
+        assert ppo.next_kl_coef(0.1, kl, 6.0, 1000, 64) == pytest.approx(0.1 * (1 + error * 64 / 1000))
+
+
+def test_values_of_a_forward_pass_stand_at_the_tokens_they_are_of():
+    samples = {"prompts": [[7] * n for n in (4, 2, 6, 1)], "responses": [[9] * n for n in LENGTHS]}
+    rows = [2, 0, 3, 1]
+    input_ids, scored = ppo.collate(samples, rows, "cpu")
+    assert [(ids != 0).sum().item() for ids in input_ids] == [9, 9, 8, 3] and (input_ids[scored] == 9).all()
+    values = torch.arange(4)[:, None] * 100.0 + torch.arange(input_ids.shape[1] - 1)  # entry t is of token t + 1
+    moved = ppo.of_responses(values, scored, MASK[rows])
+    for place, row in enumerate(rows):
+        start = len(samples["prompts"][row])
+        assert moved[place].tolist() == [place * 100 + start + t - 1 if t < LENGTHS[row] else 0 for t in range(7)]
+
+
+@pytest.mark.parametrize("kl_in, learns", [("reward", True), ("loss", True), ("loss", False)])
+def test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for(kl_in, learns):
+    args = ppo.Args(kl_in=kl_in, kl_estimator="k2", vf_coef=0.3, clip_range=0.1, clip_range_high=0.25, value_clip_range=0.15)
+    logps, old, ref, values, old_values, advantages, returns, entropy = (ragged(seed, 0.4) for seed in range(10, 18))
+    batch = {"logps": old, "ref_logps": ref, "values": old_values, "advantages": advantages, "returns": returns}
+    losses, metrics = ppo.compare({"logps": logps, "values": values, "entropy": entropy}, batch, 0.7, learns, args)
+    policy, policy_clipped = ppo.policy_losses(logps, old, advantages, 0.1, 0.25, 0.0)
+    value, value_clipped = ppo.value_losses(values, old_values, returns, 0.15)
+    kl = lambda row, t: 0.7 * (logps[row, t] - ref[row, t]) ** 2 / 2 if kl_in == "loss" else 0.0
+    expect(losses, lambda row, t: learns * (policy[row, t] + kl(row, t)) + 0.3 * value[row, t])
+    closed = {
+        "loss": losses, "loss/policy_avg": policy, "loss/value_avg": value, "policy/approxkl_avg": (logps - old) ** 2 / 2,
+        "policy/clipfrac_avg": policy_clipped, "policy/entropy_avg": entropy, "val/clipfrac_avg": value_clipped, "val/ratio": (logps - old).exp(),
+    }  # fmt: skip
+    assert metrics.keys() == closed.keys()
+    for name, value in closed.items():
+        expect(metrics[name], lambda row, t, value=value: value[row, t])
+
+
+# ---------------------------------------------------------------------------------------------- generation
+
+SMALL = dict(vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64,
+             initializer_range=0.3, pad_token_id=0, bos_token_id=None, eos_token_id=1)  # fmt: skip
+ARCHITECTURES = {
+    "llama": LlamaConfig(**SMALL, num_key_value_heads=1),
+    "qwen3": Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=16),
+    "gpt_neox": GPTNeoXConfig(**SMALL),
+    "gemma2": Gemma2Config(
+        **SMALL, num_key_value_heads=1, head_dim=16, sliding_window=6, query_pre_attn_scalar=16
+    ),  # logits soft-capped, too
+}
+PROMPTS = [[10 + (7 * row + place * place) % 200 for place in range(length)] for row, length in enumerate((3, 9, 1, 6, 9, 2, 12))]
+ROOM, TEMPERATURE = 8, 0.7
+STOPS = [1, *range(30, 60)]  # so many that most responses end early
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    quiet()
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ASSETS / "model")
+
+
+def made(architecture: str):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture]).eval()
+    model.generation_config.eos_token_id = STOPS[1:]  # EOS itself is the tokenizer's
+    return model
+
+
+@torch.no_grad()
+def alone(model, prompt, numbers, temperature, stops, room):
+    """A response from whole forward passes over one unpadded row, and the logits of each step."""
+    ids, seen = list(prompt), []
+    while len(ids) < len(prompt) + room and (len(ids) == len(prompt) or ids[-1] not in stops):
+        logits = model(torch.tensor([ids])).logits[0, -1].double().numpy()
+        seen.append(logits)
+        chances = np.exp((logits - logits.max()) / (temperature or 1.0))
+        below = np.cumsum(chances / chances.sum())
+        ids.append(int((below <= numbers[len(seen) - 1]).sum()) if temperature else int(logits.argmax()))
+    return ids[len(prompt) :], seen
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_generation_is_that_of_each_prompt_alone(accelerator, tokenizer, monkeypatch, architecture):
+    """Left padding, caches and the batch change no logits, so neither greedy nor sampled tokens."""
+    model, seen = made(architecture), {}
+    uniforms = np.random.default_rng(0).random((len(PROMPTS), ROOM))
+    draw = generation.SampleByUniform.__call__
+
+    def watched(self, input_ids, scores):
+        for row, numbers in enumerate(self.uniforms[:, 0].tolist()):
+            seen.setdefault(int(np.flatnonzero(uniforms[:, 0] == numbers)[0]), []).append(scores[row].double().numpy())
+        return draw(self, input_ids, scores)
+
+    monkeypatch.setattr(generation.SampleByUniform, "__call__", watched)
+    for temperature in (0.0, TEMPERATURE):
+        expected = [alone(model, prompt, numbers, temperature, STOPS, ROOM) for prompt, numbers in zip(PROMPTS, uniforms)]
+        sampling = {"temperature": temperature, "uniforms": uniforms} if temperature else {}
+        for batch_size in (1, 3, 16):
+            seen.clear()
+            found = generation.generate(accelerator, model, model, tokenizer, PROMPTS, batch_size, ROOM, **sampling)
+            assert found == [response for response, _ in expected]
+            for row, (_, logits) in enumerate(expected if temperature else []):
+                np.testing.assert_allclose(seen[row][: len(logits)], logits, rtol=1e-4, atol=1e-4)
+    lengths = {len(response) for response in found}
+    assert len(lengths) > 1 and min(lengths) < ROOM  # some end early, not all at once
+    assert all(
+        (token in STOPS) == (place + 1 == len(response)) or len(response) == ROOM
+        for response in found
+        for place, token in enumerate(response)
+    )
+
+
+def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
+    """Log-probs are of the whole distribution at `--temperature`: a generation config that cuts it would make them wrong."""
+    model, uniforms = made("llama"), np.random.default_rng(1).random((len(PROMPTS), ROOM))
+    draw = lambda: generation.generate(accelerator, model, model, tokenizer, PROMPTS, 4, ROOM, temperature=1.0, uniforms=uniforms)
+    before = draw()
+    model.generation_config.update(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=3.0, no_repeat_ngram_size=1, do_sample=True)
+    assert draw() == before
+
+
+def test_sampling_is_the_inverse_of_the_cumulative_probability():
+    scores = torch.tensor([[-torch.inf, 0.3, -torch.inf, 1.2, -0.8, 2.0, -torch.inf]])
+    chances = np.exp(scores[0].numpy() / TEMPERATURE)
+    chances = chances / chances.sum()
+    n = 4000
+
+    def drawn(numbers):
+        uniforms = torch.tensor(numbers, dtype=torch.float64)[:, None]
+        sample = generation.SampleByUniform(uniforms, prompt_length=1, temperature=TEMPERATURE)
+        return sample(torch.zeros(len(numbers), 1), scores.expand(len(numbers), -1)).argmax(-1).numpy()
+
+    even = drawn((np.arange(n) + 0.5) / n)  # evenly spaced: every count is exact to one draw
+    assert np.abs(np.bincount(even, minlength=7) - n * chances).max() <= 1 and (np.diff(even) >= 0).all()
+    random = np.bincount(drawn(np.random.default_rng(0).random(n)), minlength=7)
+    possible = chances > 0
+    assert ((random - n * chances)[possible] ** 2 / (n * chances)[possible]).sum() < 16.3 and not random[~possible].any()  # p = 0.001
+    assert drawn([0.0, 1 - 2**-53]).tolist() == [1, 5]  # the ends, beside tokens of probability zero
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_log_probs_and_entropy_are_at_the_temperature_of_sampling(architecture):
+    model = made(architecture)
+    ids, scored = torch.tensor([PROMPTS[6] + PROMPTS[1]]), torch.arange(21)[None] >= 9
+    with torch.no_grad():
+        exact = (model(ids).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
+        found = LogProbModel(model)(ids, scored, TEMPERATURE, entropy=True)
+    torch.testing.assert_close(found["logps"][0, 8:].double(), exact.gather(1, ids[0, 1:, None])[8:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["entropy"][0, 8:].double(), -(exact.exp() * exact).sum(-1)[8:], rtol=1e-4, atol=1e-5)
+    assert (found["logps"][0, :8] == 0).all()
+
+
+# ---------------------------------------------------------------------------------------------- scores
+
+
+def stub_samples(tokenizer):
+    """Three responses of which the second does not end; the first prompt holds the token that pads."""
+    prompts, responses = [[5, 0, 8], [9], [7, 6]], [[40, 41, 1], [50, 51, 52, 53], [1]]
+    columns = [json.dumps({"prompt": f"p{row}", "weight": row + 1, "answer": "x"}) for row in range(3)]
+    return {
+        "prompts": prompts, "responses": responses, "columns": columns, "rows": [1, 2, 3],
+        "lengths": np.array([len(p) + len(r) for p, r in zip(prompts, responses)]), "ended": torch.tensor([True, False, True]),
+    }  # fmt: skip
+
+
+def sequence_classifier(folder, **changes):
+    """A tiny reward model with a random head, as recipes/reward.py saves one."""
+    torch.manual_seed(5)
+    config = LlamaConfig(**{**SMALL, "initializer_range": 0.15, "num_key_value_heads": 1, "num_labels": 1, **changes})
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_a_score_is_model_plus_function_clipped_less_the_penalty(accelerator, tokenizer, tmp_path, micro):
+    sequence_classifier(tmp_path, reward_mean=0.4, reward_std=1.6)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    samples, calls = stub_samples(tokenizer), []
+
+    def function(prompts, responses, weight, **columns):
+        calls.extend(zip(prompts, responses, weight, columns["answer"]))
+        return [w - 1.5 for w in weight]
+
+    with torch.no_grad():
+        rows = [torch.tensor([p + r]) for p, r in zip(samples["prompts"], samples["responses"])]
+        modelled = [(plain(row).logits.item() - 0.4) / 1.6 for row in rows]  # one row, no padding
+    reward_model = ScoreModel(load_score_model(str(tmp_path), tokenizer, None)).eval()
+    common = dict(micro_rollout_batch_size=micro, reward_function="module:function")
+    score = lambda model, function, **more: ppo.score(accelerator, samples, model, function, tokenizer, ppo.Args(**common, **more)).tolist()
+    both = score(reward_model, function, normalize_reward=True, reward_clip=0.9, missing_eos_penalty=0.25)
+    summed = [min(max(m + row - 0.5, -0.9), 0.9) for row, m in enumerate(modelled)]
+    assert both == pytest.approx([summed[0], summed[1] - 0.25, summed[2]], rel=1e-5)  # the penalty is not clipped away
+    assert any(abs(value) == 0.9 for value in summed) and not all(abs(value) == 0.9 for value in summed)
+    texts = [tokenizer.decode(response, skip_special_tokens=True) for response in samples["responses"]]
+    assert sorted(calls) == [(f"p{row}", texts[row], row + 1, "x") for row in range(3)]
+    assert score(None, function) == pytest.approx([-0.5, 0.5, 1.5])
+    assert score(reward_model, None) == pytest.approx([m * 1.6 + 0.4 for m in modelled], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "values, found", [([1.0], "[1.0]"), ([1.0, math.nan, 1.0], "nan"), ([1.0, math.inf, 0.0], "inf"), ([1.0] * 4, "1.0")]
+)
+def test_scores_that_cannot_be_used_are_refused(accelerator, tokenizer, values, found):
+    args = ppo.Args(reward_function="module:function", micro_rollout_batch_size=3)
+    with pytest.raises(ValueError, match="--reward_function module:function: expected 3 finite scores, got") as refusal:
+        ppo.score(accelerator, stub_samples(tokenizer), None, lambda *_, **__: values, tokenizer, args)
+    assert found in str(refusal.value)
+
+
+def test_a_new_head_begins_at_the_standard_deviation_of_the_papers(tmp_path, tokenizer):
+    tiny_llama(tmp_path, hidden_size=2048, intermediate_size=8, num_hidden_layers=1)
+    head = load_score_model(str(tmp_path), tokenizer, None, new_head=True).score.weight.detach()
+    assert head.shape == (1, 2048) and head.std().item() * math.sqrt(2049) == pytest.approx(1, abs=0.06)
+    assert abs(head.mean().item()) * math.sqrt(2049) < 0.08
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def refuses(call, *parts):
+    with pytest.raises(SystemExit) as refusal:
+        call()
+    said = refusal.value.code
+    assert isinstance(said, str) and all(str(part) in said for part in parts), said
+
+
+@pytest.mark.parametrize("processes, sizes, parts", [
+    (2, (10, 1, 4, 8), ["10 x", "= 10 samples", "--micro_rollout_batch_size 4 x 2 processes", "--rollout_batch_size 8 or 16."]),
+    (1, (3, 1, 4, 4), ["= 3 samples", "--micro_rollout_batch_size 4 x 1", "--rollout_batch_size 4."]),
+    (1, (12, 2, 4, 16), ["12 x --n_samples_per_prompt 2 = 24 samples", "--train_batch_size 16", "--rollout_batch_size 8 or 16."]),
+    (1, (10, 3, 2, 12), ["= 30 samples", "--train_batch_size 12", "--rollout_batch_size 8 or 12."]),
+    (1, (0, 1, 1, 1), ["--rollout_batch_size", "at least 1"]),
+    (1, (4, 0, 1, 1), ["--n_samples_per_prompt", "at least 1"]),
+])  # fmt: skip
+def test_sizes_of_a_rollout_that_do_not_divide(processes, sizes, parts):
+    names = ("rollout_batch_size", "n_samples_per_prompt", "micro_rollout_batch_size", "train_batch_size")
+    args = ppo.Args(reward_function="a:b", **dict(zip(names, sizes)))
+    refuses(lambda: ppo.check_settings(args, processes), *parts)
+    if "Nearest" in parts[-1] or "or" in parts[-1]:
+        for nearest in parts[-1].removeprefix("--rollout_batch_size ").rstrip(".").split(" or "):
+            args.rollout_batch_size = int(nearest)
+            ppo.check_settings(args, processes)  # what it names would do
+
+
+@pytest.mark.parametrize("settings, parts", [
+    ({"reward_function": None}, ["nothing scores the responses", "--reward_model_name_or_path", "--reward_function"]),
+    ({"normalize_reward": True}, ["--normalize_reward", "--reward_model_name_or_path"]),
+    ({"kl_in": "loss"}, ["--kl_in loss --kl_estimator k1", "k2 or k3"]),
+    ({"temperature": 0.0}, ["--temperature 0.0", "more than 0"]),
+    ({"dual_clip": 0.9}, ["--dual_clip 0.9", "more than 1"]),
+    ({"kl_target": 6.0, "kl_coef": 0.0}, ["--kl_target", "--kl_coef", "above 0"]),
+    ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout", "at least 1"]),
+])  # fmt: skip
+def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
+    good = {"reward_function": "a:b", "rollout_batch_size": 16, "train_batch_size": 8}
+    ppo.check_settings(ppo.Args(**good), 1)
+    refuses(lambda: ppo.check_settings(ppo.Args(**{**good, **settings}), 1), *parts)
+
+
+def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine_of_test.py").write_text("def reward(prompts, responses):\n    return [0.0] * len(prompts)\n")
+    assert load_function("reward_function", "mine_of_test:reward")(["a"], ["b"]) == [0.0]
+    assert load_function("reward_function", None) is None
+    for name in ("mine_of_test:other", "no_such_module:reward", "mine_of_test"):
+        refuses(lambda name=name: load_function("reward_function", name), f"--reward_function {name}", "MODULE:NAME", tmp_path)
+    other = tiny_llama(tmp_path / "other")
+    changed = AutoTokenizer.from_pretrained(other)
+    changed.add_tokens(["more"])
+    changed.save_pretrained(other)
+    refuses(lambda: load_score_model(str(other), load_tokenizer(str(ASSETS / "model")), None, new_head=True), other, "another tokenizer")
+    tiny = tiny_llama(tmp_path / "tiny")
+    refuses(lambda: load_score_model(str(tiny), tokenizer, None), tiny, "score.weight", "recipes/reward.py")
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+
+REWARDING = """
+import json, os
+
+def reward(prompts, responses, weight, **columns):
+    with open(os.environ["CALLS"], "a") as file:
+        file.write("".join(json.dumps(call) + "\\n" for call in zip(prompts, responses, weight)))
+    return [w * (len(text) % 5 - 2.0) for text, w in zip(responses, weight)]
+
+def explosive(prompts, responses, **columns):
+    return [1e30] * len(responses)
+"""
+SHARED = dict(
+    seed=3, rollout_batch_size=4, n_samples_per_prompt=2, micro_rollout_batch_size=4, num_epochs_per_rollout=2, max_new_tokens=6,
+    train_batch_size=4, micro_train_batch_size=2, max_epochs=1, max_length=60, learning_rate=3e-3, critic_learning_rate=2e-2, warmup_steps=2,
+    adam_epsilon=1e-5, weight_decay=0.1, missing_eos_penalty=0.6, clip_range=0.15, gamma=0.95, gae_lambda=0.8,
+)  # fmt: skip
+# 7 prompts: rollouts of 4 and 3 prompts, 8 and 6 samples, 2 epochs of windows 4, 4 and of 4, 2: 8 updates.
+WHOLE = {
+    "kl in the reward": dict(SHARED, kl_coef=0.3, kl_estimator="k1", kl_in="reward", kl_target=2.0, kl_horizon=100.0, temperature=0.8, max_grad_norm=0.5,
+                             vf_coef=0.4, clip_range_high=0.25, value_clip_range=0.2, reward_clip=2.5, normalize_reward=True, ref="reference", scored="both"),
+    "kl in the loss": dict(SHARED, kl_coef=0.2, kl_estimator="k3", kl_in="loss", temperature=1.3, max_grad_norm=0.0, vf_coef=0.1, dual_clip=1.1,
+                           value_clip_range=0.0, gae_lambda=1.0, ref="model", scored="function"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ppo")
+    tiny_llama(folder / "model", attention_dropout=0.2, eos_token_id=1)  # what dropout would change, were it on
+    tiny_llama(folder / "reference", initializer_range=0.2)
+    sequence_classifier(folder / "reward", reward_mean=0.1, reward_std=0.7, attention_dropout=0.2)
+    rows = [{"prompt": [{"role": "user", "content": "ab3" * (1 + 5 * row % 7)}], "weight": 1 + row % 3} for row in range(7)]
+    write_jsonl(folder / "prompts.jsonl", rows)
+    (folder / "rewarding_of_test.py").write_text(REWARDING)
+    # Random weights rarely end a response: a bias towards EOS, by an output row that points along the mean state, would change the model's
+    # kind, so the stop tokens of its generation config are many.
+    settings = json.loads((folder / "model/generation_config.json").read_text())
+    (folder / "model/generation_config.json").write_text(json.dumps({**settings, "eos_token_id": STOPS}))
+    return folder
+
+
+def run(inputs, name, settings, *more, launcher=(), check=True):
+    output, settings = inputs / name.replace(" ", "_"), dict(settings)
+    ref, scored = settings.pop("ref"), settings.pop("scored")
+    flags = ["--model_name_or_path", inputs / "model", "--ref_model_name_or_path", inputs / ref, "--dataset_name", inputs / "prompts.jsonl",
+             "--output_dir", output, "--reward_function", "rewarding_of_test:reward"]  # fmt: skip
+    flags += ["--reward_model_name_or_path", inputs / "reward"] * (scored == "both")
+    flags += [part for name, value in settings.items() for part in (f"--{name}", value)]
+    env = {"CALLS": str(inputs / f"{output.name}.calls")}
+    return output, launch(list(launcher), recipe("ppo"), *flags, *more, cwd=inputs, env=env, check=check)
+
+
+class Reference:
+    """The same run in plain torch: every row alone, in whole forward passes; loops; one AdamW; the loss of a window at once."""
+
+    def __init__(self, inputs, scored, ref, **settings):
+        self.set, self.scored = types.SimpleNamespace(**{**vars(ppo.Args()), **settings}), scored
+        self.tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+        load = lambda name, kind=AutoModelForCausalLM: kind.from_pretrained(inputs / name).eval()
+        self.actor, self.reference, self.judge = load("model"), load(ref), load("reward", AutoModelForSequenceClassification)
+        if scored == "both":
+            self.critic = load("reward", AutoModelForSequenceClassification)
+        else:
+            self.critic = AutoModelForSequenceClassification.from_pretrained(inputs / "model", num_labels=1).eval()
+            head = torch.randn(1, 32, generator=torch.Generator().manual_seed(self.set.seed)) / math.sqrt(33)
+            self.critic.score.weight.data.copy_(head)
+        self.rows = [json.loads(line) for line in (inputs / "prompts.jsonl").read_text().splitlines()]
+        groups = [
+            {"params": [p for p in model.parameters() if (p.ndim > 1) == matrix], "lr0": rate, "weight_decay": self.set.weight_decay * matrix}
+            for model, rate in ((self.actor, self.set.learning_rate), (self.critic, self.set.critic_learning_rate)) for matrix in (True, False)
+        ]  # fmt: skip
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, eps=self.set.adam_epsilon)
+        self.lines, self.rollouts, self.kl_coef = [], [], self.set.kl_coef
+
+    def read(self, prompt, response):
+        """log-probs, the reference's, values and entropies of a response's tokens."""
+        ids, start = torch.tensor([prompt + response]), len(prompt)
+        found = []
+        for model in (self.actor, self.reference):
+            logps = (model(ids).logits[0, start - 1 : -1] / self.set.temperature).log_softmax(-1)
+            found.append(logps.gather(1, ids[0, start:, None])[:, 0])
+            if model is self.actor:
+                entropy = -(logps.exp() * logps).sum(-1)
+        states = self.critic.model(ids).last_hidden_state[0, start - 1 : -1]
+        return *found, (states @ self.critic.score.weight[0]), entropy
+
+    def score(self, row, prompt, response):
+        text, s = self.tokenizer.decode(response, skip_special_tokens=True), self.set
+        value = row["weight"] * (len(text) % 5 - 2.0)
+        if self.scored == "both":
+            state = self.judge.model(torch.tensor([prompt + response])).last_hidden_state[0, -1]
+            value += ((state @ self.judge.score.weight[0]).item() - 0.1) / 0.7
+        if s.reward_clip:
+            value = min(max(value, -s.reward_clip), s.reward_clip)
+        return value - (0 if response[-1] in STOPS else s.missing_eos_penalty)
+
+    def kl(self, logps, ref):
+        d = logps - ref
+        return {"k1": d, "k2": d * d / 2, "k3": (ref - logps).exp() - 1 - (ref - logps)}[self.set.kl_estimator]
+
+    @torch.no_grad()
+    def roll_out(self, number):
+        s, samples = self.set, []
+        prompts = np.repeat(window_rows(len(self.rows), s.rollout_batch_size, s.seed, number), s.n_samples_per_prompt)
+        uniforms = np.random.default_rng([s.seed, number, 1]).random((len(prompts), s.max_new_tokens))
+        for row, numbers in zip(prompts, uniforms):
+            text = self.tokenizer.apply_chat_template(self.rows[row]["prompt"], add_generation_prompt=True, tokenize=False)
+            prompt = self.tokenizer(text).input_ids
+            response, _ = alone(self.actor, prompt, numbers, s.temperature, STOPS, s.max_new_tokens)
+            logps, ref, values, _ = self.read(prompt, response)
+            score = self.score(self.rows[row], prompt, response)
+            kl = self.kl(logps, ref)
+            penalties = (-self.kl_coef * kl).tolist() if s.kl_in == "reward" else [0.0] * len(response)
+            rewards = [*penalties[:-1], penalties[-1] + score]
+            advantages, after, after_value = [], 0.0, 0.0
+            for reward, value in zip(rewards[::-1], values.tolist()[::-1]):
+                after = reward + s.gamma * after_value - value + s.gamma * s.gae_lambda * after
+                advantages.insert(0, after)
+                after_value = value
+            samples.append(types.SimpleNamespace(
+                prompt=prompt, response=response, logps=logps, ref=ref, values=values, score=score, kl=kl.sum().item(), penalty=sum(penalties),
+                advantages=torch.tensor(advantages), returns=torch.tensor(advantages) + values,
+            ))  # fmt: skip
+        every = torch.cat([sample.advantages for sample in samples]).double().numpy()
+        for sample in samples:
+            sample.white = torch.tensor((sample.advantages.double().numpy() - every.mean()) / every.std()).float()
+        mean = lambda value: float(np.mean([value(sample) for sample in samples]))
+        line = {
+            "objective/kl": mean(lambda x: x.kl), "objective/entropy": mean(lambda x: -x.logps.sum().item()),
+            "objective/scores": mean(lambda x: x.score), "objective/non_score_reward": mean(lambda x: x.penalty),
+            "objective/rlhf_reward": mean(lambda x: x.score + x.penalty), "objective/kl_coef": self.kl_coef,
+            "responses/length": mean(lambda x: len(x.response)), "responses/eos_rate": mean(lambda x: x.response[-1] in STOPS),
+        }  # fmt: skip
+        return samples, line
+
+    def update(self, window, kl_coef, total_steps):
+        s, step, tokens, each = self.set, len(self.lines), sum(len(x.response) for x in window), []
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr0"] * (
+                step / s.warmup_steps if step < s.warmup_steps else (total_steps - step) / (total_steps - s.warmup_steps)
+            )
+        high = s.clip_range if s.clip_range_high is None else s.clip_range_high
+        for x in window:
+            logps, _, values, entropy = self.read(x.prompt, x.response)
+            ratio, a = (logps - x.logps).exp(), x.white
+            gain = torch.where(a > 0, ratio.clamp(max=1 + high) * a, ratio.clamp(min=1 - s.clip_range) * a)
+            clipped = torch.where(a > 0, ratio > 1 + high, ratio < 1 - s.clip_range)
+            if s.dual_clip:
+                clipped = clipped | ((a < 0) & (ratio > s.dual_clip))
+                gain = torch.where(a < 0, torch.maximum(gain, s.dual_clip * a), gain)
+            errors, near = (values - x.returns) ** 2, torch.zeros_like(values)
+            if s.value_clip_range:
+                near = (x.values + (values - x.values).clamp(-s.value_clip_range, s.value_clip_range) - x.returns) ** 2
+            value_loss = 0.5 * torch.maximum(errors, near)
+            loss = -gain + s.vf_coef * value_loss + (kl_coef * self.kl(logps, x.ref) if s.kl_in == "loss" else 0.0)
+            each.append({
+                "loss": loss, "loss/policy_avg": -gain, "loss/value_avg": value_loss, "policy/approxkl_avg": (logps - x.logps) ** 2 / 2,
+                "policy/clipfrac_avg": clipped.float(), "policy/entropy_avg": entropy, "val/clipfrac_avg": (near > errors).float(), "val/ratio": ratio,
+            })  # fmt: skip
+        sums = {name: sum(part[name].sum() for part in each) / tokens for name in each[0]}
+        self.optimizer.zero_grad()
+        sums["loss"].backward()
+        norms = [
+            math.sqrt(sum((p.grad**2).sum().item() for p in model.parameters() if p.grad is not None))
+            for model in (self.actor, self.critic)
+        ]
+        joint = math.hypot(*norms)
+        if s.max_grad_norm and joint > s.max_grad_norm:
+            for model in (self.actor, self.critic):
+                for p in model.parameters():
+                    p.grad = None if p.grad is None else p.grad * (s.max_grad_norm / joint)
+        self.optimizer.step()
+        rates = {"learning_rate": self.optimizer.param_groups[0]["lr"], "critic_learning_rate": self.optimizer.param_groups[2]["lr"]}
+        norms = {"grad_norm": joint, "grad_norm/actor": norms[0], "grad_norm/critic": norms[1], **rates}
+        self.lines.append({"global_step": step + 1, **{name: value.item() for name, value in sums.items()}, **norms})
+
+    def go(self):
+        s = self.set
+        n_prompts = [
+            len(window_rows(len(self.rows), s.rollout_batch_size, s.seed, i))
+            for i in range(math.ceil(len(self.rows) / s.rollout_batch_size))
+        ]
+        windows = [math.ceil(n * s.n_samples_per_prompt / s.train_batch_size) * s.num_epochs_per_rollout for n in n_prompts]
+        samples_seen = tokens_seen = 0
+        for number, of_rollout in enumerate(windows):
+            samples, line = self.roll_out(number)
+            self.rollouts.append(samples)
+            coefficient, first, order = self.kl_coef, len(self.lines), []
+            for index in range(of_rollout):
+                rows = window_rows(len(samples), s.train_batch_size, (s.seed, number, 2), index)
+                order.append(sorted(rows.tolist()))
+                self.update([samples[row] for row in rows], coefficient, sum(windows))
+                samples_seen += len(rows)
+                tokens_seen += sum(len(samples[row].prompt) + len(samples[row].response) for row in rows)
+                self.lines[-1] |= {
+                    "samples": samples_seen,
+                    "tokens": tokens_seen,
+                    "skipped_steps": 0,
+                    "epoch": len(self.lines) / sum(windows),
+                }
+            per_epoch = of_rollout // s.num_epochs_per_rollout
+            assert sorted(sum(order[:per_epoch], [])) == sorted(sum(order[per_epoch:], [])) == list(range(len(samples)))  # noqa: RUF017
+            assert (
+                number or order[:per_epoch] != order[per_epoch:]
+            )  # other minibatches in each epoch (of so few samples chance can repeat them)
+            self.lines[first] |= line
+            if s.kl_target:
+                error = min(max(line["objective/kl"] / s.kl_target - 1, -0.2), 0.2)
+                self.kl_coef *= 1 + error * len(samples) / s.kl_horizon
+        return self
+
+
+@pytest.fixture(scope="module", params=list(WHOLE))
+def whole(request, inputs):
+    output, console = run(inputs, request.param, WHOLE[request.param], "--logging_steps", 1, "--save_steps", 3, "--save_total_limit", 0)
+    return output, console.stdout, Reference(inputs, **WHOLE[request.param]).go()
+
+
+def test_every_logged_number_of_a_run(whole):
+    output, console, reference = whole
+    assert "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates; 2 rollouts an epoch" in console
+    assert "the last of 3 prompts, 4 updates; 8 updates in all" in console
+    found = [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
+    assert len(found) == len(reference.lines) == 8
+    for line, expected in zip(found, reference.lines):
+        assert line.keys() == expected.keys()
+        for key in line:
+            assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=2e-6), (line["global_step"], key)
+    # The run is one in which everything happens.
+    column = lambda key: [line[key] for line in found if key in line]
+    assert max(column("policy/clipfrac_avg")) > 0 and max(column("policy/approxkl_avg")) > 1e-3
+    assert 0 < min(column("responses/eos_rate")) < 1 and abs(column("objective/kl")[-1]) > 0.01
+    if reference.set.value_clip_range:
+        assert max(column("val/clipfrac_avg")) > 0 and len(set(column("objective/kl_coef"))) == 2 and min(column("grad_norm")) > 0.5
+
+
+def test_what_a_rollout_holds(whole):
+    """Responses, old log-probs and values, the reference's log-probs, returns and whitened advantages, token by token."""
+    output, _, reference = whole
+    rollout = torch.load(output / "checkpoints/global_step_000003/extra.pt", weights_only=True)["rollout"]
+    samples, tensors = reference.rollouts[0], rollout["tensors"]
+    assert rollout["responses"] == [sample.response for sample in samples] and rollout["prompts"] == [sample.prompt for sample in samples]
+    assert len(rollout["responses"]) == 8 and len({len(response) for response in rollout["responses"]}) > 1
+    lengths = torch.tensor([[len(sample.response)] for sample in samples])
+    assert torch.equal(tensors["mask"], torch.arange(lengths.max()) < lengths)
+    for name, of_sample in (
+        ("logps", "logps"),
+        ("ref_logps", "ref"),
+        ("values", "values"),
+        ("returns", "returns"),
+        ("advantages", "white"),
+    ):
+        expected = torch.nn.utils.rnn.pad_sequence([getattr(sample, of_sample) for sample in samples], batch_first=True)
+        torch.testing.assert_close(tensors[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_weights_of_actor_and_critic_after_a_run(whole):
+    output, _, reference = whole
+    from safetensors.torch import load_file
+
+    saved = load_file(output / "checkpoints/global_step_000008/engine/model.safetensors")
+    for prefix, model in (("model.", reference.actor), ("critic.model.", reference.critic)):
+        parts = dict(model.named_parameters())
+        one = torch.cat([parts[name].detach().flatten() for name in sorted(parts)])
+        other = torch.cat([saved[prefix + name].flatten() for name in sorted(parts)])
+        assert (one - other).norm() <= 1e-4 * one.norm()
+    assert torch.equal(weights(output), weights(output, "checkpoints/global_step_000008/actor"))
+
+
+def test_the_reward_function_sees_each_response_once_as_text(whole, inputs):
+    output, _, reference = whole
+    calls = [json.loads(line) for line in (inputs / f"{output.name}.calls").read_text().splitlines()]
+    assert len(calls) == 14 and {len(call[0]) for call in calls} == {1}  # the prompt as the data has it, a message list
+    texts = [reference.tokenizer.decode(sample.response, skip_special_tokens=True) for samples in reference.rollouts for sample in samples]
+    assert sorted(call[1] for call in calls) == sorted(texts)
+
+
+def test_tensorboard_shows_scores_and_responses(whole):
+    output, _, reference = whole
+    board = EventAccumulator(str(output / "tensorboard"), size_guidance={"histograms": 0, "tensors": 0})
+    board.Reload()
+    histograms = board.Histograms("objective/scores")
+    assert [event.step for event in histograms] == [1, 5]  # the update each rollout was made for
+    for event, samples in zip(histograms, reference.rollouts):
+        assert event.histogram_value.num == len(samples)
+        assert event.histogram_value.sum == pytest.approx(sum(sample.score for sample in samples), rel=1e-4)
+    texts = board.Tensors("responses/text_summary")
+    assert [event.step for event in texts] == [1, 5]
+    table = texts[0].tensor_proto.string_val[0].decode().splitlines()
+    assert (
+        table[0] == "| prompt | response | score |"
+        and len(table) == 2 + 8
+        and table[2].endswith(f" {reference.rollouts[0][0].score:.3f} |")
+    )
