@@ -119,20 +119,6 @@ def require(row: dict, *columns: str, expected: str) -> None:
         check(isinstance(row[column], str) or is_messages(row[column]), row, column, TEXT_OR_MESSAGES)
 
 
-def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
-    """An SFT row as (prompt, completion), both strings or both message lists; `messages` and `text` have an empty prompt."""
-    if row.get("messages") is not None:
-        check(is_messages(row["messages"]), row, "messages", "a list of messages with role and content")
-        return [], as_messages(row["messages"], "user")
-    if row.get("text") is not None:
-        check(isinstance(row["text"], str), row, "text", "a string")
-        return "", row["text"]
-    require(row, "prompt", "completion", expected="'messages', or 'prompt' and 'completion', or 'text'")
-    if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
-        return row["prompt"], row["completion"]
-    return as_messages(row["prompt"], "user"), as_messages(row["completion"], "assistant")
-
-
 def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict] | str]:
     """A preference row as (prompt, chosen, rejected), all strings or all message lists, the prompt stated once."""
     prompt, chosen, rejected = (row.get(column) for column in ("prompt", "chosen", "rejected"))

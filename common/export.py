@@ -16,8 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common.checkpoint import fault_of
-from common.saving import replace_directory
+from common.checkpoint import fault_of, replace_directory
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -139,8 +139,6 @@ def exact_match(accelerator, prepared, model, tokenizer, dataset, batch_size: in
     responses = generate(accelerator, prepared, model, tokenizer, rows["prompt_ids"], batch_size, max_new_tokens)
     answers = tokenizer.batch_decode(responses, skip_special_tokens=True)
     right = [is_right(text, answer) for text, answer in zip(answers, rows["answer"])]
-    samples = []
-    for prompt, answer, good in list(zip(rows["prompt_ids"], answers, right))[:4]:
-        prompt = " ".join(tokenizer.decode(prompt, skip_special_tokens=True).split())
-        samples.append(f"{'right' if good else 'wrong'}: {prompt[-80:]!r} -> {answer[-80:]!r}")
+    prompts = tokenizer.batch_decode(rows["prompt_ids"][:4], skip_special_tokens=True)
+    samples = [f"{'right' if ok else 'wrong'}: {ask[-80:]!r} -> {answer[-80:]!r}" for ask, answer, ok in zip(prompts, answers, right)]
     return torch.tensor(right, dtype=torch.float32, device=accelerator.device), samples

@@ -31,7 +31,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         matrix = weight.to(ctx.dtype)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits, _ = ctx_logits(ctx, hidden[part], matrix, bias)
+            logits = logits_of(ctx, hidden[part], matrix, bias)
             chosen = logits.gather(1, targets[part, None]).squeeze(1)
             logps[part] = chosen - logits.logsumexp(-1)
             means[part] = logits.mean(-1)
@@ -45,24 +45,23 @@ class ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx, grad_logps, *_):
         hidden, weight, bias, targets = ctx.saved_tensors
         matrix = weight.to(ctx.dtype)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits, raw = ctx_logits(ctx, hidden[part], matrix, bias)
+            logits = logits_of(ctx, hidden[part], matrix, bias)
             # d logp / d logits = one-hot(target) - softmax(logits)
             grad = logits.softmax(-1).neg_()
             grad.scatter_add_(1, targets[part, None], torch.ones_like(grad[:, :1]))
             grad *= grad_logps[part, None]
             if ctx.softcap:
-                grad *= 1 - (raw / ctx.softcap).tanh() ** 2
+                grad *= 1 - (logits / ctx.softcap) ** 2
             grad *= ctx.multiplier
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(ctx.dtype)
-            if grad_hidden is not None:
-                grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
+            grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight += grad.T @ hidden[part].to(ctx.dtype)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -70,14 +69,13 @@ class ChunkedLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def ctx_logits(ctx, hidden, matrix, bias) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 logits `[n, v]` of some positions, and the same before the soft cap."""
+def logits_of(ctx, hidden, matrix, bias) -> torch.Tensor:
+    """fp32 logits `[n, v]` of some positions."""
     with torch.autocast(hidden.device.type, enabled=False):
-        raw = (hidden.to(ctx.dtype) @ matrix.T).float()
-    if bias is not None:
-        raw = raw + bias.float()
-    raw = raw * ctx.multiplier if ctx.multiplier != 1.0 else raw
-    return (ctx.softcap * torch.tanh(raw / ctx.softcap) if ctx.softcap else raw), raw
+        logits = (hidden.to(ctx.dtype) @ matrix.T).float()
+    logits = logits if bias is None else logits + bias.float()
+    logits = logits if ctx.multiplier == 1.0 else logits * ctx.multiplier
+    return ctx.softcap * torch.tanh(logits / ctx.softcap) if ctx.softcap else logits
 
 
 class ScoringHead(nn.Linear):
@@ -106,16 +104,9 @@ class Wrapper(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model, self.config = model, model.config
-        self._no_split_modules = model._no_split_modules  # where FSDP2 cuts
-
-    def tie_weights(self):
-        self.model.tie_weights()
-
-    def get_input_embeddings(self):
-        return self.model.get_input_embeddings()
-
-    def get_output_embeddings(self):
-        return self.model.get_output_embeddings()
+        # What FSDP2 asks for: where to cut, and what is tied.
+        self._no_split_modules, self.tie_weights = model._no_split_modules, model.tie_weights
+        self.get_input_embeddings, self.get_output_embeddings = model.get_input_embeddings, model.get_output_embeddings
 
 
 class ScoreModel(Wrapper):

@@ -176,18 +176,12 @@ class Metrics:
         self.bar.set_postfix(self.shown, refresh=False)
         self.start_interval()
 
-    def log_rollout(self, scores: torch.Tensor, table: list[list[str]]) -> None:
-        """Shows a rollout in TensorBoard, at the update it is made for: a histogram of its scores, a table of some of its responses.
-
-        Args:
-            table: rows of cells, the header first.
-        """
+    def log_rollout(self, scores: torch.Tensor, table: str) -> None:
+        """Shows a rollout in TensorBoard, at the update it is made for: a histogram of its scores, a Markdown table of some responses."""
         if self.trackers and self.accelerator.is_main_process:
-            cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in table]
-            lines = [f"| {' | '.join(row)} |" for row in [cells[0], ["---"] * len(cells[0]), *cells[1:]]]
             writer, step = self.accelerator.get_tracker("tensorboard").writer, self.progress.global_step + 1
             writer.add_histogram("objective/scores", scores, step)
-            writer.add_text("responses", "\n".join(lines), step)
+            writer.add_text("responses", table, step)
 
     def log_evaluation(self, values: dict[str, float], samples: list[str]) -> None:
         """Writes an evaluation as a line of its own, and shows it with a few answers. All ranks may call it."""

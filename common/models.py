@@ -4,15 +4,12 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from .launch import engine_precision, zero_stage
@@ -83,8 +80,6 @@ def load(
     auto_class, name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool, **kwargs
 ) -> tuple[PreTrainedModel, set]:
     """A model in fp32, and the names of the weights that its folder lacks."""
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        sys.exit(f"--model_name_or_path {name!r} is a folder without config.json: not a Hugging Face model")
     kwargs |= dict(attn_implementation=attn_implementation, dtype=torch.float32, output_loading_info=True)
     try:
         model, info = auto_class.from_pretrained(name, **kwargs)
@@ -181,31 +176,25 @@ def loss_scale(accelerator, prepared: nn.Module) -> float | None:
     return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
 
 
-def record_group_norms(accelerator, prepared: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], list[float]]:
-    """A function that tells the gradient norm of each parameter group in the update that is being made, up to one common factor
-    (clipping, the loss scale): call it after `clip_grad_norm_`, on all ranks.
+def record_group_norms(accelerator, optimizer: torch.optim.Optimizer) -> Callable[[], dict[str, float]]:
+    """Lets the gradient norm of each parameter group `name` be known in the update just made: the function returned gives them, up to
+    one common factor (clipping). Call this before `prepare`, and it after every `optimizer.step()` that updates, on all ranks.
 
-    Under DeepSpeed the gradients are gone by then: what the engine itself computes for the joint norm is kept.
+    The gradients are those that the optimizer itself is given: DeepSpeed has no others left by then, and gives each process a part.
     """
-    engine, kept = prepared.optimizer if accelerator.distributed_type == DistributedType.DEEPSPEED else None, []
+    squares = {group["name"]: 0.0 for group in optimizer.param_groups}
 
-    def keep(compute, *args):
-        kept.append(compute(*args))
-        return kept[-1]
+    def add(optimizer, *_):
+        for group in optimizer.param_groups:
+            grads = [getattr(p.grad, "_local_tensor", p.grad) for p in group["params"] if p.grad is not None]
+            squares[group["name"]] += float(nn.utils.get_total_norm(grads)) ** 2
 
-    def group_norms() -> list[float]:
-        squares = [0.0] * len(optimizer.param_groups)
-        if engine is None:
-            norms = [torch.nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None]) for group in optimizer.param_groups]  # fmt: skip
-        else:
-            norms = kept
-        for index, norm in enumerate(norms):
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            squares[getattr(engine, "sub_group_to_group_id", {}).get(index, index)] += float(norm) ** 2  # ZeRO-3 cuts groups into pieces
-        kept.clear()
-        return [math.sqrt(square) for square in squares]
+    def group_norms() -> dict[str, float]:
+        table = torch.tensor(list(squares.values()), device=accelerator.device)
+        squares.update(dict.fromkeys(squares, 0.0))
+        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+            table = accelerator.reduce(table)
+        return dict(zip(squares, table.sqrt().tolist()))
 
-    for name in ("get_grad_norm_direct", "complete_grad_norm_calculation_for_cpu_offload"):
-        if hasattr(engine, name):
-            setattr(engine, name, partial(keep, getattr(engine, name)))
+    optimizer.register_step_pre_hook(add)
     return group_norms

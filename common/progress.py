@@ -78,15 +78,16 @@ class Progress:
         return (self.global_step == 1 and self.skips_in_a_row == 0) or self.due(interval)
 
     def describe(self) -> str:
-        last = self.n_rows % self.train_batch_size
+        last = self.n_rows % self.train_batch_size or self.train_batch_size
         return (
-            f"{self.n_rows} samples / train_batch_size {self.train_batch_size} = {self.windows_per_epoch} updates an epoch"
-            f"{f', the last of {last} samples' if last else ''}; {self.total_steps} updates in all"
+            f"{self.n_rows} samples / train_batch_size {self.train_batch_size} = {self.windows_per_epoch} updates an epoch, "
+            f"the last of {last} samples; {self.total_steps} updates in all"
         )
 
 
-def check_intervals(**intervals: float) -> None:
-    """Refuses what is neither a number of updates nor a share of them."""
-    for name, value in intervals.items():
+def check_intervals(args) -> None:
+    """Refuses an interval that is neither a number of updates nor a share of them."""
+    for name in ("logging_steps", "eval_steps", "save_steps", "save_actor_steps"):
+        value = getattr(args, name)
         if value < 0 or (value >= 1 and value != int(value)):
             sys.exit(f"--{name} {value}: expected 0 (never), a share below 1, or a whole number of updates")

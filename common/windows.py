@@ -1,7 +1,6 @@
 """Which samples form a window, and how a window is cut into the micro-batches of each process."""
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -55,28 +54,6 @@ def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = Fal
     longest = max(map(len, sequences))
     rows = [[value] * (longest - len(s)) + list(s) if left else list(s) + [value] * (longest - len(s)) for s in sequences]
     return torch.tensor(rows, device=device)
-
-
-def pad_shared(prompts: list[list[int]], answers: Sequence[list[list[int]]], device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Rows of a prompt and all its answers, the prompt computed once: an answer sees the prompt and itself, at the places it would have alone.
-
-    Args:
-        answers: for each of the k answers of a prompt, its token ids in every row.
-
-    Returns:
-        what a model takes: `input_ids`, `position_ids` `[rows, longest]` and `attention_mask` bool `[rows, 1, longest, longest]`;
-        and the place of each answer's last token, `[rows, k]`.
-    """
-    parts = [[prompt, *ids] for prompt, *ids in zip(prompts, *answers)]
-    rows, segments, positions = [], [], []
-    for prompt, *rest in parts:
-        rows.append([*prompt, *itertools.chain(*rest)])
-        segments.append([0] * len(prompt) + [i for i, ids in enumerate(rest, 1) for _ in ids])
-        positions.append([*range(len(prompt)), *(len(prompt) + place for ids in rest for place in range(len(ids)))])
-    segments = pad(segments, -1, device)
-    same, prompt = segments[:, None, None, :] == segments[:, None, :, None], segments[:, None, None, :] == 0
-    inputs = {"input_ids": pad(rows, 0, device), "position_ids": pad(positions, 0, device), "attention_mask": (same | prompt).tril()}
-    return inputs, torch.tensor([np.cumsum([len(ids) for ids in row])[1:].tolist() for row in parts], device=device) - 1
 
 
 def evaluation_batches(accelerator, dataset, micro_batch_size: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:

@@ -32,7 +32,7 @@ from transformers.hf_argparser import HfArg
 
 import common
 from common.arguments import parse_args
-from common.checkpoint import Run, resume, save_checkpoint
+from common.checkpoint import Run, resume, save_actor, save_checkpoint, save_step_actor
 from common.data import column_names, load_evaluation_sets, load_tokenized, preference_row
 from common.generation import exact_match
 from common.launch import engine_precision, make_accelerator
@@ -40,7 +40,6 @@ from common.logprobs import LogProbModel, check_logprobs
 from common.metrics import Means, Metrics, check_finite
 from common.models import load_causal_lm, load_tokenizer, loss_scale, optimizer_groups, prepare, prepare_frozen
 from common.progress import Progress, check_intervals
-from common.saving import save_actor, save_step_actor
 from common.windows import arrange, evaluation_batches, pad, window_rows
 
 common.check_recipe(__file__)
@@ -196,9 +195,7 @@ def main():
     # ============================================================ accelerator
     args = parse_args(Args, demo=common.ASSETS / "dpo.yaml")
     accelerator = make_accelerator(args, "dpo")
-    check_intervals(
-        logging_steps=args.logging_steps, eval_steps=args.eval_steps, save_steps=args.save_steps, save_actor_steps=args.save_actor_steps
-    )
+    check_intervals(args)
     if args.label_smoothing and not (0 < args.label_smoothing < 0.5 and args.loss_type in ("sigmoid", "robust")):
         raise SystemExit(f"--label_smoothing {args.label_smoothing}: expected 0 to below 0.5, and --loss_type sigmoid or robust")
     if args.beta <= 0:

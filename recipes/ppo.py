@@ -27,7 +27,7 @@ from transformers.hf_argparser import HfArg
 
 import common
 from common.arguments import load_function, parse_args
-from common.checkpoint import Run, resume, save_checkpoint
+from common.checkpoint import Run, resume, save_actor, save_checkpoint, save_step_actor
 from common.data import column_names, load_evaluation_sets, load_tokenized, prompt_row
 from common.generation import generate, is_right, stop_tokens
 from common.launch import make_accelerator
@@ -45,7 +45,6 @@ from common.models import (
     record_group_norms,
 )
 from common.progress import Progress, check_intervals
-from common.saving import save_actor, save_step_actor
 from common.windows import arrange, gather_rows, pad, window_rows
 
 common.check_recipe(__file__)
@@ -327,7 +326,7 @@ def roll_out(accelerator, model, policy, reference, tokenizer, columns: dict, sc
     # Every rank holds the whole rollout: one of them counts it.
     weights = torch.full(scores.shape, float(accelerator.is_main_process), device=accelerator.device)
     metrics.open.add({name: value.to(accelerator.device) for name, value in means.items()}, weights)
-    metrics.log_rollout(scores, table(tokenizer, samples, scores))
+    metrics.log_rollout(scores, "\n".join(table(tokenizer, samples, scores)))
     tensors = {
         "mask": mask, "logps": logps, "ref_logps": ref_logps, "values": values, "returns": returns, "advantages": whiten(advantages, mask)
     }  # fmt: skip
@@ -335,10 +334,12 @@ def roll_out(accelerator, model, policy, reference, tokenizer, columns: dict, sc
     return rollout, means["objective/kl"].mean().item()
 
 
-def table(tokenizer, samples: dict, scores: torch.Tensor) -> list[list[str]]:
-    """The first few prompts, responses and scores as text, below a header."""
+def table(tokenizer, samples: dict, scores: torch.Tensor) -> list[str]:
+    """The first few prompts, responses and scores as lines of a Markdown table."""
     texts = [tokenizer.batch_decode(samples[part][:8]) for part in ("prompts", "responses")]
-    return [["prompt", "response", "score"], *([*row, f"{score:.3f}"] for *row, score in zip(*texts, scores.tolist()))]
+    rows = [[" ".join(text.split()).replace("|", "\\|") for text in row] for row in zip(*texts)]
+    lines = [f"| {prompt} | {response} | {value:.3f} |" for (prompt, response), value in zip(rows, scores.tolist())]
+    return ["| prompt | response | score |", "| --- | --- | --- |", *lines]
 
 
 def check_settings(args: Args, processes: int) -> None:
@@ -375,9 +376,7 @@ def main():
     args = parse_args(Args, demo=common.ASSETS / "ppo.yaml")
     check_settings(args, int(os.environ.get("WORLD_SIZE", 1)))
     accelerator = make_accelerator(args, "ppo")
-    check_intervals(
-        logging_steps=args.logging_steps, eval_steps=args.eval_steps, save_steps=args.save_steps, save_actor_steps=args.save_actor_steps
-    )
+    check_intervals(args)
 
     # ============================================================ data
     tokenizer = load_tokenizer(args.model_name_or_path)
@@ -404,14 +403,14 @@ def main():
     actor = load_causal_lm(args.model_name_or_path, tokenizer, *loading)
     policy = ActorCritic(actor, load_score_model(critic_name, tokenizer, *loading, new_head=True))
     disable_dropout(policy)
-    actor_groups = optimizer_groups(policy.model, args.weight_decay, lr=args.learning_rate)
-    critic_groups = optimizer_groups(policy.critic, args.weight_decay, lr=args.critic_learning_rate)
+    actor_groups = optimizer_groups(policy.model, args.weight_decay, lr=args.learning_rate, name="actor")
+    critic_groups = optimizer_groups(policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic")
     optimizer = torch.optim.AdamW(actor_groups + critic_groups, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
+    group_norms = record_group_norms(accelerator, optimizer)
     model, optimizer = prepare(accelerator, policy, optimizer)
     check_logprobs(model, train_set[0]["prompt_ids"], accelerator.device, args.model_name_or_path)
-    group_norms, n_actor = record_group_norms(accelerator, model, optimizer), len(actor_groups)
 
     # ============================================================ reference and reward
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
@@ -453,9 +452,9 @@ def main():
         window = window_rows(len(lengths), args.train_batch_size, (args.seed, number, 2), window_number)
         micro_batches = arrange(window, lengths, args.micro_train_batch_size, processes, accelerator.process_index, steps)
         window_tokens, actor_learns = int(rollout["tensors"]["mask"][window].sum()), number >= args.critic_warmup_rollouts
-        for i, (group, learning_rate) in enumerate(zip(optimizer.param_groups, scheduler.get_last_lr())):
-            group["lr"] = learning_rate * (actor_learns or i >= n_actor)  # at zero, weight decay moves nothing either
-        rates = {"learning_rate": optimizer.param_groups[0]["lr"], "critic_learning_rate": optimizer.param_groups[n_actor]["lr"]}
+        for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
+            group["lr"] = learning_rate * (actor_learns or group["name"] == "critic")  # at zero, weight decay moves nothing either
+        rates = {"learning_rate": optimizer.param_groups[0]["lr"], "critic_learning_rate": optimizer.param_groups[-1]["lr"]}
         scale, seen = loss_scale(accelerator, model), []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
@@ -473,7 +472,6 @@ def main():
                 accelerator.backward((losses * token_weights).sum() * steps * processes / window_tokens)
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-                    norms = group_norms()
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.add(values, token_weights)
@@ -481,9 +479,9 @@ def main():
         if window_number + 1 == windows_of(len(lengths)):
             run.extra["rollout"] = None
         progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
-        share = [math.hypot(*part) / (math.hypot(*norms) or 1.0) for part in (norms[:n_actor], norms[n_actor:])]
-        norms_of = {"grad_norm/actor": grad_norm * share[0], "grad_norm/critic": grad_norm * share[1]}
-        metrics.window_done(applied, grad_norm=grad_norm, loss_scale=scale, **norms_of, **rates)
+        norms = group_norms()
+        parts = {f"grad_norm/{name}": grad_norm * norm / (math.hypot(*norms.values()) or 1.0) for name, norm in norms.items()}
+        metrics.window_done(applied, grad_norm=grad_norm, loss_scale=scale, **parts, **rates)
         if applied:
             scheduler.step()
         if progress.log_due(args.logging_steps):
@@ -515,7 +513,7 @@ def evaluate(accelerator, model, policy, tokenizer, eval_sets, score_of, args: A
         if "answer" in columns:
             values["exact_match"] = [is_right(text, answer) for text, answer in zip(texts, columns["answer"]) if answer]
         line |= {prefix + name: float(np.mean(np.asarray(value, dtype=float))) for name, value in values.items()}
-        shown += [" | ".join(cells) for cells in table(tokenizer, samples, scores)[1:5]]
+        shown += table(tokenizer, samples, scores)[2:6]
     model.train(training)
     return line, shown
 

@@ -12,7 +12,9 @@ Docs, metrics:   docs/reward.md
 """
 
 # ============================================================ imports
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,15 +26,14 @@ from transformers.hf_argparser import HfArg
 
 import common
 from common.arguments import parse_args
-from common.checkpoint import Run, resume, save_checkpoint
+from common.checkpoint import Run, resume, save_actor, save_checkpoint, save_step_actor
 from common.data import check, column_names, load_evaluation_sets, load_tokenized, preference_row
 from common.launch import make_accelerator
 from common.logprobs import ScoreModel
 from common.metrics import Means, Metrics, check_finite
 from common.models import load_score_model, load_tokenizer, loss_scale, optimizer_groups, prepare
 from common.progress import Progress, check_intervals
-from common.saving import save_actor, save_step_actor
-from common.windows import arrange, evaluation_batches, pad, pad_shared, window_rows
+from common.windows import arrange, evaluation_batches, pad, window_rows
 
 common.check_recipe(__file__)
 
@@ -98,6 +99,28 @@ def reward_row(row: dict, tokenizer, max_length: int) -> dict:
     return {**preference_row(row, tokenizer, max_length), "margin": float(margin or 0.0)}
 
 
+def pad_shared(prompts: list[list[int]], answers: Sequence[list[list[int]]], device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Rows of a prompt and all its answers, the prompt computed once: an answer sees the prompt and itself, at the places it would have alone.
+
+    Args:
+        answers: for each of the k answers of a prompt, its token ids in every row.
+
+    Returns:
+        what a model takes: `input_ids`, `position_ids` `[rows, longest]` and `attention_mask` bool `[rows, 1, longest, longest]`;
+        and the place of each answer's last token, `[rows, k]`.
+    """
+    parts = [[prompt, *ids] for prompt, *ids in zip(prompts, *answers)]
+    rows, segments, positions = [], [], []
+    for prompt, *rest in parts:
+        rows.append([*prompt, *itertools.chain(*rest)])
+        segments.append([0] * len(prompt) + [i for i, ids in enumerate(rest, 1) for _ in ids])
+        positions.append([*range(len(prompt)), *(len(prompt) + place for ids in rest for place in range(len(ids)))])
+    segments = pad(segments, -1, device)
+    same, prompt = segments[:, None, None, :] == segments[:, None, :, None], segments[:, None, None, :] == 0
+    inputs = {"input_ids": pad(rows, 0, device), "position_ids": pad(positions, 0, device), "attention_mask": (same | prompt).tril()}
+    return inputs, torch.tensor([np.cumsum([len(ids) for ids in row])[1:].tolist() for row in parts], device=device) - 1
+
+
 def collate(columns: dict, share: bool, device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """What the model takes, and the place of each answer's last real token, its EOS.
 
@@ -148,9 +171,7 @@ def main():
     # ============================================================ accelerator
     args = parse_args(Args, demo=common.ASSETS / "reward.yaml")
     accelerator = make_accelerator(args, "reward")
-    check_intervals(
-        logging_steps=args.logging_steps, eval_steps=args.eval_steps, save_steps=args.save_steps, save_actor_steps=args.save_actor_steps
-    )
+    check_intervals(args)
     if args.center_coef < 0:
         raise SystemExit(f"--center_coef {args.center_coef}: expected 0 or more")
 

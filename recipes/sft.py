@@ -23,15 +23,26 @@ from transformers.hf_argparser import HfArg
 
 import common
 from common.arguments import parse_args
-from common.checkpoint import Run, resume, save_checkpoint
-from common.data import column_names, conversation, encode, encode_turns, has_text, load_evaluation_sets, load_tokenized, turn_length
+from common.checkpoint import Run, resume, save_actor, save_checkpoint, save_step_actor
+from common.data import (
+    as_messages,
+    check,
+    column_names,
+    encode,
+    encode_turns,
+    has_text,
+    is_messages,
+    load_evaluation_sets,
+    load_tokenized,
+    require,
+    turn_length,
+)
 from common.generation import exact_match
 from common.launch import make_accelerator
 from common.logprobs import LogProbModel, check_logprobs
 from common.metrics import Means, Metrics, check_finite
 from common.models import load_causal_lm, load_tokenizer, loss_scale, optimizer_groups, prepare
 from common.progress import Progress, check_intervals
-from common.saving import save_actor, save_step_actor
 from common.windows import arrange, evaluation_batches, pad, window_rows
 
 common.check_recipe(__file__)
@@ -81,6 +92,20 @@ class Args:
 
 
 # ============================================================ the algorithm
+def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
+    """An SFT row as (prompt, completion), both strings or both message lists; `messages` and `text` have an empty prompt."""
+    if row.get("messages") is not None:
+        check(is_messages(row["messages"]), row, "messages", "a list of messages with role and content")
+        return [], as_messages(row["messages"], "user")
+    if row.get("text") is not None:
+        check(isinstance(row["text"], str), row, "text", "a string")
+        return "", row["text"]
+    require(row, "prompt", "completion", expected="'messages', or 'prompt' and 'completion', or 'text'")
+    if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+        return row["prompt"], row["completion"]
+    return as_messages(row["prompt"], "user"), as_messages(row["completion"], "assistant")
+
+
 def encode_conversation(tokenizer, prompt, completion, loss_on: str) -> tuple[list[int], list[bool], list[int]]:
     """Ids of an SFT row, which of them are targets, and the ids before the last answer; all empty where there is none.
 
@@ -137,9 +162,7 @@ def main():
     # ============================================================ accelerator
     args = parse_args(Args, demo=common.ASSETS / "sft.yaml")
     accelerator = make_accelerator(args, "sft")
-    check_intervals(
-        logging_steps=args.logging_steps, eval_steps=args.eval_steps, save_steps=args.save_steps, save_actor_steps=args.save_actor_steps
-    )
+    check_intervals(args)
 
     # ============================================================ data
     tokenizer = load_tokenizer(args.model_name_or_path)

@@ -166,7 +166,7 @@ MUTATIONS = [
              "test_strategies.py::test_buffers_are_not_rounded_with_the_weights"),
     Mutation("no_hooks", "common/generation.py", "offload.setup_zero_stage3_hooks()", "pass",
              "test_strategies.py::test_fp32_is_the_same_under[zero3]"),
-    Mutation("shard_saved", "common/saving.py", "accelerator.get_state_dict(prepared)", "unwrapped.state_dict()",
+    Mutation("shard_saved", "common/checkpoint.py", "accelerator.get_state_dict(prepared)", "unwrapped.state_dict()",
              "test_strategies.py::test_the_saved_actor_is_the_one_evaluated[zero3]"),
     Mutation("moving_reference", "recipes/dpo.py", 'return reference(input_ids, scored)["logps"]', 'return model(input_ids, scored)["logps"]',
              "test_strategies.py::test_the_reference_stands_still"),

@@ -7,6 +7,7 @@ malformed JSON not looked for (`no_line`), a reader's exception let through (`re
 are missing drawn at random (`random_weights`).
 """
 
+import argparse
 import concurrent.futures
 import dataclasses
 import gzip
@@ -76,7 +77,8 @@ def test_sizes_that_do_not_divide(train, micro, processes, parts):
 
 @pytest.mark.parametrize("value", [2.5, -1.0])
 def test_intervals(value):
-    refuses(f"--save_steps {value}", "share below 1", "whole number", call=lambda: check_intervals(logging_steps=0.1, save_steps=value))
+    args = argparse.Namespace(logging_steps=0.1, eval_steps=0, save_steps=value, save_actor_steps=7)
+    refuses(f"--save_steps {value}", "share below 1", "whole number", call=lambda: check_intervals(args))
 
 
 # ---------------------------------------------------------------------------------------------- arguments
@@ -264,7 +266,7 @@ def test_models(model, tmp_path, monkeypatch):
     refuses(unknown, "`foo`", call=lambda: load_causal_lm(unknown, tokenizer, None))
     bare = copy(model, tmp_path / "bare")
     (bare / "config.json").unlink()
-    refuses(bare, "without config.json", call=lambda: load_causal_lm(str(bare), tokenizer, None))
+    refuses(bare, "config.json", call=lambda: load_causal_lm(str(bare), tokenizer, None))
     torn = copy(model, tmp_path / "torn")
     (torn / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
     refuses(torn, "could be loaded", call=lambda: load_causal_lm(str(torn), tokenizer, None))

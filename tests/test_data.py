@@ -21,12 +21,13 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.data import BadRow, column_names, conversation, load_evaluation_sets, load_tokenized, preference, preference_row
+from common.data import BadRow, column_names, load_evaluation_sets, load_tokenized, preference, preference_row
 from common.launch import quiet
 from common.windows import arrange, window_rows
 from runs import recipe, write_jsonl
 
-sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
+recipe_sft = runpy.run_path(str(recipe("sft")))
+sft_row, conversation = recipe_sft["sft_row"], recipe_sft["conversation"]
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
