@@ -448,7 +448,10 @@ WHOLE = {
     "kl in the reward": dict(SHARED, kl_coef=0.3, kl_estimator="k1", kl_in="reward", kl_target=2.0, kl_horizon=100.0, temperature=0.8, max_grad_norm=0.5,
                              vf_coef=0.4, clip_range_high=0.25, value_clip_range=0.2, reward_clip=2.5, normalize_reward=True, max_steps=10, ref="reference", scored="both"),
     "kl in the loss": dict(SHARED, kl_coef=0.2, kl_estimator="k3", kl_in="loss", temperature=1.3, max_grad_norm=0.0, vf_coef=0.1, dual_clip=1.1,
-                           value_clip_range=0.0, gae_lambda=1.0, ref="model", scored="function"),
+                             value_clip_range=0.0, gae_lambda=1.0, ref="model", scored="function"),
+    # One epoch, so 2 windows of each rollout; the actor learns in the fifth update, the last.
+    "critic first": dict(SHARED, num_epochs_per_rollout=1, critic_warmup_rollouts=2, max_steps=5, kl_coef=0.4, kl_estimator="k2", kl_in="loss",
+                         ref="reference", scored="function"),
 }  # fmt: skip
 
 
@@ -782,3 +785,16 @@ def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
     calls = lambda name: (inputs / f"{name}.calls").read_text().splitlines()
     assert calls(output.name) == calls(whole.name)[8:]  # the first rollout is not scored again
     assert [*shown(output)[0]] == [1, 5, 9]
+
+
+def test_the_critic_learns_before_the_actor(reference, inputs):
+    output, settings = inputs / "critic_first", WHOLE["critic first"]
+    assert settings["weight_decay"] > 0  # which must move nothing, either
+    run(inputs, output, settings, "--save_actor_steps", 1)
+    expect_lines(output, reference("critic first"))
+    moved = [not torch.equal(weights(inputs, "model"), weights(output, f"actors/global_step_{step:06d}")) for step in range(1, 6)]
+    learns = [False] * 4 + [True]
+    assert moved == learns and torch.equal(weights(output), weights(output, "actors/global_step_000005"))
+    for name in ("learning_rate", "grad_norm/actor"):
+        assert [line[name] > 0 for line in lines(output)] == learns, name
+    assert [line["critic_learning_rate"] > 0 for line in lines(output)] == [False] + [True] * 4  # the first is warm-up's own zero
