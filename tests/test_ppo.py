@@ -435,8 +435,8 @@ def reward(prompts, responses, weight, **columns):
         file.write("".join(json.dumps(call) + "\\n" for call in zip(prompts, responses, weight)))
     return [w * (len(text) % 5 - 2.0) for text, w in zip(responses, weight)]
 
-def explosive(prompts, responses, **columns):
-    return [1e30] * len(responses)
+def explosive(prompts, responses, weight, **columns):
+    return [3e19 if w == 2 else 0.0 for w in weight]  # finite, but its square is not
 """
 SHARED = dict(
     seed=3, rollout_batch_size=4, n_samples_per_prompt=2, micro_rollout_batch_size=4, num_epochs_per_rollout=2, max_new_tokens=6,
@@ -798,3 +798,27 @@ def test_the_critic_learns_before_the_actor(reference, inputs):
     for name in ("learning_rate", "grad_norm/actor"):
         assert [line[name] > 0 for line in lines(output)] == learns, name
     assert [line["critic_learning_rate"] > 0 for line in lines(output)] == [False] + [True] * 4  # the first is warm-up's own zero
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(reference, inputs):
+    """The scores of one prompt overflow in the value loss: its rows are named, no other."""
+    output, settings, samples = inputs / "overflow", WHOLE["kl in the loss"], reference("kl in the loss").rollouts[0]
+    prompts = np.repeat(window_rows(7, 4, settings["seed"], 0), 2)
+    windows = [window_rows(8, 4, (settings["seed"], 0, 2), index) for index in (0, 1)]
+    bad = [[row for row in window if prompts[row] == 1] for window in windows]  # weight 2: of this rollout the second data row alone
+    step = next(i for i, rows in enumerate(bad, 1) if rows)
+    more = ["--reward_function", "rewarding_of_test:explosive", "--micro_train_batch_size", 4]
+    result = run(inputs, output, settings, *more, check=False)
+    named = ["2"] * len(bad[step - 1])
+    assert result.returncode and not (output / "actor").exists()
+    assert f"the loss of update {step} (window {step - 1}) is not finite, in data rows {', '.join(named)}. Nothing was" in result.stdout
+    assert str(output / "not_finite_0.json") in result.stdout
+    assert [line["global_step"] for line in lines(output)] == [*range(1, step)] == [1]
+    report = json.loads((output / "not_finite_0.json").read_text())
+    assert (report["global_step"], report["window"], report["rows"]) == (step, step - 1, named)
+    tensors, lengths = report["tensors"], {row: len(samples[row].response) for row in windows[step - 1]}
+    assert tensors["loss of micro-batch 0"]["not_finite"] == sum(lengths[row] for row in bad[step - 1])
+    assert tensors["returns"]["min, max, mean"][1] == pytest.approx(3e19) and tensors["values"]["min, max, mean"][1] < 100
+    assert {"logps", "ref_logps", "advantages", "new logps", "new values"} < tensors.keys()
+    assert all(not tensor["not_finite"] for name, tensor in tensors.items() if not name.startswith("loss"))
+    assert all(tensor["shape"][0] == 4 for tensor in tensors.values())
