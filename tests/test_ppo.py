@@ -10,15 +10,18 @@ scores let through (`nan_scores`), a loss that is not finite let through (`no_na
 the parts not of the joint one (`own_norms`), the critic made anew though there is a reward model (`critic_from_actor`).
 """
 
+import functools
 import json
 import math
 import runpy
+import shutil
 import types
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     AutoModelForCausalLM,
@@ -37,7 +40,7 @@ from common.launch import quiet
 from common.logprobs import LogProbModel, ScoreModel
 from common.models import load_score_model, load_tokenizer
 from common.windows import window_rows
-from runs import ASSETS, launch, lines, recipe, tiny_llama, weights, write_jsonl
+from runs import ASSETS, LAUNCHERS, launch, lines, recipe, tiny_llama, weights, write_jsonl
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo"))))
 LENGTHS = [5, 1, 3, 7]
@@ -432,20 +435,23 @@ def reward(prompts, responses, weight, **columns):
         file.write("".join(json.dumps(call) + "\\n" for call in zip(prompts, responses, weight)))
     return [w * (len(text) % 5 - 2.0) for text, w in zip(responses, weight)]
 
-def explosive(prompts, responses, **columns):
-    return [1e30] * len(responses)
+def explosive(prompts, responses, weight, **columns):
+    return [3e19 if w == 2 else 0.0 for w in weight]  # finite, but its square is not
 """
 SHARED = dict(
     seed=3, rollout_batch_size=4, n_samples_per_prompt=2, micro_rollout_batch_size=4, num_epochs_per_rollout=2, max_new_tokens=6,
     train_batch_size=4, micro_train_batch_size=2, max_epochs=1, max_length=60, learning_rate=3e-3, critic_learning_rate=2e-2, warmup_steps=2,
     adam_epsilon=1e-5, weight_decay=0.1, missing_eos_penalty=0.6, clip_range=0.15, gamma=0.95, gae_lambda=0.8,
 )  # fmt: skip
-# 7 prompts: rollouts of 4 and 3 prompts, 8 and 6 samples, 2 epochs of windows 4, 4 and of 4, 2: 8 updates.
+# 7 prompts: rollouts of 4 and 3 prompts, 8 and 6 samples, 2 epochs of windows 4, 4 and of 4, 2: 8 updates a pass over the prompts.
 WHOLE = {
     "kl in the reward": dict(SHARED, kl_coef=0.3, kl_estimator="k1", kl_in="reward", kl_target=2.0, kl_horizon=100.0, temperature=0.8, max_grad_norm=0.5,
-                             vf_coef=0.4, clip_range_high=0.25, value_clip_range=0.2, reward_clip=2.5, normalize_reward=True, ref="reference", scored="both"),
+                             vf_coef=0.4, clip_range_high=0.25, value_clip_range=0.2, reward_clip=2.5, normalize_reward=True, max_steps=10, ref="reference", scored="both"),
     "kl in the loss": dict(SHARED, kl_coef=0.2, kl_estimator="k3", kl_in="loss", temperature=1.3, max_grad_norm=0.0, vf_coef=0.1, dual_clip=1.1,
-                           value_clip_range=0.0, gae_lambda=1.0, ref="model", scored="function"),
+                             value_clip_range=0.0, gae_lambda=1.0, ref="model", scored="function"),
+    # One epoch, so 2 windows of each rollout; the actor learns in the fifth update, the last.
+    "critic first": dict(SHARED, num_epochs_per_rollout=1, critic_warmup_rollouts=2, max_steps=5, kl_coef=0.4, kl_estimator="k2", kl_in="loss",
+                         ref="reference", scored="function"),
 }  # fmt: skip
 
 
@@ -465,15 +471,16 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def run(inputs, name, settings, *more, launcher=(), check=True):
-    output, settings = inputs / name.replace(" ", "_"), dict(settings)
+def run(inputs, output, settings, *more, launcher=(), check=True):
+    """A run of the recipe with these settings; `more` flags win over them."""
+    settings = dict(settings)
     ref, scored = settings.pop("ref"), settings.pop("scored")
     flags = ["--model_name_or_path", inputs / "model", "--ref_model_name_or_path", inputs / ref, "--dataset_name", inputs / "prompts.jsonl",
              "--output_dir", output, "--reward_function", "rewarding_of_test:reward"]  # fmt: skip
     flags += ["--reward_model_name_or_path", inputs / "reward"] * (scored == "both")
     flags += [part for name, value in settings.items() for part in (f"--{name}", value)]
     env = {"CALLS": str(inputs / f"{output.name}.calls")}
-    return output, launch(list(launcher), recipe("ppo"), *flags, *more, cwd=inputs, env=env, check=check)
+    return launch(list(launcher), recipe("ppo"), *flags, *more, cwd=inputs, env=env, check=check)
 
 
 class Reference:
@@ -496,7 +503,7 @@ class Reference:
             for model, rate in ((self.actor, self.set.learning_rate), (self.critic, self.set.critic_learning_rate)) for matrix in (True, False)
         ]  # fmt: skip
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, eps=self.set.adam_epsilon)
-        self.lines, self.rollouts, self.kl_coef = [], [], self.set.kl_coef
+        self.lines, self.rollouts, self.begins, self.kl_coef = [], [], [], self.set.kl_coef
 
     def read(self, prompt, response):
         """log-probs, the reference's, values and entropies of a response's tokens."""
@@ -559,12 +566,14 @@ class Reference:
         }  # fmt: skip
         return samples, line
 
-    def update(self, window, kl_coef, total_steps):
+    def update(self, window, kl_coef, learns, total_steps):
         s, step, tokens, each = self.set, len(self.lines), sum(len(x.response) for x in window), []
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr0"] * (
                 step / s.warmup_steps if step < s.warmup_steps else (total_steps - step) / (total_steps - s.warmup_steps)
             )
+        for group in [] if learns else self.optimizer.param_groups[:2]:  # the actor's
+            group["lr"] = 0.0
         high = s.clip_range if s.clip_range_high is None else s.clip_range_high
         for x in window:
             logps, _, values, entropy = self.read(x.prompt, x.response)
@@ -578,7 +587,8 @@ class Reference:
             if s.value_clip_range:
                 near = (x.values + (values - x.values).clamp(-s.value_clip_range, s.value_clip_range) - x.returns) ** 2
             value_loss = 0.5 * torch.maximum(errors, near)
-            loss = -gain + s.vf_coef * value_loss + (kl_coef * self.kl(logps, x.ref) if s.kl_in == "loss" else 0.0)
+            actor_loss = -gain + (kl_coef * self.kl(logps, x.ref) if s.kl_in == "loss" else 0.0)
+            loss = s.vf_coef * value_loss + (actor_loss if learns else 0.0)
             each.append({
                 "loss": loss, "loss/policy_avg": -gain, "loss/value_avg": value_loss, "policy/approxkl_avg": (logps - x.logps) ** 2 / 2,
                 "policy/clipfrac_avg": clipped.float(), "policy/entropy_avg": entropy, "val/clipfrac_avg": (near > errors).float(), "val/ratio": ratio,
@@ -602,62 +612,87 @@ class Reference:
 
     def go(self):
         s = self.set
-        n_prompts = [
-            len(window_rows(len(self.rows), s.rollout_batch_size, s.seed, i))
-            for i in range(math.ceil(len(self.rows) / s.rollout_batch_size))
-        ]
+        per_pass = math.ceil(len(self.rows) / s.rollout_batch_size)
+        n_prompts = [len(window_rows(len(self.rows), s.rollout_batch_size, s.seed, i)) for i in range(per_pass)]
         windows = [math.ceil(n * s.n_samples_per_prompt / s.train_batch_size) * s.num_epochs_per_rollout for n in n_prompts]
-        samples_seen = tokens_seen = 0
-        for number, of_rollout in enumerate(windows):
+        total_steps, samples_seen, tokens_seen = s.max_steps or s.max_epochs * sum(windows), 0, 0
+        while len(self.lines) < total_steps:
+            number = len(self.rollouts)
             samples, line = self.roll_out(number)
             self.rollouts.append(samples)
-            coefficient, first, order = self.kl_coef, len(self.lines), []
-            for index in range(of_rollout):
+            self.begins.append(len(self.lines) + 1)
+            coefficient, order, of_rollout = self.kl_coef, [], windows[number % per_pass]
+            for index in range(min(of_rollout, total_steps - len(self.lines))):
                 rows = window_rows(len(samples), s.train_batch_size, (s.seed, number, 2), index)
                 order.append(sorted(rows.tolist()))
-                self.update([samples[row] for row in rows], coefficient, sum(windows))
+                self.update([samples[row] for row in rows], coefficient, number >= s.critic_warmup_rollouts, total_steps)
                 samples_seen += len(rows)
                 tokens_seen += sum(len(samples[row].prompt) + len(samples[row].response) for row in rows)
-                self.lines[-1] |= {
-                    "samples": samples_seen,
-                    "tokens": tokens_seen,
-                    "skipped_steps": 0,
-                    "epoch": len(self.lines) / sum(windows),
-                }
-            per_epoch = of_rollout // s.num_epochs_per_rollout
-            assert sorted(sum(order[:per_epoch], [])) == sorted(sum(order[per_epoch:], [])) == list(range(len(samples)))  # noqa: RUF017
-            assert (
-                number or order[:per_epoch] != order[per_epoch:]
-            )  # other minibatches in each epoch (of so few samples chance can repeat them)
-            self.lines[first] |= line
+                counted = {"samples": samples_seen, "tokens": tokens_seen, "skipped_steps": 0, "epoch": len(self.lines) / sum(windows)}
+                self.lines[-1] |= counted | (line if index == 0 else {})
+            if len(order) == of_rollout > 2:  # each epoch takes every sample once, and in other minibatches
+                first, second = order[: of_rollout // 2], order[of_rollout // 2 :]
+                assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(len(samples)))  # noqa: RUF017
+                assert first != second or number  # of so few samples chance can repeat them
             if s.kl_target:
                 error = min(max(line["objective/kl"] / s.kl_target - 1, -0.2), 0.2)
                 self.kl_coef *= 1 + error * len(samples) / s.kl_horizon
         return self
 
 
-@pytest.fixture(scope="module", params=list(WHOLE))
-def whole(request, inputs):
-    output, console = run(inputs, request.param, WHOLE[request.param], "--logging_steps", 1, "--save_steps", 3, "--save_total_limit", 0)
-    return output, console.stdout, Reference(inputs, **WHOLE[request.param]).go()
+@pytest.fixture(scope="module")
+def reference(inputs):
+    """`name -> the finished Reference` of a run of WHOLE."""
+    return functools.cache(lambda name: Reference(inputs, **WHOLE[name]).go())
+
+
+@pytest.fixture(scope="module")
+def finished(inputs):
+    """`(name, launcher) -> folder and console` of a run of WHOLE, with checkpoints."""
+
+    @functools.cache
+    def done(name, launcher):
+        output = inputs / f"{name} {launcher}".replace(" ", "_")
+        saving = "--save_steps", 3, "--save_total_limit", 0
+        micro = ("--micro_rollout_batch_size", 2) if launcher == "ddp" else ()  # several each, of 6 samples fillers too
+        return output, run(inputs, output, WHOLE[name], *saving, *micro, launcher=LAUNCHERS[launcher]).stdout
+
+    return done
+
+
+@pytest.fixture(
+    scope="module", params=[("kl in the reward", "plain"), ("kl in the reward", "ddp"), ("kl in the loss", "plain")], ids=" ".join
+)
+def whole(request, finished, reference):
+    return *finished(*request.param), reference(request.param[0])
+
+
+def without_timings(output):
+    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
+
+
+def expect_lines(output, reference):
+    """Every line of a run, its tags and their values."""
+    found = without_timings(output)
+    assert len(found) == len(reference.lines)
+    for line, expected in zip(found, reference.lines):
+        assert line.keys() == expected.keys()
+        for key in line:
+            assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=2e-6), (line["global_step"], key)
 
 
 def test_every_logged_number_of_a_run(whole):
     output, console, reference = whole
     assert "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates; 2 rollouts an epoch" in console
-    assert "the last of 3 prompts, 4 updates; 8 updates in all" in console
-    found = [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
-    assert len(found) == len(reference.lines) == 8
-    for line, expected in zip(found, reference.lines):
-        assert line.keys() == expected.keys()
-        for key in line:
-            assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=2e-6), (line["global_step"], key)
+    assert f"the last of 3 prompts, 4 updates; {len(reference.lines)} updates in all" in console
+    expect_lines(output, reference)
     # The run is one in which everything happens.
-    column = lambda key: [line[key] for line in found if key in line]
+    column = lambda key: [line[key] for line in lines(output) if key in line]
     assert max(column("policy/clipfrac_avg")) > 0 and max(column("policy/approxkl_avg")) > 1e-3
     assert 0 < min(column("responses/eos_rate")) < 1 and abs(column("objective/kl")[-1]) > 0.01
-    if reference.set.value_clip_range:
-        assert max(column("val/clipfrac_avg")) > 0 and len(set(column("objective/kl_coef"))) == 2 and min(column("grad_norm")) > 0.5
+    if reference.set.kl_target:  # a pass over the prompts and the beginning of the next
+        assert max(column("val/clipfrac_avg")) > 0 and len(set(column("objective/kl_coef"))) == 3 and min(column("grad_norm")) > 0.5
+        assert column("epoch")[-1] == 1.25 and [line["global_step"] for line in lines(output) if "objective/kl" in line] == [1, 5, 9]
 
 
 def test_what_a_rollout_holds(whole):
@@ -682,39 +717,108 @@ def test_what_a_rollout_holds(whole):
 
 def test_the_weights_of_actor_and_critic_after_a_run(whole):
     output, _, reference = whole
-    from safetensors.torch import load_file
-
-    saved = load_file(output / "checkpoints/global_step_000008/engine/model.safetensors")
+    last = f"checkpoints/global_step_{len(reference.lines):06d}"
+    saved = load_file(output / last / "engine/model.safetensors")
     for prefix, model in (("model.", reference.actor), ("critic.model.", reference.critic)):
         parts = dict(model.named_parameters())
         one = torch.cat([parts[name].detach().flatten() for name in sorted(parts)])
         other = torch.cat([saved[prefix + name].flatten() for name in sorted(parts)])
-        assert (one - other).norm() <= 1e-4 * one.norm()
-    assert torch.equal(weights(output), weights(output, "checkpoints/global_step_000008/actor"))
+        assert (one - other).norm() <= 1e-5 * one.norm()
+    assert torch.equal(weights(output), weights(output, f"{last}/actor"))
 
 
 def test_the_reward_function_sees_each_response_once_as_text(whole, inputs):
     output, _, reference = whole
     calls = [json.loads(line) for line in (inputs / f"{output.name}.calls").read_text().splitlines()]
-    assert len(calls) == 14 and {len(call[0]) for call in calls} == {1}  # the prompt as the data has it, a message list
+    assert len(calls) == sum(map(len, reference.rollouts))
+    assert {len(call[0]) for call in calls} == {1}  # the prompt as the data has it, a message list
     texts = [reference.tokenizer.decode(sample.response, skip_special_tokens=True) for samples in reference.rollouts for sample in samples]
     assert sorted(call[1] for call in calls) == sorted(texts)
 
 
-def test_tensorboard_shows_scores_and_responses(whole):
-    output, _, reference = whole
+def shown(output):
+    """What TensorBoard has of each rollout: the update at which it stands, its scores, its table."""
     board = EventAccumulator(str(output / "tensorboard"), size_guidance={"histograms": 0, "tensors": 0})
     board.Reload()
-    histograms = board.Histograms("objective/scores")
-    assert [event.step for event in histograms] == [1, 5]  # the update each rollout was made for
-    for event, samples in zip(histograms, reference.rollouts):
-        assert event.histogram_value.num == len(samples)
-        assert event.histogram_value.sum == pytest.approx(sum(sample.score for sample in samples), rel=1e-4)
-    texts = board.Tensors("responses/text_summary")
-    assert [event.step for event in texts] == [1, 5]
-    table = texts[0].tensor_proto.string_val[0].decode().splitlines()
-    assert (
-        table[0] == "| prompt | response | score |"
-        and len(table) == 2 + 8
-        and table[2].endswith(f" {reference.rollouts[0][0].score:.3f} |")
-    )
+    scores = {event.step: event.histogram_value for event in board.Histograms("objective/scores")}
+    texts = {event.step: event.tensor_proto.string_val[0].decode().splitlines() for event in board.Tensors("responses/text_summary")}
+    return scores, texts
+
+
+def test_tensorboard_shows_scores_and_responses(whole):
+    output, _, reference = whole
+    histograms, texts = shown(output)
+    assert [*histograms] == [*texts] == reference.begins and reference.begins[:2] == [1, 5]  # the update each rollout was made for
+    for step, samples in zip(reference.begins, reference.rollouts):
+        scores, histogram = [sample.score for sample in samples], histograms[step]
+        found = histogram.min, histogram.max, histogram.num, histogram.sum
+        assert found == pytest.approx((min(scores), max(scores), len(scores), sum(scores)), rel=1e-4)
+        assert texts[step][0] == "| prompt | response | score |" and len(texts[step]) == 2 + len(samples)
+        assert [row.split()[-2] for row in texts[step][2:]] == [f"{score:.3f}" for score in scores]
+
+
+def test_a_run_does_not_depend_on_the_number_of_processes(finished):
+    one, two = (finished("kl in the reward", launcher)[0] for launcher in ("plain", "ddp"))
+    one, two = (torch.load(run / "checkpoints/global_step_000009/extra.pt", weights_only=True) for run in (one, two))
+    assert one["rollout"]["responses"] == two["rollout"]["responses"] and len(one["rollout"]["responses"]) == 8
+    one, two = (weights(finished("kl in the reward", launcher)[0]) for launcher in ("plain", "ddp"))
+    assert (one - two).norm() <= 1e-5 * one.norm()
+
+
+def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
+    """From the third of the four updates of the first rollout: what is left of it, and an adapted coefficient after it."""
+    (whole, _), output = finished("kl in the reward", "plain"), inputs / "resumed"
+    shutil.copytree(whole, output)
+    shutil.rmtree(output / "actor")
+    for step in (6, 9, 10):
+        shutil.rmtree(output / f"checkpoints/global_step_{step:06d}")
+    again = ["--save_steps", 3, "--save_total_limit", 0, "--resume", "auto"]
+    result = run(inputs, output, WHOLE["kl in the reward"], *again)
+    assert "global_step_000003: 3 updates, 3 windows seen" in result.stdout
+    assert without_timings(output) == without_timings(whole)
+    for folder in ("actor", "checkpoints/global_step_000006/actor", "checkpoints/global_step_000010/actor"):
+        assert torch.equal(weights(output, folder), weights(whole, folder))
+    engines = [load_file(run / "checkpoints/global_step_000010/engine/model.safetensors") for run in (output, whole)]
+    assert engines[0].keys() == engines[1].keys() and all(torch.equal(engines[0][name], engines[1][name]) for name in engines[0])
+    at_9 = [torch.load(run / "checkpoints/global_step_000009/extra.pt", weights_only=True) for run in (output, whole)]
+    assert at_9[0]["kl_coef"] == at_9[1]["kl_coef"] != at_9[0]["rollout"]["kl_coef"] != WHOLE["kl in the reward"]["kl_coef"]
+    calls = lambda name: (inputs / f"{name}.calls").read_text().splitlines()
+    assert calls(output.name) == calls(whole.name)[8:]  # the first rollout is not scored again
+    assert [*shown(output)[0]] == [1, 5, 9]
+
+
+def test_the_critic_learns_before_the_actor(reference, inputs):
+    output, settings = inputs / "critic_first", WHOLE["critic first"]
+    assert settings["weight_decay"] > 0  # which must move nothing, either
+    run(inputs, output, settings, "--save_actor_steps", 1)
+    expect_lines(output, reference("critic first"))
+    moved = [not torch.equal(weights(inputs, "model"), weights(output, f"actors/global_step_{step:06d}")) for step in range(1, 6)]
+    learns = [False] * 4 + [True]
+    assert moved == learns and torch.equal(weights(output), weights(output, "actors/global_step_000005"))
+    for name in ("learning_rate", "grad_norm/actor"):
+        assert [line[name] > 0 for line in lines(output)] == learns, name
+    assert [line["critic_learning_rate"] > 0 for line in lines(output)] == [False] + [True] * 4  # the first is warm-up's own zero
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(reference, inputs):
+    """The scores of one prompt overflow in the value loss: its rows are named, no other."""
+    output, settings, samples = inputs / "overflow", WHOLE["kl in the loss"], reference("kl in the loss").rollouts[0]
+    prompts = np.repeat(window_rows(7, 4, settings["seed"], 0), 2)
+    windows = [window_rows(8, 4, (settings["seed"], 0, 2), index) for index in (0, 1)]
+    bad = [[row for row in window if prompts[row] == 1] for window in windows]  # weight 2: of this rollout the second data row alone
+    step = next(i for i, rows in enumerate(bad, 1) if rows)
+    more = ["--reward_function", "rewarding_of_test:explosive", "--micro_train_batch_size", 4]
+    result = run(inputs, output, settings, *more, check=False)
+    named = ["2"] * len(bad[step - 1])
+    assert result.returncode and not (output / "actor").exists()
+    assert f"the loss of update {step} (window {step - 1}) is not finite, in data rows {', '.join(named)}. Nothing was" in result.stdout
+    assert str(output / "not_finite_0.json") in result.stdout
+    assert [line["global_step"] for line in lines(output)] == [*range(1, step)] == [1]
+    report = json.loads((output / "not_finite_0.json").read_text())
+    assert (report["global_step"], report["window"], report["rows"]) == (step, step - 1, named)
+    tensors, lengths = report["tensors"], {row: len(samples[row].response) for row in windows[step - 1]}
+    assert tensors["loss of micro-batch 0"]["not_finite"] == sum(lengths[row] for row in bad[step - 1])
+    assert tensors["returns"]["min, max, mean"][1] == pytest.approx(3e19) and tensors["values"]["min, max, mean"][1] < 100
+    assert {"logps", "ref_logps", "advantages", "new logps", "new values"} < tensors.keys()
+    assert all(not tensor["not_finite"] for name, tensor in tensors.items() if not name.startswith("loss"))
+    assert all(tensor["shape"][0] == 4 for tensor in tensors.values())
