@@ -59,6 +59,7 @@ class SampleByUniform(LogitsProcessor):
         step = input_ids.shape[1] - self.prompt_length
         cumulative = (scores.float() / self.temperature).softmax(-1).double().cumsum(-1)
         token = torch.searchsorted(cumulative, self.uniforms[:, step, None] * cumulative[:, -1:], right=True)
+        token = token.clamp(max=scores.shape[1] - 1)  # logits that are no numbers: whoever scores the response will notice
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)  # all that the greedy choice after it can take
 
 
@@ -114,13 +115,10 @@ def generate(
     return gather_rows(mine)
 
 
-def final_answer(text: str) -> str:
-    """What is compared for an exact match: the text after the last `####` (GSM8K's mark), else all of it."""
-    return text.split("####")[-1].strip()
-
-
 def is_right(response: str, answer: str) -> bool:
-    return final_answer(response) == final_answer(str(answer))
+    """Whether both end alike: after the last `####` (GSM8K's mark), or all of a text without one."""
+    given, right = (text.split("####")[-1].strip() for text in (response, str(answer)))
+    return given == right
 
 
 def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:

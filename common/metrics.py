@@ -59,7 +59,7 @@ class Means:
 
 
 def check_finite(losses: list[tuple], progress: Progress, output_dir: str, tensors: dict[str, torch.Tensor] | None = None) -> None:
-    """Stops a run whose loss is not a number: no loss scale cures that. An overflow of fp16 gradients is another thing: the
+    """Stops a run whose loss, or what it comes from, is not a number: no loss scale cures that. An overflow of fp16 gradients is another thing: the
     engine skips that update.
 
     Args:
@@ -81,7 +81,7 @@ def check_finite(losses: list[tuple], progress: Progress, output_dir: str, tenso
     file = Path(output_dir) / f"not_finite_{os.environ.get('RANK', 0)}.json"
     file.write_text(json.dumps(report, indent=1), encoding="utf-8")
     raise FloatingPointError(
-        f"the loss of update {progress.global_step + 1} (window {progress.windows_seen}) is not finite, in data rows {', '.join(bad)}. "
+        f"update {progress.global_step + 1} (window {progress.windows_seen}) is not finite, because of data rows {', '.join(bad)}. "
         f"Nothing was updated. Look at these rows and at {file}; lower --learning_rate if the loss had grown; fp16 activations "
         "overflow where bf16's do not."
     )
@@ -178,7 +178,7 @@ class Metrics:
 
     def log_rollout(self, scores: torch.Tensor, table: str) -> None:
         """Shows a rollout in TensorBoard, at the update it is made for: a histogram of its scores, a Markdown table of some responses."""
-        if self.trackers and self.accelerator.is_main_process:
+        if self.trackers and self.accelerator.is_main_process and scores.abs().max() < 1e20:  # where TensorBoard's bins end
             writer, step = self.accelerator.get_tracker("tensorboard").writer, self.progress.global_step + 1
             writer.add_histogram("objective/scores", scores, step)
             writer.add_text("responses", table, step)

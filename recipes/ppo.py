@@ -55,12 +55,8 @@ common.check_recipe(__file__)
 class Args:
     model_name_or_path: str | None = HfArg(default=None, help="policy to train, usually the SFT model: hub name or folder")
     ref_model_name_or_path: str | None = HfArg(default=None, help="reference policy; default: the policy as it starts")
-    critic_model_name_or_path: str | None = HfArg(
-        default=None, help="what the critic starts from; default: the reward model, else the policy"
-    )
-    reward_model_name_or_path: str | None = HfArg(
-        default=None, help="reward model with one label, such as recipes/reward.py's actor folder"
-    )
+    critic_model_name_or_path: str | None = HfArg(default=None, help="the critic's start; default: the reward model, else the policy")
+    reward_model_name_or_path: str | None = HfArg(default=None, help="reward model with one label, such as recipes/reward.py saves")
     reward_function: str | None = HfArg(
         default=None, help="MODULE:NAME, a function (prompts, responses, **columns) -> scores; added to the reward model's"
     )
@@ -103,9 +99,7 @@ class Args:
     micro_train_batch_size: int = HfArg(default=4, help="samples one process trains on at once")
     max_epochs: int = HfArg(default=1, help="passes over the prompts")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
-    max_length: int = HfArg(
-        default=1024, help="tokens of prompt and response; a prompt that leaves no room for --max_new_tokens is left out"
-    )
+    max_length: int = HfArg(default=1024, help="tokens of prompt and response; a prompt without room for --max_new_tokens is left out")
     learning_rate: float = HfArg(default=1e-6, help="peak learning rate of the actor")
     critic_learning_rate: float = HfArg(default=1e-5, help="peak learning rate of the critic")
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = HfArg(
@@ -205,6 +199,13 @@ def value_losses(values, old_values, returns, clip: float):
 def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, samples: int) -> float:
     """The coefficient after a rollout whose responses had this KL on average. Source: arXiv:1909.08593 section 2.2."""
     return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon) if target else kl_coef
+
+
+def leave_out(optimizer, *_) -> None:
+    """Before a step: takes the gradients of parameter groups that do not learn now, so that Adam neither moves nor counts them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = parameter.grad if group["learns"] else None
 
 
 def collate(samples: dict, rows: list[int], device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,6 +315,8 @@ def roll_out(accelerator, model, policy, reference, tokenizer, columns: dict, sc
         found = torch.nn.utils.rnn.pad_sequence(gather_rows(mine), batch_first=True)  # [samples, longest, 3]
     mask = torch.arange(found.shape[1]) < torch.tensor([[len(response)] for response in samples["responses"]])
     logps, ref_logps, values = found.unbind(2)
+    parts = {"scores": scores, "logps": logps, "ref_logps": ref_logps, "values": values}
+    check_finite([(samples["rows"], found.sum(2) + scores[:, None], mask)], metrics.progress, args.output_dir, parts)
     kl = torch.where(mask, kl_estimate(logps, ref_logps, args.kl_estimator), 0.0)
     rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0)
     advantages, returns = estimate_advantages(rewards, values, mask, args.gamma, args.gae_lambda)
@@ -362,10 +365,7 @@ def check_settings(args: Args, processes: int) -> None:
         (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3"),
         (args.temperature <= 0, f"--temperature {args.temperature}: expected more than 0 (evaluation is greedy whatever it is)"),
         (args.dual_clip and args.dual_clip <= 1, f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none"),
-        (
-            args.kl_target and min(args.kl_coef, args.kl_horizon) <= 0,
-            "--kl_target adapts --kl_coef over --kl_horizon: both must be above 0",
-        ),
+        (args.kl_target and min(args.kl_coef, args.kl_horizon) <= 0, "--kl_target needs --kl_coef and --kl_horizon above 0"),
     ):
         if wrong:
             sys.exit(message)
@@ -409,6 +409,7 @@ def main():
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     group_norms = record_group_norms(accelerator, optimizer)
+    optimizer.register_step_pre_hook(leave_out)
     model, optimizer = prepare(accelerator, policy, optimizer)
     check_logprobs(model, train_set[0]["prompt_ids"], accelerator.device, args.model_name_or_path)
 
@@ -453,7 +454,8 @@ def main():
         micro_batches = arrange(window, lengths, args.micro_train_batch_size, processes, accelerator.process_index, steps)
         window_tokens, actor_learns = int(rollout["tensors"]["mask"][window].sum()), number >= args.critic_warmup_rollouts
         for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
-            group["lr"] = learning_rate * (actor_learns or group["name"] == "critic")  # at zero, weight decay moves nothing either
+            group["learns"] = actor_learns or group["name"] == "critic"
+            group["lr"] = learning_rate * group["learns"]
         rates = {"learning_rate": optimizer.param_groups[0]["lr"], "critic_learning_rate": optimizer.param_groups[-1]["lr"]}
         scale, seen = loss_scale(accelerator, model), []
         for rows, weights in micro_batches:

@@ -449,8 +449,8 @@ WHOLE = {
                              vf_coef=0.4, clip_range_high=0.25, value_clip_range=0.2, reward_clip=2.5, normalize_reward=True, max_steps=10, ref="reference", scored="both"),
     "kl in the loss": dict(SHARED, kl_coef=0.2, kl_estimator="k3", kl_in="loss", temperature=1.3, max_grad_norm=0.0, vf_coef=0.1, dual_clip=1.1,
                              value_clip_range=0.0, gae_lambda=1.0, ref="model", scored="function"),
-    # One epoch, so 2 windows of each rollout; the actor learns in the fifth update, the last.
-    "critic first": dict(SHARED, num_epochs_per_rollout=1, critic_warmup_rollouts=2, max_steps=5, kl_coef=0.4, kl_estimator="k2", kl_in="loss",
+    # One epoch, so 2 windows of each rollout; the actor learns from the fifth update on, and its Adam has not counted those before.
+    "critic first": dict(SHARED, num_epochs_per_rollout=1, critic_warmup_rollouts=2, max_steps=8, kl_coef=0.4, kl_estimator="k2", kl_in="loss",
                          ref="reference", scored="function"),
 }  # fmt: skip
 
@@ -792,12 +792,12 @@ def test_the_critic_learns_before_the_actor(reference, inputs):
     assert settings["weight_decay"] > 0  # which must move nothing, either
     run(inputs, output, settings, "--save_actor_steps", 1)
     expect_lines(output, reference("critic first"))
-    moved = [not torch.equal(weights(inputs, "model"), weights(output, f"actors/global_step_{step:06d}")) for step in range(1, 6)]
-    learns = [False] * 4 + [True]
-    assert moved == learns and torch.equal(weights(output), weights(output, "actors/global_step_000005"))
+    moved = [not torch.equal(weights(inputs, "model"), weights(output, f"actors/global_step_{step:06d}")) for step in range(1, 9)]
+    learns = [False] * 4 + [True] * 4
+    assert moved == learns and torch.equal(weights(output), weights(output, "actors/global_step_000008"))
     for name in ("learning_rate", "grad_norm/actor"):
         assert [line[name] > 0 for line in lines(output)] == learns, name
-    assert [line["critic_learning_rate"] > 0 for line in lines(output)] == [False] + [True] * 4  # the first is warm-up's own zero
+    assert [line["critic_learning_rate"] > 0 for line in lines(output)] == [False] + [True] * 7  # the first is warm-up's own zero
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(reference, inputs):
@@ -811,7 +811,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(
     result = run(inputs, output, settings, *more, check=False)
     named = ["2"] * len(bad[step - 1])
     assert result.returncode and not (output / "actor").exists()
-    assert f"the loss of update {step} (window {step - 1}) is not finite, in data rows {', '.join(named)}. Nothing was" in result.stdout
+    assert f"update {step} (window {step - 1}) is not finite, because of data rows {', '.join(named)}. Nothing was" in result.stdout
     assert str(output / "not_finite_0.json") in result.stdout
     assert [line["global_step"] for line in lines(output)] == [*range(1, step)] == [1]
     report = json.loads((output / "not_finite_0.json").read_text())
@@ -822,3 +822,21 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(
     assert {"logps", "ref_logps", "advantages", "new logps", "new values"} < tensors.keys()
     assert all(not tensor["not_finite"] for name, tensor in tensors.items() if not name.startswith("loss"))
     assert all(tensor["shape"][0] == 4 for tensor in tensors.values())
+
+
+def test_weights_that_are_not_finite_are_blamed_on_the_rows_that_use_them(inputs):
+    """Before whitening spreads them over all rows, and though what they make the policy sample is no token."""
+    output, settings = inputs / "poisoned", WHOLE["kl in the loss"]
+    row = int(window_rows(7, 4, settings["seed"], 0)[1])
+    prompts = [{"prompt": "ab3z" if number == row else "ab3", "weight": 1} for number in range(7)]
+    model = AutoModelForCausalLM.from_pretrained(shutil.copytree(inputs / "model", inputs / "poisoned_model"))
+    (token,) = AutoTokenizer.from_pretrained(inputs / "model")("z").input_ids
+    model.model.embed_tokens.weight.data[token] = math.inf
+    model.save_pretrained(inputs / "poisoned_model")
+    more = ["--dataset_name", write_jsonl(inputs / "poisoned.jsonl", prompts), "--model_name_or_path", inputs / "poisoned_model"]
+    result = run(inputs, output, settings, *more, check=False)
+    assert (
+        result.returncode and f"update 1 (window 0) is not finite, because of data rows {row + 1}, {row + 1}. Nothing was" in result.stdout
+    )
+    tensors = json.loads((output / "not_finite_0.json").read_text())["tensors"]
+    assert {name for name in ("scores", "logps", "ref_logps", "values") if tensors[name]["not_finite"]} == {"logps", "values"}
