@@ -1,8 +1,11 @@
 """The same window split into processes, micro-batches and shards gives the same update and the same logged numbers.
 
 Mutations that turn it red: mean of means in the loss (`window_mean`), filler rows that count (`filler_weight`), clipping left to
-each process (`no_clip`), metrics of rank 0 only (`rank0_metrics`), the accumulation steps forgotten in the loss (`no_accumulation`).
+each process (`no_clip`), metrics of rank 0 only (`rank0_metrics`), the accumulation steps forgotten in the loss (`no_accumulation`), a rollout that
+depends on the process (`draw_by_process`), the critic left out of the loss (`critic_still`), norms of one process's shard (`shard_norms`).
 """
+
+import json
 
 import pytest
 import torch
@@ -13,6 +16,13 @@ ROWS, BATCH = 36, 16  # two epochs of windows 16, 16, 4: in the last one process
 SPLITS = [("plain", 16), ("plain", 4), ("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("zero3", 2), ("fsdp2", 4)]
 ARGUMENTS = ["--train_batch_size", BATCH, "--max_epochs", 2, "--learning_rate", 0.01, "--max_length", 96, "--warmup_steps", 0,
              "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--eval_steps", 3, "--report_to", "none"]  # fmt: skip
+# Rollouts of 16 and 4 prompts: in the first only the critic learns; two epochs of each: 4 windows of 16 samples and 2 of 8, and again.
+PPO = ["--reward_function", "rewarding:vowels", "--rollout_batch_size", 16, "--n_samples_per_prompt", 2, "--num_epochs_per_rollout", 2,
+       "--max_new_tokens", 6, "--critic_warmup_rollouts", 1, "--critic_learning_rate", 0.003, "--learning_rate", 0.003, "--max_steps", 8, "--kl_target", 1, "--kl_horizon", 50]  # fmt: skip
+REWARDING = """
+def vowels(prompts, responses, **columns):
+    return [len(set(text) & set("aeiou0123456789ABCDEFGHIJ")) - len(text) / 5 for text in responses]
+"""
 
 
 def text(row: int, salt: int) -> str:
@@ -28,9 +38,13 @@ def inputs(tmp_path_factory):
     replies = [[[{"role": "assistant", "content": text(row, salt)}] for row in range(ROWS + 5)] for salt in (2, 3)]
     pairs = [{"prompt": p, "chosen": a, "rejected": b} for p, a, b in zip(user, *replies)]
     chats = [{"messages": p + a} for p, a in zip(user, replies[0])]
-    for name, rows in (("dpo", pairs), ("sft", chats)):
-        write_jsonl(folder / f"{name}.jsonl", rows[:ROWS])
-        write_jsonl(folder / f"{name}_eval.jsonl", rows[ROWS:])  # 5 rows: divides nothing
+    prompts = [{"prompt": p} for p in user[: 20 + 5]]
+    for name, rows in (("dpo", pairs), ("sft", chats), ("reward", pairs), ("ppo", prompts)):
+        write_jsonl(folder / f"{name}.jsonl", rows[:-5])
+        write_jsonl(folder / f"{name}_eval.jsonl", rows[-5:])  # 5 rows: divides nothing
+    (folder / "rewarding.py").write_text(REWARDING)
+    settings = json.loads((folder / "model/generation_config.json").read_text())  # random weights rarely write EOS: more ends a response
+    (folder / "model/generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, *range(20, 60)]}))
     return folder
 
 
@@ -39,7 +53,12 @@ def run(inputs, name: str, launcher: str, micro: int, *extra):
     if not output.exists():
         files = ["--dataset_name", inputs / f"{name}.jsonl", "--eval_dataset_name", inputs / f"{name}_eval.jsonl"]
         flags = [*ARGUMENTS, *files, "--model_name_or_path", inputs / "model", "--output_dir", output]
-        launch(LAUNCHERS[launcher], recipe(name), *flags, "--micro_train_batch_size", micro, *extra)
+        flags += (
+            ["--learning_rate", 0.003] * (name == "reward")
+            + [*PPO, "--micro_rollout_batch_size", micro] * (name == "ppo")
+            + ["--micro_train_batch_size", micro]
+        )
+        launch(LAUNCHERS[launcher], recipe(name), *flags, *extra, cwd=inputs)
     return output
 
 
@@ -60,9 +79,9 @@ def assert_same_run(one, other, name):
                 assert abs(first[key] - second[key]) <= bound, (key, first["global_step"], first[key], second[key])
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "ppo"])
 @pytest.mark.parametrize("launcher, micro", SPLITS[1:])
 def test_every_split_is_the_same_run(inputs, name, launcher, micro):
     reference = run(inputs, name, *SPLITS[0])
-    assert len(training_lines(reference)) == 6 and torch.isfinite(weights(reference)).all()
+    assert len(training_lines(reference)) == (8 if name == "ppo" else 6) and torch.isfinite(weights(reference)).all()
     assert_same_run(reference, run(inputs, name, launcher, micro), name)
