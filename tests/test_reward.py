@@ -17,7 +17,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
@@ -27,6 +26,7 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralConfig,
+    MistralForCausalLM,
     Qwen3Config,
 )
 
@@ -35,7 +35,7 @@ from common.logprobs import ScoreModel
 from common.metrics import Means
 from common.models import load_score_model
 from common.windows import window_rows
-from runs import ASSETS, LAUNCHERS, evaluation_lines, launch, lines, recipe, tiny_llama, training_lines, weights, write_jsonl
+from runs import ASSETS, LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, write_jsonl
 
 reward = types.SimpleNamespace(**runpy.run_path(str(recipe("reward"))))
 
@@ -294,7 +294,7 @@ def test_every_logged_number_and_the_weights_of_a_run(whole):
     assert (weights(output) - expected).norm() <= 1e-5 * expected.norm()
     # The run is one in which everything happens.
     norms, accuracies = ([line[name] for line in reference.lines] for name in ("grad_norm", "accuracy"))
-    assert max(norms) > 2 * SETTINGS["max_grad_norm"] and 0 < min(accuracies) and len(set(accuracies)) > 2
+    assert max(norms) > 2 * SETTINGS["max_grad_norm"] and min(accuracies) > 0 and len(set(accuracies)) > 2
 
 
 @torch.no_grad()
@@ -314,3 +314,36 @@ def test_plain_transformers_reads_the_saved_folder_alike(whole):
     assert (scores - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert config["reward_mean"] == pytest.approx(scores.mean().item(), rel=1e-5, abs=1e-6)
     assert config["reward_std"] == pytest.approx(scores.std(correction=0).item(), rel=1e-5)
+
+
+def train(*flags) -> None:
+    """A run of one process, in this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["reward.py", *map(str, flags)])
+        reward.main()
+
+
+EACH = "prompts are computed for each answer"
+
+
+@pytest.mark.parametrize("more, said", [
+    ({}, "prompts are computed once for both answers"), ({"share_prompts": "false"}, EACH), ({"attn_implementation": "eager"}, EACH),
+])  # fmt: skip
+def test_sharing_changes_no_number_and_is_left_where_it_would(whole, inputs, accelerator, capsys, more, said):
+    output = inputs / "-".join(["one", *more])
+    train(*flags(inputs, output, **more))
+    assert said in capsys.readouterr().out
+    for read in (training_lines, evaluation_lines):
+        expect_lines(read(output), read(whole[0]))
+    expected = weights(whole[0])
+    assert (weights(output) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_a_window_shorter_than_the_rows_ends_sharing(inputs, accelerator, tokenizer, capsys):
+    longest = 2 * max(len(tokenizer(row["prompt"][0]["content"]).input_ids) for row in PAIRS["train"])
+    for window, said in ((longest, EACH), (1000, "once for both answers")):
+        settings = {name: value for name, value in GROUPED.items() if name != "num_labels"}
+        MistralForCausalLM(MistralConfig(**settings, sliding_window=window)).save_pretrained(inputs / f"window-{window}")
+        tokenizer.save_pretrained(inputs / f"window-{window}")
+        train(*flags(inputs, inputs / f"of-window-{window}", model=f"window-{window}", max_steps=1))
+        assert said in capsys.readouterr().out
