@@ -4,7 +4,7 @@ time, and a whole run, its lines, weights and saved folder, against a plain loop
 Mutations that turn it red: the margin left out (`margin_dropped`), a tie counted as won (`tie_won`), means of micro-batches instead of the
 window's (`micro_batch_means`), fillers' scores counted (`fillers_scored`), the head that transformers draws (`default_head`), moments kept
 out of the config (`no_moments`), a score read before the EOS (`score_before_eos`), an answer that sees the other one (`answers_meet`), a
-sliding window ignored (`window_ignored`).
+sliding window ignored (`window_ignored`), a tokenizer that pads with its EOS accepted (`pad_is_eos`).
 """
 
 import json
@@ -347,3 +347,24 @@ def test_a_window_shorter_than_the_rows_ends_sharing(inputs, accelerator, tokeni
         tokenizer.save_pretrained(inputs / f"window-{window}")
         train(*flags(inputs, inputs / f"of-window-{window}", model=f"window-{window}", max_steps=1))
         assert said in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def test_what_is_refused_before_training(inputs, accelerator, tokenizer):
+    tiny_llama(inputs / "pads with EOS")
+    changed = AutoTokenizer.from_pretrained(inputs / "pads with EOS")
+    changed.pad_token = changed.eos_token
+    changed.save_pretrained(inputs / "pads with EOS")
+    for name, margin in (("text", "much"), ("list", [1.0])):
+        write_jsonl(inputs / f"{name}.jsonl", [pair(0), {**pair(2), "margin": margin}])
+    for settings, parts in (
+        (dict(model="pads with EOS"), ["pads with EOS", "pads with its EOS, '<|end|>'", "tokenizer.pad_token"]),
+        (dict(data="text.jsonl"), ["text.jsonl", "row 2", "column 'margin'", "expected a number, found 'much'"]),
+        (dict(data="list.jsonl"), ["list.jsonl", "row 2", "column 'margin'", "expected a number, found [1.0]"]),
+        (dict(center_coef=-0.1), ["--center_coef -0.1", "expected 0 or more"]),
+    ):
+        output = inputs / f"refused {' '.join(map(str, settings.values()))}"
+        refuses(lambda output=output, settings=settings: train(*flags(inputs, output, **settings)), *parts)
+        assert not (output / "metrics.jsonl").exists() and not (output / "actor").exists()
