@@ -339,14 +339,31 @@ def test_sharing_changes_no_number_and_is_left_where_it_would(whole, inputs, acc
     assert (weights(output) - expected).norm() <= 1e-5 * expected.norm()
 
 
+def windowed(inputs, tokenizer, window: int) -> str:
+    """The name of a model that attends to the last `window` tokens only."""
+    settings = {name: value for name, value in GROUPED.items() if name != "num_labels"}
+    torch.manual_seed(0)
+    MistralForCausalLM(MistralConfig(**settings, sliding_window=window)).save_pretrained(inputs / f"window-{window}")
+    tokenizer.save_pretrained(inputs / f"window-{window}")
+    return f"window-{window}"
+
+
 def test_a_window_shorter_than_the_rows_ends_sharing(inputs, accelerator, tokenizer, capsys):
-    longest = 2 * max(len(tokenizer(row["prompt"][0]["content"]).input_ids) for row in PAIRS["train"])
-    for window, said in ((longest, EACH), (1000, "once for both answers")):
-        settings = {name: value for name, value in GROUPED.items() if name != "num_labels"}
-        MistralForCausalLM(MistralConfig(**settings, sliding_window=window)).save_pretrained(inputs / f"window-{window}")
-        tokenizer.save_pretrained(inputs / f"window-{window}")
-        train(*flags(inputs, inputs / f"of-window-{window}", model=f"window-{window}", max_steps=1))
+    for window, said in ((20, EACH), (1000, "once for both answers")):
+        train(*flags(inputs, inputs / f"of-{window}", model=windowed(inputs, tokenizer, window), max_steps=1))
         assert said in capsys.readouterr().out
+
+
+def test_held_out_rows_longer_than_the_window_are_scored_as_alone(inputs, accelerator, tokenizer):
+    """Training rows that are all shorter than the window say nothing of the held-out ones."""
+    say = lambda role, content: [{"role": role, "content": content}]
+    short = [{"prompt": say("user", a), "chosen": say("assistant", a + b), "rejected": say("assistant", b)} for a in "abcd" for b in "ef"]
+    write_jsonl(inputs / "short.jsonl", short)
+    model, found = windowed(inputs, tokenizer, 20), {}
+    for share in ("true", "false"):
+        train(*flags(inputs, inputs / f"short-{share}", model=model, data="short.jsonl", share_prompts=share, max_steps=1))
+        found[share] = evaluation_lines(inputs / f"short-{share}")
+    expect_lines(found["true"], found["false"])
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -368,3 +385,10 @@ def test_what_is_refused_before_training(inputs, accelerator, tokenizer):
         output = inputs / f"refused {' '.join(map(str, settings.values()))}"
         refuses(lambda output=output, settings=settings: train(*flags(inputs, output, **settings)), *parts)
         assert not (output / "metrics.jsonl").exists() and not (output / "actor").exists()
+
+
+@pytest.mark.parametrize("margin", [float("nan"), float("inf"), True])
+def test_margins_that_python_takes_for_numbers_are_refused_too(inputs, accelerator, margin):
+    write_jsonl(inputs / f"{margin}.jsonl", [{**pair(n), "margin": margin} for n in (0, 2)])
+    call = lambda: train(*flags(inputs, inputs / f"margin {margin}", data=f"{margin}.jsonl"))
+    refuses(call, f"{margin}.jsonl", "row 1", "column 'margin'", "expected a")
