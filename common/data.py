@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 HH_MARKER = "\n\nAssistant:"  # hh-rlhf transcripts: the prompt ends with the last one both answers share
-FORMAT_COLUMNS = ("messages", "prompt", "completion", "text", "chosen", "rejected", "answer")
+FORMAT_COLUMNS = ("messages", "prompt", "completion", "text", "chosen", "rejected", "answer", "margin")
 TEXT_OR_MESSAGES = "a string or a list of messages with role and content"
 
 

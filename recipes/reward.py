@@ -95,8 +95,12 @@ def pairwise_loss(chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.T
 def reward_row(row: dict, tokenizer, max_length: int) -> dict:
     """`preference_row` and the row's `margin`, 0 where there is none."""
     margin = row.get("margin")
-    check(margin is None or isinstance(margin, (int, float)), row, "margin", "a number")
-    return {**preference_row(row, tokenizer, max_length), "margin": float(margin or 0.0)}
+    try:
+        number = 0.0 if margin in (None, "") else float(str(margin))  # the cells of a CSV are text
+    except ValueError:
+        number = math.nan
+    check(math.isfinite(number), row, "margin", "a finite number")
+    return {**preference_row(row, tokenizer, max_length), "margin": number}
 
 
 def pad_shared(prompts: list[list[int]], answers: Sequence[list[list[int]]], device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -186,6 +190,7 @@ def main():
     train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
     eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
     lengths = np.array(train_set["length"][:])
+    longest = max(max(data["length"][:]) for data in (train_set, *eval_sets.values()))
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 
@@ -197,7 +202,7 @@ def main():
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     model, optimizer = prepare(accelerator, scorer, optimizer)
     inputs, last = zip(*(collate(train_set[:1], share, accelerator.device) for share in (False, True)))
-    share = args.share_prompts and can_share(model, scorer.config, *inputs, last, lengths.max())
+    share = args.share_prompts and can_share(model, scorer.config, *inputs, last, longest)
     accelerator.print(f"prompts are computed {'once for both answers' if share else 'for each answer'}")
 
     # ============================================================ the loop

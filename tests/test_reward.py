@@ -369,8 +369,8 @@ def test_what_is_refused_before_training(inputs, accelerator, tokenizer):
         write_jsonl(inputs / f"{name}.jsonl", [pair(0), {**pair(2), "margin": margin}])
     for settings, parts in (
         (dict(model="pads with EOS"), ["pads with EOS", "pads with its EOS, '<|end|>'", "tokenizer.pad_token"]),
-        (dict(data="text.jsonl"), ["text.jsonl", "row 2", "column 'margin'", "expected a number, found 'much'"]),
-        (dict(data="list.jsonl"), ["list.jsonl", "row 2", "column 'margin'", "expected a number, found [1.0]"]),
+        (dict(data="text.jsonl"), ["text.jsonl", "row 2", "column 'margin'", "expected a finite number, found 'much'"]),
+        (dict(data="list.jsonl"), ["list.jsonl", "row 2", "column 'margin'", "expected a finite number, found [1.0]"]),
         (dict(center_coef=-0.1), ["--center_coef -0.1", "expected 0 or more"]),
     ):
         output = inputs / f"refused {' '.join(map(str, settings.values()))}"
