@@ -7,7 +7,9 @@ end (`score_on_first`), a symmetric clip (`one_clip`), values not halved (`value
 numbers (`draw_by_place`), the penalty left out (`no_penalty`), the reward model's score read at the padding (`score_at_padding`), dropout
 left on (`dropout_on`), the same minibatches in every epoch of a rollout (`same_minibatches`), a rollout too many (`wrong_horizon`), NaN
 scores let through (`nan_scores`), a loss that is not finite let through (`no_nan_check`), sizes rounded (`rollout_rounding`), norms of
-the parts not of the joint one (`own_norms`), the critic made anew though there is a reward model (`critic_from_actor`).
+the parts not of the joint one (`own_norms`), the critic made anew though there is a reward model (`critic_from_actor`), Adam counting the
+critic's warm-up for the actor (`aged_adam`), a rollout made anew by a resume (`rollout_forgotten`), the coefficient not adapted
+(`old_coefficient`), the display one update early (`text_too_early`), what is not finite found after whitening (`late_nan_check`).
 """
 
 import functools

@@ -19,7 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, tiny_llama, weights, write_jsonl
 
-CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2")]
+CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2"), ("reward", "ddp"), ("ppo", "zero3")]
+# Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
+PPO = ["--reward_function", "common.generation:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2,
+       "--micro_rollout_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--critic_learning_rate", 0.01, "--kl_target", 1]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +32,17 @@ def inputs(tmp_path_factory):
     words = [f"{n}{'x' * (n % 9)}" for n in range(44)]
     say = lambda role, text: [{"role": role, "content": text}]
     write_jsonl(folder / "sft.jsonl", [{"messages": say("user", w) + say("assistant", w[::-1])} for w in words])
-    write_jsonl(
-        folder / "dpo.jsonl",
-        [{"prompt": say("user", w), "chosen": say("assistant", w[::-1]), "rejected": say("assistant", w + "!")} for w in words],
-    )
+    pairs = [{"prompt": say("user", w), "chosen": say("assistant", w[::-1]), "rejected": say("assistant", w + "!")} for w in words]
+    write_jsonl(folder / "dpo.jsonl", pairs)
+    write_jsonl(folder / "reward.jsonl", pairs)
+    write_jsonl(folder / "ppo.jsonl", [{"prompt": say("user", w), "answer": w} for w in words])
     return folder
 
 
 def flags(inputs, name, output):
     return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{name}.jsonl", "--output_dir", output,
             "--train_batch_size", 8, "--micro_train_batch_size", 2, "--max_epochs", 2, "--learning_rate", 0.01, "--logging_steps", 3,
-            "--save_steps", 2, "--save_total_limit", 2]  # fmt: skip
+            "--save_steps", 2, "--save_total_limit", 2, *(PPO if name == "ppo" else [])]  # fmt: skip
 
 
 def kill_when(inputs, name, launcher, output, ready):
