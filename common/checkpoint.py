@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import signal
 import sys
+import time
 import types
 import zlib
 from pathlib import Path
@@ -11,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object, set_seed
+from safetensors import SafetensorError
 
 from .launch import describe, engine_precision, on_main_process
-from .metrics import Means
+from .metrics import NOTHING
 from .models import reshard
 
 # A resumed run may differ in these; in all others it must agree with the checkpoint.
@@ -29,10 +32,12 @@ class Run(types.SimpleNamespace):
     Attributes:
         model, unwrapped: what `accelerator.prepare` returned, and the `LogProbModel` inside it.
         data_fingerprint: of the tokenised training set; it stands for data, tokenizer and lengths.
+        signal, signalled: the signal that ends the run after its update, 0 for none, and when it came.
         extra: what else the recipe carries from update to update, the same on all ranks: tensors, numbers, lists and dicts of them.
     """
 
     extra: dict | None = None
+    signal, signalled = 0, 0.0
 
     @property
     def folder(self) -> Path:
@@ -50,10 +55,21 @@ class Run(types.SimpleNamespace):
 
 
 def save_checkpoint(run: Run) -> None:
-    """Writes `checkpoints/global_step_...` under another name, flushes it, renames it, then deletes the oldest. All ranks call it."""
-    accelerator = run.accelerator
+    """Writes `checkpoints/global_step_...` under another name, flushes it, renames it, then deletes the oldest. All ranks call it.
+
+    Raises:
+        SystemExit: it could not be written, as on a full disk; what was is removed, the checkpoints before it are untouched.
+    """
     final = run.folder / f"global_step_{run.progress.global_step:06d}"
-    temporary = run.folder / f".{final.name}.writing"
+    try:
+        write_checkpoint(run, final, run.folder / f".{final.name}.writing")
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own kinds
+        shutil.rmtree(run.folder / f".{final.name}.writing", ignore_errors=True)
+        sys.exit(f"{final} could not be written: {str(error)[:200]}. The checkpoint before it is whole: --resume auto takes it.")
+
+
+def write_checkpoint(run: Run, final: Path, temporary: Path) -> None:
+    accelerator = run.accelerator
     if accelerator.is_main_process:
         for leftover in run.folder.glob(".global_step_*"):  # of a run that was killed while saving
             shutil.rmtree(leftover)
@@ -67,7 +83,7 @@ def save_checkpoint(run: Run) -> None:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     accelerator.wait_for_everyone()
-    flush(temporary)  # on every rank: each flushes what its own node holds back
+    flush(*temporary.rglob("*"), temporary)  # on every rank: each flushes what its own node holds back
     files = sorted(path for path in temporary.rglob("*") if path.is_file())
     mine = files[accelerator.process_index :: accelerator.num_processes]
     sums = gather_object([(str(path.relative_to(temporary)), path.stat().st_size, checksum(path)) for path in mine])
@@ -79,6 +95,28 @@ def save_checkpoint(run: Run) -> None:
     accelerator.wait_for_everyone()
 
 
+def check_disk(run: Run) -> None:
+    """Refuses a run whose checkpoints will not fit on the disk: those it keeps, and one more while that is written."""
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.unwrapped.parameters())
+    size = parameters * (4 + 4 + 8 + 4) / 2**30  # GiB at most: weights, fp32 masters, two moments, the actor
+    number = max(run.args.save_total_limit + 1 - len(by_step(run.folder)), 1)
+    free = shutil.disk_usage(run.args.output_dir).free / 2**30
+    if run.args.save_steps and free < number * size:
+        need = f"{number} checkpoints (--save_total_limit and one being written) of up to {size:.3g} GiB"
+        sys.exit(f"{run.args.output_dir} has {free:.3g} GiB free, too little for {need}")
+
+
+def stop_if_asked(run: Run) -> None:
+    """After a window: where any process was told to end (see `resume`), saves a checkpoint and leaves. All ranks call it."""
+    number = int(run.accelerator.reduce(torch.tensor(run.signal, device=run.accelerator.device), "max"))
+    if number:
+        save_checkpoint(run)
+        run.metrics.bar.close()
+        name, done = signal.Signals(number).name, run.progress.global_step
+        run.accelerator.print(f"stopped by {name} after update {done}, saved in {run.folder}: go on with --resume auto")
+        sys.exit(128 + number)
+
+
 def choose_engine_state(run: Run) -> None:
     """What accelerate saves and loads: no frozen model, and names without DDP's `module.`, for another number of processes."""
     reshard(run.model)
@@ -88,10 +126,22 @@ def choose_engine_state(run: Run) -> None:
 def resume(run: Run) -> None:
     """Puts a run where `--resume` says: at a checkpoint, or (auto, and none was ever written) at the start. All ranks call it.
 
+    From here on SIGTERM, SIGINT and SIGUSR1 end the run after its update, with a checkpoint; a second one, a few seconds later (a
+    launcher passes on what its processes may have got already), ends it at once.
+
     Raises:
         SystemExit: no whole checkpoint though there are some, or one of another run: the difference is shown.
     """
     set_seed(run.args.seed, device_specific=True)  # models were made alike on all ranks; dropout differs between them
+    on_main_process(run.accelerator, check_disk, run)
+
+    def note(number, _):
+        if run.signal and time.monotonic() - run.signalled > 3:
+            os._exit(128 + number)
+        run.signal, run.signalled = number, run.signalled if run.signal else time.monotonic()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, note)
     if run.args.resume == "never":
         return run.metrics.start()
     accelerator, metrics_size = run.accelerator, 0
@@ -124,7 +174,7 @@ def find_checkpoint(run: Run) -> Path | None:
         run.accelerator.print(f"passed over {path}: {fault}")
     if candidates:
         sys.exit(
-            f"--resume {run.args.resume}: none of the {len(candidates)} checkpoints is whole. Choose another --output_dir to start anew."
+            f"--resume {run.args.resume}: none of the {len(candidates)} checkpoints is whole. To start anew take another --output_dir."
         )
     if (run.folder.parent / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint")
@@ -183,8 +233,8 @@ def load(run: Run, path: Path, state: dict) -> None:
     for writer, sums in enumerate(state["open_sums"]):
         mine = rank == (writer if processes == accelerator.num_processes else 0)
         for name, value in sums.items():  # the others take the names
-            value = torch.tensor(value, dtype=torch.float64, device=accelerator.device)
-            run.metrics.open.merge(name, value if mine else Means.nothing(accelerator.device))
+            value = torch.tensor(value if mine else NOTHING, dtype=torch.float64, device=accelerator.device)
+            run.metrics.open.merge(name, value)
     if processes != accelerator.num_processes:  # the data order goes on exactly; random states cannot
         accelerator.print(f"note: {processes} processes before, {accelerator.num_processes} now: dropout, if any, is drawn anew")
 
@@ -194,13 +244,14 @@ def checksum(path: Path) -> int:
     return zlib.crc32(np.memmap(path, mode="r")) if path.stat().st_size else 0
 
 
-def save_actor(accelerator, prepared, unwrapped, tokenizer, directory: str | Path) -> None:
+def save_actor(accelerator, prepared, unwrapped, tokenizer, directory: str | Path, keep: int = 0) -> None:
     """Writes `unwrapped.model` with the weights the forward pass used, bit for bit. All ranks must call it.
 
     Args:
         prepared: what `accelerator.prepare` returned for the `LogProbModel`.
         unwrapped: the `LogProbModel` itself.
         directory: replaced whole if it is there; killed while writing, the previous one stays (at worst under its name with `.old`).
+        keep: how many `global_step_...` folders stay beside each other, the newest; 0 is all.
     """
     reshard(prepared)
     weights = accelerator.get_state_dict(prepared)  # every rank: under ZeRO-3 and FSDP2 it gathers
@@ -215,39 +266,28 @@ def save_actor(accelerator, prepared, unwrapped, tokenizer, directory: str | Pat
         unwrapped.model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         replace_directory(temporary, directory)
+        rotate(directory.parent, keep)
     accelerator.wait_for_everyone()
-
-
-def save_step_actor(accelerator, prepared, unwrapped, tokenizer, args, global_step: int) -> None:
-    """`save_actor` into `<output_dir>/actors/global_step_...`, of which `--save_actor_limit` are kept. All ranks must call it."""
-    folder = Path(args.output_dir) / "actors"
-    save_actor(accelerator, prepared, unwrapped, tokenizer, folder / f"global_step_{global_step:06d}")
-    if accelerator.is_main_process:
-        rotate(folder, args.save_actor_limit)
 
 
 def replace_directory(temporary: Path, directory: Path) -> None:
     """Flushes a written directory to disk and puts it in place of another."""
-    flush(temporary)
+    flush(*temporary.rglob("*"), temporary)
     old = directory.with_name(f".{directory.name}.old")
     if directory.exists():
         shutil.rmtree(old, ignore_errors=True)
         directory.rename(old)
     temporary.rename(directory)
-    flush_entry(directory.parent)
+    flush(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def flush(directory: Path) -> None:
-    """fsync of every file and folder below a directory, and of itself."""
-    for path in [*directory.rglob("*"), directory]:
-        flush_entry(path)
-
-
-def flush_entry(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+def flush(*paths: Path) -> None:
+    """Files and folders, each itself, to the disk."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
 
 
 def rotate(folder: Path, keep: int) -> None:

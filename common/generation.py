@@ -33,14 +33,13 @@ def whole_weights(accelerator, prepared, model):
                 offload.setup_zero_stage3_hooks()
     elif accelerator.distributed_type == DistributedType.FSDP:
         shards = [module for module in prepared.modules() if isinstance(module, FSDPModule)]
+        prepared.set_reshard_after_forward(False)
         for module in shards:
-            module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
         try:
             yield
         finally:
-            for module in shards:
-                module.set_reshard_after_forward(True, recurse=False)
+            prepared.set_reshard_after_forward(True)
             reshard(prepared)
     else:
         yield
@@ -94,16 +93,11 @@ def generate(
     prepared.eval()
     with whole_weights(accelerator, prepared, model):
         share = arrange(np.arange(len(prompts)), lengths, batch_size, accelerator.num_processes, accelerator.process_index)
-        for rows, weights in share:
-            rows = [row for row, weight in zip(rows, weights) if weight]
-            if not rows:
-                continue
+        for rows in filter(None, ([row for row, weight in zip(*part) if weight] for part in share)):
             ids = pad([prompts[row] for row in rows], tokenizer.pad_token_id, accelerator.device, left=True)
             mask = pad([[1] * len(prompts[row]) for row in rows], 0, accelerator.device, left=True)
-            draw = []
-            if temperature:
-                numbers = torch.from_numpy(uniforms[rows]).to(accelerator.device)
-                draw = [SampleByUniform(numbers, ids.shape[1], temperature)]
+            numbers = torch.from_numpy(uniforms[rows]).to(accelerator.device) if temperature else None
+            draw = [SampleByUniform(numbers, ids.shape[1], temperature)] if temperature else []
             with accelerator.autocast():
                 out = model.generate(
                     input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=draw, synced_gpus=False
@@ -124,19 +118,3 @@ def is_right(response: str, answer: str) -> bool:
 def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:
     """A reward function: 1 where the final answer is that of the column `answer`, else 0."""
     return [float(is_right(response, right)) for response, right in zip(responses, answer)]
-
-
-def exact_match(accelerator, prepared, model, tokenizer, dataset, batch_size: int, max_new_tokens: int) -> tuple[torch.Tensor, list[str]]:  # fmt: skip
-    """Greedy answers to a data set's prompts against its column `answer`.
-
-    Returns:
-        for every row that has an answer 1.0 where the final one is right, and a few of the answers to show. The same on every rank.
-    """
-    answered = [row for row, answer in enumerate(dataset["answer"][:]) if answer]  # "" where a row has none
-    rows = dataset.select_columns(["prompt_ids", "answer"])[answered]
-    responses = generate(accelerator, prepared, model, tokenizer, rows["prompt_ids"], batch_size, max_new_tokens)
-    answers = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    right = [is_right(text, answer) for text, answer in zip(answers, rows["answer"])]
-    prompts = tokenizer.batch_decode(rows["prompt_ids"][:4], skip_special_tokens=True)
-    samples = [f"{'right' if ok else 'wrong'}: {ask[-80:]!r} -> {answer[-80:]!r}" for ask, answer, ok in zip(prompts, answers, right)]
-    return torch.tensor(right, dtype=torch.float32, device=accelerator.device), samples

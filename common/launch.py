@@ -154,8 +154,8 @@ def engine_precision(accelerator: Accelerator) -> str:
 
 def zero_stage(accelerator: Accelerator) -> int:
     """The ZeRO stage; 0 without DeepSpeed."""
-    plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
-    return plugin.deepspeed_config["zero_optimization"]["stage"] if plugin else 0
+    with_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"] if with_deepspeed else 0
 
 
 def describe(accelerator: Accelerator) -> str:
@@ -187,15 +187,11 @@ def decide_output_dir(args, recipe: str) -> str:
     path = Path(args.output_dir or f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}")
     if args.resume not in ("never", "auto"):
         if not (Path(args.resume) / "manifest.json").is_file():
-            sys.exit(
-                f"--resume {args.resume}: not a checkpoint (no manifest.json in it). Give never, auto or .../checkpoints/global_step_..."
-            )
+            sys.exit(f"--resume {args.resume}: not a checkpoint, it holds no manifest.json. Give never, auto or .../global_step_...")
         if not args.output_dir:  # the run goes on where it was
             path = Path(args.resume).resolve().parents[1]
     if args.resume == "never" and path.is_dir() and any(path.iterdir()):
-        sys.exit(
-            f"--output_dir {path} already holds another run. Choose another directory, or --resume auto to go on from its last checkpoint."
-        )
+        sys.exit(f"--output_dir {path} already holds another run. Take another, or --resume auto to go on from its last checkpoint.")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # a file of that name, no permission ...

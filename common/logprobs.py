@@ -178,8 +178,7 @@ def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str)
         SystemExit: the architecture does something to its logits that `LogProbModel` does not know.
     """
     input_ids = torch.tensor([ids[:16]], device=device)
-    scored = torch.ones_like(input_ids, dtype=torch.bool)
-    scored[:, 0] = False
+    scored = torch.arange(input_ids.shape[1], device=device)[None] > 0
     training = prepared.training
     prepared.eval()
     scores = prepared(input_ids, scored, check=True)

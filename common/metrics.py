@@ -14,6 +14,8 @@ from tqdm import tqdm
 
 from .progress import Progress
 
+NOTHING = (0.0, 0.0, math.inf, -math.inf)  # sum, count, minimum, maximum
+
 
 class Means:
     """float64 sums, counts, minima and maxima by name. Every rank must add the same names in the same order."""
@@ -21,10 +23,6 @@ class Means:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.sums: dict[str, torch.Tensor] = {}  # name -> (sum, count, minimum, maximum)
-
-    @staticmethod
-    def nothing(device) -> torch.Tensor:
-        return torch.tensor([0.0, 0.0, math.inf, -math.inf], dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, values: dict[str, torch.Tensor], weights: torch.Tensor) -> None:
@@ -41,7 +39,7 @@ class Means:
             self.merge(name, torch.stack([total, weights.sum(), low.amin(), high.amax()]))
 
     def merge(self, name: str, new: torch.Tensor) -> None:
-        old = self.sums.get(name, self.nothing(new.device))
+        old = self.sums.get(name, new.new_tensor(NOTHING))
         self.sums[name] = torch.cat([old[:2] + new[:2], torch.minimum(old, new)[2:3], torch.maximum(old, new)[3:]])
 
     def reduce(self) -> dict[str, float]:
@@ -102,7 +100,6 @@ class Metrics:
         self.last_update: dict[str, float] = {}
         self.shown: dict[str, float] = {}
         self.trackers = args.report_to != "none"
-        self.seconds: dict[str, float] = {}
         self.start_interval()
 
     def start(self, metrics_bytes: int = 0) -> None:

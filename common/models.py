@@ -24,9 +24,8 @@ def load_tokenizer(name: str):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever the tokenizer's library raises
-        sys.exit(
-            f"no tokenizer could be loaded from {name!r}: {str(error).strip().splitlines()[0]} (expected a Hugging Face folder or a hub name)"
-        )
+        why = str(error).strip().splitlines()[0]
+        sys.exit(f"no tokenizer could be loaded from {name!r}: {why} (expected a Hugging Face folder or a hub name)")
     if tokenizer.eos_token_id is None:
         sys.exit(f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: set tokenizer.eos_token and save it")  # fmt: skip
     if tokenizer.pad_token_id is None:

@@ -79,10 +79,8 @@ class Progress:
 
     def describe(self) -> str:
         last = self.n_rows % self.train_batch_size or self.train_batch_size
-        return (
-            f"{self.n_rows} samples / train_batch_size {self.train_batch_size} = {self.windows_per_epoch} updates an epoch, "
-            f"the last of {last} samples; {self.total_steps} updates in all"
-        )
+        each = f"{self.windows_per_epoch} updates an epoch, the last of {last} samples"
+        return f"{self.n_rows} samples / train_batch_size {self.train_batch_size} = {each}; {self.total_steps} updates in all"
 
 
 def check_intervals(args) -> None:

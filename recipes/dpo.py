@@ -32,9 +32,9 @@ from transformers.hf_argparser import HfArg
 
 import common
 from common.arguments import parse_args
-from common.checkpoint import Run, resume, save_actor, save_checkpoint, save_step_actor
+from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
 from common.data import column_names, load_evaluation_sets, load_tokenized, preference_row
-from common.generation import exact_match
+from common.generation import generate, is_right
 from common.launch import engine_precision, make_accelerator
 from common.logprobs import LogProbModel, check_logprobs
 from common.metrics import Means, Metrics, check_finite
@@ -289,7 +289,9 @@ def main():
                 save_checkpoint(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.paused():
-                save_step_actor(accelerator, model, policy, tokenizer, args, progress.global_step)
+                folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
+                save_actor(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
+        stop_if_asked(run)
     save_actor(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
     accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor")
@@ -310,13 +312,15 @@ def evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, arg
             means.add(values, weights)
             for name, value, mask in logits:
                 means.add({name: value}, mask * weights[:, None])
-        if "answer" in dataset.column_names:
-            right, some = exact_match(
-                accelerator, model, policy.model, tokenizer, dataset, 8 * args.micro_train_batch_size, args.max_new_tokens
-            )
-            means.add({"exact_match": right}, torch.ones_like(right))
-            samples += some
         line |= {prefix + name: value for name, value in means.reduce().items()}
+        if "answer" in dataset.column_names:
+            rows = dataset.select_columns(["prompt_ids", "answer"])[[i for i, answer in enumerate(dataset["answer"][:]) if answer]]
+            sizes = 8 * args.micro_train_batch_size, args.max_new_tokens
+            responses = generate(accelerator, model, policy.model, tokenizer, rows["prompt_ids"], *sizes)
+            texts, asked = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (responses, rows["prompt_ids"]))
+            right = [is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
+            line[f"{prefix}exact_match"] = sum(right) / len(right)
+            samples += [f"{'right' if ok else 'wrong'}: {ask[-80:]!r} -> {text[-80:]!r}" for ok, ask, text in zip(right, asked, texts)][:4]
     model.train(training)
     return line, samples
 

@@ -27,7 +27,7 @@ from transformers.hf_argparser import HfArg
 
 import common
 from common.arguments import load_function, parse_args
-from common.checkpoint import Run, resume, save_actor, save_checkpoint, save_step_actor
+from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
 from common.data import column_names, load_evaluation_sets, load_tokenized, prompt_row
 from common.generation import generate, is_right, stop_tokens
 from common.launch import make_accelerator
@@ -496,7 +496,9 @@ def main():
                 save_checkpoint(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.paused():
-                save_step_actor(accelerator, model, policy, tokenizer, args, progress.global_step)
+                folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
+                save_actor(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
+        stop_if_asked(run)
     save_actor(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
     accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor")

@@ -26,7 +26,7 @@ from transformers.hf_argparser import HfArg
 
 import common
 from common.arguments import parse_args
-from common.checkpoint import Run, resume, save_actor, save_checkpoint, save_step_actor
+from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
 from common.data import check, column_names, load_evaluation_sets, load_tokenized, preference_row
 from common.launch import make_accelerator
 from common.logprobs import ScoreModel
@@ -254,7 +254,9 @@ def main():
                 save_checkpoint(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.paused():
-                save_step_actor(accelerator, model, scorer, tokenizer, args, progress.global_step)
+                folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
+                save_actor(accelerator, model, scorer, tokenizer, folder, args.save_actor_limit)
+        stop_if_asked(run)
     save_actor(accelerator, model, scorer, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
     accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; reward model in {args.output_dir}/actor")

@@ -23,7 +23,7 @@ from transformers.hf_argparser import HfArg
 
 import common
 from common.arguments import parse_args
-from common.checkpoint import Run, resume, save_actor, save_checkpoint, save_step_actor
+from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
 from common.data import (
     as_messages,
     check,
@@ -37,7 +37,7 @@ from common.data import (
     require,
     turn_length,
 )
-from common.generation import exact_match
+from common.generation import generate, is_right
 from common.launch import make_accelerator
 from common.logprobs import LogProbModel, check_logprobs
 from common.metrics import Means, Metrics, check_finite
@@ -228,7 +228,9 @@ def main():
                 save_checkpoint(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.paused():
-                save_step_actor(accelerator, model, actor, tokenizer, args, progress.global_step)
+                folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
+                save_actor(accelerator, model, actor, tokenizer, folder, args.save_actor_limit)
+        stop_if_asked(run)
     save_actor(accelerator, model, actor, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
     accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor")
@@ -246,13 +248,15 @@ def evaluate(accelerator, model, actor, tokenizer, eval_sets, args: Args) -> tup
             input_ids, scored = collate(columns, accelerator.device)
             _, values, token_weights = compare(model(input_ids, scored), scored, weights)
             means.add(values, token_weights)
-        if "answer" in dataset.column_names:
-            right, some = exact_match(
-                accelerator, model, actor.model, tokenizer, dataset, 8 * args.micro_train_batch_size, args.max_new_tokens
-            )
-            means.add({"exact_match": right}, torch.ones_like(right))
-            samples += some
         line |= {prefix + name: value for name, value in means.reduce().items()}
+        if "answer" in dataset.column_names:
+            rows = dataset.select_columns(["prompt_ids", "answer"])[[i for i, answer in enumerate(dataset["answer"][:]) if answer]]
+            sizes = 8 * args.micro_train_batch_size, args.max_new_tokens
+            responses = generate(accelerator, model, actor.model, tokenizer, rows["prompt_ids"], *sizes)
+            texts, asked = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (responses, rows["prompt_ids"]))
+            right = [is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
+            line[f"{prefix}exact_match"] = sum(right) / len(right)
+            samples += [f"{'right' if ok else 'wrong'}: {ask[-80:]!r} -> {text[-80:]!r}" for ok, ask, text in zip(right, asked, texts)][:4]
     model.train(training)
     return line, samples
 
