@@ -203,7 +203,8 @@ def check_same_run(run: Run, path: Path, state: dict) -> None:
     changed = [name for name in before if name not in MAY_CHANGE and now.get(name) != before[name]]
     if changed:
         differences = (f"{name}: {before[name]!r} in the checkpoint, {now.get(name)!r} now" for name in changed)
-        sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}")
+        way = " (`python -m common.export CHECKPOINT OUT --universal` changes DeepSpeed's)" if "world" in changed else ""
+        sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}{way}")
 
 
 def trainer_state(run: Run) -> dict:

@@ -96,8 +96,7 @@ def generate(
         for rows in filter(None, ([row for row, weight in zip(*part) if weight] for part in share)):
             ids = pad([prompts[row] for row in rows], tokenizer.pad_token_id, accelerator.device, left=True)
             mask = pad([[1] * len(prompts[row]) for row in rows], 0, accelerator.device, left=True)
-            numbers = torch.from_numpy(uniforms[rows]).to(accelerator.device) if temperature else None
-            draw = [SampleByUniform(numbers, ids.shape[1], temperature)] if temperature else []
+            draw = [SampleByUniform(torch.from_numpy(uniforms[rows]).to(ids.device), ids.shape[1], temperature)] if temperature else []
             with accelerator.autocast():
                 out = model.generate(
                     input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=draw, synced_gpus=False

@@ -59,7 +59,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         project_dir=".",
         step_scheduler_with_optimizer=False,
         cpu=on_cpu and not deepspeed,
-        deepspeed_plugin=deepspeed_plugin(accumulation, args.micro_train_batch_size, args.max_grad_norm) if deepspeed else None,
+        deepspeed_plugin=deepspeed_plugin(accumulation, args) if deepspeed else None,
         kwargs_handlers=[InitProcessGroupKwargs(**group)] if "LOCAL_RANK" in os.environ else None,
     )
     if accelerator.num_processes != world or accelerator.gradient_accumulation_steps != accumulation:
@@ -103,7 +103,7 @@ def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, proce
     return train_batch_size // per_step
 
 
-def deepspeed_plugin(accumulation: int, micro_train_batch_size: int, max_grad_norm: float):
+def deepspeed_plugin(accumulation: int, args):
     """The launcher's DeepSpeed settings with this run's accumulation, micro-batch size and clipping written in."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed  # slow to import: only where it is used
@@ -117,14 +117,15 @@ def deepspeed_plugin(accumulation: int, micro_train_batch_size: int, max_grad_no
     config = plugin.deepspeed_config
     for key, value in {
         "gradient_accumulation_steps": accumulation,
-        "train_micro_batch_size_per_gpu": micro_train_batch_size,
-        "gradient_clipping": float(max_grad_norm),
+        "train_micro_batch_size_per_gpu": args.micro_train_batch_size,
+        "gradient_clipping": float(args.max_grad_norm),
     }.items():
         if config.get(key, "auto") not in ("auto", value):
             sys.exit(f'the DeepSpeed config sets "{key}": {config[key]}, this run needs {value}. Write "auto" there: '
                      "the recipe's arguments decide.")  # fmt: skip
         config[key] = value
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # actors are saved from it
+    config["checkpoint"] = {"load_universal": (Path(args.resume) / "engine/pytorch_model/zero").is_dir()}  # see common/export.py
     plugin.gradient_accumulation_steps = accumulation
     return plugin
 

@@ -78,8 +78,7 @@ class Progress:
         return (self.global_step == 1 and self.skips_in_a_row == 0) or self.due(interval)
 
     def describe(self) -> str:
-        last = self.n_rows % self.train_batch_size or self.train_batch_size
-        each = f"{self.windows_per_epoch} updates an epoch, the last of {last} samples"
+        each = f"{self.windows_per_epoch} updates an epoch, the last of {(self.n_rows - 1) % self.train_batch_size + 1} samples"
         return f"{self.n_rows} samples / train_batch_size {self.train_batch_size} = {each}; {self.total_steps} updates in all"
 
 

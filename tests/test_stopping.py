@@ -1,0 +1,185 @@
+"""Runs that are told to end, lose a process or fill the disk: they leave a whole checkpoint, say so, and go on as if nothing had been.
+
+Mutations that turn it red: a signal not heeded (`deaf`), only on the process that got it (`one_hears`), the second like the first (`stubborn`), a
+checkpoint that fails with a traceback (`raw_failure`), what was written of it left there (`leftovers`), the disk not looked at (`blind`),
+the engine's state taken as it was cut (`not_universal`).
+"""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+from common import checkpoint
+from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, tiny_llama, weights, write_jsonl
+
+UPDATES = 40
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopping")
+    tiny_llama(folder / "model", attention_dropout=0.2)
+    rows = [{"text": f"{n}{'x' * (n % 9)}"} for n in range(44)]
+    write_jsonl(folder / "rows.jsonl", rows)
+    write_jsonl(folder / "prompts.jsonl", [{"prompt": row["text"]} for row in rows])
+    (folder / "slow_of_test.py").write_text("import time\n\ndef reward(prompts, responses):\n    time.sleep(60)\n")
+    return folder
+
+
+def flags(inputs, output, *more):
+    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "rows.jsonl", "--output_dir", output, "--train_batch_size", 8,
+            "--micro_train_batch_size", 2, "--max_steps", UPDATES, "--learning_rate", 0.01, "--logging_steps", 3, "--report_to", "none", *more]  # fmt: skip
+
+
+def begin(launcher, inputs, *command):
+    """A run in the background, its console in a pipe."""
+    ports = ["--main_process_port", "0"] if LAUNCHERS[launcher] else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [sys.executable, *LAUNCHERS[launcher], *ports, *map(str, command)], cwd=inputs, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def until(condition, process, seconds=90):
+    end = time.time() + seconds
+    while not condition():
+        assert process.poll() is None and time.time() < end, process.communicate(timeout=60)[0][-3000:]
+        time.sleep(0.002)
+
+
+def timeless(output):
+    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(inputs):
+    done = {}
+
+    def run(launcher):
+        if launcher not in done:
+            done[launcher] = inputs / f"unbroken-{launcher}"
+            launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, done[launcher]))
+        return done[launcher]
+
+    return run
+
+
+def assert_goes_on(inputs, launcher, output, reference):
+    result = launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, output, "--resume", "auto"))
+    assert "resumed from" in result.stdout
+    assert timeless(output) == timeless(reference) and torch.equal(weights(output), weights(reference))
+
+
+@pytest.mark.parametrize("launcher, number", [("plain", signal.SIGTERM), ("plain", signal.SIGINT), ("ddp", signal.SIGTERM), ("zero2", signal.SIGUSR1)])  # fmt: skip
+def test_a_signal_ends_the_run_with_a_checkpoint(inputs, unbroken, launcher, number):
+    """In a world of two one process alone gets SIGUSR1; SIGTERM goes to the launcher, which passes it on."""
+    output = inputs / f"signal-{launcher}-{number.name}"
+    process = begin(launcher, inputs, recipe("sft"), *flags(inputs, output))
+    until(lambda: (output / "metrics.jsonl").exists() and len(lines(output)) >= 3, process)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(workers[-1]) if number == signal.SIGUSR1 else process.pid, number)
+    console, _ = process.communicate(timeout=60)
+    done = max(int(path.name.split("_")[-1]) for path in (output / "checkpoints").iterdir())
+    assert process.returncode and 6 <= done < UPDATES and not (output / "actor").exists()
+    assert launcher != "plain" or process.returncode == 128 + number
+    assert f"stopped by {number.name} after update {done}, saved in {output}/checkpoints: go on with --resume auto" in console
+    assert_goes_on(inputs, launcher, output, unbroken(launcher))
+
+
+def test_a_second_signal_ends_it_at_once(inputs):
+    """The first waits for its update, here of a minute; what comes within seconds of it may be the same one, passed on."""
+    output = inputs / "twice"
+    more = ["--reward_function", "slow_of_test:reward", "--rollout_batch_size", 8, "--micro_rollout_batch_size", 8, "--max_new_tokens", 4]
+    process = begin("plain", inputs, recipe("ppo"), *flags(inputs, output, *more, "--dataset_name", inputs / "prompts.jsonl"))
+    until(lambda: (output / "metrics.jsonl").exists() or "update" in os.read(process.stdout.fileno(), 4096).decode(), process)
+    time.sleep(1)
+    for wait in (0.5, 3.5):
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(wait)
+        assert process.poll() is None
+    start = time.time()
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=20) == 128 + signal.SIGTERM and time.time() - start < 5
+    assert not (output / "checkpoints").exists()
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_whole(inputs, unbroken):
+    """No file may grow beyond 20 kB after the first checkpoint: what a full disk does, as far as a process can see."""
+    output = inputs / "full"
+    process = begin("plain", inputs, recipe("sft"), *flags(inputs, output, "--save_steps", 2, "--save_total_limit", 0))
+    until(lambda: [*(output / "checkpoints").glob("global_step_*")], process)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    console, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "could not be written" in console and "--resume auto" in console
+    assert "Traceback" not in console
+    names = [path.name for path in (output / "checkpoints").iterdir()]
+    assert names and not [name for name in names if name.startswith(".")]
+    assert all(checkpoint.fault_of(path) is None for path in (output / "checkpoints").iterdir())
+    assert_goes_on(inputs, "plain", output, unbroken("plain"))
+
+
+@pytest.mark.parametrize(
+    "free, kept, there, fits", [(61, 2, 0, True), (59, 2, 0, False), (21, 2, 2, True), (19, 2, 2, False), (19, 0, 5, False)]
+)
+def test_a_disk_too_small_is_refused_before_training(tmp_path, monkeypatch, free, kept, there, fits):
+    """A billion parameters: 20 GB a checkpoint at most."""
+    for step in range(there):
+        (tmp_path / f"checkpoints/global_step_{step:06d}").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free * 10**9))
+    args = types.SimpleNamespace(save_total_limit=kept, save_steps=10, output_dir=str(tmp_path))
+    model = types.SimpleNamespace(parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)])
+    run = checkpoint.Run(args=args, unwrapped=model)
+    if fits:
+        return checkpoint.check_disk(run)
+    with pytest.raises(SystemExit, match=r"has .* GiB free, too little for \d checkpoints .*of up to 18.6 GiB"):
+        checkpoint.check_disk(run)
+    args.save_steps = 0
+    checkpoint.check_disk(run)
+
+
+def test_one_process_lost_ends_the_launch_and_the_run_goes_on(inputs, unbroken):
+    output = inputs / "lost"
+    process = begin("ddp", inputs, recipe("sft"), *flags(inputs, output, "--save_steps", 2))
+    until(lambda: len([*(output / "checkpoints").glob("global_step_*")]) >= 2, process)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    start = time.time()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    console, _ = process.communicate(timeout=60)
+    assert process.returncode and time.time() - start < 60 and "Signal 9 (SIGKILL)" in console
+    assert_goes_on(inputs, "ddp", output, unbroken("ddp"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, unbroken, stage):
+    """Two processes stop at update 20; one goes on, and ends where the run of two ends, but for dropout, which is off."""
+    model = ["--model_name_or_path", tiny_llama(inputs / f"still-{stage}")]
+    whole, output = inputs / f"two-{stage}", inputs / f"one-{stage}"
+    launch(LAUNCHERS[f"zero{stage}"], recipe("sft"), *flags(inputs, whole, *model, "--save_steps", 20, "--save_total_limit", 0))
+    cut = whole / "checkpoints/global_step_000020"
+    alone = [*LAUNCHERS[f"zero{stage}"]]
+    alone[alone.index("--num_processes") + 1] = "1"
+    refused = launch(alone, recipe("sft"), *flags(inputs, output, *model, "--resume", cut), check=False)
+    assert refused.returncode and "world: 'DeepSpeed ZeRO-" in refused.stdout and "--universal" in refused.stdout
+    shutil.rmtree(output)
+    universal = output / "checkpoints/global_step_000020"
+    command = [sys.executable, "-m", "common.export", str(cut), str(universal), "--universal"]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
+    assert checkpoint.fault_of(universal) is None and "world" not in json.loads((universal / "state.json").read_text())["arguments"]
+    result = launch(alone, recipe("sft"), *flags(inputs, output, *model, "--resume", universal, "--output_dir", output))
+    assert "20 updates, 20 windows seen" in result.stdout
+    one, two = weights(output), weights(whole)
+    assert (one - two).norm() <= 1e-5 * two.norm()
+    after = {line["global_step"]: line for line in timeless(output)}
+    for line in timeless(whole):
+        if line["global_step"] > 20:
+            assert after[line["global_step"]] == pytest.approx(line, rel=1e-5)
