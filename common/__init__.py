@@ -26,7 +26,4 @@ def check_recipe(recipe_file: str) -> None:
     """
     beside = Path(recipe_file).resolve().parent.parent
     if (beside / "common" / "__init__.py").is_file() and beside != REPOSITORY:
-        sys.exit(
-            f"{recipe_file} belongs to {beside}, but Python imported 'common' from {REPOSITORY}. "
-            f"Run `pip install -e {beside}` in this environment, or use the environment of {beside}."
-        )
+        sys.exit(f"{recipe_file} would run with 'common' of {REPOSITORY}. Run `pip install -e {beside}` in this environment first.")

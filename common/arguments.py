@@ -66,8 +66,7 @@ def yaml_to_flags(path: str | Path, parser: HfArgumentParser) -> list[str]:
     flags = []
     for name, value in values.items():
         if value is not None:
-            values_ = value if isinstance(value, list) else [value]
-            flags += [f"--{name}", *(str(v).replace("{assets}", str(ASSETS)) for v in values_)]
+            flags += [f"--{name}", *(str(v).replace("{assets}", str(ASSETS)) for v in (value if isinstance(value, list) else [value]))]
     return flags
 
 

@@ -203,8 +203,7 @@ def check_same_run(run: Run, path: Path, state: dict) -> None:
     changed = [name for name in before if name not in MAY_CHANGE and now.get(name) != before[name]]
     if changed:
         differences = (f"{name}: {before[name]!r} in the checkpoint, {now.get(name)!r} now" for name in changed)
-        way = " (`python -m common.export CHECKPOINT OUT --universal` changes DeepSpeed's)" if "world" in changed else ""
-        sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}{way}")
+        sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}{' (common.export --universal)' * ('world' in changed)}")
 
 
 def trainer_state(run: Run) -> dict:
@@ -224,9 +223,15 @@ def load(run: Run, path: Path, state: dict) -> None:
     """Reads a verified checkpoint into the run."""
     accelerator, rank, processes = run.accelerator, run.accelerator.process_index, len(state["open_sums"])
     choose_engine_state(run)
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in run.optimizer.param_groups]
     accelerator.load_state(str(path / "engine"))
     accelerator.step = 0  # micro-batches since the last update
     run.scheduler.load_state_dict(state["scheduler"])
+    # DeepSpeed 0.19.8 gives all groups the settings of the first, and one shared step count, from a universal ZeRO-3 checkpoint.
+    for group, settings, learning_rate in zip(run.optimizer.param_groups, groups, run.scheduler.get_last_lr()):
+        group.update(settings, lr=learning_rate)
+    for moments in run.optimizer.state.values():
+        moments["step"] = moments["step"].clone()
     run.metrics.last_update = state["last_update"]
     run.extra = torch.load(path / "extra.pt", weights_only=True)
     for name, value in state["progress"].items():

@@ -177,7 +177,7 @@ def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str)
     Raises:
         SystemExit: the architecture does something to its logits that `LogProbModel` does not know.
     """
-    input_ids = torch.tensor([ids[:16]], device=device)
+    input_ids = torch.tensor([(ids * 2)[:16]], device=device)  # a prompt may be one token, which nothing predicts
     scored = torch.arange(input_ids.shape[1], device=device)[None] > 0
     training = prepared.training
     prepared.eval()

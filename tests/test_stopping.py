@@ -31,7 +31,10 @@ def inputs(tmp_path_factory):
     rows = [{"text": f"{n}{'x' * (n % 9)}"} for n in range(44)]
     write_jsonl(folder / "rows.jsonl", rows)
     write_jsonl(folder / "prompts.jsonl", [{"prompt": row["text"]} for row in rows])
-    (folder / "slow_of_test.py").write_text("import time\n\ndef reward(prompts, responses):\n    time.sleep(60)\n")
+    (folder / "quick_of_test.py").write_text("def reward(prompts, responses):\n    return [len(set(text)) / 2 for text in responses]\n")
+    (folder / "slow_of_test.py").write_text(
+        "import time\n\ndef reward(prompts, responses):\n    open('scoring', 'w')\n    time.sleep(60)\n"
+    )
     return folder
 
 
@@ -101,8 +104,7 @@ def test_a_second_signal_ends_it_at_once(inputs):
     output = inputs / "twice"
     more = ["--reward_function", "slow_of_test:reward", "--rollout_batch_size", 8, "--micro_rollout_batch_size", 8, "--max_new_tokens", 4]
     process = begin("plain", inputs, recipe("ppo"), *flags(inputs, output, *more, "--dataset_name", inputs / "prompts.jsonl"))
-    until(lambda: (output / "metrics.jsonl").exists() or "update" in os.read(process.stdout.fileno(), 4096).decode(), process)
-    time.sleep(1)
+    until((inputs / "scoring").exists, process)
     for wait in (0.5, 3.5):
         os.kill(process.pid, signal.SIGTERM)
         time.sleep(wait)
@@ -160,26 +162,28 @@ def test_one_process_lost_ends_the_launch_and_the_run_goes_on(inputs, unbroken):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, unbroken, stage):
-    """Two processes stop at update 20; one goes on, and ends where the run of two ends, but for dropout, which is off."""
-    model = ["--model_name_or_path", tiny_llama(inputs / f"still-{stage}")]
+def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, stage):
+    """Two processes stop in the middle of a rollout; one goes on, and ends where the run of two ends. Actor and critic: groups that differ
+    in learning rate and weight decay, of which DeepSpeed's ZeRO-3 takes the first one's for all."""
+    more = ["--dataset_name", inputs / "prompts.jsonl", "--reward_function", "quick_of_test:reward", "--rollout_batch_size", 16,
+            "--num_epochs_per_rollout", 2, "--micro_rollout_batch_size", 8, "--max_new_tokens", 6, "--critic_learning_rate", 0.01,
+            "--learning_rate", 0.003, "--weight_decay", 0.1, "--max_steps", 20, "--logging_steps", 1, "--save_total_limit", 0]  # fmt: skip
     whole, output = inputs / f"two-{stage}", inputs / f"one-{stage}"
-    launch(LAUNCHERS[f"zero{stage}"], recipe("sft"), *flags(inputs, whole, *model, "--save_steps", 20, "--save_total_limit", 0))
-    cut = whole / "checkpoints/global_step_000020"
+    launch(LAUNCHERS[f"zero{stage}"], recipe("ppo"), *flags(inputs, whole, *more, "--save_steps", 10), cwd=inputs)
+    cut = whole / "checkpoints/global_step_000010"
     alone = [*LAUNCHERS[f"zero{stage}"]]
     alone[alone.index("--num_processes") + 1] = "1"
-    refused = launch(alone, recipe("sft"), *flags(inputs, output, *model, "--resume", cut), check=False)
-    assert refused.returncode and "world: 'DeepSpeed ZeRO-" in refused.stdout and "--universal" in refused.stdout
+    refused = launch(alone, recipe("ppo"), *flags(inputs, output, *more, "--resume", cut), cwd=inputs, check=False)
+    assert refused.returncode and "world: 'DeepSpeed ZeRO-" in refused.stdout and "common.export --universal" in refused.stdout
     shutil.rmtree(output)
-    universal = output / "checkpoints/global_step_000020"
+    universal = output / "checkpoints/global_step_000010"
     command = [sys.executable, "-m", "common.export", str(cut), str(universal), "--universal"]
     subprocess.run(command, check=True, cwd=REPOSITORY)
     assert checkpoint.fault_of(universal) is None and "world" not in json.loads((universal / "state.json").read_text())["arguments"]
-    result = launch(alone, recipe("sft"), *flags(inputs, output, *model, "--resume", universal, "--output_dir", output))
-    assert "20 updates, 20 windows seen" in result.stdout
+    result = launch(alone, recipe("ppo"), *flags(inputs, output, *more, "--resume", universal), cwd=inputs)
+    assert "10 updates, 10 windows seen" in result.stdout
     one, two = weights(output), weights(whole)
     assert (one - two).norm() <= 1e-5 * two.norm()
     after = {line["global_step"]: line for line in timeless(output)}
-    for line in timeless(whole):
-        if line["global_step"] > 20:
-            assert after[line["global_step"]] == pytest.approx(line, rel=1e-5)
+    for line in timeless(whole)[10:]:  # the critic's values, too
+        assert after[line["global_step"]] == pytest.approx(line, rel=1e-4, abs=1e-5)
