@@ -67,9 +67,9 @@ def wait_and_kill(process: subprocess.Popen, output: Path, aimed: bool, chance: 
         for path in (output / "checkpoints").glob(".global_step_*.writing"):
             seen.add(path.name)
         if len(seen) >= wanted:
-            time.sleep(chance.uniform(0, 0.08 if aimed else 0.5))
+            time.sleep(chance.uniform(0, 0.02 if aimed else 0.5))
             break
-        time.sleep(0.0005)
+        time.sleep(0.0002)
     if process.poll() is not None:
         return "ended"
     kill(process, output)
