@@ -102,8 +102,7 @@ def check_disk(run: Run) -> None:
     number = max(run.args.save_total_limit + 1 - len(by_step(run.folder)), 1)
     free = shutil.disk_usage(run.args.output_dir).free / 2**30
     if run.args.save_steps and free < number * size:
-        need = f"{number} checkpoints (--save_total_limit and one being written) of up to {size:.3g} GiB"
-        sys.exit(f"{run.args.output_dir} has {free:.3g} GiB free, too little for {need}")
+        sys.exit(f"{run.args.output_dir} has {free:.3g} GiB free, too little for {number} checkpoints of up to {size:.3g} GiB")
 
 
 def stop_if_asked(run: Run) -> None:
@@ -208,10 +207,9 @@ def check_same_run(run: Run, path: Path, state: dict) -> None:
 
 def trainer_state(run: Run) -> dict:
     """All that the engine does not know, with each process's own sums of the log line not yet written. All ranks must call it."""
-    counters = ("global_step", "skipped_steps", "windows_seen", "samples", "tokens")
     return {
         "arguments": run.identity,
-        "progress": {name: getattr(run.progress, name) for name in counters},
+        "progress": {name: getattr(run.progress, name) for name in ("global_step", "skipped_steps", "windows_seen", "samples", "tokens")},
         "scheduler": run.scheduler.state_dict(),
         "last_update": run.metrics.last_update,
         "metrics_bytes": run.metrics.file.stat().st_size if run.metrics.file.exists() else 0,
@@ -239,8 +237,7 @@ def load(run: Run, path: Path, state: dict) -> None:
     for writer, sums in enumerate(state["open_sums"]):
         mine = rank == (writer if processes == accelerator.num_processes else 0)
         for name, value in sums.items():  # the others take the names
-            value = torch.tensor(value if mine else NOTHING, dtype=torch.float64, device=accelerator.device)
-            run.metrics.open.merge(name, value)
+            run.metrics.open.merge(name, torch.tensor(value if mine else NOTHING, dtype=torch.float64, device=accelerator.device))
     if processes != accelerator.num_processes:  # the data order goes on exactly; random states cannot
         accelerator.print(f"note: {processes} processes before, {accelerator.num_processes} now: dropout, if any, is drawn anew")
 

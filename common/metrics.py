@@ -1,5 +1,6 @@
 """Exact means over every sample or token of every process since the last log line, with one collective a line."""
 
+import atexit
 import contextlib
 import json
 import math
@@ -107,8 +108,8 @@ class Metrics:
         if self.accelerator.is_main_process and self.file.exists():
             os.truncate(self.file, min(metrics_bytes, self.file.stat().st_size))
         if self.trackers:  # TensorBoard hides what a killed run wrote beyond the step it resumes from
-            options = {"purge_step": self.progress.global_step + (self.progress.global_step > 0)}
-            self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": options})
+            first = self.progress.global_step + (self.progress.global_step > 0)
+            self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first}})
         self.bar = tqdm(
             total=self.progress.total_steps, initial=self.progress.global_step, disable=not self.accelerator.is_main_process,
             desc="update", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 10,
@@ -202,3 +203,6 @@ class Metrics:
         self.log()
         self.bar.close()
         self.accelerator.end_training()
+        if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cpu":
+            # torch 2.13: gloo's threads now and then abort a process that has finished, while the interpreter cleans up.
+            atexit.register(lambda: (sys.stdout.flush(), os._exit(hasattr(sys, "last_value"))))
