@@ -228,8 +228,8 @@ def load(run: Run, path: Path, state: dict) -> None:
     # DeepSpeed 0.19.8 gives all groups the settings of the first, and one shared step count, from a universal ZeRO-3 checkpoint.
     for group, settings, learning_rate in zip(run.optimizer.param_groups, groups, run.scheduler.get_last_lr()):
         group.update(settings, lr=learning_rate)
-    for moments in run.optimizer.state.values():
-        moments["step"] = moments["step"].clone()
+    for moments in (part for part in run.optimizer.state.values() if "step" in part):
+        moments["step"] = moments["step"] + 0
     run.metrics.last_update = state["last_update"]
     run.extra = torch.load(path / "extra.pt", weights_only=True)
     for name, value in state["progress"].items():
