@@ -221,6 +221,8 @@ def load(run: Run, path: Path, state: dict) -> None:
     """Reads a verified checkpoint into the run."""
     accelerator, rank, processes = run.accelerator, run.accelerator.process_index, len(state["open_sums"])
     choose_engine_state(run)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.print("NOTE: DeepSpeed's state is read as pickles, which can run code: resume from your own checkpoints only.")
     groups = [{name: value for name, value in group.items() if name != "params"} for group in run.optimizer.param_groups]
     accelerator.load_state(str(path / "engine"))
     accelerator.step = 0  # micro-batches since the last update

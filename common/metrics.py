@@ -161,7 +161,7 @@ class Metrics:
         elapsed = time.perf_counter() - self.since
         means, progress = self.open.reduce(), self.progress
         line = {
-            "loss": means.pop("loss"), **self.last_update, "epoch": progress.epoch, **means,
+            "loss": means.pop("loss"), **self.last_update, "epoch": progress.windows_seen / progress.windows_per_epoch, **means,
             "samples": progress.samples, "tokens": progress.tokens, "skipped_steps": progress.skipped_steps,
             "perf/samples_per_second": (progress.samples - self.samples) / elapsed,
             "perf/tokens_per_second": (progress.tokens - self.tokens) / elapsed,

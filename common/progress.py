@@ -40,10 +40,6 @@ class Progress:
         return self.max_steps or self.max_epochs * self.windows_per_epoch
 
     @property
-    def epoch(self) -> float:
-        return self.windows_seen / self.windows_per_epoch
-
-    @property
     def finished(self) -> bool:
         """`max_steps` counts applied updates; an epoch run ends when its windows end."""
         if self.max_steps:
