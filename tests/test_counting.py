@@ -42,7 +42,7 @@ def test_an_epoch_ends_with_its_windows_and_max_steps_counts_applied_updates():
             progress.window_done(applied=window not in (3, 5), samples=16, tokens=100)
         assert (progress.windows_seen, progress.skipped_steps, progress.global_step) == (seen, 2, seen - 2)
         assert (progress.samples, progress.tokens) == (16 * progress.global_step, 100 * progress.global_step)
-    assert by_epochs.epoch == 2.0
+    assert by_epochs.windows_seen == 2 * by_epochs.windows_per_epoch
 
 
 def test_the_end_is_evaluated_once_whether_or_not_its_window_is_skipped():
