@@ -239,7 +239,7 @@ MUTATIONS = [
              "test_stopping.py::test_a_signal_ends_the_run_with_a_checkpoint[plain-SIGTERM]"),
     Mutation("one_hears", "common/checkpoint.py", 'int(run.accelerator.reduce(torch.tensor(run.signal, device=run.accelerator.device), "max"))', "run.signal",
              "test_stopping.py::test_a_signal_ends_the_run_with_a_checkpoint[zero2-SIGUSR1]"),
-    Mutation("stubborn", "common/checkpoint.py", "if run.signal and time.monotonic() - run.signalled > 3:", "if run.signal < 0:",
+    Mutation("stubborn", "common/checkpoint.py", "(run.signal and time.monotonic() - run.signalled > 3)", "False",
              "test_stopping.py::test_a_second_signal_ends_it_at_once"),
     Mutation("raw_failure", "common/checkpoint.py", "except (OSError, RuntimeError, SafetensorError) as error:", "except KeyError as error:",
              "test_stopping.py::test_a_full_disk_leaves_the_checkpoint_before_whole"),
