@@ -403,8 +403,8 @@ def main():
     actor = load_causal_lm(args.model_name_or_path, tokenizer, *loading)
     policy = ActorCritic(actor, load_score_model(critic_name, tokenizer, *loading, new_head=True))
     disable_dropout(policy)
-    actor_groups = optimizer_groups(policy.model, args.weight_decay, lr=args.learning_rate, name="actor")
-    critic_groups = optimizer_groups(policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic")
+    actor_groups = optimizer_groups(policy.model, args.weight_decay, lr=args.learning_rate, name="actor", learns=True)
+    critic_groups = optimizer_groups(policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic", learns=True)
     optimizer = torch.optim.AdamW(actor_groups + critic_groups, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
