@@ -201,11 +201,11 @@ def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, sampl
     return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon) if target else kl_coef
 
 
-def leave_out(optimizer, *_) -> None:
-    """Before a step: takes the gradients of parameter groups that do not learn now, so that Adam neither moves nor counts them."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = parameter.grad if group["learns"] else None
+def count_from_zero(optimizer, *_) -> None:
+    """After a step: where a parameter group does not learn yet, its gradients and so its moments are zero, and Adam's count stays zero, too."""
+    for parameter in [p for group in optimizer.param_groups if not group["learns"] for p in group["params"]]:
+        if "step" in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"] * 0
 
 
 def collate(samples: dict, rows: list[int], device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -409,7 +409,7 @@ def main():
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     group_norms = record_group_norms(accelerator, optimizer)
-    optimizer.register_step_pre_hook(leave_out)
+    optimizer.register_step_post_hook(count_from_zero)
     model, optimizer = prepare(accelerator, policy, optimizer)
     check_logprobs(model, train_set[0]["prompt_ids"], accelerator.device, args.model_name_or_path)
 
@@ -455,7 +455,7 @@ def main():
         window_tokens, actor_learns = int(rollout["tensors"]["mask"][window].sum()), number >= args.critic_warmup_rollouts
         for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
             group["learns"] = actor_learns or group["name"] == "critic"
-            group["lr"] = learning_rate * group["learns"]
+            group["lr"] = learning_rate * group["learns"]  # at zero, weight decay moves nothing either
         rates = {"learning_rate": optimizer.param_groups[0]["lr"], "critic_learning_rate": optimizer.param_groups[-1]["lr"]}
         scale, seen = loss_scale(accelerator, model), []
         for rows, weights in micro_batches:

@@ -193,7 +193,7 @@ MUTATIONS = [
              '/ (sum(norms.values()) or 1.0)', "test_ppo.py::test_every_logged_number_of_a_run[kl in the reward plain]"),
     Mutation("critic_from_actor", "recipes/ppo.py", 'args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path',
              'args.critic_model_name_or_path or args.model_name_or_path', "test_ppo.py::test_every_logged_number_of_a_run[kl in the reward plain]"),
-    Mutation("aged_adam", "recipes/ppo.py", '    optimizer.register_step_pre_hook(leave_out)\n',
+    Mutation("aged_adam", "recipes/ppo.py", '    optimizer.register_step_post_hook(count_from_zero)\n',
              '', "test_ppo.py::test_the_critic_learns_before_the_actor"),
     Mutation("rollout_forgotten", "recipes/ppo.py", 'if run.extra["rollout"] is None:',
              'if run.extra["rollout"] is None or progress.windows_seen == 3:', "test_ppo.py::test_resumed_in_the_middle_of_a_rollout"),
