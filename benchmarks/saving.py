@@ -22,7 +22,7 @@ from common import ASSETS
 from common.checkpoint import Run, save_checkpoint
 from common.logprobs import LogProbModel
 from common.models import optimizer_groups, prepare
-from common.progress import Progress
+from common.windows import Progress
 
 
 class NoMetrics:

@@ -15,15 +15,16 @@ import torch
 from accelerate.utils import DistributedType, gather_object, set_seed
 from safetensors import SafetensorError
 
-from .launch import describe, engine_precision, on_main_process
+from .engine import engine_precision
+from .launch import describe, on_main_process
 from .metrics import NOTHING
 from .models import reshard
 
 # A resumed run may differ in these; in all others it must agree with the checkpoint.
-MAY_CHANGE = {"output_dir", "max_epochs", "max_steps", "logging_steps", "eval_steps", "save_steps", "save_total_limit",
-              "save_actor_steps", "save_actor_limit", "resume", "report_to", "micro_train_batch_size", "max_new_tokens",
-              "gradient_checkpointing", "attn_implementation", "eval_dataset_name", "eval_dataset_split",
-              "precompute_ref_log_probs", "dataset_name", "micro_rollout_batch_size", "share_prompts"}  # fmt: skip
+MAY_CHANGE = {"output_dir", "max_epochs", "max_steps", "logging_steps", "eval_steps", "save_steps", "save_total_limit", "save_actor_steps",
+    "save_actor_limit", "resume", "report_to", "micro_train_batch_size", "max_new_tokens", "gradient_checkpointing", "debug_overflow",
+    "attn_implementation", "eval_dataset_name", "eval_dataset_split", "precompute_ref_log_probs", "dataset_name", "micro_rollout_batch_size",
+    "share_prompts"}  # fmt: skip
 
 
 class Run(types.SimpleNamespace):
@@ -33,11 +34,12 @@ class Run(types.SimpleNamespace):
         model, unwrapped: what `accelerator.prepare` returned, and the `LogProbModel` inside it.
         data_fingerprint: of the tokenised training set; it stands for data, tokenizer and lengths.
         signal, signalled: the signal that ends the run after its update, 0 for none, and when it came.
+        saved: `global_step` of the last checkpoint in `folder`.
         extra: what else the recipe carries from update to update, the same on all ranks: tensors, numbers, lists and dicts of them.
     """
 
     extra: dict | None = None
-    signal, signalled = 0, 0.0
+    signal, signalled, saved = 0, 0.0, -1
 
     @property
     def folder(self) -> Path:
@@ -60,19 +62,22 @@ def save_checkpoint(run: Run) -> None:
     Raises:
         SystemExit: it could not be written, as on a full disk; what was is removed, the checkpoints before it are untouched.
     """
-    final = run.folder / f"global_step_{run.progress.global_step:06d}"
+    if run.saved == run.progress.global_step:  # a signal came meanwhile; updates skipped since then would be skipped again
+        return
+    final, before = run.folder / f"global_step_{run.progress.global_step:06d}", by_step(run.folder)
     try:
         write_checkpoint(run, final, run.folder / f".{final.name}.writing")
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own kinds
-        shutil.rmtree(run.folder / f".{final.name}.writing", ignore_errors=True)
-        sys.exit(f"{final} could not be written: {str(error)[:200]}. The checkpoint before it is whole: --resume auto takes it.")
+        if run.accelerator.is_main_process:  # another might delete what this one is renaming
+            shutil.rmtree(run.folder / f".{final.name}.writing", ignore_errors=True)
+        way_on = f"--resume auto goes on from {before[-1].name}" if before else "There is none before it"
+        sys.exit(f"{final} could not be written: {str(error)[:200]}. {way_on}.")
+    run.saved = run.progress.global_step
 
 
 def write_checkpoint(run: Run, final: Path, temporary: Path) -> None:
     accelerator = run.accelerator
     if accelerator.is_main_process:
-        for leftover in run.folder.glob(".global_step_*"):  # of a run that was killed while saving
-            shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
     accelerator.wait_for_everyone()
     choose_engine_state(run)
@@ -90,13 +95,15 @@ def write_checkpoint(run: Run, final: Path, temporary: Path) -> None:
     if accelerator.is_main_process:
         manifest = {name: [size, crc] for name, size, crc in sorted(sums)}
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        replace_directory(temporary, final)  # one of that name is not whole, or the run would have gone on from it
+        replace_directory(temporary, final)
         rotate(run.folder, run.args.save_total_limit)
     accelerator.wait_for_everyone()
 
 
 def check_disk(run: Run) -> None:
     """Refuses a run whose checkpoints will not fit on the disk: those it keeps, and one more while that is written."""
+    for leftover in run.folder.glob(".global_step_*"):  # of a run that was killed while saving; one with .old was damaged
+        shutil.rmtree(leftover)
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.unwrapped.parameters())
     size = parameters * (4 + 4 + 8 + 4) / 2**30  # GiB at most: weights, fp32 masters, two moments, the actor
     number = max(run.args.save_total_limit + 1 - len(by_step(run.folder)), 1)
@@ -137,7 +144,8 @@ def resume(run: Run) -> None:
     owner = os.getpid()
 
     def note(number, _):
-        if os.getpid() != owner or (run.signal and time.monotonic() - run.signalled > 3):  # a fork, as of a reward function, ends at once
+        forked, late = os.getpid() != owner, run.signal and time.monotonic() - run.signalled > 3
+        if late or (forked and number != signal.SIGINT):  # Ctrl-C reaches the workers of a reward function, which the update still needs
             os._exit(128 + number)
         run.signal, run.signalled = number, run.signalled if run.signal else time.monotonic()
 
@@ -154,7 +162,7 @@ def resume(run: Run) -> None:
         check_same_run(run, path, state)
         load(run, path, state)
         if path.parent.resolve() == run.folder.resolve():
-            metrics_size = state["metrics_bytes"]
+            metrics_size, run.saved = state["metrics_bytes"], run.progress.global_step
             # Like the lines beyond it, what was saved later is of the run that is left behind.
             later = [*by_step(run.folder), *by_step(run.folder.parent / "actors")] if accelerator.is_main_process else []
             for folder in later:
@@ -174,9 +182,7 @@ def find_checkpoint(run: Run) -> Path | None:
             return path
         run.accelerator.print(f"passed over {path}: {fault}")
     if candidates:
-        sys.exit(
-            f"--resume {run.args.resume}: none of the {len(candidates)} checkpoints is whole. To start anew take another --output_dir."
-        )
+        sys.exit(f"--resume {run.args.resume}: none of the {len(candidates)} checkpoints is whole; to start anew take another --output_dir")
     if (run.folder.parent / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint")
     return None
@@ -187,10 +193,9 @@ def fault_of(path: Path) -> str | None:
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         for name, (size, crc) in manifest.items():
-            if (path / name).stat().st_size != size:
-                return f"{name} has {(path / name).stat().st_size} bytes, not {size}"
-            if checksum(path / name) != crc:
-                return f"{name} has another checksum than when it was written"
+            found = (path / name).stat().st_size, checksum(path / name)
+            if found != (size, crc):
+                return f"{name} has {found[0]} bytes with checksum {found[1]}, it was written with {size} and {crc}"
     except FileNotFoundError as error:
         return f"{error.filename} is missing"
     except (ValueError, TypeError, AttributeError, OSError) as error:
@@ -225,9 +230,13 @@ def load(run: Run, path: Path, state: dict) -> None:
     choose_engine_state(run)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.print("NOTE: DeepSpeed's state is read as pickles, which can run code: resume from your own checkpoints only.")
+        run.model._config.load_universal_checkpoint = (path / "engine/pytorch_model/zero").is_dir()  # see common/export.py
     groups = [{name: value for name, value in group.items() if name != "params"} for group in run.optimizer.param_groups]
     accelerator.load_state(str(path / "engine"))
     accelerator.step = 0  # micro-batches since the last update
+    run.scheduler.optimizer.param_groups = (
+        run.optimizer.param_groups
+    )  # loading makes new ones; DeepSpeed's Adam for CPUs, another optimizer, has them alone
     run.scheduler.load_state_dict(state["scheduler"])
     # DeepSpeed 0.19.8 gives all groups the settings of the first, and one shared step count, from a universal ZeRO-3 checkpoint.
     for group, settings, learning_rate in zip(run.optimizer.param_groups, groups, run.scheduler.get_last_lr()):

@@ -10,7 +10,8 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pandas
-from accelerate.utils import gather_object
+
+from .launch import all_or_none
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 HH_MARKER = "\n\nAssistant:"  # hh-rlhf transcripts: the prompt ends with the last one both answers share
@@ -214,37 +215,6 @@ def encode_preference(tokenizer, prompt, chosen, rejected) -> tuple[list[int], l
     return pairs[0][0], *(answer[: turn_length(tokenizer, answer)] for _, answer in pairs)
 
 
-def preference_row(row: dict, tokenizer, max_length: int) -> dict:
-    """`prompt_ids chosen_ids rejected_ids length reason truncated` of one pair; length is of both sequences together."""
-    prompt, chosen, rejected = preference(row)
-    reason = "empty prompt" if not has_text(prompt) else "" if has_text(chosen) and has_text(rejected) else "empty answer"
-    ids, chosen_ids, rejected_ids = ([], [], []) if reason else encode_preference(tokenizer, prompt, chosen, rejected)
-    longest, room = len(ids) + max(len(chosen_ids), len(rejected_ids)), max(max_length - len(ids), 0)
-    chosen_ids, rejected_ids = chosen_ids[:room], rejected_ids[:room]
-    if not reason and chosen_ids == rejected_ids:
-        reason = "chosen equal to rejected" if room else "prompt fills max_length"
-    return {
-        "prompt_ids": ids[:max_length], "chosen_ids": chosen_ids, "rejected_ids": rejected_ids,
-        "length": 2 * min(len(ids), max_length) + len(chosen_ids) + len(rejected_ids),
-        "truncated": longest > max_length, "reason": reason,
-    }  # fmt: skip
-
-
-def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> dict:
-    """`prompt_ids length reason truncated columns` of one prompt; `columns` is the row as JSON, for a reward function."""
-    require(row, "prompt", expected="'prompt'")
-    prompt, reason = row["prompt"], "" if has_text(row["prompt"]) else "empty prompt"
-    if isinstance(prompt, str):
-        ids = encode(tokenizer, [prompt, ""], plain=True)[0]
-    else:
-        ids = encode(tokenizer, [render(tokenizer, as_messages(prompt, "user"), add_generation_prompt=True)])[0]
-    if len(ids) + max_new_tokens > max_length:
-        reason = reason or "prompt leaves no room for max_new_tokens within max_length"
-    return {
-        "prompt_ids": ids, "length": len(ids), "truncated": False, "columns": json.dumps(row, default=str), "reason": reason
-    }  # fmt: skip
-
-
 def tokenizer_fingerprint(tokenizer) -> str:
     """Changes when the tokenizer would write other ids."""
     content = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
@@ -264,17 +234,10 @@ def load_tokenized(accelerator, name: str, split: str, function, tokenizer, colu
     Raises:
         SystemExit: a row that fits no format (row number, column, expectation), or nothing usable left. On all ranks.
     """
-    problem = None
-    for turn in (True, False):  # one process of each machine fills the cache, then the others read it
-        if turn == accelerator.is_local_main_process:
-            try:
-                result, notes = tokenized(name, split, function, tokenizer, columns, settings)
-            except SystemExit as error:
-                problem = error.code
-            except UnicodeDecodeError as error:
-                problem = f"data set {name!r} is not UTF-8: {error}"
-        if any(problems := gather_object([problem])):  # all ranks leave, lest one waits for another that has left; one says why
-            sys.exit(next(filter(None, problems)) if accelerator.is_main_process else 1)
+    task = name, split, function, tokenizer, columns, settings
+    # One process of each machine fills the cache, then the others read it.
+    turns = [all_or_none(accelerator, turn == accelerator.is_local_main_process, tokenized, *task) for turn in (True, False)]
+    result, notes = next(filter(None, turns))
     accelerator.print("; ".join([f"data {name}: {len(result)} usable rows", *notes]))
     return result
 
@@ -300,7 +263,11 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
         sys.exit(f"--columns: data set {name!r} has no column {missing[0]!r}; it has {rows.column_names}")
     sources = [Path(__file__).read_text(encoding="utf-8"), source_of(function)]
     key = [rows._fingerprint, function.__name__, sources, tokenizer_fingerprint(tokenizer), columns, settings]
-    result = rows.map(convert, with_indices=True, remove_columns=rows.column_names, new_fingerprint=datasets.fingerprint.Hasher.hash(key))
+    how = dict(remove_columns=rows.column_names, new_fingerprint=datasets.fingerprint.Hasher.hash(key))
+    try:
+        result = rows.map(convert, with_indices=True, **how)
+    except UnicodeDecodeError as error:
+        sys.exit(f"data set {name!r} is not UTF-8: {error}")
     reasons = np.array(result["reason"][:])
     usable = result.select(np.flatnonzero(reasons == ""))
     left_out, truncated = np.unique(reasons[reasons != ""], return_counts=True), sum(usable["truncated"][:])

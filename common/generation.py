@@ -8,7 +8,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
 
-from .launch import zero_stage
+from .engine import zero_stage
 from .models import reshard
 from .windows import arrange, gather_rows, pad
 
@@ -32,9 +32,8 @@ def whole_weights(accelerator, prepared, model):
                 offload.forward_hooks, offload.backward_hooks = [], []
                 offload.setup_zero_stage3_hooks()
     elif accelerator.distributed_type == DistributedType.FSDP:
-        shards = [module for module in prepared.modules() if isinstance(module, FSDPModule)]
         prepared.set_reshard_after_forward(False)
-        for module in shards:
+        for module in filter(lambda module: isinstance(module, FSDPModule), prepared.modules()):
             module.unshard()
         try:
             yield
@@ -75,7 +74,7 @@ def generate(
     """One response to each prompt, up to and including its first stop token; the processes share the work.
 
     Args:
-        prepared, model: what `accelerator.prepare` returned, and the `transformers` model inside it.
+        prepared, model: in evaluation mode, what `accelerator.prepare` returned, and the `transformers` model inside it.
         prompts: token ids, the same list on every rank.
         temperature: 0 is greedy; above it tokens are drawn from the whole vocabulary by
         uniforms: `[prompts, max_new_tokens]` in [0, 1), see `SampleByUniform`.
@@ -89,8 +88,6 @@ def generate(
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(stops),
     )  # fmt: skip
     lengths, mine = np.array([len(prompt) for prompt in prompts]), {}
-    training = prepared.training
-    prepared.eval()
     with whole_weights(accelerator, prepared, model):
         share = arrange(np.arange(len(prompts)), lengths, batch_size, accelerator.num_processes, accelerator.process_index)
         for rows in filter(None, ([row for row, weight in zip(*part) if weight] for part in share)):
@@ -104,7 +101,6 @@ def generate(
             for row, response in zip(rows, out[:, ids.shape[1] :].tolist()):
                 end = next((i for i, token in enumerate(response) if token in stops), len(response) - 1)
                 mine[row] = response[: end + 1]
-    prepared.train(training)
     return gather_rows(mine)
 
 

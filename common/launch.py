@@ -1,9 +1,10 @@
-"""One function that returns a right `Accelerator` in plain python, DDP, FSDP2 and every ZeRO stage, on CPU and GPU."""
+"""The command line of a recipe, and a right `Accelerator` in plain python, DDP, FSDP2 and every ZeRO stage, on CPU and GPU."""
 
 import datetime
 import json
 import logging
 import os
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -11,12 +12,83 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
+import yaml
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, broadcast_object_list, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
-from . import REPOSITORY
+from . import ASSETS, REPOSITORY
+from .engine import engine_precision, hold_growth, zero_stage
+
+NEEDED = "model_name_or_path", "dataset_name"
+
+
+def parse_args(args_class: type, demo: Path, argv: list[str] | None = None):
+    """Reads a recipe's arguments from the command line.
+
+    A first argument that ends in .yaml or .yml sets defaults that the flags after it override. Abbreviations are refused.
+    Without a model and a data set the embedded demo's YAML is that first argument.
+
+    Args:
+        args_class: flat dataclass, its fields made by transformers' `HfArg`.
+        demo: the YAML of the embedded demo.
+        argv: the arguments without the program's name; default `sys.argv[1:]`.
+
+    Raises:
+        SystemExit: unknown argument, wrong type, YAML file missing or not a flat mapping. It names the argument.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # Errors repeat the usage: one line of it, not the list of all arguments, which --help gives.
+    parser = transformers.HfArgumentParser(args_class, allow_abbrev=False, usage="%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]")
+    for action in parser._actions:
+        action.help = action.help.replace("%", "%%") if action.dest != "help" else action.help
+    if argv and argv[0].endswith((".yaml", ".yml")):
+        # Read as flags, so that types, choices and unknown names are checked by the same parser.
+        argv = yaml_to_flags(argv[0], parser) + argv[1:]
+    demo_flags = [] if {word.partition("=")[0] for word in argv} & {f"--{name}" for name in NEEDED} else yaml_to_flags(demo, parser)
+    args, unknown = parser.parse_args_into_dataclasses(demo_flags + argv, look_for_args_file=False, return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unknown argument {' '.join(unknown)}: --help lists all (none can be abbreviated, a file of defaults comes first)")
+    for name in NEEDED:
+        if getattr(args, name) is None:
+            parser.error(f"--{name} is missing (give both a model and a data set, or neither for the demo)")
+    if demo_flags and os.environ.get("RANK", "0") == "0":
+        print(f"no model and no data set given: running the demo, {demo}", flush=True)
+    return args
+
+
+def yaml_to_flags(path: str | Path, parser: transformers.HfArgumentParser) -> list[str]:
+    """The flags that say what a flat YAML mapping says; `null` leaves the default, `{assets}` is the assets' folder."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        parser.error(f"{path} cannot be read as YAML: {' '.join(str(error).split())}")
+    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
+        parser.error(f"{path}: expected a flat mapping of argument names to values")
+    flags = []
+    for name, value in values.items():
+        if f"--{name}" not in parser._option_string_actions:
+            parser.error(f"{path}: {name!r} is no argument of this recipe; --help lists them")
+        if value is not None:
+            flags += [f"--{name}", *(str(v).replace("{assets}", str(ASSETS)) for v in (value if isinstance(value, list) else [value]))]
+    return flags
+
+
+def load_function(argument: str, name: str | None):
+    """The function that an argument names as `MODULE:NAME`, or None; modules are looked for in the current directory, too.
+
+    Raises:
+        SystemExit: no such module or name.
+    """
+    if not name:
+        return None
+    sys.path.append(os.getcwd())
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        sys.exit(f"--{argument} {name}: {error} (expected MODULE:NAME, the module installed or in {os.getcwd()})")
 
 
 def make_accelerator(args, recipe: str) -> Accelerator:
@@ -41,11 +113,11 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     quiet()
     # accelerate's own default address without a world: it was asked for several processes, and starts one in silence.
     if "WORLD_SIZE" not in os.environ and os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        sys.exit("accelerate launch was asked for several processes and started one: this YAML is for one process (distributed_type NO). "
-                 "Use accelerate_configs/ddp.yaml or another for several.")  # fmt: skip
+        sys.exit(
+            "accelerate launch was asked for several processes and started one: use accelerate_configs/ddp.yaml or another for several"
+        )
     if on_cpu and not deepspeed and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp16":
-        sys.exit("fp16 without DeepSpeed needs a GPU: accelerate would run fp32 here and say nothing. "
-                 "Use accelerate_configs/ds_fp16.yaml (real fp16, emulated on a CPU) or accelerate_configs/cpu.yaml.")  # fmt: skip
+        sys.exit("fp16 without DeepSpeed needs a GPU (accelerate would run fp32 in silence): use ds_fp16.yaml or cpu.yaml")
     # Without gloo on a CPU each process believes that it is alone. On GPUs NCCL's 10 minutes are too short for those that wait
     # while one tokenises, checks or writes files.
     group = {"backend": "gloo"} if on_cpu else {"timeout": datetime.timedelta(hours=12)}
@@ -55,35 +127,27 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
-        log_with=None if args.report_to == "none" else args.report_to,
-        project_dir=".",
         step_scheduler_with_optimizer=False,
         cpu=on_cpu and not deepspeed,
         deepspeed_plugin=deepspeed_plugin(accumulation, args) if deepspeed else None,
         kwargs_handlers=[InitProcessGroupKwargs(**group)] if "LOCAL_RANK" in os.environ else None,
     )
-    if accelerator.num_processes != world or accelerator.gradient_accumulation_steps != accumulation:
-        sys.exit(f"asked for {world} processes with {accumulation} accumulation steps, got {accelerator.num_processes} "
-                 f"with {accelerator.gradient_accumulation_steps}: the launcher's settings were not honoured")  # fmt: skip
-    if fsdp != (accelerator.distributed_type == DistributedType.FSDP) or (fsdp and not accelerator.is_fsdp2):
-        sys.exit(f"FSDP2 was asked for, accelerate made {accelerator.distributed_type} (fsdp_version must be 2)")
+    asked, got = (world, accumulation, fsdp), (accelerator.num_processes, accelerator.gradient_accumulation_steps, accelerator.is_fsdp2)
+    if got != asked:
+        sys.exit(f"the launcher's settings were not honoured: asked for processes, accumulation steps, FSDP2 {asked}, got {got}")
     if fsdp and accelerator.mixed_precision == "bf16":
         # accelerate would round what each shard returns, log-probs too, and add up gradients, in bf16.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     args.output_dir = on_main_process(accelerator, decide_output_dir, args, recipe)
     if not all(gather_object([Path(args.output_dir).is_dir()])):
         sys.exit(f"--output_dir {args.output_dir} is not visible to every process: several nodes need a shared file system")
-    accelerator.project_configuration.logging_dir = args.output_dir
     set_seed(args.seed)
     precision = engine_precision(accelerator)
     if precision != "no" and on_cpu:
         HalfProductsInFp32().__enter__()  # for the life of the process
-        accelerator.print(f"NOTE: this machine has no GPU: {precision} is emulated on the CPU, for checking only "
-                          "(half weights, fp32 arithmetic inside each matrix product).")  # fmt: skip
-    accelerator.print(
-        f"train_batch_size {args.train_batch_size} = micro_train_batch_size {args.micro_train_batch_size} x {world} "
-        f"processes x {accumulation} gradient accumulation steps; {describe(accelerator)}; output in {args.output_dir}"
-    )
+        accelerator.print(f"NOTE: no GPU here: {precision} is emulated on the CPU, for checking only (half weights, fp32 matrix products)")
+    sizes = f"train_batch_size {args.train_batch_size} = micro_train_batch_size {args.micro_train_batch_size} x {world} processes"
+    accelerator.print(f"{sizes} x {accumulation} gradient accumulation steps; {describe(accelerator)}; output in {args.output_dir}")
     return accelerator
 
 
@@ -121,12 +185,11 @@ def deepspeed_plugin(accumulation: int, args):
         "gradient_clipping": float(args.max_grad_norm),
     }.items():
         if config.get(key, "auto") not in ("auto", value):
-            sys.exit(f'the DeepSpeed config sets "{key}": {config[key]}, this run needs {value}. Write "auto" there: '
-                     "the recipe's arguments decide.")  # fmt: skip
+            sys.exit(f'the DeepSpeed config sets "{key}": {config[key]}, the arguments say {value}: write "auto" there')
         config[key] = value
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # actors are saved from it
-    config["checkpoint"] = {"load_universal": (Path(args.resume) / "engine/pytorch_model/zero").is_dir()}  # see common/export.py
     plugin.gradient_accumulation_steps = accumulation
+    hold_growth()
     return plugin
 
 
@@ -137,61 +200,51 @@ def read_deepspeed_json(path: str) -> dict:
         sys.exit(f"the DeepSpeed config {path!r} named by the accelerate YAML was found neither in {Path.cwd()} nor in {REPOSITORY}")  # fmt: skip
     config = json.loads(found[0].read_text(encoding="utf-8"))
     for half in ("fp16", "bf16"):
-        if config.get(half, {}).get("enabled") == "auto":
-            sys.exit(f'{path}: "{half}": {{"enabled": "auto"}} is silently fp32 unless --mixed_precision is given too. Write true or false.')  # fmt: skip
-    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if mixed != "no" and not config.get(mixed, {}).get("enabled"):
-        sys.exit(f'--mixed_precision {mixed}, but {path} does not enable it. Write "{mixed}": {{"enabled": true}} there.')  # fmt: skip
+        enabled, asked = config.get(half, {}).get("enabled", False), os.environ.get("ACCELERATE_MIXED_PRECISION") == half
+        if enabled not in (True, False) or asked > enabled:
+            sys.exit(f'{path}: "{half}": {{"enabled": {json.dumps(enabled)}}} is silently fp32: write true or false, and give no --mixed_precision')  # fmt: skip
     return config
-
-
-def engine_precision(accelerator: Accelerator) -> str:
-    """`"fp16"`, `"bf16"` or `"no"`: what the forward pass computes in, whoever decides it."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        return next((half for half in ("fp16", "bf16") if config.get(half, {}).get("enabled") is True), "no")
-    return accelerator.mixed_precision
-
-
-def zero_stage(accelerator: Accelerator) -> int:
-    """The ZeRO stage; 0 without DeepSpeed."""
-    with_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"] if with_deepspeed else 0
 
 
 def describe(accelerator: Accelerator) -> str:
     """How the run computes, in words: `DeepSpeed ZeRO-2 fp16 on cpu`."""
     kinds = {DistributedType.DEEPSPEED: f"DeepSpeed ZeRO-{zero_stage(accelerator)}", DistributedType.FSDP: "FSDP2"}
     kind = kinds.get(accelerator.distributed_type, "DDP" if accelerator.num_processes > 1 else "one process")
-    precision = engine_precision(accelerator)
-    return f"{kind} {'fp32' if precision == 'no' else precision} on {accelerator.device.type}"
+    return f"{kind} {engine_precision(accelerator).replace('no', 'fp32')} on {accelerator.device.type}"
+
+
+def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args):
+    """What `function` returns on the processes where `mine` is true, None on the others. Where one leaves all leave, lest others wait for
+    it, and one says why. All ranks must call it."""
+    result, problem = None, None
+    try:
+        result = function(*args) if mine else None
+    except SystemExit as error:
+        problem = error.code
+    if any(problems := gather_object([problem])):
+        sys.exit(next(filter(None, problems)) if accelerator.is_main_process else 1)
+    return result
 
 
 def on_main_process(accelerator: Accelerator, function: Callable, *args):
-    """What `function` returns on the main process, on every rank; all leave where it leaves. All ranks must call it."""
-    result, problem = None, None
-    if accelerator.is_main_process:
-        try:
-            result = function(*args)
-        except SystemExit as error:
-            problem = error.code
-    result, problem = broadcast_object_list([result, problem])
-    if problem:
-        sys.exit(problem if accelerator.is_main_process else 1)
-    return result
+    """What `function` returns on the main process, on every rank; see `all_or_none`."""
+    return broadcast_object_list([all_or_none(accelerator, accelerator.is_main_process, function, *args)])[0]
 
 
 def decide_output_dir(args, recipe: str) -> str:
     """`--output_dir` or `runs/<recipe>/<date-time>`, made if it is not there."""
     if args.resume == "auto" and not args.output_dir:
         sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
-    path = Path(args.output_dir or f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    path, own = Path(args.output_dir or f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}"), args.resume == "auto"
     if args.resume not in ("never", "auto"):
         if not (Path(args.resume) / "manifest.json").is_file():
             sys.exit(f"--resume {args.resume}: not a checkpoint, it holds no manifest.json. Give never, auto or .../global_step_...")
-        if not args.output_dir:  # the run goes on where it was
-            path = Path(args.resume).resolve().parents[1]
-    if args.resume == "never" and path.is_dir() and any(path.iterdir()):
+        folder = Path(args.resume).resolve().parent
+        if not args.output_dir and folder.name != "checkpoints":
+            sys.exit(f"--resume {args.resume} is not in the checkpoints of a run: give --output_dir, too")
+        path = Path(args.output_dir or folder.parent)  # without one the run goes on where it was
+        own = path.resolve() == folder.parent
+    if not own and path.is_dir() and any(path.iterdir()):
         sys.exit(f"--output_dir {path} already holds another run. Take another, or --resume auto to go on from its last checkpoint.")
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -216,7 +269,6 @@ class HalfProductsInFp32(TorchFunctionMode):
 def quiet() -> None:
     """Leaves the console to the run: libraries report warnings and errors only."""
     import datasets
-    import transformers
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # it logs, too, what it raises

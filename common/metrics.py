@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from tqdm import tqdm
 
-from .progress import Progress
+from .windows import Progress
 
 NOTHING = (0.0, 0.0, math.inf, -math.inf)  # sum, count, minimum, maximum
 
@@ -21,7 +20,7 @@ NOTHING = (0.0, 0.0, math.inf, -math.inf)  # sum, count, minimum, maximum
 class Means:
     """float64 sums, counts, minima and maxima by name. Every rank must add the same names in the same order."""
 
-    def __init__(self, accelerator: Accelerator):
+    def __init__(self, accelerator):
         self.accelerator = accelerator
         self.sums: dict[str, torch.Tensor] = {}  # name -> (sum, count, minimum, maximum)
 
@@ -79,37 +78,38 @@ def check_finite(losses: list[tuple], progress: Progress, output_dir: str, tenso
                                    "min, max, mean": [f(good).item() for f in (torch.amin, torch.amax, torch.mean)] if len(good) else []}  # fmt: skip
     file = Path(output_dir) / f"not_finite_{os.environ.get('RANK', 0)}.json"
     file.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    raise FloatingPointError(
-        f"update {progress.global_step + 1} (window {progress.windows_seen}) is not finite, because of data rows {', '.join(bad)}. "
-        f"Nothing was updated. Look at these rows and at {file}; lower --learning_rate if the loss had grown; fp16 activations "
-        "overflow where bf16's do not."
-    )
+    where = f"update {progress.global_step + 1} (window {progress.windows_seen}) is not finite, because of data rows {', '.join(bad)}"
+    raise FloatingPointError(f"{where}. Nothing was updated. Look at these rows and at {file}; lower --learning_rate if the loss had grown; "
+                             "fp16 activations overflow where bf16's do not.")  # fmt: skip
 
 
 class Metrics:
     """The metrics of a training run: sums pending until their update is applied, log lines, the progress bar.
 
     Args:
-        output_dir: gets `metrics.jsonl` and, by accelerate's tracker, `tensorboard/`.
+        output_dir: gets `metrics.jsonl` and `tensorboard/`.
         bar_metric: the recipe's key metric, shown in the bar beside the loss.
     """
 
-    def __init__(self, accelerator: Accelerator, args, progress: Progress, bar_metric: str):
+    def __init__(self, accelerator, args, progress: Progress, bar_metric: str):
         self.accelerator, self.progress, self.bar_metric = accelerator, progress, bar_metric
         self.file = Path(args.output_dir) / "metrics.jsonl"
         self.open, self.pending = Means(accelerator), Means(accelerator)
         self.last_update: dict[str, float] = {}
         self.shown: dict[str, float] = {}
-        self.trackers = args.report_to != "none"
+        self.warned = -50  # window of the last warning of skips
+        self.board, self.with_board = None, accelerator.is_main_process and args.report_to == "tensorboard"
         self.start_interval()
 
     def start(self, metrics_bytes: int = 0) -> None:
         """Opens the files: a new run's empty, a resumed one's cut to what its checkpoint knows. All ranks must call it."""
         if self.accelerator.is_main_process and self.file.exists():
             os.truncate(self.file, min(metrics_bytes, self.file.stat().st_size))
-        if self.trackers:  # TensorBoard hides what a killed run wrote beyond the step it resumes from
+        if self.with_board:  # it hides what a killed run wrote beyond the step it resumes from
+            from torch.utils.tensorboard import SummaryWriter
+
             first = self.progress.global_step + (self.progress.global_step > 0)
-            self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": first}})
+            self.board = SummaryWriter(self.file.with_name("tensorboard"), purge_step=first)
         self.bar = tqdm(
             total=self.progress.total_steps, initial=self.progress.global_step, disable=not self.accelerator.is_main_process,
             desc="update", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 10,
@@ -127,12 +127,9 @@ class Metrics:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    @contextlib.contextmanager
     def paused(self):
         """Time spent in the block (evaluation, saving) is not training time: `perf/*` leaves it out."""
-        start = time.perf_counter()
-        yield
-        self.since += time.perf_counter() - start
+        return self.timed("paused")
 
     def add(self, values: dict[str, torch.Tensor], weights: torch.Tensor) -> None:
         """See `Means.add`; pending until `window_done`."""
@@ -146,19 +143,33 @@ class Metrics:
         """
         if applied:
             if not math.isfinite(last_update.get("grad_norm") or 0.0):
-                raise FloatingPointError(f"the gradient of update {self.progress.global_step} is not finite though its loss is: "
-                                         "the weights are lost. Lower --learning_rate, or resume from a checkpoint.")  # fmt: skip
+                where = f"the gradient of update {self.progress.global_step} is not finite though its loss is"
+                raise FloatingPointError(f"{where}: the weights are lost. Lower --learning_rate, or resume from a checkpoint.")
             for name, sums in self.pending.sums.items():
                 self.open.merge(name, sums)
             self.last_update = {name: float(value) for name, value in last_update.items() if value is not None}
             self.bar.update()
+        else:
+            self.explain_skip(last_update["loss_scale"])
         self.pending.sums = {}
+
+    def explain_skip(self, scale: float) -> None:
+        """Ends a run that overflows twice in a row at the smallest loss scale, or for ever; warns of one that skips more than a tenth of its updates."""
+        progress, plugin = self.progress, self.accelerator.state.deepspeed_plugin
+        least, recent = plugin.deepspeed_config["fp16"].get("min_loss_scale", 1) if plugin else 0.0, len(progress.recent_skips)
+        if progress.skips_in_a_row >= (2 if scale <= least else 100):
+            sys.exit(f"update {progress.global_step + 1} overflowed {progress.skips_in_a_row} times in a row, the last time at loss scale {scale:g}, the smallest "
+                     f"being {least:g}. Use bf16, or a lower --learning_rate if the loss had grown; --debug_overflow names the module.")  # fmt: skip
+        if recent > 5 and progress.windows_seen > self.warned + 50:
+            self.warned = progress.windows_seen
+            self.bar.write(f"WARNING: {recent} of the last 50 updates overflowed, the last at loss scale {scale:g}. Raise loss_scale_window if the scale grows back "
+                           "into the overflow, hysteresis if single windows drive it down; near min_loss_scale use bf16. See docs/fp16.md.")  # fmt: skip
 
     def log(self) -> None:
         """Writes the training line of this `global_step`, if anything was applied since the last. All ranks must call it."""
         if "loss" not in self.open.sums:
             return
-        elapsed = time.perf_counter() - self.since
+        elapsed = time.perf_counter() - self.since - self.seconds.pop("paused", 0.0)
         means, progress = self.open.reduce(), self.progress
         line = {
             "loss": means.pop("loss"), **self.last_update, "epoch": progress.windows_seen / progress.windows_per_epoch, **means,
@@ -176,10 +187,9 @@ class Metrics:
 
     def log_rollout(self, scores: torch.Tensor, table: str) -> None:
         """Shows a rollout in TensorBoard, at the update it is made for: a histogram of its scores, a Markdown table of some responses."""
-        if self.trackers and self.accelerator.is_main_process and scores.abs().max() < 1e20:  # where TensorBoard's bins end
-            writer, step = self.accelerator.get_tracker("tensorboard").writer, self.progress.global_step + 1
-            writer.add_histogram("objective/scores", scores, step)
-            writer.add_text("responses", table, step)
+        if self.board and scores.abs().max() < 1e20:  # where TensorBoard's bins end
+            self.board.add_histogram("objective/scores", scores, self.progress.global_step + 1)
+            self.board.add_text("responses", table, self.progress.global_step + 1)
 
     def log_evaluation(self, values: dict[str, float], samples: list[str]) -> None:
         """Writes an evaluation as a line of its own, and shows it with a few answers. All ranks may call it."""
@@ -191,15 +201,18 @@ class Metrics:
             self.bar.write("\n".join([f"global_step {self.progress.global_step}: {shown}", *samples]))
 
     def write(self, values: dict[str, float]) -> None:
-        """One JSON object a line, and the same to the trackers."""
+        """One JSON object a line, and the same to TensorBoard."""
         step = self.progress.global_step
         if self.accelerator.is_main_process:
             with open(self.file, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"global_step": step, **values}) + "\n")
-        self.accelerator.log(values, step=step)
+        if self.board:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+            self.board.flush()
 
     def close(self) -> None:
-        """Writes a line still open, ends the bar and the trackers. All ranks must call it."""
+        """Writes a line still open, ends the bar and the processes' group. All ranks must call it."""
         self.log()
         self.bar.close()
         self.accelerator.end_training()

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import sys
-from collections.abc import Callable
 
 import torch
 from accelerate.utils import DistributedType
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from .launch import engine_precision, zero_stage
+from .engine import engine_precision, watch_overflow, zero_stage
 
 
 def load_tokenizer(name: str):
@@ -24,8 +23,7 @@ def load_tokenizer(name: str):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever the tokenizer's library raises
-        why = str(error).strip().splitlines()[0]
-        sys.exit(f"no tokenizer could be loaded from {name!r}: {why} (expected a Hugging Face folder or a hub name)")
+        sys.exit(f"no tokenizer in {name!r}: {str(error).strip().splitlines()[0]} (expected a Hugging Face folder or a hub name)")
     if tokenizer.eos_token_id is None:
         sys.exit(f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: set tokenizer.eos_token and save it")  # fmt: skip
     if tokenizer.pad_token_id is None:
@@ -75,9 +73,7 @@ def load_score_model(
     return model
 
 
-def load(
-    auto_class, name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool, **kwargs
-) -> tuple[PreTrainedModel, set]:
+def load(auto_class, name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool, **kwargs) -> tuple:
     """A model in fp32, and the names of the weights that its folder lacks."""
     kwargs |= dict(attn_implementation=attn_implementation, dtype=torch.float32, output_loading_info=True)
     try:
@@ -119,12 +115,17 @@ def optimizer_groups(model: nn.Module, weight_decay: float, **settings) -> list[
     return [group for group in groups if group["params"]]
 
 
-def prepare(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer):
+def prepare(accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, debug_overflow: bool = False):
     """`accelerator.prepare`, then puts back the fp32 buffers that DeepSpeed's `module.half()` rounds.
 
     Rotary frequencies are such buffers: rounded, positions drift, and the saved actor, whose buffers are computed anew in
     fp32 when it is loaded, would not be the model that was trained.
+
+    Args:
+        debug_overflow: see `watch_overflow`.
     """
+    if debug_overflow:
+        watch_overflow(model)
     with exact_buffers(accelerator, model):
         return accelerator.prepare(model, optimizer)
 
@@ -157,8 +158,7 @@ def exact_buffers(accelerator, model: nn.Module):
     yield
     for name, buffer in model.named_buffers():
         if name in before and buffer.dtype != before[name].dtype:
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = before[name].to(accelerator.device)
+            buffer.data = before[name].to(accelerator.device)
 
 
 def reshard(prepared: nn.Module) -> None:
@@ -166,34 +166,3 @@ def reshard(prepared: nn.Module) -> None:
     for module in prepared.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def loss_scale(accelerator, prepared: nn.Module) -> float | None:
-    """The current scale of the loss under fp16; None where there is none."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return prepared.optimizer.cur_scale if engine_precision(accelerator) == "fp16" else None
-    return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
-
-
-def record_group_norms(accelerator, optimizer: torch.optim.Optimizer) -> Callable[[], dict[str, float]]:
-    """Lets the gradient norm of each parameter group `name` be known in the update just made: the function returned gives them, up to
-    one common factor (clipping). Call this before `prepare`, and it after every `optimizer.step()` that updates, on all ranks.
-
-    The gradients are those that the optimizer itself is given: DeepSpeed has no others left by then, and gives each process a part.
-    """
-    squares = {group["name"]: 0.0 for group in optimizer.param_groups}
-
-    def add(optimizer, *_):
-        for group in optimizer.param_groups:
-            grads = [getattr(p.grad, "_local_tensor", p.grad) for p in group["params"] if p.grad is not None]
-            squares[group["name"]] += float(nn.utils.get_total_norm(grads)) ** 2
-
-    def group_norms() -> dict[str, float]:
-        table = torch.tensor(list(squares.values()), device=accelerator.device)
-        squares.update(dict.fromkeys(squares, 0.0))
-        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-            table = accelerator.reduce(table)
-        return dict(zip(squares, table.sqrt().tolist()))
-
-    optimizer.register_step_pre_hook(add)
-    return group_norms

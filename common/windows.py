@@ -1,7 +1,9 @@
-"""Which samples form a window, and how a window is cut into the micro-batches of each process."""
+"""Windows: which samples form one, how it is cut into the micro-batches of each process, and how many were applied, skipped, seen."""
 
+import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -51,15 +53,14 @@ def arrange(
 
 def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = False) -> torch.Tensor:
     """Sequences of ids as one tensor `[rows, longest]`, padded on the right (for generation on the left)."""
-    longest = max(map(len, sequences))
-    rows = [[value] * (longest - len(s)) + list(s) if left else list(s) + [value] * (longest - len(s)) for s in sequences]
-    return torch.tensor(rows, device=device)
+    rows, side = [torch.tensor(sequence) for sequence in sequences], "left" if left else "right"
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device)
 
 
 def evaluation_batches(accelerator, dataset, micro_batch_size: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
     """Every row of a data set once, over all processes: row numbers, their columns, and weights `[rows]`, 0 for a filler."""
-    share = np.arange(len(dataset)), np.array(dataset["length"][:]), micro_batch_size
-    for rows, weights in arrange(*share, accelerator.num_processes, accelerator.process_index):
+    processes = accelerator.num_processes, accelerator.process_index
+    for rows, weights in arrange(np.arange(len(dataset)), np.array(dataset["length"][:]), micro_batch_size, *processes):
         yield rows, dataset[rows], torch.tensor(weights, device=accelerator.device)
 
 
@@ -67,3 +68,80 @@ def gather_rows(mine: dict[int, object]) -> list:
     """What the processes have by row, as one list in the order of the rows, on every rank."""
     everyone = {row: value for part in gather_object([mine]) for row, value in part.items()}
     return [everyone[row] for row in range(len(everyone))]
+
+
+@dataclasses.dataclass
+class Progress:
+    """The counters of a run. They go into a checkpoint as they are.
+
+    Attributes:
+        global_step: optimizer updates applied; the one x-axis.
+        skipped_steps: updates that an fp16 overflow made the engine skip.
+        windows_seen: windows consumed, applied or skipped: the position in the data.
+        samples, tokens: trained on so far, in applied updates.
+        recent_skips: which of the last 50 windows were skipped, the first of a run being 1.
+        windows_per_epoch: windows of one pass over the rows; by default `n_rows / train_batch_size` rounded up.
+    """
+
+    n_rows: int
+    train_batch_size: int
+    max_epochs: int
+    max_steps: int
+    global_step: int = 0
+    skipped_steps: int = 0
+    windows_seen: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skips_in_a_row: int = 0
+    windows_per_epoch: int = 0
+    recent_skips: list[int] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        if self.max_steps < 0 or (self.max_steps == 0 and self.max_epochs < 1):
+            sys.exit(f"--max_epochs {self.max_epochs} and --max_steps {self.max_steps}: give at least one epoch, or a number of updates")  # fmt: skip
+        self.windows_per_epoch = self.windows_per_epoch or math.ceil(self.n_rows / self.train_batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        """The horizon of the schedule: `max_steps`, else the windows of all epochs."""
+        return self.max_steps or self.max_epochs * self.windows_per_epoch
+
+    @property
+    def finished(self) -> bool:
+        """`max_steps` counts applied updates; an epoch run ends when its windows end."""
+        if self.max_steps:
+            return self.global_step >= self.max_steps
+        return self.windows_seen >= self.max_epochs * self.windows_per_epoch
+
+    def window_done(self, applied: bool, samples: int, tokens: int) -> None:
+        """Counts one window; what a skipped one held was not trained on."""
+        self.windows_seen += 1
+        self.global_step += applied
+        self.skipped_steps += not applied
+        self.samples += samples * applied
+        self.tokens += tokens * applied
+        self.skips_in_a_row = 0 if applied else self.skips_in_a_row + 1
+        self.recent_skips = [w for w in self.recent_skips + [self.windows_seen] * (not applied) if w > self.windows_seen - 50]
+
+    def due(self, interval: float) -> bool:
+        """Whether to evaluate or save now: after an update at a multiple of the interval, and at the end (once, also where its last
+        window was skipped). An interval below 1 is a share of all updates; 0 is the end only."""
+        every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
+        multiple = every > 0 and self.global_step % every == 0
+        return (multiple or self.finished) if self.skips_in_a_row == 0 else (self.finished and not multiple)
+
+    def log_due(self, interval: float) -> bool:
+        """Whether to log now: after the first update, too."""
+        return (self.global_step == 1 and self.skips_in_a_row == 0) or self.due(interval)
+
+    def describe(self) -> str:
+        each = f"{self.windows_per_epoch} updates an epoch, the last of {(self.n_rows - 1) % self.train_batch_size + 1} samples"
+        return f"{self.n_rows} samples / train_batch_size {self.train_batch_size} = {each}; {self.total_steps} updates in all"
+
+
+def check_intervals(args) -> None:
+    """Refuses an interval that is neither a number of updates nor a share of them."""
+    for name in ("logging_steps", "eval_steps", "save_steps", "save_actor_steps"):
+        value = getattr(args, name)
+        if value < 0 or (value >= 1 and value != int(value)):
+            sys.exit(f"--{name} {value}: expected 0 (never), a share below 1, or a whole number of updates")

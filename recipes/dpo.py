@@ -31,16 +31,15 @@ from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
-from common.arguments import parse_args
 from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
-from common.data import column_names, load_evaluation_sets, load_tokenized, preference_row
+from common.data import column_names, encode_preference, has_text, load_evaluation_sets, load_tokenized, preference
+from common.engine import engine_precision, loss_scale
 from common.generation import generate, is_right
-from common.launch import engine_precision, make_accelerator
+from common.launch import make_accelerator, parse_args
 from common.logprobs import LogProbModel, check_logprobs
 from common.metrics import Means, Metrics, check_finite
-from common.models import load_causal_lm, load_tokenizer, loss_scale, optimizer_groups, prepare, prepare_frozen
-from common.progress import Progress, check_intervals
-from common.windows import arrange, evaluation_batches, pad, window_rows
+from common.models import load_causal_lm, load_tokenizer, optimizer_groups, prepare, prepare_frozen
+from common.windows import Progress, arrange, check_intervals, evaluation_batches, pad, window_rows
 
 common.check_recipe(__file__)
 
@@ -88,6 +87,7 @@ class Args:
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
     resume: str = HfArg(default="never", help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path")
     report_to: Literal["tensorboard", "none"] = HfArg(default="tensorboard", help="metrics.jsonl is always written")
+    debug_overflow: bool = HfArg(default=False, help="name the module and the tensor that overflow; slow")
 
 
 # ============================================================ the algorithm
@@ -113,6 +113,22 @@ def preference_loss(
     if loss_type == "hinge":
         return torch.relu(1 - scaled)
     return (chosen_ratios / chosen_tokens - rejected_ratios / rejected_tokens - 1 / (2 * beta)) ** 2  # ipo
+
+
+def preference_row(row: dict, tokenizer, max_length: int) -> dict:
+    """`prompt_ids chosen_ids rejected_ids length reason truncated` of one pair; length is of both sequences together."""
+    prompt, chosen, rejected = preference(row)
+    reason = "empty prompt" if not has_text(prompt) else "" if has_text(chosen) and has_text(rejected) else "empty answer"
+    ids, chosen_ids, rejected_ids = ([], [], []) if reason else encode_preference(tokenizer, prompt, chosen, rejected)
+    longest, room = len(ids) + max(len(chosen_ids), len(rejected_ids)), max(max_length - len(ids), 0)
+    chosen_ids, rejected_ids = chosen_ids[:room], rejected_ids[:room]
+    if not reason and chosen_ids == rejected_ids:
+        reason = "chosen equal to rejected" if room else "prompt fills max_length"
+    return {
+        "prompt_ids": ids[:max_length], "chosen_ids": chosen_ids, "rejected_ids": rejected_ids,
+        "length": 2 * min(len(ids), max_length) + len(chosen_ids) + len(rejected_ids),
+        "truncated": longest > max_length, "reason": reason,
+    }  # fmt: skip
 
 
 def collate(columns: dict, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,7 +231,7 @@ def main():
     optimizer = torch.optim.AdamW(optimizer_groups(policy, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
-    model, optimizer = prepare(accelerator, policy, optimizer)
+    model, optimizer = prepare(accelerator, policy, optimizer, args.debug_overflow)
     check_logprobs(model, train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"], accelerator.device, args.model_name_or_path)
 
     # ============================================================ reference

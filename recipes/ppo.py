@@ -26,26 +26,15 @@ from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
-from common.arguments import load_function, parse_args
 from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
-from common.data import column_names, load_evaluation_sets, load_tokenized, prompt_row
+from common.data import as_messages, column_names, encode, has_text, load_evaluation_sets, load_tokenized, render, require
+from common.engine import innermost, loss_scale, record_group_norms
 from common.generation import generate, is_right, stop_tokens
-from common.launch import make_accelerator
+from common.launch import load_function, make_accelerator, parse_args
 from common.logprobs import LogProbModel, ScoreModel, check_logprobs
 from common.metrics import Metrics, check_finite
-from common.models import (
-    disable_dropout,
-    load_causal_lm,
-    load_score_model,
-    load_tokenizer,
-    loss_scale,
-    optimizer_groups,
-    prepare,
-    prepare_frozen,
-    record_group_norms,
-)
-from common.progress import Progress, check_intervals
-from common.windows import arrange, gather_rows, pad, window_rows
+from common.models import disable_dropout, load_causal_lm, load_score_model, load_tokenizer, optimizer_groups, prepare, prepare_frozen
+from common.windows import Progress, arrange, check_intervals, gather_rows, pad, window_rows
 
 common.check_recipe(__file__)
 
@@ -121,6 +110,7 @@ class Args:
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
     resume: str = HfArg(default="never", help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path")
     report_to: Literal["tensorboard", "none"] = HfArg(default="tensorboard", help="metrics.jsonl is always written")
+    debug_overflow: bool = HfArg(default=False, help="name the module and the tensor that overflow; slow")
 
 
 # ============================================================ the algorithm
@@ -135,6 +125,19 @@ class ActorCritic(LogProbModel):
     def forward(self, input_ids, scored, temperature: float = 1.0, check: bool = False):
         """`LogProbModel.forward` with `entropy`, and `values`: entry t is the value of the state in which token t + 1 is chosen."""
         return super().forward(input_ids, scored, temperature, True, check) | {"values": self.critic(input_ids)[:, :-1]}
+
+
+def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> dict:
+    """`prompt_ids length reason truncated columns` of one prompt; `columns` is the row as JSON, for a reward function."""
+    require(row, "prompt", expected="'prompt'")
+    prompt, reason = row["prompt"], "" if has_text(row["prompt"]) else "empty prompt"
+    if isinstance(prompt, str):
+        ids = encode(tokenizer, [prompt, ""], plain=True)[0]
+    else:
+        ids = encode(tokenizer, [render(tokenizer, as_messages(prompt, "user"), add_generation_prompt=True)])[0]
+    if len(ids) + max_new_tokens > max_length:
+        reason = reason or "prompt leaves no room for max_new_tokens within max_length"
+    return {"prompt_ids": ids, "length": len(ids), "truncated": False, "columns": json.dumps(row, default=str), "reason": reason}
 
 
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -408,9 +411,9 @@ def main():
     optimizer = torch.optim.AdamW(actor_groups + critic_groups, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
+    model, optimizer = prepare(accelerator, policy, optimizer, args.debug_overflow)
     group_norms = record_group_norms(accelerator, optimizer)
-    optimizer.register_step_post_hook(count_from_zero)
-    model, optimizer = prepare(accelerator, policy, optimizer)
+    innermost(optimizer).register_step_post_hook(count_from_zero)
     check_logprobs(model, train_set[0]["prompt_ids"], accelerator.device, args.model_name_or_path)
 
     # ============================================================ reference and reward
@@ -444,8 +447,8 @@ def main():
         if run.extra["rollout"] is None:
             prompts = window_rows(len(train_set), args.rollout_batch_size, args.seed, number)
             columns = train_set[np.repeat(prompts, args.n_samples_per_prompt)]
-            state = columns, score_of, number, run.extra["kl_coef"]
-            rollout, kl = roll_out(accelerator, model, policy, reference, tokenizer, *state, metrics, args)
+            state = number, run.extra["kl_coef"], metrics, args
+            rollout, kl = roll_out(accelerator, model, policy, reference, tokenizer, columns, score_of, *state)
             kl_coef = next_kl_coef(run.extra["kl_coef"], kl, args.kl_target, args.kl_horizon, len(rollout["prompts"]))
             run.extra = {"kl_coef": kl_coef, "rollout": rollout}
         rollout = run.extra["rollout"]

@@ -22,7 +22,6 @@ from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
-from common.arguments import parse_args
 from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
 from common.data import (
     as_messages,
@@ -37,13 +36,13 @@ from common.data import (
     require,
     turn_length,
 )
+from common.engine import loss_scale
 from common.generation import generate, is_right
-from common.launch import make_accelerator
+from common.launch import make_accelerator, parse_args
 from common.logprobs import LogProbModel, check_logprobs
 from common.metrics import Means, Metrics, check_finite
-from common.models import load_causal_lm, load_tokenizer, loss_scale, optimizer_groups, prepare
-from common.progress import Progress, check_intervals
-from common.windows import arrange, evaluation_batches, pad, window_rows
+from common.models import load_causal_lm, load_tokenizer, optimizer_groups, prepare
+from common.windows import Progress, arrange, check_intervals, evaluation_batches, pad, window_rows
 
 common.check_recipe(__file__)
 
@@ -89,6 +88,7 @@ class Args:
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
     resume: str = HfArg(default="never", help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path")
     report_to: Literal["tensorboard", "none"] = HfArg(default="tensorboard", help="metrics.jsonl is always written")
+    debug_overflow: bool = HfArg(default=False, help="name the module and the tensor that overflow; slow")
 
 
 # ============================================================ the algorithm
@@ -178,7 +178,7 @@ def main():
     optimizer = torch.optim.AdamW(optimizer_groups(actor, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
-    model, optimizer = prepare(accelerator, actor, optimizer)
+    model, optimizer = prepare(accelerator, actor, optimizer, args.debug_overflow)
     check_logprobs(model, train_set[0]["input_ids"], accelerator.device, args.model_name_or_path)
 
     # ============================================================ the loop

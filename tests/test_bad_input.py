@@ -24,11 +24,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
-from common.arguments import parse_args
 from common.data import column_names, load_rows, load_tokenized, preference_row
-from common.launch import accumulation_steps, quiet
+from common.launch import accumulation_steps, parse_args, quiet
 from common.models import load_causal_lm, load_tokenizer
-from common.progress import check_intervals
+from common.windows import check_intervals
 from runs import ASSETS, LAUNCHERS, launch, recipe, tiny_llama, write_jsonl
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}

@@ -10,8 +10,7 @@ import re
 import pytest
 
 from common.launch import accumulation_steps
-from common.progress import Progress
-from common.windows import window_rows
+from common.windows import Progress, window_rows
 from runs import PYTHON, REPOSITORY, launch, recipe, tiny_llama, training_lines, write_jsonl
 
 

@@ -37,8 +37,7 @@ from transformers import (
 )
 
 from common import generation
-from common.arguments import load_function
-from common.launch import quiet
+from common.launch import load_function, quiet
 from common.logprobs import LogProbModel, ScoreModel
 from common.models import load_score_model, load_tokenizer
 from common.windows import window_rows

@@ -1,0 +1,109 @@
+"""What the engine does by itself, made visible: its precision and stage, the scale of the loss, gradient norms, overflows."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+
+def engine_precision(accelerator) -> str:
+    """`"fp16"`, `"bf16"` or `"no"`: what the forward pass computes in, whoever decides it."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        return next((half for half in ("fp16", "bf16") if config.get(half, {}).get("enabled") is True), "no")
+    return accelerator.mixed_precision
+
+
+def zero_stage(accelerator) -> int:
+    """The ZeRO stage; 0 without DeepSpeed."""
+    with_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"] if with_deepspeed else 0
+
+
+def hold_growth() -> None:
+    """Lets DeepSpeed's loss scale grow between two windows. DeepSpeed 0.19.8 does so within an update, whose gradients it then divides
+    by twice the scale that they were multiplied by: the update is halved, unless clipping decides its size.
+
+    At the smallest scale it does not raise here: `Metrics.window_done` ends the run, and says where.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    def update_scale(scaler, overflow: bool) -> None:
+        before, scaler.raise_error_at_min_scale = scaler.cur_scale, False
+        update(scaler, overflow)
+        if scaler.cur_scale > before:
+            scaler.grown, scaler.cur_scale = scaler.cur_scale, before
+
+    def scale_loss(scaler, loss: torch.Tensor) -> torch.Tensor:
+        scaler.cur_scale = scaler.__dict__.pop("grown", scaler.cur_scale)
+        return loss * scaler.cur_scale
+
+    update = DynamicLossScaler.update_scale
+    DynamicLossScaler.update_scale, DynamicLossScaler.scale_loss = update_scale, scale_loss
+
+
+def loss_scale(accelerator, prepared: nn.Module) -> float | None:
+    """The current scale of the loss under fp16; None where there is none."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        scaler = prepared.optimizer.loss_scaler
+        return getattr(scaler, "grown", scaler.cur_scale) if engine_precision(accelerator) == "fp16" else None
+    return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
+
+
+def watch_overflow(model: nn.Module) -> None:
+    """Prints, in each process, the first tensor of a forward and backward pass that is not finite: the output of a module, its gradient,
+    or the gradient of a weight. (What overflows only in the sum over micro-batches or processes is not seen.)"""
+    found = []
+
+    def look(what: str, tensor: torch.Tensor) -> None:
+        bad = ~torch.isfinite(tensor)
+        if not found and bad.any():
+            found.append(what)
+            tqdm.write(f"OVERFLOW in process {os.environ.get('RANK', 0)}: {what}, {tensor.dtype}, {bad.sum()} of {bad.numel()} elements")
+
+    def hook(name: str, module, inputs, output) -> None:
+        for tensor in tree_leaves(output):
+            if torch.is_tensor(tensor) and tensor.is_floating_point():
+                look(f"the output of {name}", tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(look, f"the gradient of the output of {name}"))
+
+    model.register_forward_pre_hook(lambda *_: found.clear())
+    for name, module in model.named_modules():
+        module.register_forward_hook(partial(hook, name or "the whole model"))
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(partial(look, f"the gradient of {name}"))
+
+
+def innermost(optimizer) -> torch.optim.Optimizer:
+    """The optimizer that updates: accelerate and DeepSpeed wrap it, and where it is offloaded to the CPU they put another in its place."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def record_group_norms(accelerator, optimizer) -> Callable[[], dict[str, float]]:
+    """Lets the gradient norm of each parameter group `name` be known in the update just made: the function returned gives them, up to
+    one common factor. Call this after `prepare`, and it after every `optimizer.step()` that updates, on all ranks.
+
+    The gradients are those that the optimizer itself is given: DeepSpeed has no others left by then, and gives each process a part.
+    """
+    squares = {group["name"]: 0.0 for group in optimizer.param_groups}
+
+    def add(optimizer, *_):
+        for group in optimizer.param_groups:
+            grads = [getattr(p.grad, "_local_tensor", p.grad) for p in group["params"] if p.grad is not None]
+            squares[group["name"]] += float(nn.utils.get_total_norm(grads)) ** 2
+
+    def group_norms() -> dict[str, float]:
+        table = torch.tensor(list(squares.values()), device=accelerator.device)  # of this process's shards, or (DDP) of all
+        squares.update(dict.fromkeys(squares, 0.0))
+        return dict(zip(squares, accelerator.reduce(table).sqrt().tolist()))
+
+    innermost(optimizer).register_step_pre_hook(add)
+    return group_norms
