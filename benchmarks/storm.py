@@ -9,9 +9,7 @@ bit, where the kills fell, and whether a run ever began again though there was a
 
 import argparse
 import collections
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from runs import LAUNCHERS, REPOSITORY, config_launcher, lines, recipe, tiny_llama, weights, write_jsonl
+from runs import LAUNCHERS, config_launcher, kill, lines, recipe, start, tiny_llama, weights, write_jsonl
 
 WAYS = {**LAUNCHERS, "ds_fp16": config_launcher("ds_fp16")}
 STEPS = ["--max_steps", 40, "--train_batch_size", 8, "--micro_train_batch_size", 2, "--learning_rate", 0.01, "--logging_steps", 3,
@@ -43,21 +41,11 @@ def make_inputs(folder: Path) -> None:
     write_jsonl(folder / "ppo.jsonl", [{"prompt": say("user", w), "answer": w} for w in words])
 
 
-def start(folder: Path, name: str, way: str, output: Path) -> subprocess.Popen:
-    launcher = [*WAYS[way], "--main_process_port", "0"] if WAYS[way] else []
+def begin(folder: Path, name: str, way: str, output: Path) -> subprocess.Popen:
     flags = ["--model_name_or_path", folder / "model", "--dataset_name", folder / f"{name}.jsonl", "--output_dir", output]
-    command = [sys.executable, *launcher, str(recipe(name)), *map(str, [*flags, *STEPS, *(PPO if name == "ppo" else [])])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    log = open(f"{output}.log", "a")  # noqa: SIM115
-    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, start_new_session=True)
-
-
-def kill(process: subprocess.Popen, output: Path) -> None:
-    """The launcher and its workers, which are in groups of their own, all at once."""
-    os.killpg(process.pid, signal.SIGKILL)
-    subprocess.run(["pkill", "-KILL", "-f", f"output_dir {output}"], check=False)
-    process.wait()
-    time.sleep(0.3)
+    with open(f"{output}.log", "a") as log:
+        more = PPO if name == "ppo" else []
+        return start(WAYS[way], recipe(name), *flags, *STEPS, *more, env={"PYTHONUNBUFFERED": "1"}, stdout=log)
 
 
 def wait_and_kill(process: subprocess.Popen, output: Path, aimed: bool, chance: random.Random) -> str:
@@ -72,7 +60,7 @@ def wait_and_kill(process: subprocess.Popen, output: Path, aimed: bool, chance: 
         time.sleep(0.0002)
     if process.poll() is not None:
         return "ended"
-    kill(process, output)
+    kill(process)
     files = [len([*path.rglob("*")]) for path in (output / "checkpoints").glob(".global_step_*")]
     whole = sum((path / "manifest.json").exists() for path in (output / "checkpoints").glob("global_step_*"))
     assert whole, f"{output}: killed after its first checkpoint, it has none"
@@ -81,12 +69,12 @@ def wait_and_kill(process: subprocess.Popen, output: Path, aimed: bool, chance: 
 
 def storm(folder: Path, name: str, way: str, kills: int, chance: random.Random) -> bool:
     reference, output = folder / f"{name}-{way}", folder / f"{name}-{way}-killed"
-    if start(folder, name, way, reference).wait():
+    if begin(folder, name, way, reference).wait():
         sys.exit(f"the run never killed failed:\n{Path(f'{reference}.log').read_text()[-3000:]}")
     places = collections.Counter()
     for number in range(kills):
-        places[wait_and_kill(start(folder, name, way, output), output, number % 2 == 0, chance)] += 1
-    status = start(folder, name, way, output).wait()
+        places[wait_and_kill(begin(folder, name, way, output), output, number % 2 == 0, chance)] += 1
+    status = begin(folder, name, way, output).wait()
     log = Path(f"{output}.log").read_text()
     resumed, anew = log.count("resumed from"), log.count("starting from the beginning")
     timeless = lambda run: [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(run)]

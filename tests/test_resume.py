@@ -5,9 +5,7 @@ not cut to the checkpoint (`no_truncate`), the position in the data lost (`no_po
 """
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, tiny_llama, weights, write_jsonl
+from runs import LAUNCHERS, kill, launch, lines, recipe, start, tiny_llama, weights, write_jsonl
 
 CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2"), ("reward", "ddp"), ("ppo", "zero3")]
 # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
@@ -46,21 +44,13 @@ def flags(inputs, name, output):
 
 
 def kill_when(inputs, name, launcher, output, ready):
-    """Starts a run and kills its whole process group as soon as `ready()` holds."""
-    command = [sys.executable, *LAUNCHERS[launcher], *(["--main_process_port", "0"] if LAUNCHERS[launcher] else [])]
-    process = subprocess.Popen(
-        [*command, str(recipe(name)), *map(str, flags(inputs, name, output))], cwd=REPOSITORY, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    """Starts a run and kills all its processes as soon as `ready()` holds."""
+    process = start(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), stdout=subprocess.DEVNULL)
     end = time.time() + 120
     while not ready() and process.poll() is None and time.time() < end:
         time.sleep(0.005)
     assert process.poll() is None, f"the run ended with {process.poll()} before it could be killed"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if LAUNCHERS[launcher]:  # workers are in groups of their own
-        subprocess.run(["pkill", "-KILL", "-f", str(output)], check=False)
-        time.sleep(0.5)
+    kill(process)
 
 
 def wrote(output, step):
