@@ -20,25 +20,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from runs import LAUNCHERS, config_launcher, kill, lines, recipe, start, tiny_llama, weights, write_jsonl
+from runs import LAUNCHERS, config_launcher, kill, lines, recipe, start, tiny_inputs, weights
 
 WAYS = {**LAUNCHERS, "ds_fp16": config_launcher("ds_fp16")}
 STEPS = ["--max_steps", 40, "--train_batch_size", 8, "--micro_train_batch_size", 2, "--learning_rate", 0.01, "--logging_steps", 3,
          "--save_steps", 2, "--save_total_limit", 2, "--report_to", "none", "--resume", "auto"]  # fmt: skip
 PPO = ["--reward_function", "common.generation:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2, "--kl_target", 1,
        "--micro_rollout_batch_size", 8, "--max_new_tokens", 6, "--critic_learning_rate", 0.01, "--critic_warmup_rollouts", 2]  # fmt: skip
-
-
-def make_inputs(folder: Path) -> None:
-    """A tiny model with dropout, and data of every recipe."""
-    tiny_llama(folder / "model", attention_dropout=0.2)
-    say = lambda role, text: [{"role": role, "content": text}]
-    words = [f"{n}{'x' * (n % 9)}" for n in range(44)]
-    pairs = [{"prompt": say("user", w), "chosen": say("assistant", w[::-1]), "rejected": say("assistant", w + "!")} for w in words]
-    write_jsonl(folder / "sft.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs])
-    write_jsonl(folder / "dpo.jsonl", pairs)
-    write_jsonl(folder / "reward.jsonl", pairs)
-    write_jsonl(folder / "ppo.jsonl", [{"prompt": say("user", w), "answer": w} for w in words])
 
 
 def begin(folder: Path, name: str, way: str, output: Path) -> subprocess.Popen:
@@ -96,7 +84,7 @@ def main() -> None:
     args = parser.parse_args()
     chance = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
-        make_inputs(Path(folder))
+        tiny_inputs(Path(folder))
         good = [storm(Path(folder), name, way, args.kills, chance) for name in args.recipes for way in args.ways]
     print(f"{sum(good)} of {len(good)} the same as if never killed, {args.kills} kills each: {args.kills * len(good)} in all")
     sys.exit(not all(good))

@@ -117,3 +117,16 @@ def tiny_llama(folder: Path, **changes) -> Path:
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def tiny_inputs(folder: Path) -> Path:
+    """A tiny model with dropout, so that random states count, and 44 rows of data for each recipe."""
+    tiny_llama(folder / "model", attention_dropout=0.2)
+    say = lambda role, text: [{"role": role, "content": text}]
+    words = [f"{n}{'x' * (n % 9)}" for n in range(44)]
+    pairs = [{"prompt": say("user", w), "chosen": say("assistant", w[::-1]), "rejected": say("assistant", w + "!")} for w in words]
+    write_jsonl(folder / "sft.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs])
+    write_jsonl(folder / "dpo.jsonl", pairs)
+    write_jsonl(folder / "reward.jsonl", pairs)
+    write_jsonl(folder / "ppo.jsonl", [{"prompt": say("user", w), "answer": w} for w in words])
+    return folder

@@ -15,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from runs import LAUNCHERS, kill, launch, lines, recipe, start, tiny_llama, weights, write_jsonl
+from runs import LAUNCHERS, kill, launch, lines, recipe, start, tiny_inputs, weights
 
 CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2"), ("reward", "ddp"), ("ppo", "zero3")]
 # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
@@ -25,16 +25,7 @@ PPO = ["--reward_function", "common.generation:answer_reward", "--rollout_batch_
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resume")
-    tiny_llama(folder / "model", attention_dropout=0.2)  # dropout: the random states count
-    words = [f"{n}{'x' * (n % 9)}" for n in range(44)]
-    say = lambda role, text: [{"role": role, "content": text}]
-    write_jsonl(folder / "sft.jsonl", [{"messages": say("user", w) + say("assistant", w[::-1])} for w in words])
-    pairs = [{"prompt": say("user", w), "chosen": say("assistant", w[::-1]), "rejected": say("assistant", w + "!")} for w in words]
-    write_jsonl(folder / "dpo.jsonl", pairs)
-    write_jsonl(folder / "reward.jsonl", pairs)
-    write_jsonl(folder / "ppo.jsonl", [{"prompt": say("user", w), "answer": w} for w in words])
-    return folder
+    return tiny_inputs(tmp_path_factory.mktemp("resume"))
 
 
 def flags(inputs, name, output):
