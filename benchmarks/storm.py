@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from runs import LAUNCHERS, config_launcher, kill, lines, recipe, start, tiny_inputs, weights
+from runs import LAUNCHERS, config_launcher, kill, recipe, start, timeless, tiny_inputs, weights
 
 WAYS = {**LAUNCHERS, "ds_fp16": config_launcher("ds_fp16")}
 STEPS = ["--max_steps", 40, "--train_batch_size", 8, "--micro_train_batch_size", 2, "--learning_rate", 0.01, "--logging_steps", 3,
@@ -65,7 +65,6 @@ def storm(folder: Path, name: str, way: str, kills: int, chance: random.Random) 
     status = begin(folder, name, way, output).wait()
     log = Path(f"{output}.log").read_text()
     resumed, anew = log.count("resumed from"), log.count("starting from the beginning")
-    timeless = lambda run: [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(run)]
     same = not status and torch.equal(weights(output), weights(reference)) and timeless(output) == timeless(reference)
     good = same and anew == 1 and resumed == kills
     at = ", ".join(f"{count} {place}" for place, count in places.items())

@@ -88,6 +88,15 @@ def lines(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
+def without_timings(line: dict) -> dict:
+    return {key: value for key, value in line.items() if not key.startswith("perf/")}
+
+
+def timeless(output_dir: Path) -> list[dict]:
+    """All lines, without what differs from run to run."""
+    return [without_timings(line) for line in lines(output_dir)]
+
+
 def training_lines(output_dir: Path) -> list[dict]:
     return [line for line in lines(output_dir) if "loss" in line]
 

@@ -42,7 +42,7 @@ from common.launch import quiet
 from common.logprobs import LogProbModel, ScoreModel
 from common.models import load_score_model, load_tokenizer
 from common.windows import window_rows
-from runs import ASSETS, LAUNCHERS, launch, lines, recipe, tiny_llama, weights, write_jsonl
+from runs import ASSETS, LAUNCHERS, launch, lines, recipe, timeless, tiny_llama, weights, write_jsonl
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo"))))
 LENGTHS = [5, 1, 3, 7]
@@ -669,13 +669,9 @@ def whole(request, finished, reference):
     return *finished(*request.param), reference(request.param[0])
 
 
-def without_timings(output):
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
-
-
 def expect_lines(output, reference):
     """Every line of a run, its tags and their values."""
-    found = without_timings(output)
+    found = timeless(output)
     assert len(found) == len(reference.lines)
     for line, expected in zip(found, reference.lines):
         assert line.keys() == expected.keys()
@@ -777,7 +773,7 @@ def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
     again = ["--save_steps", 3, "--save_total_limit", 0, "--resume", "auto"]
     result = run(inputs, output, WHOLE["kl in the reward"], *again)
     assert "global_step_000003: 3 updates, 3 windows seen" in result.stdout
-    assert without_timings(output) == without_timings(whole)
+    assert timeless(output) == timeless(whole)
     for folder in ("actor", "checkpoints/global_step_000006/actor", "checkpoints/global_step_000010/actor"):
         assert torch.equal(weights(output, folder), weights(whole, folder))
     engines = [load_file(run / "checkpoints/global_step_000010/engine/model.safetensors") for run in (output, whole)]

@@ -15,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from runs import LAUNCHERS, kill, launch, lines, recipe, start, tiny_inputs, weights
+from runs import LAUNCHERS, kill, launch, lines, recipe, start, timeless, tiny_inputs, weights
 
 CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2"), ("reward", "ddp"), ("ppo", "zero3")]
 # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
@@ -49,10 +49,6 @@ def wrote(output, step):
     return file.exists() and f'"global_step": {step},' in file.read_text()
 
 
-def without_timings(output):
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
-
-
 @pytest.fixture(scope="module")
 def unbroken(inputs):
     done = {}
@@ -74,7 +70,7 @@ def test_killed_and_resumed_is_the_run_never_killed(inputs, unbroken, name, laun
     kill_when(inputs, name, launcher, output, lambda: wrote(output, 9))
     result = launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), "--resume", "auto")
     assert "resumed from" in result.stdout
-    assert without_timings(output) == without_timings(reference)
+    assert timeless(output) == timeless(reference)
     assert torch.equal(weights(output), weights(reference))
     board = EventAccumulator(str(output / "tensorboard"))
     board.Reload()
@@ -106,7 +102,7 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
     (newest / "state.json").unlink()
     result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto")
     assert "passed over" in result.stdout and "state.json is missing" in result.stdout and "global_step_000010" in result.stdout
-    assert without_timings(output) == without_timings(reference)
+    assert timeless(output) == timeless(reference)
     assert torch.equal(weights(output), weights(reference))
     shutil.rmtree(output / "actor")
     for checkpoint in (output / "checkpoints").iterdir():

@@ -23,7 +23,7 @@ from common.logprobs import ScoreModel
 from common.metrics import Means
 from common.models import load_score_model
 from common.windows import window_rows
-from runs import ASSETS, LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, write_jsonl
+from runs import ASSETS, LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, without_timings, write_jsonl
 
 reward = types.SimpleNamespace(**runpy.run_path(str(recipe("reward"))))
 
@@ -261,13 +261,9 @@ def whole(inputs, tokenizer):
     return inputs / "ddp", result.stdout, Reference(inputs, tokenizer).go()
 
 
-def without_perf(line: dict) -> dict:
-    return {name: value for name, value in line.items() if not name.startswith("perf/")}
-
-
 def expect_lines(found: list[dict], expected: list[dict]) -> None:
     assert [line["global_step"] for line in found] == [line["global_step"] for line in expected]
-    for line, other in zip(map(without_perf, found), map(without_perf, expected)):
+    for line, other in zip(map(without_timings, found), map(without_timings, expected)):
         assert line.keys() == other.keys()
         for name in line:
             assert line[name] == pytest.approx(other[name], rel=2e-5, abs=2e-6), (line["global_step"], name)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from common import checkpoint
-from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, start, tiny_llama, weights, workers, write_jsonl
+from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, start, timeless, tiny_llama, weights, workers, write_jsonl
 
 UPDATES = 40
 
@@ -53,10 +53,6 @@ def until(condition, process, seconds=90):
     while not condition():
         assert process.poll() is None and time.time() < end, process.communicate(timeout=60)[0][-3000:]
         time.sleep(0.002)
-
-
-def timeless(output):
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
 
 
 @pytest.fixture(scope="module")
