@@ -19,7 +19,6 @@ import shutil
 import datasets
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
@@ -38,12 +37,6 @@ PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-
-
-@pytest.fixture(scope="module")
-def accelerator():
-    quiet()
-    return Accelerator(cpu=True)
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,10 @@ import runpy
 import datasets
 import numpy as np
 import pytest
-from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from common.data import BadRow, column_names, load_evaluation_sets, load_tokenized, preference, preference_row
-from common.launch import quiet
 from common.windows import arrange, window_rows
 from runs import recipe, write_jsonl
 
@@ -76,12 +74,6 @@ def make_tokenizer(template=CHATML, bos=None, pad="<pad>", adds=None, backend=No
 @pytest.fixture(scope="module")
 def tokenizer():
     return make_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def accelerator():
-    quiet()
-    return Accelerator(cpu=True)
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ import types
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
@@ -38,7 +37,6 @@ from transformers import (
 
 from common import generation
 from common.arguments import load_function
-from common.launch import quiet
 from common.logprobs import LogProbModel, ScoreModel
 from common.models import load_score_model, load_tokenizer
 from common.windows import window_rows
@@ -199,17 +197,6 @@ ARCHITECTURES = {
 PROMPTS = [[10 + (7 * row + place * place) % 200 for place in range(length)] for row, length in enumerate((3, 9, 1, 6, 9, 2, 12))]
 ROOM, TEMPERATURE = 8, 0.7
 STOPS = [1, *range(30, 60)]  # so many that most responses end early
-
-
-@pytest.fixture(scope="module")
-def accelerator():
-    quiet()
-    return Accelerator(cpu=True)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(ASSETS / "model")
 
 
 def made(architecture: str):

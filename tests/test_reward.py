@@ -15,28 +15,15 @@ import types
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.launch import quiet
 from common.logprobs import ScoreModel
 from common.metrics import Means
 from common.models import load_score_model
 from common.windows import window_rows
-from runs import ASSETS, LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, without_timings, write_jsonl
+from runs import LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, without_timings, write_jsonl
 
 reward = types.SimpleNamespace(**runpy.run_path(str(recipe("reward"))))
-
-
-@pytest.fixture(scope="module")
-def accelerator():
-    quiet()
-    return Accelerator(cpu=True)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(ASSETS / "model")
 
 
 # ---------------------------------------------------------------------------------------------- the functions
