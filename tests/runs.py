@@ -83,6 +83,17 @@ def recipe(name: str) -> Path:
     return REPOSITORY / "recipes" / f"{name}.py"
 
 
+def refuses(*parts, call) -> None:
+    """Calls what must exit with one line that holds all parts."""
+    try:
+        call()
+    except SystemExit as refusal:
+        said = refusal.code
+    else:
+        raise AssertionError(f"not refused: {parts}")
+    assert isinstance(said, str) and "\n" not in said and all(str(part) in said for part in parts), said
+
+
 def lines(output_dir: Path) -> list[dict]:
     """All lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]

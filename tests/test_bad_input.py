@@ -28,7 +28,7 @@ from common.data import column_names, load_rows, load_tokenized, preference_row
 from common.launch import accumulation_steps, quiet
 from common.models import load_causal_lm, load_tokenizer
 from common.progress import check_intervals
-from runs import ASSETS, LAUNCHERS, launch, recipe, tiny_llama, write_jsonl
+from runs import ASSETS, LAUNCHERS, launch, recipe, refuses, tiny_llama, write_jsonl
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
@@ -42,15 +42,6 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("model"))
-
-
-def refuses(*parts, call) -> None:
-    """Calls what must exit with one line that holds all parts."""
-    with pytest.raises(SystemExit) as refusal:
-        call()
-    said = refusal.value.code
-    assert isinstance(said, str) and "\n" not in said and all(str(part) in said for part in parts), said
-    return said
 
 
 # ---------------------------------------------------------------------------------------------- sizes and intervals

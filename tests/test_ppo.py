@@ -40,7 +40,7 @@ from common.arguments import load_function
 from common.logprobs import LogProbModel, ScoreModel
 from common.models import load_score_model, load_tokenizer
 from common.windows import window_rows
-from runs import ASSETS, LAUNCHERS, launch, lines, recipe, timeless, tiny_llama, weights, write_jsonl
+from runs import ASSETS, LAUNCHERS, launch, lines, recipe, refuses, timeless, tiny_llama, weights, write_jsonl
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo"))))
 LENGTHS = [5, 1, 3, 7]
@@ -358,13 +358,6 @@ def test_a_new_head_begins_at_the_standard_deviation_of_the_papers(tmp_path, tok
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def refuses(call, *parts):
-    with pytest.raises(SystemExit) as refusal:
-        call()
-    said = refusal.value.code
-    assert isinstance(said, str) and all(str(part) in said for part in parts), said
-
-
 @pytest.mark.parametrize("processes, sizes, parts", [
     (2, (10, 1, 4, 8), ["10 x", "= 10 samples", "--micro_rollout_batch_size 4 x 2 processes", "--rollout_batch_size 8 or 16."]),
     (1, (3, 1, 4, 4), ["= 3 samples", "--micro_rollout_batch_size 4 x 1", "--rollout_batch_size 4."]),
@@ -376,7 +369,7 @@ def refuses(call, *parts):
 def test_sizes_of_a_rollout_that_do_not_divide(processes, sizes, parts):
     names = ("rollout_batch_size", "n_samples_per_prompt", "micro_rollout_batch_size", "train_batch_size")
     args = ppo.Args(reward_function="a:b", **dict(zip(names, sizes)))
-    refuses(lambda: ppo.check_settings(args, processes), *parts)
+    refuses(*parts, call=lambda: ppo.check_settings(args, processes))
     if "Nearest" in parts[-1] or "or" in parts[-1]:
         for nearest in parts[-1].removeprefix("--rollout_batch_size ").rstrip(".").split(" or "):
             args.rollout_batch_size = int(nearest)
@@ -395,7 +388,7 @@ def test_sizes_of_a_rollout_that_do_not_divide(processes, sizes, parts):
 def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
     good = {"reward_function": "a:b", "rollout_batch_size": 16, "train_batch_size": 8}
     ppo.check_settings(ppo.Args(**good), 1)
-    refuses(lambda: ppo.check_settings(ppo.Args(**{**good, **settings}), 1), *parts)
+    refuses(*parts, call=lambda: ppo.check_settings(ppo.Args(**{**good, **settings}), 1))
 
 
 def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatch):
@@ -404,14 +397,15 @@ def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatc
     assert load_function("reward_function", "mine_of_test:reward")(["a"], ["b"]) == [0.0]
     assert load_function("reward_function", None) is None
     for name in ("mine_of_test:other", "no_such_module:reward", "mine_of_test"):
-        refuses(lambda name=name: load_function("reward_function", name), f"--reward_function {name}", "MODULE:NAME", tmp_path)
+        refuses(f"--reward_function {name}", "MODULE:NAME", tmp_path, call=lambda name=name: load_function("reward_function", name))
     other = tiny_llama(tmp_path / "other")
     changed = AutoTokenizer.from_pretrained(other)
     changed.add_tokens(["more"])
     changed.save_pretrained(other)
-    refuses(lambda: load_score_model(str(other), load_tokenizer(str(ASSETS / "model")), None, new_head=True), other, "another tokenizer")
+    call = lambda: load_score_model(str(other), load_tokenizer(str(ASSETS / "model")), None, new_head=True)
+    refuses(other, "another tokenizer", call=call)
     tiny = tiny_llama(tmp_path / "tiny")
-    refuses(lambda: load_score_model(str(tiny), tokenizer, None), tiny, "score.weight", "recipes/reward.py")
+    refuses(tiny, "score.weight", "recipes/reward.py", call=lambda: load_score_model(str(tiny), tokenizer, None))
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
