@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, get_scheduler
 
 from common import ASSETS
-from common.checkpoint import Run, save_checkpoint
+from common.checkpoint import Run, flush, save_checkpoint
 from common.logprobs import LogProbModel
 from common.models import optimizer_groups, prepare
 from common.windows import Progress
@@ -66,9 +66,7 @@ def main() -> None:
             os.sync()
             start = time.perf_counter()
             save_file(tensors, f"{folder}/plain.safetensors")
-            handle = os.open(f"{folder}/plain.safetensors", os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+            flush(Path(f"{folder}/plain.safetensors"))
             plain.append(time.perf_counter() - start)
             Path(f"{folder}/plain.safetensors").unlink()
             print(

@@ -9,9 +9,7 @@ bit, where the kills fell, and whether a run ever began again though there was a
 
 import argparse
 import collections
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from runs import LAUNCHERS, REPOSITORY, config_launcher, lines, recipe, tiny_llama, weights, write_jsonl
+from runs import LAUNCHERS, config_launcher, kill, recipe, start, timeless, tiny_inputs, weights
 
 WAYS = {**LAUNCHERS, "ds_fp16": config_launcher("ds_fp16")}
 STEPS = ["--max_steps", 40, "--train_batch_size", 8, "--micro_train_batch_size", 2, "--learning_rate", 0.01, "--logging_steps", 3,
@@ -31,33 +29,11 @@ PPO = ["--reward_function", "common.generation:answer_reward", "--rollout_batch_
        "--micro_rollout_batch_size", 8, "--max_new_tokens", 6, "--critic_learning_rate", 0.01, "--critic_warmup_rollouts", 2]  # fmt: skip
 
 
-def make_inputs(folder: Path) -> None:
-    """A tiny model with dropout, and data of every recipe."""
-    tiny_llama(folder / "model", attention_dropout=0.2)
-    say = lambda role, text: [{"role": role, "content": text}]
-    words = [f"{n}{'x' * (n % 9)}" for n in range(44)]
-    pairs = [{"prompt": say("user", w), "chosen": say("assistant", w[::-1]), "rejected": say("assistant", w + "!")} for w in words]
-    write_jsonl(folder / "sft.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs])
-    write_jsonl(folder / "dpo.jsonl", pairs)
-    write_jsonl(folder / "reward.jsonl", pairs)
-    write_jsonl(folder / "ppo.jsonl", [{"prompt": say("user", w), "answer": w} for w in words])
-
-
-def start(folder: Path, name: str, way: str, output: Path) -> subprocess.Popen:
-    launcher = [*WAYS[way], "--main_process_port", "0"] if WAYS[way] else []
+def begin(folder: Path, name: str, way: str, output: Path) -> subprocess.Popen:
     flags = ["--model_name_or_path", folder / "model", "--dataset_name", folder / f"{name}.jsonl", "--output_dir", output]
-    command = [sys.executable, *launcher, str(recipe(name)), *map(str, [*flags, *STEPS, *(PPO if name == "ppo" else [])])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    log = open(f"{output}.log", "a")  # noqa: SIM115
-    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, start_new_session=True)
-
-
-def kill(process: subprocess.Popen, output: Path) -> None:
-    """The launcher and its workers, which are in groups of their own, all at once."""
-    os.killpg(process.pid, signal.SIGKILL)
-    subprocess.run(["pkill", "-KILL", "-f", f"output_dir {output}"], check=False)
-    process.wait()
-    time.sleep(0.3)
+    with open(f"{output}.log", "a") as log:
+        more = PPO if name == "ppo" else []
+        return start(WAYS[way], recipe(name), *flags, *STEPS, *more, env={"PYTHONUNBUFFERED": "1"}, stdout=log)
 
 
 def wait_and_kill(process: subprocess.Popen, output: Path, aimed: bool, chance: random.Random) -> str:
@@ -72,7 +48,7 @@ def wait_and_kill(process: subprocess.Popen, output: Path, aimed: bool, chance: 
         time.sleep(0.0002)
     if process.poll() is not None:
         return "ended"
-    kill(process, output)
+    kill(process)
     files = [len([*path.rglob("*")]) for path in (output / "checkpoints").glob(".global_step_*")]
     whole = sum((path / "manifest.json").exists() for path in (output / "checkpoints").glob("global_step_*"))
     assert whole, f"{output}: killed after its first checkpoint, it has none"
@@ -81,15 +57,14 @@ def wait_and_kill(process: subprocess.Popen, output: Path, aimed: bool, chance: 
 
 def storm(folder: Path, name: str, way: str, kills: int, chance: random.Random) -> bool:
     reference, output = folder / f"{name}-{way}", folder / f"{name}-{way}-killed"
-    if start(folder, name, way, reference).wait():
+    if begin(folder, name, way, reference).wait():
         sys.exit(f"the run never killed failed:\n{Path(f'{reference}.log').read_text()[-3000:]}")
     places = collections.Counter()
     for number in range(kills):
-        places[wait_and_kill(start(folder, name, way, output), output, number % 2 == 0, chance)] += 1
-    status = start(folder, name, way, output).wait()
+        places[wait_and_kill(begin(folder, name, way, output), output, number % 2 == 0, chance)] += 1
+    status = begin(folder, name, way, output).wait()
     log = Path(f"{output}.log").read_text()
     resumed, anew = log.count("resumed from"), log.count("starting from the beginning")
-    timeless = lambda run: [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(run)]
     same = not status and torch.equal(weights(output), weights(reference)) and timeless(output) == timeless(reference)
     good = same and anew == 1 and resumed == kills
     at = ", ".join(f"{count} {place}" for place, count in places.items())
@@ -108,7 +83,7 @@ def main() -> None:
     args = parser.parse_args()
     chance = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
-        make_inputs(Path(folder))
+        tiny_inputs(Path(folder))
         good = [storm(Path(folder), name, way, args.kills, chance) for name in args.recipes for way in args.ways]
     print(f"{sum(good)} of {len(good)} the same as if never killed, {args.kills} kills each: {args.kills * len(good)} in all")
     sys.exit(not all(good))

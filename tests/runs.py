@@ -1,11 +1,15 @@
 """Launching recipes as a user does, and reading what they wrote."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -33,18 +37,39 @@ def config_launcher(name: str, processes: int = 1) -> list[str]:
     return [*PYTHON, "--config_file", str(REPOSITORY / f"accelerate_configs/{name}.yaml"), "--num_processes", str(processes)]
 
 
-def launch(launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, check: bool = True, env: dict | None = None):
-    """Runs a script under a launcher, offline; returns the completed process with stdout and stderr together."""
+def start(launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, env: dict | None = None, stdout=subprocess.PIPE):
+    """Starts a script under a launcher, offline, its stdout and stderr together."""
     ports = ["--main_process_port", "0"] if launcher else []
     command = [sys.executable, *launcher, *ports, str(script), *map(str, flags)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def workers(process: subprocess.Popen) -> list[int]:
+    """The ids of the processes that a launcher started."""
+    return sorted(child.pid for child in psutil.Process(process.pid).children())
+
+
+def kill(process: subprocess.Popen) -> None:
+    """A launcher and its workers, which are in groups of their own, all at once."""
+    started = workers(process)
+    os.killpg(process.pid, signal.SIGKILL)
+    for worker in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+    process.wait()
+    if started:
+        time.sleep(0.5)
+
+
+def launch(launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, check: bool = True, env: dict | None = None):
+    """Runs a script under a launcher, offline; returns the completed process with stdout and stderr together."""
+    process = start(launcher, script, *flags, cwd=cwd, env=env)
+    command = process.args
     try:
         output, _ = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
+        kill(process)
         output, _ = process.communicate()
         raise AssertionError(f"hung for {TIMEOUT} s: {' '.join(command)}\n{output[-4000:]}") from None
     # torch's gloo threads now and then abort a process that has finished, while it exits (seen with torch 2.13, on CPUs).
@@ -58,9 +83,29 @@ def recipe(name: str) -> Path:
     return REPOSITORY / "recipes" / f"{name}.py"
 
 
+def refuses(*parts, call) -> None:
+    """Calls what must exit with one line that holds all parts."""
+    try:
+        call()
+    except SystemExit as refusal:
+        said = refusal.code
+    else:
+        raise AssertionError(f"not refused: {parts}")
+    assert isinstance(said, str) and "\n" not in said and all(str(part) in said for part in parts), said
+
+
 def lines(output_dir: Path) -> list[dict]:
     """All lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_timings(line: dict) -> dict:
+    return {key: value for key, value in line.items() if not key.startswith("perf/")}
+
+
+def timeless(output_dir: Path) -> list[dict]:
+    """All lines, without what differs from run to run."""
+    return [without_timings(line) for line in lines(output_dir)]
 
 
 def training_lines(output_dir: Path) -> list[dict]:
@@ -92,3 +137,16 @@ def tiny_llama(folder: Path, **changes) -> Path:
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def tiny_inputs(folder: Path) -> Path:
+    """A tiny model with dropout, so that random states count, and 44 rows of data for each recipe."""
+    tiny_llama(folder / "model", attention_dropout=0.2)
+    say = lambda role, text: [{"role": role, "content": text}]
+    words = [f"{n}{'x' * (n % 9)}" for n in range(44)]
+    pairs = [{"prompt": say("user", w), "chosen": say("assistant", w[::-1]), "rejected": say("assistant", w + "!")} for w in words]
+    write_jsonl(folder / "sft.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs])
+    write_jsonl(folder / "dpo.jsonl", pairs)
+    write_jsonl(folder / "reward.jsonl", pairs)
+    write_jsonl(folder / "ppo.jsonl", [{"prompt": say("user", w), "answer": w} for w in words])
+    return folder

@@ -19,16 +19,17 @@ import shutil
 import datasets
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
-from common.data import column_names, load_rows, load_tokenized, preference_row
+from common.data import column_names, load_rows, load_tokenized
 from common.launch import accumulation_steps, parse_args, quiet
 from common.models import load_causal_lm, load_tokenizer
 from common.windows import check_intervals
-from runs import ASSETS, LAUNCHERS, launch, recipe, tiny_llama, write_jsonl
+from runs import ASSETS, LAUNCHERS, launch, recipe, refuses, tiny_llama, write_jsonl
+
+sft_row, preference_row = (runpy.run_path(str(recipe(name)))[f"{row}_row"] for name, row in (("sft", "sft"), ("dpo", "preference")))
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
@@ -40,23 +41,8 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def accelerator():
-    quiet()
-    return Accelerator(cpu=True)
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return tiny_llama(tmp_path_factory.mktemp("model"))
-
-
-def refuses(*parts, call) -> None:
-    """Calls what must exit with one line that holds all parts."""
-    with pytest.raises(SystemExit) as refusal:
-        call()
-    said = refusal.value.code
-    assert isinstance(said, str) and "\n" not in said and all(str(part) in said for part in parts), said
-    return said
 
 
 # ---------------------------------------------------------------------------------------------- sizes and intervals
@@ -221,9 +207,7 @@ def test_torn_files_and_missing_ones(tmp_path):
 ])  # fmt: skip
 def test_rows_that_do_not_fit(accelerator, model, tmp_path, recipe_name, rows, parts):
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    function, settings = {"dpo": (preference_row, {}), "sft": (runpy.run_path(str(recipe("sft")))["sft_row"], {"loss_on": "assistant"})}[
-        recipe_name
-    ]
+    function, settings = {"dpo": (preference_row, {}), "sft": (sft_row, {"loss_on": "assistant"})}[recipe_name]
     call = lambda: load_tokenized(accelerator, path, "train", function, AutoTokenizer.from_pretrained(model), {}, max_length=20, **settings)
     for _ in range(2):  # a refused set leaves nothing in the cache
         refuses(path, *parts, call=call)

@@ -12,22 +12,22 @@ import csv
 import gzip
 import json
 import os
+import inspect
 import runpy
 
 import datasets
 import numpy as np
 import pytest
-from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.data import BadRow, column_names, load_evaluation_sets, load_tokenized, preference, preference_row
-from common.launch import quiet
+from common.data import BadRow, column_names, load_evaluation_sets, load_tokenized, preference
 from common.windows import arrange, window_rows
 from runs import recipe, write_jsonl
 
 recipe_sft = runpy.run_path(str(recipe("sft")))
 sft_row, conversation = recipe_sft["sft_row"], recipe_sft["conversation"]
+preference_row, the_same_of_reward = (runpy.run_path(str(recipe(name)))["preference_row"] for name in ("dpo", "reward"))
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -76,12 +76,6 @@ def make_tokenizer(template=CHATML, bos=None, pad="<pad>", adds=None, backend=No
 @pytest.fixture(scope="module")
 def tokenizer():
     return make_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def accelerator():
-    quiet()
-    return Accelerator(cpu=True)
 
 
 @pytest.fixture(autouse=True)
@@ -470,3 +464,7 @@ def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, fixed):
     assert [weight for _, weight in in_order] == [1.0] * n_rows + [0.0] * (len(in_order) - n_rows)
     sizes = [lengths[row] for row, _ in in_order]
     assert sizes == sorted(sizes, reverse=True)  # longest first, and the processes of a step next to each other
+
+
+def test_dpo_and_reward_read_pairs_alike():
+    assert inspect.getsource(preference_row) == inspect.getsource(the_same_of_reward)

@@ -22,7 +22,6 @@ import types
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
@@ -37,11 +36,11 @@ from transformers import (
 )
 
 from common import generation
-from common.launch import load_function, quiet
+from common.launch import load_function
 from common.logprobs import LogProbModel, ScoreModel
 from common.models import load_score_model, load_tokenizer
 from common.windows import window_rows
-from runs import ASSETS, LAUNCHERS, launch, lines, recipe, tiny_llama, weights, write_jsonl
+from runs import ASSETS, LAUNCHERS, launch, lines, recipe, refuses, timeless, tiny_llama, weights, write_jsonl
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo"))))
 LENGTHS = [5, 1, 3, 7]
@@ -198,17 +197,6 @@ ARCHITECTURES = {
 PROMPTS = [[10 + (7 * row + place * place) % 200 for place in range(length)] for row, length in enumerate((3, 9, 1, 6, 9, 2, 12))]
 ROOM, TEMPERATURE = 8, 0.7
 STOPS = [1, *range(30, 60)]  # so many that most responses end early
-
-
-@pytest.fixture(scope="module")
-def accelerator():
-    quiet()
-    return Accelerator(cpu=True)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(ASSETS / "model")
 
 
 def made(architecture: str):
@@ -370,13 +358,6 @@ def test_a_new_head_begins_at_the_standard_deviation_of_the_papers(tmp_path, tok
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def refuses(call, *parts):
-    with pytest.raises(SystemExit) as refusal:
-        call()
-    said = refusal.value.code
-    assert isinstance(said, str) and all(str(part) in said for part in parts), said
-
-
 @pytest.mark.parametrize("processes, sizes, parts", [
     (2, (10, 1, 4, 8), ["10 x", "= 10 samples", "--micro_rollout_batch_size 4 x 2 processes", "--rollout_batch_size 8 or 16."]),
     (1, (3, 1, 4, 4), ["= 3 samples", "--micro_rollout_batch_size 4 x 1", "--rollout_batch_size 4."]),
@@ -388,7 +369,7 @@ def refuses(call, *parts):
 def test_sizes_of_a_rollout_that_do_not_divide(processes, sizes, parts):
     names = ("rollout_batch_size", "n_samples_per_prompt", "micro_rollout_batch_size", "train_batch_size")
     args = ppo.Args(reward_function="a:b", **dict(zip(names, sizes)))
-    refuses(lambda: ppo.check_settings(args, processes), *parts)
+    refuses(*parts, call=lambda: ppo.check_settings(args, processes))
     if "Nearest" in parts[-1] or "or" in parts[-1]:
         for nearest in parts[-1].removeprefix("--rollout_batch_size ").rstrip(".").split(" or "):
             args.rollout_batch_size = int(nearest)
@@ -407,7 +388,7 @@ def test_sizes_of_a_rollout_that_do_not_divide(processes, sizes, parts):
 def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
     good = {"reward_function": "a:b", "rollout_batch_size": 16, "train_batch_size": 8}
     ppo.check_settings(ppo.Args(**good), 1)
-    refuses(lambda: ppo.check_settings(ppo.Args(**{**good, **settings}), 1), *parts)
+    refuses(*parts, call=lambda: ppo.check_settings(ppo.Args(**{**good, **settings}), 1))
 
 
 def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatch):
@@ -416,14 +397,15 @@ def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatc
     assert load_function("reward_function", "mine_of_test:reward")(["a"], ["b"]) == [0.0]
     assert load_function("reward_function", None) is None
     for name in ("mine_of_test:other", "no_such_module:reward", "mine_of_test"):
-        refuses(lambda name=name: load_function("reward_function", name), f"--reward_function {name}", "MODULE:NAME", tmp_path)
+        refuses(f"--reward_function {name}", "MODULE:NAME", tmp_path, call=lambda name=name: load_function("reward_function", name))
     other = tiny_llama(tmp_path / "other")
     changed = AutoTokenizer.from_pretrained(other)
     changed.add_tokens(["more"])
     changed.save_pretrained(other)
-    refuses(lambda: load_score_model(str(other), load_tokenizer(str(ASSETS / "model")), None, new_head=True), other, "another tokenizer")
+    call = lambda: load_score_model(str(other), load_tokenizer(str(ASSETS / "model")), None, new_head=True)
+    refuses(other, "another tokenizer", call=call)
     tiny = tiny_llama(tmp_path / "tiny")
-    refuses(lambda: load_score_model(str(tiny), tokenizer, None), tiny, "score.weight", "recipes/reward.py")
+    refuses(tiny, "score.weight", "recipes/reward.py", call=lambda: load_score_model(str(tiny), tokenizer, None))
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -668,13 +650,9 @@ def whole(request, finished, reference):
     return *finished(*request.param), reference(request.param[0])
 
 
-def without_timings(output):
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
-
-
 def expect_lines(output, reference):
     """Every line of a run, its tags and their values."""
-    found = without_timings(output)
+    found = timeless(output)
     assert len(found) == len(reference.lines)
     for line, expected in zip(found, reference.lines):
         assert line.keys() == expected.keys()
@@ -776,7 +754,7 @@ def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
     again = ["--save_steps", 3, "--save_total_limit", 0, "--resume", "auto"]
     result = run(inputs, output, WHOLE["kl in the reward"], *again)
     assert "global_step_000003: 3 updates, 3 windows seen" in result.stdout
-    assert without_timings(output) == without_timings(whole)
+    assert timeless(output) == timeless(whole)
     for folder in ("actor", "checkpoints/global_step_000006/actor", "checkpoints/global_step_000010/actor"):
         assert torch.equal(weights(output, folder), weights(whole, folder))
     engines = [load_file(run / "checkpoints/global_step_000010/engine/model.safetensors") for run in (output, whole)]

@@ -5,9 +5,7 @@ not cut to the checkpoint (`no_truncate`), the position in the data lost (`no_po
 """
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, tiny_llama, weights, write_jsonl
+from runs import LAUNCHERS, kill, launch, lines, recipe, start, timeless, tiny_inputs, weights
 
 CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2"), ("reward", "ddp"), ("ppo", "zero3")]
 # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
@@ -27,16 +25,7 @@ PPO = ["--reward_function", "common.generation:answer_reward", "--rollout_batch_
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("resume")
-    tiny_llama(folder / "model", attention_dropout=0.2)  # dropout: the random states count
-    words = [f"{n}{'x' * (n % 9)}" for n in range(44)]
-    say = lambda role, text: [{"role": role, "content": text}]
-    write_jsonl(folder / "sft.jsonl", [{"messages": say("user", w) + say("assistant", w[::-1])} for w in words])
-    pairs = [{"prompt": say("user", w), "chosen": say("assistant", w[::-1]), "rejected": say("assistant", w + "!")} for w in words]
-    write_jsonl(folder / "dpo.jsonl", pairs)
-    write_jsonl(folder / "reward.jsonl", pairs)
-    write_jsonl(folder / "ppo.jsonl", [{"prompt": say("user", w), "answer": w} for w in words])
-    return folder
+    return tiny_inputs(tmp_path_factory.mktemp("resume"))
 
 
 def flags(inputs, name, output):
@@ -46,30 +35,18 @@ def flags(inputs, name, output):
 
 
 def kill_when(inputs, name, launcher, output, ready):
-    """Starts a run and kills its whole process group as soon as `ready()` holds."""
-    command = [sys.executable, *LAUNCHERS[launcher], *(["--main_process_port", "0"] if LAUNCHERS[launcher] else [])]
-    process = subprocess.Popen(
-        [*command, str(recipe(name)), *map(str, flags(inputs, name, output))], cwd=REPOSITORY, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    """Starts a run and kills all its processes as soon as `ready()` holds."""
+    process = start(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), stdout=subprocess.DEVNULL)
     end = time.time() + 120
     while not ready() and process.poll() is None and time.time() < end:
         time.sleep(0.005)
     assert process.poll() is None, f"the run ended with {process.poll()} before it could be killed"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if LAUNCHERS[launcher]:  # workers are in groups of their own
-        subprocess.run(["pkill", "-KILL", "-f", str(output)], check=False)
-        time.sleep(0.5)
+    kill(process)
 
 
 def wrote(output, step):
     file = output / "metrics.jsonl"
     return file.exists() and f'"global_step": {step},' in file.read_text()
-
-
-def without_timings(output):
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +70,7 @@ def test_killed_and_resumed_is_the_run_never_killed(inputs, unbroken, name, laun
     kill_when(inputs, name, launcher, output, lambda: wrote(output, 9))
     result = launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), "--resume", "auto")
     assert "resumed from" in result.stdout
-    assert without_timings(output) == without_timings(reference)
+    assert timeless(output) == timeless(reference)
     assert torch.equal(weights(output), weights(reference))
     board = EventAccumulator(str(output / "tensorboard"))
     board.Reload()
@@ -125,7 +102,7 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
     (newest / "state.json").unlink()
     result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto")
     assert "passed over" in result.stdout and "state.json is missing" in result.stdout and "global_step_000010" in result.stdout
-    assert without_timings(output) == without_timings(reference)
+    assert timeless(output) == timeless(reference)
     assert torch.equal(weights(output), weights(reference))
     shutil.rmtree(output / "actor")
     for checkpoint in (output / "checkpoints").iterdir():

@@ -15,28 +15,15 @@ import types
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.launch import quiet
 from common.logprobs import ScoreModel
 from common.metrics import Means
 from common.models import load_score_model
 from common.windows import window_rows
-from runs import ASSETS, LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, write_jsonl
+from runs import LAUNCHERS, evaluation_lines, launch, recipe, refuses, tiny_llama, training_lines, weights, without_timings, write_jsonl
 
 reward = types.SimpleNamespace(**runpy.run_path(str(recipe("reward"))))
-
-
-@pytest.fixture(scope="module")
-def accelerator():
-    quiet()
-    return Accelerator(cpu=True)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(ASSETS / "model")
 
 
 # ---------------------------------------------------------------------------------------------- the functions
@@ -92,26 +79,19 @@ def test_a_new_head_is_drawn_from_the_seed_and_an_old_one_kept(tmp_path, tokeniz
         assert torch.equal(model.score.weight, head(tmp_path / "old", tokenizer, 5, new_head=new_head))
 
 
-def refuses(call, *parts) -> None:
-    """Calls what must exit with one line that holds all parts."""
-    with pytest.raises(SystemExit) as refusal:
-        call()
-    said = refusal.value.code
-    assert isinstance(said, str) and "\n" not in said and all(str(part) in said for part in parts), said
-
-
 def test_models_that_cannot_score(tmp_path, tokenizer):
     tiny = tiny_llama(tmp_path / "tiny")
-    refuses(lambda: head(tiny, tokenizer, 0), tiny, "score.weight", "recipes/reward.py")
+    refuses(tiny, "score.weight", "recipes/reward.py", call=lambda: head(tiny, tokenizer, 0))
     other = tiny_llama(tmp_path / "other", vocab_size=300)
     changed = AutoTokenizer.from_pretrained(other)
     changed.add_tokens(["more"])
     changed.save_pretrained(other)
-    refuses(lambda: head(other, tokenizer, 0, new_head=True), other, "another tokenizer")
+    refuses(other, "another tokenizer", call=lambda: head(other, tokenizer, 0, new_head=True))
     small = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
     AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=264, **small)).save_pretrained(tmp_path / "bert")
     tokenizer.save_pretrained(tmp_path / "bert")
-    refuses(lambda: head(tmp_path / "bert", tokenizer, 0, new_head=True), "BertForSequenceClassification", "'score'", "cannot be scored")
+    call = lambda: head(tmp_path / "bert", tokenizer, 0, new_head=True)
+    refuses("BertForSequenceClassification", "'score'", "cannot be scored", call=call)
 
 
 # ---------------------------------------------------------------------------------------------- scores
@@ -261,13 +241,9 @@ def whole(inputs, tokenizer):
     return inputs / "ddp", result.stdout, Reference(inputs, tokenizer).go()
 
 
-def without_perf(line: dict) -> dict:
-    return {name: value for name, value in line.items() if not name.startswith("perf/")}
-
-
 def expect_lines(found: list[dict], expected: list[dict]) -> None:
     assert [line["global_step"] for line in found] == [line["global_step"] for line in expected]
-    for line, other in zip(map(without_perf, found), map(without_perf, expected)):
+    for line, other in zip(map(without_timings, found), map(without_timings, expected)):
         assert line.keys() == other.keys()
         for name in line:
             assert line[name] == pytest.approx(other[name], rel=2e-5, abs=2e-6), (line["global_step"], name)
@@ -374,7 +350,7 @@ def test_what_is_refused_before_training(inputs, accelerator, tokenizer):
         (dict(center_coef=-0.1), ["--center_coef -0.1", "expected 0 or more"]),
     ):
         output = inputs / f"refused {' '.join(map(str, settings.values()))}"
-        refuses(lambda output=output, settings=settings: train(*flags(inputs, output, **settings)), *parts)
+        refuses(*parts, call=lambda output=output, settings=settings: train(*flags(inputs, output, **settings)))
         assert not (output / "metrics.jsonl").exists() and not (output / "actor").exists()
 
 
@@ -382,4 +358,4 @@ def test_what_is_refused_before_training(inputs, accelerator, tokenizer):
 def test_margins_that_python_takes_for_numbers_are_refused_too(inputs, accelerator, margin):
     write_jsonl(inputs / f"{margin}.jsonl", [{**pair(n), "margin": margin} for n in (0, 2)])
     call = lambda: train(*flags(inputs, inputs / f"margin {margin}", data=f"{margin}.jsonl"))
-    refuses(call, f"{margin}.jsonl", "row 1", "column 'margin'", "expected a")
+    refuses(f"{margin}.jsonl", "row 1", "column 'margin'", "expected a", call=call)

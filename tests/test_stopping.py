@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from common import checkpoint
-from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, tiny_llama, weights, write_jsonl
+from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, start, timeless, tiny_llama, weights, workers, write_jsonl
 
 UPDATES = 40
 
@@ -45,12 +45,7 @@ def flags(inputs, output, *more):
 
 def begin(launcher, inputs, *command):
     """A run in the background, its console in a pipe."""
-    ports = ["--main_process_port", "0"] if LAUNCHERS[launcher] else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        [sys.executable, *LAUNCHERS[launcher], *ports, *map(str, command)], cwd=inputs, env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+    return start(LAUNCHERS[launcher], *command, cwd=inputs)
 
 
 def until(condition, process, seconds=90):
@@ -58,10 +53,6 @@ def until(condition, process, seconds=90):
     while not condition():
         assert process.poll() is None and time.time() < end, process.communicate(timeout=60)[0][-3000:]
         time.sleep(0.002)
-
-
-def timeless(output):
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines(output)]
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +80,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(inputs, unbroken, launcher, num
     output = inputs / f"signal-{launcher}-{number.name}"
     process = begin(launcher, inputs, recipe("sft"), *flags(inputs, output))
     until(lambda: (output / "metrics.jsonl").exists() and len(lines(output)) >= 3, process)
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(int(workers[-1]) if number == signal.SIGUSR1 else process.pid, number)
+    os.kill(workers(process)[-1] if number == signal.SIGUSR1 else process.pid, number)
     console, _ = process.communicate(timeout=60)
     done = max(int(path.name.split("_")[-1]) for path in (output / "checkpoints").iterdir())
     assert process.returncode and 6 <= done < UPDATES and not (output / "actor").exists()
@@ -109,9 +99,9 @@ def test_a_second_signal_ends_it_at_once(inputs):
         os.kill(process.pid, signal.SIGTERM)
         time.sleep(wait)
         assert process.poll() is None
-    start = time.time()
+    last = time.time()
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=20) == 128 + signal.SIGTERM and time.time() - start < 5
+    assert process.wait(timeout=20) == 128 + signal.SIGTERM and time.time() - last < 5
     assert not (output / "checkpoints").exists()
 
 
@@ -153,11 +143,10 @@ def test_one_process_lost_ends_the_launch_and_the_run_goes_on(inputs, unbroken):
     output = inputs / "lost"
     process = begin("ddp", inputs, recipe("sft"), *flags(inputs, output, "--save_steps", 2))
     until(lambda: len([*(output / "checkpoints").glob("global_step_*")]) >= 2, process)
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    start = time.time()
-    os.kill(int(workers[-1]), signal.SIGKILL)
+    lost = time.time()
+    os.kill(workers(process)[-1], signal.SIGKILL)
     console, _ = process.communicate(timeout=60)
-    assert process.returncode and time.time() - start < 60 and "Signal 9 (SIGKILL)" in console
+    assert process.returncode and time.time() - lost < 60 and "Signal 9 (SIGKILL)" in console
     assert_goes_on(inputs, "ddp", output, unbroken("ddp"))
 
 
