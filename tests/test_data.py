@@ -10,9 +10,9 @@ the cache's key without the tokenizer (`stale_tokenizer`) or the settings (`stal
 
 import csv
 import gzip
+import inspect
 import json
 import os
-import inspect
 import runpy
 
 import datasets
