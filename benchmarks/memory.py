@@ -45,9 +45,12 @@ def tensors_of(name: str, accelerator, prepared, optimizer, frozen) -> Iterator:
     engine = prepared.optimizer if hasattr(prepared, "optimizer") else None  # DeepSpeed's optimizer
     parameters = list(prepared.parameters())
     if name in ("weights", "frozen"):
-        for p in parameters if name == "weights" else [p for model in frozen for p in model.parameters()]:
+        sharded = isinstance(prepared, FSDPModule)  # then a gathered parameter stands in the module in its shard's place
+        for p in ([] if sharded else parameters) if name == "weights" else [p for model in frozen for p in model.parameters()]:
             yield getattr(p, "ds_tensor", p.data)  # under ZeRO-3 its shard
-    elif name == "gathered":
+    if name == "weights":
+        yield from (p._sharded_param_data for p in fsdp_parameters(prepared))
+    if name == "gathered":
         yield from (p.data for p in parameters if hasattr(p, "ds_tensor"))
         yield from (p._unsharded_param for p in fsdp_parameters(prepared) if hasattr(p, "_unsharded_param"))
     elif name == "gradients":
@@ -223,9 +226,9 @@ def small_config(config: Path, folder: Path) -> Path:
 def estimated(config: Path, processes: int, layers: int, frozen: int, folder: Path) -> dict[str, dict[str, float]]:
     """Bytes of each state at each moment, by the names used here."""
     LlamaConfig(**MODEL, num_hidden_layers=layers, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
-    parameters, outside, _ = count_parameters(str(folder))
+    parameters, unit, _ = count_parameters(str(folder))
     result = {moment: dict.fromkeys(STATES, 0.0) for moment in MOMENTS.values()}
-    for _where, name, _formula, *sizes in table(read_setup(config, processes), parameters, outside, 1, frozen):
+    for _where, name, _formula, *sizes in table(read_setup(config, processes), parameters, unit, 1, frozen):
         for moment, size in zip(MOMENTS.values(), sizes):
             # The half copies of autocast live in C++, and stand under `other`.
             state = next((state for state in ("frozen", *STATES[3:], "gathered", "weights") if state in name), None)

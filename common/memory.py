@@ -21,7 +21,7 @@ from .launch import read_deepspeed_json
 
 GIB = 2**30
 MOMENTS = {"f": "forward", "b": "backward", "s": "step"}
-OMITTED = """Not in the estimate: activations, the cache of generation, single layers that are gathered or in flight, the optimizer's temporary
+OMITTED = """Not in the estimate: activations, the cache of generation, further layers that are gathered or in flight, the optimizer's temporary
 buffers, the CUDA context (about 0.5 GiB) and fragmentation. docs/memory.md has a formula for activations."""
 
 
@@ -113,11 +113,11 @@ def read_deepspeed(name: str, processes: int) -> Setup:
     )  # fmt: skip
 
 
-def states(setup: Setup, outside: int) -> tuple[list[State], State]:
+def states(setup: Setup, unit: int) -> tuple[list[State], State]:
     """The states of one trained model, with AdamW, and that of a frozen one.
 
     Args:
-        outside: parameters outside of the decoder layers, which FSDP2 holds gathered while it runs, forward and backward.
+        unit: parameters of the largest layer or embedding, which FSDP2 gathers at once.
     """
     many, half = setup.processes > 1, setup.precision != "no"
     if setup.kind == "plain":
@@ -130,7 +130,7 @@ def states(setup: Setup, outside: int) -> tuple[list[State], State]:
         # Without synchronisation, before the last micro-batch, gradients add up whole on every GPU.
         trained = [State("weights", 4, True, where=weights), State("gradients that add up", 4, False, "f")]
         trained += [State("gradients", 4, True, "bs", optimizer), State("Adam", 8, True, where=optimizer)]
-        return [*trained, State("gathered outside of layers", 2 if half else 4, False, "f", fixed=outside)], State("weights", 4, True, where=weights)  # fmt: skip
+        return [*trained, State("gathered, one layer", 2 if half else 4, False, "f", fixed=unit)], State("weights", 4, True, where=weights)  # fmt: skip
     size, three = 2 if half else 4, setup.stage == 3
     trained = [State("weights", size, three, where=weights), State("fp32 masters", 4, True, where=optimizer)]
     trained += [State("Adam", 8, True, where=optimizer)]
@@ -154,7 +154,7 @@ def states(setup: Setup, outside: int) -> tuple[list[State], State]:
 
 
 def count_parameters(name: str) -> tuple[int, int, int]:
-    """Parameters (tied ones once), those of them outside of the decoder layers, and bytes of buffers, of a causal language model.
+    """Parameters (tied ones once), those of the largest layer or embedding, and bytes of buffers, of a causal language model.
 
     Raises:
         SystemExit: nothing there, or an architecture that transformers does not know.
@@ -164,22 +164,24 @@ def count_parameters(name: str) -> tuple[int, int, int]:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
     except Exception as error:  # whatever transformers and the hub raise
         sys.exit(f"no causal language model could be built from the config of {name!r}: {str(error).strip().splitlines()[0]}")
+    count = lambda module: sum(p.numel() for p in module.parameters())
     units = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
-    inside = {id(p) for unit in units for p in unit.parameters()}
-    count = lambda parameters: sum(p.numel() for p in parameters)
-    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    return count(model.parameters()), count(p for p in model.parameters() if id(p) not in inside), buffers
+    units += [model.get_input_embeddings(), model.get_output_embeddings()]
+    return count(model), max(count(unit) for unit in units if unit is not None), sum(b.numel() * b.element_size() for b in model.buffers())
 
 
-def table(setup: Setup, parameters: int, outside: int = 0, trained: int = 1, frozen: int = 0) -> list[tuple]:
-    """Rows `(where, state, formula, bytes in the forward, backward, step)` per process, and a sum for each place."""
-    own, other = states(setup, outside)
+def table(setup: Setup, parameters: int, unit: int = 0, trained: int = 1, frozen: int = 0) -> list[tuple]:
+    """Rows `(where, state, formula, bytes in the forward, backward, step)` per process, and a sum for each place.
+
+    The trained models are parts of one engine, as everywhere here, so what does not grow with the parameters is there once.
+    """
+    own, other = states(setup, unit)
     rows = [(trained, state) for state in own] + ([(frozen, other._replace(name="frozen weights"))] if frozen else [])
     result = []
     for where in ("GPU", "CPU"):
         here = [
-            (where, state.name, state.formula() if times == 1 else f"{times} x {state.formula()}",
-             *(times * state.bytes(parameters, setup.processes) * (moment in state.when) for moment in MOMENTS))
+            (where, state.name, state.formula() if times == 1 or state.fixed is not None else f"{times} x {state.formula()}",
+             *(state.bytes(times * parameters, setup.processes) * (moment in state.when) for moment in MOMENTS))
             for times, state in rows if state.where == where
         ]  # fmt: skip
         result += [*here, (where, "sum", "", *map(sum, zip(*(row[3:] for row in here))))] if here else []
@@ -197,14 +199,14 @@ def main() -> None:
     parser.add_argument("--frozen", type=int, default=0, help="models of this size that are only read")
     args = parser.parse_args()
     setup = read_setup(args.config, args.num_processes)
-    parameters, outside, buffers = count_parameters(args.model)
+    parameters, unit, buffers = count_parameters(args.model)
     kind = {"plain": "DDP" if setup.processes > 1 else "one process", "fsdp2": "FSDP2", "zero": f"DeepSpeed ZeRO-{setup.stage}"}[setup.kind]
     print(f"{args.model}: {parameters:,} parameters, tied ones once; buffers {buffers / GIB:.2f} GiB")
     print(
         f"{kind} {'fp32' if setup.precision == 'no' else setup.precision}, N = {setup.processes}, {args.trained} trained, {args.frozen} frozen\n"
     )
     print(f"{'for each process':40} {'bytes/parameter':>15} {'forward':>9} {'backward':>9} {'step':>9}  GiB")
-    for where, name, formula, *sizes in table(setup, parameters, outside, args.trained, args.frozen):
+    for where, name, formula, *sizes in table(setup, parameters, unit, args.trained, args.frozen):
         print(f"{where} {name:36} {formula:>15} " + " ".join(f"{size / GIB:9.3f}" for size in sizes))
     print(f"\n{OMITTED}")
 
