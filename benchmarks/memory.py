@@ -1,12 +1,12 @@
 """What each state takes per parameter, measured on CPU processes, beside what `common.memory` estimates.
 
-    python benchmarks/memory.py [--processes 1 2] [--frozen 1] [--layers 6] [--configs YAML_OR_JSON ...]
+    python benchmarks/memory.py [--processes 1 2] [--frozen 1] [--layers 6] [--steps 2] [--configs YAML_OR_JSON ...]
 
 Each config is launched with a random Llama (9 million parameters with 6 layers): the project's own `make_accelerator`, `prepare` and
-`prepare_frozen`, two updates of two micro-batches of 16 tokens. In the second update each storage that a live tensor has is counted once, as
+`prepare_frozen`, two updates of two micro-batches (`--steps`) of 16 tokens. In the second update each storage that a live tensor has is counted once, as
 the state it belongs to, at three moments:
 
-    forward    at the end of the second micro-batch's forward, as its backward begins: when activations are at their largest
+    forward    at the end of the last micro-batch's forward, as its backward begins: when activations are at their largest
     backward   at the end of its backward; under ZeRO-1 and -2 before the engine lays the gradients together
     step       as the optimizer's own step begins (of several parameter groups the one where most stands)
 
@@ -105,7 +105,7 @@ def count(seen: dict, *state) -> dict[str, int]:
     return table
 
 
-def worker(layers: int, frozen_models: int) -> None:
+def worker(layers: int, frozen_models: int, steps: int) -> None:
     """Runs two updates and prints the table of rank 0 as a line of JSON."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -117,7 +117,7 @@ def worker(layers: int, frozen_models: int) -> None:
     config = LlamaConfig(**MODEL, num_hidden_layers=layers)
     world = int(os.environ.get("WORLD_SIZE", 1))
     with tempfile.TemporaryDirectory() as folder:
-        args = argparse.Namespace(train_batch_size=2 * world, micro_train_batch_size=1, max_grad_norm=1.0, report_to="none", seed=0,
+        args = argparse.Namespace(train_batch_size=steps * world, micro_train_batch_size=1, max_grad_norm=1.0, report_to="none", seed=0,
                                   resume="never", output_dir=f"{folder}/out")  # fmt: skip
         accelerator = make_accelerator(args, "memory")
         accelerator.wait_for_everyone()
@@ -168,13 +168,13 @@ def worker(layers: int, frozen_models: int) -> None:
     scored = torch.ones_like(ids, dtype=torch.bool)
     for _update in range(2):
         tables.clear()
-        for micro in range(2):
+        for micro in range(steps):
             with accelerator.accumulate(prepared):
                 with torch.no_grad():
                     for other in others:
                         other(ids, scored)
                 logps = prepared(ids, scored)["logps"]
-                if micro:
+                if micro == steps - 1:
                     logps.register_hook(lambda _: measure("forward"))
                 loss = -logps.mean()
                 accelerator.backward(loss)
@@ -223,12 +223,12 @@ def small_config(config: Path, folder: Path) -> Path:
     return folder / "config.yaml"
 
 
-def estimated(config: Path, processes: int, layers: int, frozen: int, folder: Path) -> dict[str, dict[str, float]]:
+def estimated(config: Path, processes: int, frozen: int, layers: int, steps: int, folder: Path) -> dict[str, dict[str, float]]:
     """Bytes of each state at each moment, by the names used here."""
     LlamaConfig(**MODEL, num_hidden_layers=layers, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     parameters, unit, _ = count_parameters(str(folder))
     result = {moment: dict.fromkeys(STATES, 0.0) for moment in MOMENTS.values()}
-    for _where, name, _formula, *sizes in table(read_setup(config, processes), parameters, unit, 1, frozen):
+    for _where, name, _formula, *sizes in table(read_setup(config, processes)._replace(accumulates=steps > 1), parameters, unit, 1, frozen):
         for moment, size in zip(MOMENTS.values(), sizes):
             # The half copies of autocast live in C++, and stand under `other`.
             state = next((state for state in ("frozen", *STATES[3:], "gathered", "weights") if state in name), None)
@@ -238,15 +238,16 @@ def estimated(config: Path, processes: int, layers: int, frozen: int, folder: Pa
     return result
 
 
-def launch(config: Path, processes: int, frozen: int = 1, layers: int = 6) -> dict:
+def launch(config: Path, processes: int, frozen: int = 1, layers: int = 6, steps: int = 2) -> dict:
     """Launches a YAML or a DeepSpeed JSON; returns `{launch, parameters, measured, estimated}`, the last two bytes by moment and state."""
     with tempfile.TemporaryDirectory() as folder:
         small = small_config(config, Path(folder))
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(small), "--num_processes", str(processes),
-                   "--main_process_port", "0", str(Path(__file__).resolve()), "--worker", "--frozen", str(frozen), "--layers", str(layers)]  # fmt: skip
+                   "--main_process_port", "0", str(Path(__file__).resolve()), "--worker", "--frozen", str(frozen), "--layers", str(layers),
+                   "--steps", str(steps)]  # fmt: skip
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
         result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
-        guess = estimated(small, processes, layers, frozen, Path(folder))
+        guess = estimated(small, processes, frozen, layers, steps, Path(folder))
     found = [line for line in result.stdout.splitlines() if line.startswith("MEASURED ")]
     if not found:
         raise RuntimeError(f"{' '.join(command)}\n{(result.stdout + result.stderr)[-4000:]}")
@@ -259,13 +260,14 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--frozen", type=int, default=1, help="frozen models beside the trained one")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=2, help="micro-batches of an update")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(args.layers, args.frozen)
+        return worker(args.layers, args.frozen, args.steps)
     for config in args.configs:
-        for processes in args.processes:
-            result = launch(config, processes, args.frozen, args.layers)
+        for processes in args.processes if yaml.safe_load(config.read_text()).get("distributed_type") != "NO" else [1]:
+            result = launch(config, processes, args.frozen, args.layers, args.steps)
             n = result["parameters"]
             print(f"\n{config.name}: {result['launch']}, N = {processes}, {n:,} parameters; bytes per parameter, measured | estimated")
             print(f"{'':10}" + "".join(f"{state:>18}" for state in (*STATES, "sum")) + f"{'deviation':>11}{'other':>8}")

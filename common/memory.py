@@ -38,6 +38,7 @@ class Setup(NamedTuple):
     sub_group: int = 0  # what ZeRO-3 updates at once
     optimizer_on_cpu: bool = False
     weights_on_cpu: bool = False
+    accumulates: bool = True  # several micro-batches make an update, so gradients stand there while they run
 
 
 class State(NamedTuple):
@@ -120,21 +121,22 @@ def states(setup: Setup, unit: int) -> tuple[list[State], State]:
         unit: parameters of the largest layer or embedding, which FSDP2 gathers at once.
     """
     many, half = setup.processes > 1, setup.precision != "no"
+    adding = "f" if setup.accumulates else ""
     if setup.kind == "plain":
-        trained = [State("weights", 4, False), State("gradients", 4, False), State("Adam", 8, False)]
+        trained = [State("weights", 4, False), State("gradients", 4, False, adding + "bs"), State("Adam", 8, False)]
         trained += [State("DDP's buckets", 4, False)] if many else []  # DDP reduces copies of the gradients, and keeps them
         trained += [State("half copies (autocast), at most", 2, False, "f")] if half else []
         return trained, State("weights", 4, False)
     optimizer, weights = ("CPU" if there else "GPU" for there in (setup.optimizer_on_cpu, setup.weights_on_cpu))
     if setup.kind == "fsdp2":
         # Without synchronisation, before the last micro-batch, gradients add up whole on every GPU.
-        trained = [State("weights", 4, True, where=weights), State("gradients that add up", 4, False, "f")]
+        trained = [State("weights", 4, True, where=weights), State("gradients that add up", 4, False, adding)]
         trained += [State("gradients", 4, True, "bs", optimizer), State("Adam", 8, True, where=optimizer)]
         return [*trained, State("gathered, one layer", 2 if half else 4, False, "f", fixed=unit)], State("weights", 4, True, where=weights)  # fmt: skip
     size, three = 2 if half else 4, setup.stage == 3
     trained = [State("weights", size, three, where=weights), State("fp32 masters", 4, True, where=optimizer)]
     trained += [State("Adam", 8, True, where=optimizer)]
-    bucket = State("reduction buffer", size, False, {1: "fb", 2: "b", 3: "fbs"}[setup.stage], fixed=setup.bucket * setup.buckets)
+    bucket = State("reduction buffer", size, False, {1: adding + "b", 2: "b", 3: "fbs"}[setup.stage], fixed=setup.bucket * setup.buckets)
     if three:
         # From the start of the step the fp32 copies of one group of parameters stand beside the gradients.
         copies = State("fp32 gradients", 4, True, "s", limit=setup.sub_group)
@@ -143,12 +145,16 @@ def states(setup: Setup, unit: int) -> tuple[list[State], State]:
         trained += [State("gradients", size, True), copies]
         trained += [State("gathered, at most", size, False, "f", limit=setup.live)] if many else []
     elif setup.optimizer_on_cpu:
-        adding = State("gradients", size, False, "f") if setup.stage == 1 else State("gradients that add up", size, True, where="CPU")
-        trained += [adding, State("fp32 gradients", 4, True, where="CPU"), State("half copy", size, True, where="CPU")]
-    else:
-        # ZeRO-1 adds up whole gradients and splits them at the end; ZeRO-2 adds up its part, and has that of the micro-batch beside it.
-        trained += [State("gradients", size, False, "f"), State("gradients", size, True, "bs")] if setup.stage == 1 else []
-        trained += [State("gradients", size, True), State("gradients of this micro-batch", size, True, "b")] if setup.stage == 2 else []
+        summed = (
+            State("gradients", size, False, adding)
+            if setup.stage == 1
+            else State("gradients that add up", size, True, adding and "fbs", "CPU")
+        )
+        trained += [summed, State("fp32 gradients", 4, True, where="CPU"), State("half copy", size, True, where="CPU")]
+    elif setup.stage == 1:  # whole gradients add up, and are split at the end
+        trained += [State("gradients", size, False, adding), State("gradients", size, True, "bs"), State("fp32 gradients", 4, True, "s")]
+    else:  # parts of gradients add up, and that of the micro-batch stands beside them
+        trained += [State("gradients", size, True, adding + "bs"), State("gradients of this micro-batch", size, True, adding and "b")]
         trained += [State("fp32 gradients", 4, True, "s")]
     return [*trained, bucket], State("weights", size, three, where=weights)
 
@@ -182,7 +188,7 @@ def table(setup: Setup, parameters: int, unit: int = 0, trained: int = 1, frozen
         here = [
             (where, state.name, state.formula() if times == 1 or state.fixed is not None else f"{times} x {state.formula()}",
              *(state.bytes(times * parameters, setup.processes) * (moment in state.when) for moment in MOMENTS))
-            for times, state in rows if state.where == where
+            for times, state in rows if state.where == where and state.when
         ]  # fmt: skip
         result += [*here, (where, "sum", "", *map(sum, zip(*(row[3:] for row in here))))] if here else []
     return result
@@ -197,8 +203,11 @@ def main() -> None:
     parser.add_argument("--num_processes", type=int, help="default: the YAML's")
     parser.add_argument("--trained", type=int, default=1, help="models of this size that are trained")
     parser.add_argument("--frozen", type=int, default=0, help="models of this size that are only read")
+    parser.add_argument(
+        "--accumulation_steps", type=int, default=2, help="1: no gradients stand there in the forward; any other number is alike"
+    )
     args = parser.parse_args()
-    setup = read_setup(args.config, args.num_processes)
+    setup = read_setup(args.config, args.num_processes)._replace(accumulates=args.accumulation_steps > 1)
     parameters, unit, buffers = count_parameters(args.model)
     kind = {"plain": "DDP" if setup.processes > 1 else "one process", "fsdp2": "FSDP2", "zero": f"DeepSpeed ZeRO-{setup.stage}"}[setup.kind]
     print(f"{args.model}: {parameters:,} parameters, tied ones once; buffers {buffers / GIB:.2f} GiB")

@@ -140,7 +140,7 @@ MUTATIONS = [
              "test_logprobs.py::test_log_softmax_is_fp32_under_half_weights"),
     Mutation("last_chunk", "common/logprobs.py", "grad_weight += grad.T @", "grad_weight = grad.T @", "test_logprobs.py::test_architectures[llama]"),
     # ------------------------------------------------------------ test_memory.py
-    Mutation("no_step_copies", "common/memory.py", 'trained += [State("fp32 gradients", 4, True, "s")]', 'trained += []',
+    Mutation("no_step_copies", "common/memory.py", '        trained += [State("fp32 gradients", 4, True, "s")]\n', '',
              "test_memory.py::test_the_estimate_is_what_two_processes_hold[ds_fp16]"),
     Mutation("no_buckets", "common/memory.py", 'State("DDP\'s buckets", 4, False)', 'State("DDP\'s buckets", 0, False)',
              "test_memory.py::test_the_estimate_is_what_two_processes_hold[ddp]"),

@@ -76,6 +76,20 @@ def test_offload(setup, gpu, cpu):
     assert found["GPU"] == pytest.approx(gpu) and found["CPU"] == pytest.approx(cpu)
 
 
+@pytest.mark.parametrize(
+    "setup, expected",
+    [
+        (Setup("plain", "bf16", 2), (4 + 8 + 4 + 2, 20, 20)),
+        (Setup("fsdp2", "bf16", 4), (3, 4, 4)),
+        (Setup("zero", "bf16", 4, 1), (5, 5.5, 6.5)),
+        (Setup("zero", "bf16", 4, 2), (5, 5.5, 6.5)),
+        (Setup("zero", "bf16", 4, 3, live=10**9, sub_group=10**9), (6, 4, 5)),
+    ],
+)
+def test_without_accumulation_no_gradients_stand_in_the_forward(setup, expected):
+    assert sums(setup._replace(accumulates=False))["GPU"] == pytest.approx(expected)
+
+
 def test_what_does_not_grow_with_the_model_is_there_once():
     setup = Setup("zero", "bf16", 4, 3, bucket=3 * PARAMETERS)
     for models in (1, 2):
