@@ -19,7 +19,7 @@ ROWS, LENGTH, MICRO = 512, 1024, 8  # sequences of a window, their tokens, seque
 LIVE = SUB_GROUP = 10**9  # DeepSpeed's defaults, in elements, as is
 BUCKET = 500_000_000
 LAUNCHES = {
-    "DDP": lambda n: Setup("plain", "bf16", n),
+    "DDP": lambda n: Setup("ddp" if n > 1 else "plain", "bf16", n),
     "ZeRO-1": lambda n: Setup("zero", "bf16", n, 1, BUCKET),
     "ZeRO-2": lambda n: Setup("zero", "bf16", n, 2, BUCKET),
     "ZeRO-3": lambda n: Setup("zero", "bf16", n, 3, BUCKET, 1, LIVE, SUB_GROUP),

@@ -28,7 +28,7 @@ buffers, the CUDA context (about 0.5 GiB) and fragmentation. docs/memory.md has 
 class Setup(NamedTuple):
     """What of a launch config decides on memory; sizes are in elements."""
 
-    kind: str  # "plain" (one process or DDP), "fsdp2" or "zero"
+    kind: str  # "plain" (one process), "ddp", "fsdp2" or "zero"
     precision: str  # "fp16", "bf16" or "no"
     processes: int
     stage: int = 0
@@ -86,7 +86,8 @@ def read_setup(path: Path, processes: int | None = None) -> Setup:
         on_cpu = fsdp.get("fsdp_offload_params") is True
         return Setup("fsdp2", str(config.get("mixed_precision", "no")), processes, optimizer_on_cpu=on_cpu, weights_on_cpu=on_cpu)
     if kind != "DEEPSPEED":
-        return Setup("plain", str(config.get("mixed_precision", "no")), processes)
+        # What the YAML calls several GPUs becomes DDP, also with one process.
+        return Setup("plain" if kind == "NO" else "ddp", str(config.get("mixed_precision", "no")), processes)
     name = config.get("deepspeed_config", {}).get("deepspeed_config_file")
     if not name:
         sys.exit(f"{path} names no deepspeed_config_file: estimated are configs with a DeepSpeed JSON only")
@@ -122,9 +123,9 @@ def states(setup: Setup, unit: int) -> tuple[list[State], State]:
     """
     many, half = setup.processes > 1, setup.precision != "no"
     adding = "f" if setup.accumulates else ""
-    if setup.kind == "plain":
+    if setup.kind in ("plain", "ddp"):
         trained = [State("weights", 4, False), State("gradients", 4, False, adding + "bs"), State("Adam", 8, False)]
-        trained += [State("DDP's buckets", 4, False)] if many else []  # DDP reduces copies of the gradients, and keeps them
+        trained += [State("DDP's buckets", 4, False)] if setup.kind == "ddp" else []  # DDP reduces copies of the gradients, and keeps them
         trained += [State("half copies (autocast), at most", 2, False, "f")] if half else []
         return trained, State("weights", 4, False)
     optimizer, weights = ("CPU" if there else "GPU" for there in (setup.optimizer_on_cpu, setup.weights_on_cpu))
@@ -209,7 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     setup = read_setup(args.config, args.num_processes)._replace(accumulates=args.accumulation_steps > 1)
     parameters, unit, buffers = count_parameters(args.model)
-    kind = {"plain": "DDP" if setup.processes > 1 else "one process", "fsdp2": "FSDP2", "zero": f"DeepSpeed ZeRO-{setup.stage}"}[setup.kind]
+    kind = {"plain": "one process", "ddp": "DDP", "fsdp2": "FSDP2", "zero": f"DeepSpeed ZeRO-{setup.stage}"}[setup.kind]
     print(f"{args.model}: {parameters:,} parameters, tied ones once; buffers {buffers / GIB:.2f} GiB")
     print(
         f"{kind} {'fp32' if setup.precision == 'no' else setup.precision}, N = {setup.processes}, {args.trained} trained, {args.frozen} frozen\n"

@@ -44,7 +44,7 @@ def sums(setup: Setup, unit: int = 0, **models) -> dict[str, tuple]:
     [  # bytes per parameter in the forward, backward, step
         (Setup("plain", "no", 1), {}, (16, 16, 16)),
         (Setup("plain", "bf16", 1), {"frozen": 2}, (26, 24, 24)),
-        (Setup("plain", "bf16", 4), {"trained": 2, "frozen": 1}, (48, 44, 44)),
+        (Setup("ddp", "bf16", 4), {"trained": 2, "frozen": 1}, (48, 44, 44)),
         (Setup("fsdp2", "bf16", 4), {}, (4 + 4 - 1, 4, 4)),
         (Setup("fsdp2", "bf16", 4), {"frozen": 2}, (7 + 2, 6, 6)),
         (Setup("zero", "bf16", 4, 1), {}, (2 + 2 + 3, 2 + 3.5, 2 + 3 + 1.5)),
@@ -79,7 +79,7 @@ def test_offload(setup, gpu, cpu):
 @pytest.mark.parametrize(
     "setup, expected",
     [
-        (Setup("plain", "bf16", 2), (4 + 8 + 4 + 2, 20, 20)),
+        (Setup("ddp", "bf16", 2), (4 + 8 + 4 + 2, 20, 20)),
         (Setup("fsdp2", "bf16", 4), (3, 4, 4)),
         (Setup("zero", "bf16", 4, 1), (5, 5.5, 6.5)),
         (Setup("zero", "bf16", 4, 2), (5, 5.5, 6.5)),
@@ -102,9 +102,9 @@ def test_what_does_not_grow_with_the_model_is_there_once():
 def test_the_configs_of_this_repository():
     zero = dict(bucket=500_000_000, buckets=1, live=1_000_000_000, sub_group=1_000_000_000)
     assert {path.stem: read_setup(path) for path in OWN.glob("*.yaml")} == {
-        "cpu": Setup("plain", "no", 1),
+        "cpu": Setup("ddp", "no", 1),
         "single_gpu": Setup("plain", "bf16", 1),
-        "ddp": Setup("plain", "bf16", 2),
+        "ddp": Setup("ddp", "bf16", 2),
         "fsdp2": Setup("fsdp2", "bf16", 2),
         "ds_fp16": Setup("zero", "fp16", 1, 2, **zero),
         "ds_zero2": Setup("zero", "bf16", 1, 2, **zero),
