@@ -139,6 +139,15 @@ MUTATIONS = [
     Mutation("half_softmax", "common/logprobs.py", "@ matrix.T).float()", "@ matrix.T).to(hidden.dtype)",
              "test_logprobs.py::test_log_softmax_is_fp32_under_half_weights"),
     Mutation("last_chunk", "common/logprobs.py", "grad_weight += grad.T @", "grad_weight = grad.T @", "test_logprobs.py::test_architectures[llama]"),
+    # ------------------------------------------------------------ test_memory.py
+    Mutation("no_step_copies", "common/memory.py", '        trained += [State("fp32 gradients", 4, True, "s")]\n', '',
+             "test_memory.py::test_the_estimate_is_what_two_processes_hold[ds_fp16]"),
+    Mutation("no_buckets", "common/memory.py", 'State("DDP\'s buckets", 4, False)', 'State("DDP\'s buckets", 0, False)',
+             "test_memory.py::test_the_estimate_is_what_two_processes_hold[ddp]"),
+    Mutation("masters_stay", "common/memory.py", 'State("fp32 masters", 4, True, where=optimizer)', 'State("fp32 masters", 4, True)',
+             "test_memory.py::test_offload"),
+    Mutation("tied_twice", "common/memory.py", "for p in module.parameters())", "for _, p in module.named_parameters(remove_duplicate=False))",
+             "test_memory.py::test_parameters_are_counted_without_weights"),
     # ------------------------------------------------------------ test_metrics.py
     Mutation("rank0_metrics", "common/metrics.py", "self.accelerator.gather(torch.stack(list(self.sums.values()))[None])",
              "self.accelerator.gather(torch.stack(list(self.sums.values()))[None])[:1]",

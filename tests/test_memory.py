@@ -1,0 +1,185 @@
+"""`python -m common.memory` says what a launch really holds, and is refused where it does not know.
+
+Mutations that turn it red: the fp32 copies of the gradients in the step left out (`no_step_copies`), DDP's own buckets left out (`no_buckets`),
+masters that offloading leaves on the GPU (`masters_stay`), tied parameters counted twice (`tied_twice`).
+"""
+
+import importlib.util
+import json
+import sys
+
+import pytest
+from transformers import LlamaConfig
+
+from common.memory import Setup, count_parameters, main, read_setup, table
+from runs import CONFIGS, REPOSITORY
+
+spec = importlib.util.spec_from_file_location("benchmark_of_memory", REPOSITORY / "benchmarks/memory.py")
+benchmark = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(benchmark)
+OWN = REPOSITORY / "accelerate_configs"
+PARAMETERS = 1_000_000  # divisible by the processes used here
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIGS / "zero1.json", OWN / "ds_fp16.yaml", OWN / "ds_zero3.yaml", OWN / "ddp.yaml"], ids=lambda p: p.stem
+)
+def test_the_estimate_is_what_two_processes_hold(config):
+    result = benchmark.launch(config, 2)
+    n = result["parameters"]
+    for moment, guess in result["estimated"].items():
+        measured = result["measured"][moment]
+        # Each state by itself, within padding and the norms' parameter group, whose fp32 gradients come after those of the matrices.
+        assert {state: measured[state] / n for state in guess} == pytest.approx({s: b / n for s, b in guess.items()}, abs=0.01)
+        assert sum(guess.values()) == pytest.approx(sum(measured[state] for state in guess), rel=0.001)
+
+
+def sums(setup: Setup, unit: int = 0, **models) -> dict[str, tuple]:
+    """Bytes per parameter at the three moments, by place."""
+    return {row[0]: tuple(size / PARAMETERS for size in row[3:]) for row in table(setup, PARAMETERS, unit, **models) if row[1] == "sum"}
+
+
+@pytest.mark.parametrize(
+    "setup, models, expected",
+    [  # bytes per parameter in the forward, backward, step
+        (Setup("plain", "no", 1), {}, (16, 16, 16)),
+        (Setup("plain", "bf16", 1), {"frozen": 2}, (26, 24, 24)),
+        (Setup("ddp", "bf16", 4), {"trained": 2, "frozen": 1}, (48, 44, 44)),
+        (Setup("fsdp2", "bf16", 4), {}, (4 + 4 - 1, 4, 4)),
+        (Setup("fsdp2", "bf16", 4), {"frozen": 2}, (7 + 2, 6, 6)),
+        (Setup("zero", "bf16", 4, 1), {}, (2 + 2 + 3, 2 + 3.5, 2 + 3 + 1.5)),
+        (Setup("zero", "fp16", 4, 2), {}, (2 + 3.5, 2 + 4, 2 + 3 + 1.5)),
+        (Setup("zero", "fp16", 4, 2), {"trained": 2, "frozen": 2}, (4 + 7 + 4, 4 + 8 + 4, 4 + 9 + 4)),
+        (Setup("zero", "no", 4, 2), {}, (4 + 4, 4 + 5, 4 + 5)),
+        (Setup("zero", "bf16", 4, 3, live=10**9, sub_group=10**9), {}, (4 + 2, 4, 5)),
+        (Setup("zero", "bf16", 4, 3, live=PARAMETERS // 2, sub_group=PARAMETERS // 8), {"frozen": 1}, (4 + 1 + 0.5, 4.5, 4.5 + 0.5)),
+        (Setup("zero", "bf16", 1, 3, live=10**9, sub_group=10**9), {}, (16, 16, 20)),
+    ],
+)
+def test_closed_form(setup, models, expected):
+    assert sums(setup, **models)["GPU"] == pytest.approx(expected)
+    assert "CPU" not in sums(setup, **models)
+
+
+@pytest.mark.parametrize(
+    "setup, gpu, cpu",
+    [
+        (Setup("zero", "bf16", 4, 1, optimizer_on_cpu=True), (4, 2, 2), (4.5, 4.5, 4.5)),
+        (Setup("zero", "bf16", 4, 2, optimizer_on_cpu=True), (2, 2, 2), (5, 5, 5)),
+        (Setup("zero", "bf16", 4, 3, live=10**9, optimizer_on_cpu=True), (3, 1, 1), (4, 4, 4)),
+        (Setup("zero", "bf16", 4, 3, live=10**9, optimizer_on_cpu=True, weights_on_cpu=True), (2.5, 0.5, 0.5), (4.5, 4.5, 4.5)),
+        (Setup("fsdp2", "bf16", 4, optimizer_on_cpu=True, weights_on_cpu=True), (4, 0, 0), (3, 4, 4)),
+    ],
+)
+def test_offload(setup, gpu, cpu):
+    found = sums(setup)
+    assert found["GPU"] == pytest.approx(gpu) and found["CPU"] == pytest.approx(cpu)
+
+
+@pytest.mark.parametrize(
+    "setup, expected",
+    [
+        (Setup("ddp", "bf16", 2), (4 + 8 + 4 + 2, 20, 20)),
+        (Setup("fsdp2", "bf16", 4), (3, 4, 4)),
+        (Setup("zero", "bf16", 4, 1), (5, 5.5, 6.5)),
+        (Setup("zero", "bf16", 4, 2), (5, 5.5, 6.5)),
+        (Setup("zero", "bf16", 4, 3, live=10**9, sub_group=10**9), (6, 4, 5)),
+    ],
+)
+def test_without_accumulation_no_gradients_stand_in_the_forward(setup, expected):
+    assert sums(setup._replace(accumulates=False))["GPU"] == pytest.approx(expected)
+
+
+def test_what_does_not_grow_with_the_model_is_there_once():
+    setup = Setup("zero", "bf16", 4, 3, bucket=3 * PARAMETERS)
+    for models in (1, 2):
+        rows = {row[1]: row[2:] for row in table(setup, PARAMETERS, trained=models)}
+        assert rows["reduction buffer"] == ("fixed", *[6 * PARAMETERS] * 3)
+    rows = {row[1]: row[2:] for row in table(Setup("fsdp2", "bf16", 4), PARAMETERS, 7, trained=2)}
+    assert rows["gathered, one layer"] == ("fixed", 14, 0, 0) and rows["Adam"][0] == "2 x 8 / N"
+
+
+def test_the_configs_of_this_repository():
+    zero = dict(bucket=500_000_000, buckets=1, live=1_000_000_000, sub_group=1_000_000_000)
+    assert {path.stem: read_setup(path) for path in OWN.glob("*.yaml")} == {
+        "cpu": Setup("ddp", "no", 1),
+        "single_gpu": Setup("plain", "bf16", 1),
+        "ddp": Setup("ddp", "bf16", 2),
+        "fsdp2": Setup("fsdp2", "bf16", 2),
+        "ds_fp16": Setup("zero", "fp16", 1, 2, **zero),
+        "ds_zero2": Setup("zero", "bf16", 1, 2, **zero),
+        "ds_zero3": Setup("zero", "bf16", 1, 3, **zero),
+    }
+    assert read_setup(OWN / "ds_zero2.yaml", 8).processes == 8
+
+
+def test_parameters_are_counted_without_weights(tmp_path):
+    sizes = dict(
+        vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, architectures=["LlamaForCausalLM"]
+    )
+    layer = 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8
+    for tied in (True, False):
+        LlamaConfig(**sizes, tie_word_embeddings=tied).save_pretrained(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+        assert count_parameters(str(tmp_path))[:2] == (800 * (1 if tied else 2) + 3 * layer + 8, 800)
+    LlamaConfig(**{**sizes, "vocab_size": 10}).save_pretrained(tmp_path)
+    assert count_parameters(str(tmp_path))[1] == layer
+
+
+def test_the_printed_table(monkeypatch, capsys):
+    flags = "--model assets/model --config accelerate_configs/ds_zero3.yaml --num_processes 2 --frozen 1"
+    monkeypatch.setattr(sys, "argv", ["memory", *flags.split(" ")])
+    monkeypatch.chdir(REPOSITORY)
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    n = 825472
+    assert lines[0].startswith(f"assets/model: {n:,} parameters") and lines[1] == "DeepSpeed ZeRO-3 bf16, N = 2, 1 trained, 1 frozen"
+    total = next(line for line in lines if line.startswith("GPU sum")).split()[2:]
+    fixed = 2 * 500_000_000
+    assert [float(x) for x in total] == pytest.approx([(x * n + fixed) / 2**30 for x in (9 + 2 - 1 + 1 - 1, 9, 11)], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"zero_optimization": {"stage": 0}}, "estimated are ZeRO stages 1, 2 and 3"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "without data_types"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "is not estimated"),
+    ],
+)
+def test_deepspeed_settings_that_are_not_known(tmp_path, change, message):
+    settings = {**json.loads((OWN / "ds_zero2.json").read_text()), **change}
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    (tmp_path / "config.yaml").write_text(
+        f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {tmp_path / 'ds.json'}}}\n"
+    )
+    with pytest.raises(SystemExit, match=message):
+        read_setup(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "was found neither in"),
+        ("- 1\n", "is no accelerate config"),
+        ("distributed_type: DEEPSPEED\n", "names no deepspeed_config_file"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: nowhere.json}\n",
+            "'nowhere.json' named by the accelerate YAML",
+        ),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n", "fsdp_version 2"),
+        ("distributed_type: 'NO'\nnum_processes: -1\n", "expected at least 1"),
+    ],
+)
+def test_configs_that_cannot_be_used(tmp_path, text, message):
+    if text:
+        (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(SystemExit, match=message):
+        read_setup(tmp_path / "config.yaml")
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    with pytest.raises(SystemExit) as error:
+        count_parameters(str(tmp_path))
+    assert str(error.value).startswith(f"no causal language model could be built from the config of {str(tmp_path)!r}: ")
+    assert "\n" not in str(error.value)
