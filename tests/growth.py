@@ -1,0 +1,52 @@
+"""Five updates of SGD at learning rate 1 on a loss whose gradient is 0.5, under DeepSpeed with a loss scale that grows after every second one.
+
+Prints what each update took from a weight and the norm DeepSpeed reports, times the root of the number of weights: with the project's guard,
+and without it.
+"""
+
+import sys
+import types
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScalerBase
+
+update_scale = DynamicLossScaler.update_scale
+
+from common.engine import loss_scale  # noqa: E402
+from common.launch import make_accelerator  # noqa: E402
+
+args = types.SimpleNamespace(train_batch_size=2, micro_train_batch_size=1, max_grad_norm=0.0, output_dir=sys.argv[1], resume="never", seed=0)
+accelerator = make_accelerator(args, "growth")
+
+
+class Weights(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.config = torch.nn.Parameter(torch.full((16,), 8.0)), types.SimpleNamespace(hidden_size=16)
+
+    def forward(self, factor):
+        return (self.weight * factor).sum()
+
+
+def updates() -> list[tuple[float, float, float]]:
+    weights = Weights()
+    model, optimizer = accelerator.prepare(weights, torch.optim.SGD(weights.parameters(), lr=1.0))
+    found, before = [], 8.0
+    for _ in range(5):
+        scale = loss_scale(accelerator, model)
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.tensor(0.5, dtype=torch.float16)))
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        after = accelerator.get_state_dict(model)["weight"][0].item()
+        found.append((before - after, float(norm) / 4, scale))
+        before = after
+    return found
+
+
+print("guarded", updates())
+DynamicLossScaler.update_scale, DynamicLossScaler.scale_loss = update_scale, LossScalerBase.scale_loss
+print("unguarded", updates())

@@ -1,0 +1,57 @@
+"""Runs a recipe some of whose windows overflow in fp16, or whose data lack these windows: what is left must be the same run.
+
+    python tests/poison.py overflow 0,4,6 recipes/sft.py --argument ...     on process 0 alone: all must skip
+    python tests/poison.py lack 0,4,6 recipes/sft.py --argument ...
+
+Of PPO these are windows of the first rollout. `fixed` in place of numbers gives every prompt the same response, whatever the precision.
+"""
+
+import runpy
+import sys
+from os import environ
+
+import torch
+
+import common.generation
+import common.logprobs
+import common.windows
+
+mode, windows, sys.argv = sys.argv[1], {int(number) for number in sys.argv[2].split(",") if number}, sys.argv[3:]
+if "fixed" in mode:
+    generate = common.generation.generate
+
+    def canned(accelerator, prepared, model, tokenizer, prompts, *args, **kwargs):
+        return [prompt[1:4][::-1] + [tokenizer.eos_token_id] for prompt in prompts]
+
+    common.generation.generate = canned
+if "lack" in mode:
+    window_rows = common.windows.window_rows
+
+    def lacking(n_rows, train_batch_size, seed, index):
+        if "ppo" in sys.argv[0] and isinstance(seed, int):  # the prompts of a rollout
+            return window_rows(n_rows, train_batch_size, seed, index)
+        kept = [number for number in range(index + len(windows) + 1) if number not in windows]
+        return window_rows(n_rows, train_batch_size, seed, kept[index])
+
+    common.windows.window_rows = lacking
+if "overflow" in mode:
+    window_done, seen = common.windows.Progress.window_done, [0]
+
+    def counting(*args, **kwargs):
+        seen[0] += 1
+        return window_done(*args, **kwargs)
+
+    def poison(forward):
+        def poisoned(self, *args, **kwargs):
+            out = forward(self, *args, **kwargs)
+            tensor = out["logps"] if isinstance(out, dict) else out
+            if tensor.requires_grad and seen[0] in windows and environ.get("RANK", "0") == "0":
+                tensor.register_hook(lambda grad: grad * torch.inf)
+            return out
+
+        return poisoned
+
+    common.windows.Progress.window_done = counting
+    for module in (common.logprobs.LogProbModel, common.logprobs.ScoreModel):
+        module.forward = poison(module.forward)
+runpy.run_path(sys.argv[0], run_name="__main__")
