@@ -19,7 +19,9 @@ def probed(*args, **kwargs):
         "dtype": str(parameter.dtype),
         "optimizer": type(engine.basic_optimizer).__name__,
         "offloaded": [engine.zero_offload_optimizer() is not None, engine.zero_offload_param() is not None],
-        "scaler": {name: getattr(scaler, name) for name in ("dynamic", "scale_window", "delayed_shift", "min_scale") if hasattr(scaler, name)},
+        "scaler": {
+            name: getattr(scaler, name) for name in ("dynamic", "scale_window", "delayed_shift", "min_scale") if hasattr(scaler, name)
+        },
     }
     if engine.global_rank == 0:
         with open(os.environ["PROBE"], "w") as file:

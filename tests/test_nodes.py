@@ -1,7 +1,7 @@
 """Several nodes, and other launchers than accelerate: the numbers of one node with as many processes.
 
-Mutations that turn it red: DeepSpeed left to start the other nodes by itself (`pdsh`), every node the first (`all_first`), a job
-whose time is up not put back into the queue (`no_requeue`).
+Mutations that turn it red: DeepSpeed left to start the other nodes by itself (`pdsh`), Slurm's number of processes
+counted wrongly (`too_many`), a job whose time is up not put back into the queue (`no_requeue`).
 """
 
 import contextlib
@@ -148,14 +148,21 @@ def test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue(inputs, on
         notes = tmp_path / turn
         notes.mkdir()
         env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", NOTES=str(notes), **job)
-        process = subprocess.Popen(list(map(str, command)), cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        started = time.time()
-        while turn == "stopped" and not (output / "metrics.jsonl").is_file() and process.poll() is None:
-            assert time.time() - started < NODE_TIMEOUT
-            time.sleep(0.02)
-        if turn == "stopped":
-            process.send_signal(signal.SIGTERM)  # as --signal=B:TERM@300 does
-        printed, _ = process.communicate(timeout=NODE_TIMEOUT)
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            deadline = time.time() + NODE_TIMEOUT
+            while turn == "stopped" and not (output / "metrics.jsonl").is_file() and process.poll() is None:
+                assert time.time() < deadline
+                time.sleep(0.02)
+            if turn == "stopped":
+                process.send_signal(signal.SIGTERM)  # as --signal=B:TERM@300 does
+            printed, _ = process.communicate(timeout=NODE_TIMEOUT)
+        finally:
+            for pid in (notes / "pids").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGTERM)
         said = [(notes / f"node{node}").read_text() for node in range(2)]
         for text in said:
             assert "x 2 processes x 2 gradient accumulation steps; DDP fp32 on cpu" in text, text
