@@ -10,9 +10,10 @@
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=B:TERM@300
-# One task a node: `accelerate launch`, which starts a process per GPU. B: five minutes before the end only this shell gets SIGTERM, so
-# that it knows why the run left: Slurm requeues by itself after pre-emption and a failed node, not when the time is up.
+#SBATCH --signal=B:USR1@300
+# One task a node: `accelerate launch`, which starts a process per GPU. B: five minutes before the end this shell alone gets SIGUSR1, so
+# that it knows why the run left: Slurm requeues by itself after pre-emption and a failed node, not when the time is up. SIGTERM means
+# pre-emption or scancel, and goes to the run as well.
 set -u
 config=$1
 shift
@@ -30,20 +31,21 @@ srun --kill-on-bad-exit=1 bash -c 'exec accelerate launch --config_file "$0" --n
     "$config" "$((per_node * SLURM_NNODES))" "$@" &
 step=$!
 
-stopped=
+time_is_up=
 stop() {
-    stopped=yes
+    time_is_up=yes
     scancel --signal=TERM "$SLURM_JOB_ID"  # to the launchers, not to this shell; each passes it on, and the run writes a checkpoint
 }
-trap stop TERM
+trap stop USR1
+trap : TERM  # this shell must outlive the run: its end would kill the run while it writes
 wait "$step"
 status=$?
-if [ -n "$stopped" ]; then  # that was the trap; now wait for the run
+while kill -0 "$step" 2> /dev/null; do  # that was a trap, the run goes on
     wait "$step"
     status=$?
-    if [ "$status" -ne 0 ]; then  # it may have come to its end in these minutes
-        echo "slurm.sh: the time is up, job $SLURM_JOB_ID goes back into the queue"
-        scontrol requeue "$SLURM_JOB_ID"
-    fi
+done
+if [ -n "$time_is_up" ] && [ "$status" -ne 0 ]; then  # 0: it came to its end in these minutes
+    echo "slurm.sh: the time is up, job $SLURM_JOB_ID goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

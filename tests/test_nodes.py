@@ -157,7 +157,7 @@ def test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue(inputs, on
                 assert time.time() < deadline
                 time.sleep(0.02)
             if turn == "stopped":
-                process.send_signal(signal.SIGTERM)  # as --signal=B:TERM@300 does
+                process.send_signal(signal.SIGUSR1)  # as --signal=B:USR1@300 does
             printed, _ = process.communicate(timeout=NODE_TIMEOUT)
         finally:
             for pid in (notes / "pids").read_text().split():
