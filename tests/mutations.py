@@ -55,6 +55,17 @@ MUTATIONS = [
              "test_bad_input.py::test_recipes_end_with_one_line_and_before_training"),
     Mutation("small_vocabulary", "common/models.py", "if len(tokenizer) > size:", "if size == 0:", "test_bad_input.py::test_models"),
     Mutation("random_weights", "common/models.py", '    if missing:\n        sys.exit(f"{name!r} lacks weights, such as {min(missing)}: they would have', '    if False:\n        sys.exit(f"{name!r} lacks weights, such as {min(missing)}: they would have', "test_bad_input.py::test_models"),
+    # ------------------------------------------------------------ test_configs.py
+    Mutation("beaten_key", "accelerate_configs/multi_node.yaml", "main_process_port: 29500\n", "main_process_port: 29500\nrdzv_backend: c10d\n",
+             "test_configs.py::test_accelerate_reads_every_key_of_a_yaml[multi_node]"),
+    Mutation("unread_key", "accelerate_configs/fsdp2.yaml", "  fsdp_version: 2\n", "  fsdp_version: 2\n  fsdp_mixed_precision: bf16\n",
+             "test_configs.py::test_accelerate_reads_every_key_of_a_yaml[fsdp2]"),
+    Mutation("unread_json", "accelerate_configs/ds_zero1.json", '"gradient_clipping": "auto"', '"gradient_clipping": "auto", "gradient_checkpointing": true',
+             "test_configs.py::test_deepspeed_knows_every_key_of_a_json[ds_zero1]"),
+    Mutation("unknown_json", "accelerate_configs/ds_zero1.json", '{"stage": 1}', '{"stage": 1, "overlap": true}',
+             "test_configs.py::test_deepspeed_knows_every_key_of_a_json[ds_zero1]"),
+    Mutation("not_offloaded", "accelerate_configs/ds_zero3_offload.json", '"offload_optimizer": {"device": "cpu"', '"offload_optimizer": {"device": "none"',
+             "test_configs.py::test_a_yaml_as_it_is_gives_the_numbers_of_fp32[ds_zero3_offload]"),
     # ------------------------------------------------------------ test_counting.py
     Mutation("log_every_ga", "recipes/dpo.py", "progress.log_due(args.logging_steps)", "progress.log_due(args.logging_steps * steps)",
              "test_counting.py::test_accumulation_changes_no_number"),
@@ -161,6 +172,13 @@ MUTATIONS = [
              "test_metrics.py::test_equal_rewards_are_no_success"),
     Mutation("logits_per_pair", "recipes/dpo.py", "metrics.add({name: value}, mask * weights[:, None])",
              "metrics.add({name: (value * mask).sum(1) / mask.sum(1)}, weights)", "test_metrics.py::test_the_eight_metrics_of_dpo[plain-more0]"),
+    # ------------------------------------------------------------ test_nodes.py
+    Mutation("pdsh", "accelerate_configs/ds_zero2.yaml", "deepspeed_multinode_launcher: standard", "deepspeed_multinode_launcher: pdsh",
+             "test_nodes.py::test_deepspeed_on_two_nodes"),
+    Mutation("too_many", "accelerate_configs/slurm.sh", '"$((per_node * SLURM_NNODES))"', '"$((per_node * 2 * SLURM_NNODES))"',
+             "test_nodes.py::test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue"),
+    Mutation("no_requeue", "accelerate_configs/slurm.sh", 'scontrol requeue "$SLURM_JOB_ID"', ":",
+             "test_nodes.py::test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue"),
     # ------------------------------------------------------------ test_ppo.py
     Mutation("values_forgotten", "recipes/ppo.py", 'torch.where(mask, advantages + values, 0.0)',
              'torch.where(mask, advantages, 0.0)', "test_ppo.py::test_advantages[1.0-0.95]"),

@@ -43,11 +43,6 @@ def test_each_yaml_says_when_to_choose_it_and_names_what_exists(path):
             assert content[key] == "auto"
 
 
-def test_fp16_settings():
-    content = json.loads((REPOSITORY / "accelerate_configs/ds_fp16.json").read_text())
-    assert content["fp16"] == {"enabled": True, "loss_scale": 0.0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
-
-
 def test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_repository(inputs, tmp_path):
     """The JSON that the YAML names is found although the current directory is another."""
     copy = shutil.copy(recipe("sft"), tmp_path / "mine.py")

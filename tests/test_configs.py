@@ -1,0 +1,159 @@
+"""The YAMLs and JSONs: no key that nobody reads, each launched and giving the numbers of fp32.
+
+Mutations that turn it red: a key in a YAML that a flag's default beats (`beaten_key`) or that accelerate never reads (`unread_key`), one in
+a JSON that DeepSpeed does not know, at the top (`unread_json`) or below (`unknown_json`), Adam left on the GPU (`not_offloaded`).
+"""
+
+import argparse
+import json
+import os
+import shutil
+
+import pytest
+import yaml
+from accelerate.commands import launch as accelerate_launch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import launch as accelerate_environment
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from runs import REPOSITORY, config_launcher, launch, recipe, tiny_llama, training_lines, weights, write_jsonl
+
+FOLDER = REPOSITORY / "accelerate_configs"
+YAMLS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+JSONS = sorted(path.stem for path in FOLDER.glob("*.json"))
+# What a run says of itself, and what DeepSpeed's engine then is.
+ADAM, OFFLOADED_ADAM = ("AdamW", [False, False]), ("DeepSpeedCPUAdam", [True, True])
+LAUNCHED = {
+    "single_gpu": ("one process bf16", None),
+    "ds_zero1": ("DeepSpeed ZeRO-1 bf16", (1, "torch.bfloat16", *ADAM)),
+    "ds_zero1_fp16": ("DeepSpeed ZeRO-1 fp16", (1, "torch.float16", *ADAM)),
+    "ds_zero3_fp16": ("DeepSpeed ZeRO-3 fp16", (3, "torch.float16", *ADAM)),
+    "ds_zero3_offload": ("DeepSpeed ZeRO-3 bf16", (3, "torch.bfloat16", *OFFLOADED_ADAM)),
+}
+LAUNCHED_ELSEWHERE = {
+    "cpu": "test_launch.py", "multi_node": "test_nodes.py",
+    **dict.fromkeys(["ddp", "fsdp2", "ds_fp16", "ds_zero2", "ds_zero3"], "test_strategies.py"),
+}  # fmt: skip
+
+
+class Noting(argparse.Namespace):
+    """Notes which of its values are read."""
+
+    def __getattribute__(self, name):
+        if not name.startswith("_"):
+            object.__getattribute__(self, "__dict__").setdefault("_read", set()).add(name)
+        return super().__getattribute__(name)
+
+
+class NotingDict(dict):
+    """Notes which of its keys are asked for; copies note in the same set."""
+
+    read: set
+
+    def get(self, key, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key):
+        self.read.add(key)
+        return super().__contains__(key)
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_accelerate_reads_every_key_of_a_yaml(name, monkeypatch):
+    """It refuses an unknown key at the top only; below, it keeps it and never looks. And some defaults of flags beat the YAML."""
+    path = FOLDER / f"{name}.yaml"
+    load_config_from_file(str(path))  # raises for an unknown key
+    parser = accelerate_launch.launch_command_parser()
+    parsed = parser.parse_args(["--config_file", str(path), "script.py"])
+    args, *_ = accelerate_launch._validate_launch_command(parsed)
+    content = yaml.safe_load(path.read_text())
+    flat = {key: value for key, value in content.items() if not isinstance(value, dict)}
+    for group in content.values():
+        flat.update(group if isinstance(group, dict) else {})
+    # These choose the launcher and its threads: read above, not below.
+    assert args.mixed_precision == flat.pop("mixed_precision", "no")
+    kind = flat.pop("distributed_type")
+    assert (args.use_deepspeed, args.use_fsdp, args.multi_gpu) == (kind == "DEEPSPEED", kind == "FSDP", kind == "MULTI_GPU")
+    assert flat.pop("compute_environment") == "LOCAL_MACHINE" and args.use_cpu == flat.pop("use_cpu")
+    assert {key: getattr(args, key) for key in flat} == flat
+
+    monkeypatch.setattr(accelerate_environment, "is_port_in_use", lambda port: False)
+    args = Noting(**vars(args), deepspeed_fields_from_accelerate_config="")
+    if args.use_deepspeed:
+        accelerate_environment.prepare_deepspeed_cmd_env(args)
+    elif kind == "NO":
+        accelerate_environment.prepare_simple_launcher_cmd_env(args)
+        flat.pop("num_processes")  # accelerate refuses a YAML without it, and starts one
+    else:
+        accelerate_environment.prepare_multi_gpu_env(args)
+    assert set(flat) - args._read == set()
+
+
+@pytest.mark.parametrize("name", JSONS)
+def test_deepspeed_knows_every_key_of_a_json(name):
+    """Below the top it refuses what it does not know; at the top it does not look."""
+    content = NotingDict(json.loads((FOLDER / f"{name}.json").read_text()))
+    assert (FOLDER / f"{name}.yaml").is_file() and f"accelerate_configs/{name}.json" in (FOLDER / f"{name}.yaml").read_text()
+    content.update(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1, gradient_clipping=1.0)  # "auto", as the recipe does
+    content.read = set()
+    config = DeepSpeedConfig(content)  # raises for an unknown key below the top
+    assert set(content) - content.read == set()
+    assert config.zero_optimization_stage == content["zero_optimization"]["stage"]
+    for half, settings in (("fp16", config.float16_config), ("bf16", config.bfloat16_config)):
+        assert settings.enabled == (half in content)
+        assert {key: getattr(settings, key) for key in content.get(half, {})} == content.get(half, {})
+    if "fp16" in content:  # all five are said, none left to a default
+        assert content["fp16"] == {"enabled": True, "loss_scale": 0.0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+
+
+def test_every_yaml_is_launched_by_a_test():
+    assert sorted([*LAUNCHED, *LAUNCHED_ELSEWHERE]) == YAMLS
+    for name, file in LAUNCHED_ELSEWHERE.items():
+        assert f'"{name}"' in (REPOSITORY / "tests" / file).read_text()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Every window holds the same 8 rows: a window that an overflow skips changes nothing."""
+    folder = tmp_path_factory.mktemp("configs")
+    tiny_llama(folder / "model")
+    say = lambda role, text: [{"role": role, "content": text}]
+    write_jsonl(folder / "sft.jsonl", [{"messages": say("user", str(n)) + say("assistant", "ab"[n % 2] * (n % 5 + 1))} for n in range(8)])
+    launch([], recipe("sft"), *flags(folder, folder / "fp32"))
+    return folder
+
+
+def flags(inputs, output):
+    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl", "--output_dir", output, "--train_batch_size", 8,
+            "--micro_train_batch_size", 2, "--max_steps", 3, "--warmup_steps", 0, "--learning_rate", 1e-2, "--report_to", "none",
+            "--logging_steps", 1]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(LAUNCHED))
+def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(inputs, name):
+    """Three updates with a rate that falls by thirds: losses, gradient norms and where the weights went."""
+    description, engine = LAUNCHED[name]
+    if engine and engine[2] == "DeepSpeedCPUAdam" and not shutil.which(os.environ.get("CXX", "g++")):
+        pytest.skip(f"{name} needs a C++ compiler: DeepSpeed compiles its Adam at the first run, and there is no g++ here")
+    output, found = inputs / name, inputs / f"{name}.json"
+    launcher = config_launcher(name, 2 if engine else 1)
+    script = [REPOSITORY / "tests/probe.py", recipe("sft")] if engine else [recipe("sft")]
+    result = launch(launcher, *script, *flags(inputs, output), env={"PROBE": str(found)})
+    assert f"{description} on cpu" in result.stdout
+    for line, exact in zip(training_lines(output), training_lines(inputs / "fp32"), strict=True):
+        assert line["loss"] == pytest.approx(exact["loss"], rel=2e-2)
+        assert line["grad_norm"] == pytest.approx(exact["grad_norm"], rel=5e-2)
+        assert line["learning_rate"] == pytest.approx(exact["learning_rate"]) and line["samples"] == exact["samples"]
+    start = weights(inputs, "model")
+    moved, expected = weights(output) - start, weights(inputs / "fp32") - start
+    assert (moved - expected).norm() <= 0.15 * expected.norm()  # seen: 0.02 in fp16, 0.07 in bf16
+    if engine:
+        real = json.loads(found.read_text())
+        assert (real["stage"], real["dtype"], real["optimizer"], real["offloaded"]) == engine
+        if "fp16" in name:
+            assert real["scaler"] == {"dynamic": True, "scale_window": 1000, "delayed_shift": 2, "min_scale": 1}
