@@ -15,7 +15,9 @@ update_scale = DynamicLossScaler.update_scale
 from common.engine import loss_scale  # noqa: E402
 from common.launch import make_accelerator  # noqa: E402
 
-args = types.SimpleNamespace(train_batch_size=2, micro_train_batch_size=1, max_grad_norm=0.0, output_dir=sys.argv[1], resume="never", seed=0)
+args = types.SimpleNamespace(
+    train_batch_size=2, micro_train_batch_size=1, max_grad_norm=0.0, output_dir=sys.argv[1], resume="never", seed=0
+)
 accelerator = make_accelerator(args, "growth")
 
 
@@ -30,6 +32,7 @@ class Weights(torch.nn.Module):
 
 def updates() -> list[tuple[float, float, float]]:
     weights = Weights()
+    accelerator.deepspeed_engine_wrapped = None  # it holds one engine
     model, optimizer = accelerator.prepare(weights, torch.optim.SGD(weights.parameters(), lr=1.0))
     found, before = [], 8.0
     for _ in range(5):

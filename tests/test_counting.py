@@ -53,14 +53,6 @@ def test_the_end_is_evaluated_once_whether_or_not_its_window_is_skipped():
         assert due == expected, (skipped, interval)
 
 
-def test_skips_without_end_end():
-    progress = Progress(1000, 1, 1, 5)
-    with pytest.raises(SystemExit, match="100 updates in a row"):
-        while not progress.finished:
-            progress.window_done(applied=False, samples=1, tokens=1)
-    assert progress.skipped_steps == 100
-
-
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
     assert accumulation_steps(192, 6, 1) == 32 and accumulation_steps(200, 5, 1) == 40 and accumulation_steps(64, 4, 8) == 2
     with pytest.raises(SystemExit, match=r"--train_batch_size 200 .* 6 x 1 processes = 6.*198 or 204.*--micro_train_batch_size 5"):
