@@ -83,7 +83,13 @@ def universal(checkpoint: Path, out: Path) -> None:
     if result.returncode:
         sys.exit(f"DeepSpeed could not convert {source}:\n{result.stderr[-2000:]}")
     state = json.loads((temporary / "state.json").read_text(encoding="utf-8"))
-    del state["arguments"]["world"]
+    if state["arguments"].pop("world").startswith("DeepSpeed ZeRO-3"):
+        shared = torch.load(temporary / "engine/pytorch_model/zero/optimizer_state.pt", weights_only=False)
+        steps = {float(part["step"]) for part in shared["optimizer_state_dict"]["state"].values()}
+        if len(steps) > 1:
+            shutil.rmtree(temporary)
+            sys.exit(f"{checkpoint}: Adam's step counts differ, {sorted(steps)} (PPO's critic had a warm-up), and from a universal checkpoint "
+                     "DeepSpeed's ZeRO-3 gives every parameter the same one. ZeRO-1 and ZeRO-2 keep them apart.")  # fmt: skip
     (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     (temporary / "manifest.json").unlink()
     files = sorted(path for path in temporary.rglob("*") if path.is_file())

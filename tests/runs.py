@@ -25,9 +25,9 @@ LAUNCHERS = {
     "ddp": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/ddp.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
     "fsdp2": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/fsdp2.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
     **{
-        f"zero{stage}": [*PYTHON, "--use_deepspeed", "--deepspeed_config_file", str(CONFIGS / f"zero{stage}.json"),
-                         "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        for stage in (1, 2, 3)
+        name: [*PYTHON, "--use_deepspeed", "--deepspeed_config_file", str(CONFIGS / f"{name}.json"),
+               "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        for name in ("zero1", "zero2", "zero3", "offload")
     },
 }  # fmt: skip
 

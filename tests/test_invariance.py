@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 
+from conftest import compiled
 from runs import LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, without_timings, write_jsonl
 
 ROWS, BATCH = 36, 16  # two epochs of windows 16, 16, 4: in the last one process of two has no real row
@@ -85,3 +86,9 @@ def test_every_split_is_the_same_run(inputs, name, launcher, micro):
     reference = run(inputs, name, *SPLITS[0])
     assert len(training_lines(reference)) == (8 if name == "ppo" else 6) and torch.isfinite(weights(reference)).all()
     assert_same_run(reference, run(inputs, name, launcher, micro), name)
+
+
+@compiled
+def test_offloaded_to_the_cpu_it_is_the_same_run(inputs):
+    """DeepSpeed's own Adam takes the place of PyTorch's: the critic's warm-up and the norms of the groups reach into it."""
+    assert_same_run(run(inputs, "ppo", *SPLITS[0]), run(inputs, "ppo", "offload", 2), "ppo")

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from common import checkpoint
-from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, start, timeless, tiny_llama, weights, workers, write_jsonl
+from common.launch import decide_output_dir
+from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, refuses, start, timeless, tiny_llama, weights, workers, write_jsonl
 
 UPDATES = 40
 
@@ -169,10 +170,98 @@ def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, st
     command = [sys.executable, "-m", "common.export", str(cut), str(universal), "--universal"]
     subprocess.run(command, check=True, cwd=REPOSITORY)
     assert checkpoint.fault_of(universal) is None and "world" not in json.loads((universal / "state.json").read_text())["arguments"]
-    result = launch(alone, recipe("ppo"), *flags(inputs, output, *more, "--resume", universal), cwd=inputs)
+    result = launch(alone, recipe("ppo"), *flags(inputs, output, *more, "--resume", "auto" if stage == 2 else universal), cwd=inputs)
     assert "10 updates, 10 windows seen" in result.stdout
     one, two = weights(output), weights(whole)
     assert (one - two).norm() <= 1e-5 * two.norm()
     after = {line["global_step"]: line for line in timeless(output)}
     for line in timeless(whole)[10:]:  # the critic's values, too
         assert after[line["global_step"]] == pytest.approx(line, rel=1e-4, abs=1e-5)
+
+
+def test_step_counts_that_differ_cannot_be_moved_under_zero3(inputs):
+    """After a warm-up of the critic the actor's Adam has made fewer steps."""
+    more = ["--dataset_name", inputs / "prompts.jsonl", "--reward_function", "quick_of_test:reward", "--rollout_batch_size", 16,
+            "--micro_rollout_batch_size", 8, "--max_new_tokens", 4, "--critic_warmup_rollouts", 1, "--max_steps", 3, "--save_steps", 3]  # fmt: skip
+    launch(LAUNCHERS["zero3"], recipe("ppo"), *flags(inputs, inputs / "warm", *more), cwd=inputs)
+    command = [
+        sys.executable,
+        "-m",
+        "common.export",
+        str(inputs / "warm/checkpoints/global_step_000003"),
+        str(inputs / "moved"),
+        "--universal",
+    ]
+    refused = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert refused.returncode and "Adam's step counts differ, [1.0, 3.0]" in refused.stderr and "ZeRO-2 keep them apart" in refused.stderr
+    assert not (inputs / "moved").exists() and not (inputs / ".moved.writing").exists()
+
+
+def test_ctrl_c_leaves_a_reward_functions_workers_to_finish(inputs):
+    """It reaches the whole group of the terminal: workers that ended at once would leave their pool waiting for ever."""
+    output = inputs / "pool"
+    (inputs / "pool_of_test.py").write_text(
+        "import multiprocessing, time\n\ndef slow(text):\n    time.sleep(0.5)\n    return float(len(text))\n\n"
+        "def reward(prompts, responses):\n    with multiprocessing.get_context('fork').Pool(2) as pool:\n        open('pooling', 'w')\n"
+        "        return pool.map(slow, responses)\n"
+    )
+    more = ["--reward_function", "pool_of_test:reward", "--rollout_batch_size", 8, "--micro_rollout_batch_size", 8, "--max_new_tokens", 4]
+    process = begin("plain", inputs, recipe("ppo"), *flags(inputs, output, *more, "--dataset_name", inputs / "prompts.jsonl"))
+    until((inputs / "pooling").exists, process)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    console, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT and "stopped by SIGINT after update 1" in console
+    assert checkpoint.fault_of(output / "checkpoints/global_step_000001") is None
+
+
+def saving_run(folder, **more):
+    args = types.SimpleNamespace(output_dir=str(folder), save_total_limit=2, save_steps=0)
+    return checkpoint.Run(args=args, progress=types.SimpleNamespace(global_step=4), unwrapped=torch.nn.Linear(1, 1), **more)
+
+
+def test_what_a_killed_save_left_is_cleared_before_the_disk_is_measured(tmp_path):
+    for name in (".global_step_000004.writing", ".global_step_000002.old", "global_step_000002"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    checkpoint.check_disk(saving_run(tmp_path))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["global_step_000002"]
+
+
+@pytest.mark.parametrize("main, before", [(True, True), (True, False), (False, True)])
+def test_only_the_main_process_removes_what_failed(tmp_path, monkeypatch, main, before):
+    def fail(run, final, temporary):
+        temporary.mkdir(parents=True)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", fail)
+    run = saving_run(tmp_path, accelerator=types.SimpleNamespace(is_main_process=main))
+    if before:
+        (run.folder / "global_step_000002").mkdir(parents=True)
+    way_on = "--resume auto goes on from global_step_000002." if before else "There is none before it."
+    refuses("global_step_000004 could not be written: No space left on device", way_on, call=lambda: checkpoint.save_checkpoint(run))
+    assert (run.folder / ".global_step_000004.writing").exists() != main
+
+
+def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda run, final, temporary: written.append(final.name))
+    run = saving_run(tmp_path)
+    for run.progress.global_step in (4, 4, 5):
+        checkpoint.save_checkpoint(run)
+    assert written == ["global_step_000004", "global_step_000005"]
+
+
+def test_where_a_resumed_run_goes(tmp_path):
+    """From a path into a folder of its own, or on where it was; never over another run, never to where nobody asked."""
+    old, used, loose = (tmp_path / name for name in ("old/checkpoints/global_step_000004", "used", "loose/global_step_000004"))
+    for folder in (old, used, loose):
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+
+    def decide(resume, output_dir=None):
+        return decide_output_dir(types.SimpleNamespace(resume=str(resume), output_dir=output_dir and str(output_dir)), "sft")
+
+    assert decide(old) == decide(old, tmp_path / "old") == str(tmp_path / "old") and decide("auto", used) == str(used)
+    assert decide(old, tmp_path / "new") == decide(loose, tmp_path / "new") == str(tmp_path / "new")
+    refuses(f"--output_dir {used} already holds another run", "--resume auto", call=lambda: decide(old, used))
+    refuses(f"--resume {loose}", "give --output_dir", call=lambda: decide(loose))
