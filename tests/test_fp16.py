@@ -2,19 +2,23 @@
 
 Mutations that turn it red: the loss scale growing within an update (`grows_within`), a run at the smallest scale that goes on (`no_end`), no
 warning of many skips (`no_warning`), one that never stops (`warns_always`), overflows not looked for in the backward pass
-(`forward_only`), log-probs summed in half precision (`half_sums`).
+(`forward_only`), logits (`half_logits`) or the margins of a loss (`half_margins`) in half precision.
 """
 
 import ast
 import json
+import math
 import re
+import runpy
 import statistics
 import types
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common.engine import watch_overflow
+from common.logprobs import LogProbModel, ScoreModel
 from common.metrics import Metrics
 from common.windows import Progress
 from runs import PYTHON, REPOSITORY, config_launcher, launch, recipe, timeless, tiny_inputs, tiny_llama, training_lines, weights
@@ -167,3 +171,53 @@ def test_the_tensor_that_overflows_is_named(capsys):
     assert said(1e30, 1e30, 1.0, 1.0) == "OVERFLOW in process 0: the output of second, torch.float32, 3 of 3 elements"
     assert said(1.0, 1e30, 1.0, 1e30) == "OVERFLOW in process 0: the gradient of the output of first, torch.float32, 3 of 3 elements"
     assert said(1e-20, 1.0, 1e20, 1e30) == "OVERFLOW in process 0: the gradient of first.weight, torch.float32, 1 of 1 elements"
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_what_a_half_model_returns_is_computed_in_fp32(inputs, half):
+    """Log-probs below fp16's smallest number, -65,504, entropies, and scores to fp32's digits, from half weights."""
+    causal = AutoModelForCausalLM.from_pretrained(inputs / "still", dtype=torch.float32)
+    causal.lm_head.weight.data.mul_(30_000)
+    model = LogProbModel(causal.to(half)).eval()
+    ids = torch.randint(4, 200, (3, 12), generator=torch.Generator().manual_seed(0))
+    scored = torch.arange(12) > torch.tensor([[2], [5], [0]])
+    with torch.no_grad():
+        scores = model(ids, scored, entropy=True)
+        hidden = causal.base_model(input_ids=ids).last_hidden_state[:, :-1].double()
+    logits = hidden @ causal.lm_head.weight.double().T
+    expected = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    assert expected[scored[:, 1:]].min() < -65_504 or half == torch.bfloat16
+    assert all(value.dtype == torch.float32 for value in scores.values())
+    assert torch.allclose(scores["logps"].double(), expected * scored[:, 1:], rtol=1e-5, atol=0.02)
+    classifier = AutoModelForSequenceClassification.from_pretrained(inputs / "still", num_labels=1, dtype=half)
+    with torch.no_grad():
+        values = ScoreModel(classifier).eval()(ids)
+        hidden = classifier.base_model(input_ids=ids).last_hidden_state.double()
+    assert values.dtype == torch.float32
+    assert torch.allclose(values.double(), (hidden @ classifier.score.weight.double().T).squeeze(-1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_losses_of_values_that_fp16_cannot_hold(autocast):
+    """From fp32 log-probs and values, under autocast as well: sums of log-probs, sigmoid of margins, KL, value loss, whitening."""
+    recipes = {name: runpy.run_path(str(recipe(name))) for name in RECIPES}
+    dpo, reward, ppo = recipes["dpo"], recipes["reward"], recipes["ppo"]
+    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        one = torch.ones(1)
+        sums = {"logps": torch.full((2, 2001), -60.0).cumsum(0), "mean_logits": torch.zeros(2, 2001)}  # -120,060 and -240,120
+        args = types.SimpleNamespace(beta=0.1, loss_type="sigmoid", label_smoothing=0.0)
+        losses, metrics, _ = dpo["compare"](sums, torch.ones(2, 2002) > 0, torch.tensor([-120_000.0, -240_000.0]), args)
+        assert metrics["logps/rejected"].item() == -240_120 and losses.item() == pytest.approx(math.log1p(math.exp(-6)), rel=1e-5)
+        assert dpo["preference_loss"](one * 300, -one * 100, one, one, 0.05, "sigmoid").item() == pytest.approx(math.exp(-20), rel=1e-5)
+        assert reward["pairwise_loss"](one * 10, -one * 10, one * 0, 0.0).item() == pytest.approx(math.exp(-20), rel=1e-5)
+        assert reward["pairwise_loss"](one * 400, one * 400, one * 0, 1.0).item() == pytest.approx(640_000 + math.log(2), rel=1e-6)
+        assert ppo["kl_estimate"](one * -12.0, one, "k3").item() == pytest.approx(math.exp(13) - 14, rel=1e-5)
+        assert ppo["kl_estimate"](one * 1e-4, -one * 0, "k2").item() == pytest.approx(5e-9, rel=1e-5)
+        loss, _ = ppo["value_losses"](one * 500, one * 500, -one * 500, 0.2)
+        assert loss.item() == pytest.approx(500_000, rel=1e-6)
+        values = 70_000 + torch.tensor([[-0.5, 0.5, -0.5, 0.5]])
+        assert ppo["whiten"](values, values > 0).tolist() == [pytest.approx([-1, 1, -1, 1], rel=1e-4)]
+        mean = recipes["sft"]["compare"](
+            {"logps": torch.full((2, 3), -1e-8), "correct": torch.ones(2, 3)}, torch.ones(2, 4) > 0, torch.ones(2)
+        )
+        assert mean[0].sum().item() == pytest.approx(6e-8, rel=1e-5) and mean[0].dtype == torch.float32

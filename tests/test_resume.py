@@ -1,6 +1,6 @@
 """A run killed with SIGKILL and resumed ends with the weights and the metrics.jsonl of one never killed, bit for bit.
 
-Mutations that turn it red: random states not restored (`no_rng`), sums of an open log line not saved (`no_open_sums`), metrics.jsonl
+Mutations that turn it red: a learning rate frozen after resuming with CPU offload (`frozen_rate`), random states not restored (`no_rng`), sums of an open log line not saved (`no_open_sums`), metrics.jsonl
 not cut to the checkpoint (`no_truncate`), the position in the data lost (`no_position`), checksums not compared (`no_checksum`).
 """
 

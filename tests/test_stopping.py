@@ -2,7 +2,9 @@
 
 Mutations that turn it red: a signal not heeded (`deaf`), only on the process that got it (`one_hears`), the second like the first (`stubborn`), a
 checkpoint that fails with a traceback (`raw_failure`), what was written of it left there (`leftovers`), the disk not looked at (`blind`),
-the engine's state taken as it was cut (`not_universal`).
+the engine's state taken as it was cut (`not_universal`), step counts of Adam that ZeRO-3 would mix (`one_count`), what a killed save left taken
+for used (`rubbish`), removed by any process (`all_remove`), a checkpoint written twice (`twice`), another run's folder taken
+(`over_another`), a reward function's workers ended by Ctrl-C (`pool_ends`).
 """
 
 import json
