@@ -234,9 +234,7 @@ def load(run: Run, path: Path, state: dict) -> None:
     groups = [{name: value for name, value in group.items() if name != "params"} for group in run.optimizer.param_groups]
     accelerator.load_state(str(path / "engine"))
     accelerator.step = 0  # micro-batches since the last update
-    run.scheduler.optimizer.param_groups = (
-        run.optimizer.param_groups
-    )  # loading makes new ones; DeepSpeed's Adam for CPUs, another optimizer, has them alone
+    run.scheduler.optimizer.param_groups = run.optimizer.param_groups  # new ones, which DeepSpeed's Adam for CPUs does not share
     run.scheduler.load_state_dict(state["scheduler"])
     # DeepSpeed 0.19.8 gives all groups the settings of the first, and one shared step count, from a universal ZeRO-3 checkpoint.
     for group, settings, learning_rate in zip(run.optimizer.param_groups, groups, run.scheduler.get_last_lr()):
