@@ -1,10 +1,10 @@
 """The command line of a recipe, and a right `Accelerator` in plain python, DDP, FSDP2 and every ZeRO stage, on CPU and GPU."""
 
 import datetime
+import importlib
 import json
 import logging
 import os
-import pkgutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -84,9 +84,10 @@ def load_function(argument: str, name: str | None):
     """
     if not name:
         return None
+    module, _, attribute = name.partition(":")
     sys.path.append(os.getcwd())
     try:
-        return pkgutil.resolve_name(name)
+        return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         sys.exit(f"--{argument} {name}: {error} (expected MODULE:NAME, the module installed or in {os.getcwd()})")
 

@@ -108,8 +108,8 @@ class Metrics:
         if self.with_board:  # it hides what a killed run wrote beyond the step it resumes from
             from torch.utils.tensorboard import SummaryWriter
 
-            first = self.progress.global_step + (self.progress.global_step > 0)
-            self.board = SummaryWriter(self.file.with_name("tensorboard"), purge_step=first)
+            step = self.progress.global_step
+            self.board = SummaryWriter(self.file.with_name("tensorboard"), purge_step=step + (step > 0))
         self.bar = tqdm(
             total=self.progress.total_steps, initial=self.progress.global_step, disable=not self.accelerator.is_main_process,
             desc="update", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 10,

@@ -109,6 +109,11 @@ def test_the_configs_of_this_repository():
         "ds_fp16": Setup("zero", "fp16", 1, 2, **zero),
         "ds_zero2": Setup("zero", "bf16", 1, 2, **zero),
         "ds_zero3": Setup("zero", "bf16", 1, 3, **zero),
+        "ds_zero1": Setup("zero", "bf16", 1, 1, **zero),
+        "ds_zero1_fp16": Setup("zero", "fp16", 1, 1, **zero),
+        "ds_zero3_fp16": Setup("zero", "fp16", 1, 3, **zero),
+        "ds_zero3_offload": Setup("zero", "bf16", 1, 3, **zero, optimizer_on_cpu=True, weights_on_cpu=True),
+        "multi_node": Setup("ddp", "bf16", 16),
     }
     assert read_setup(OWN / "ds_zero2.yaml", 8).processes == 8
 
