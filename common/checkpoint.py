@@ -104,8 +104,8 @@ def check_disk(run: Run) -> None:
     """Refuses a run whose checkpoints will not fit on the disk: those it keeps, and one more while that is written."""
     for leftover in run.folder.glob(".global_step_*"):  # of a run that was killed while saving; one with .old was damaged
         shutil.rmtree(leftover)
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.unwrapped.parameters())
-    size = parameters * (4 + 4 + 8 + 4) / 2**30  # GiB at most: weights, fp32 masters, two moments, the actor
+    run.metrics.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.unwrapped.parameters())
+    size = run.metrics.parameters * (4 + 4 + 8 + 4) / 2**30  # GiB at most: weights, fp32 masters, two moments, the actor
     number = max(run.args.save_total_limit + 1 - len(by_step(run.folder)), 1)
     free = shutil.disk_usage(run.args.output_dir).free / 2**30
     if run.args.save_steps and free < number * size:

@@ -14,6 +14,8 @@ from tqdm import tqdm
 
 from .windows import Progress
 
+# Dense products in half precision a second, by NVIDIA's data sheets; of other GPUs no utilisation is logged.
+PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-SXM4-40GB": 312e12}
 NOTHING = (0.0, 0.0, math.inf, -math.inf)  # sum, count, minimum, maximum
 
 
@@ -89,6 +91,9 @@ class Metrics:
     Args:
         output_dir: gets `metrics.jsonl` and `tensorboard/`.
         bar_metric: the recipe's key metric, shown in the bar beside the loss.
+
+    Attributes:
+        parameters: trained, of all models; set before training, on the main process.
     """
 
     def __init__(self, accelerator, args, progress: Progress, bar_metric: str):
@@ -98,7 +103,7 @@ class Metrics:
         self.last_update: dict[str, float] = {}
         self.shown: dict[str, float] = {}
         self.warned = -50  # window of the last warning of skips
-        self.board, self.with_board = None, accelerator.is_main_process and args.report_to == "tensorboard"
+        self.parameters, self.board, self.with_board = 0, None, accelerator.is_main_process and args.report_to == "tensorboard"
         self.start_interval()
 
     def start(self, metrics_bytes: int = 0) -> None:
@@ -180,6 +185,8 @@ class Metrics:
         }  # fmt: skip
         if self.accelerator.device.type == "cuda":
             line["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            if peak := PEAK_FLOPS.get(torch.cuda.get_device_name()):
+                line["perf/mfu"] = 6 * self.parameters * line["perf/tokens_per_second"] / (peak * self.accelerator.num_processes)
         self.write(line)
         self.shown |= {name.split("/")[-1]: line[name] for name in ("loss", self.bar_metric, "perf/tokens_per_second") if name in line}
         self.bar.set_postfix(self.shown, refresh=False)

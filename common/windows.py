@@ -109,9 +109,7 @@ class Progress:
     @property
     def finished(self) -> bool:
         """`max_steps` counts applied updates; an epoch run ends when its windows end."""
-        if self.max_steps:
-            return self.global_step >= self.max_steps
-        return self.windows_seen >= self.max_epochs * self.windows_per_epoch
+        return self.global_step >= self.max_steps if self.max_steps else self.windows_seen >= self.max_epochs * self.windows_per_epoch
 
     def window_done(self, applied: bool, samples: int, tokens: int) -> None:
         """Counts one window; what a skipped one held was not trained on."""

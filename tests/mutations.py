@@ -173,6 +173,8 @@ MUTATIONS = [
     Mutation("tied_twice", "common/memory.py", "for p in module.parameters())", "for _, p in module.named_parameters(remove_duplicate=False))",
              "test_memory.py::test_parameters_are_counted_without_weights"),
     # ------------------------------------------------------------ test_metrics.py
+    Mutation("one_peak", "common/metrics.py", "/ (peak * self.accelerator.num_processes)", "/ peak",
+             "test_metrics.py::test_the_share_of_the_gpu_that_is_used"),
     Mutation("rank0_metrics", "common/metrics.py", "self.accelerator.gather(torch.stack(list(self.sums.values()))[None])",
              "self.accelerator.gather(torch.stack(list(self.sums.values()))[None])[:1]",
              "test_metrics.py::test_the_token_means_of_sft[ddp]"),

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from runs import REPOSITORY, config_launcher, launch, lines, recipe, training_lines
 
-GPU_ONLY = {"perf/peak_memory_gib"}
+GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 
 
 @pytest.fixture(scope="module", params=["sft", "dpo", "reward", "ppo"])

@@ -1,18 +1,21 @@
 """Every logged number is the exact mean over all samples or tokens of all processes: against one pair at a time in plain transformers.
 
 Mutations that turn it red: rank 0's mean (`rank0_metrics`), mean of batch means (`mean_of_means`), filler rows that count
-(`filler_weight`), accuracy with >= (`weak_accuracy`), logits averaged per pair (`logits_per_pair`).
+(`filler_weight`), accuracy with >= (`weak_accuracy`), logits averaged per pair (`logits_per_pair`), the peak of one GPU taken for all (`one_peak`).
 """
 
 import json
 import math
 import runpy
+import time
+import types
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.windows import window_rows
+from common.metrics import Metrics
+from common.windows import Progress, window_rows
 from runs import LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, write_jsonl
 
 BETA, EVERY, BATCH = 0.3, 3, 8
@@ -183,3 +186,23 @@ def test_preference_losses(kind, smoothing):
         assert loss == pytest.approx(closed_form(kind, *values, (lengths[0][i].item(), lengths[1][i].item()), 0.3, smoothing), rel=1e-6)
     # Under no smoothing robust is sigmoid; the sigmoid loss of equal ratios is log 2.
     assert preference_loss(torch.zeros(1), torch.zeros(1), *lengths, 0.3, "robust", 0.0).mean().item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("gpu, share", [("NVIDIA H200", 0.4), ("NVIDIA T400", None)])
+def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
+    """Two processes, a billion parameters, 989e12 x 2 x 0.4 / 6e9 tokens a second; no number where the GPU's peak is not known."""
+    accelerator = types.SimpleNamespace(device=torch.device("cuda"), num_processes=2, is_main_process=True, gather=lambda table: table)
+    progress = Progress(64, 8, 1, 0)
+    metrics = Metrics(accelerator, types.SimpleNamespace(output_dir=tmp_path, report_to="none"), progress, "loss")
+    metrics.bar = types.SimpleNamespace(update=lambda: None, set_postfix=lambda *args, **kwargs: None)
+    metrics.parameters = 10**9
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    metrics.add({"loss": torch.ones(8)}, torch.ones(8))
+    progress.window_done(True, 8, tokens=int(989e12 * 2 * 0.4 / 6e9))
+    metrics.window_done(True, grad_norm=1.0)
+    clock = iter([metrics.since + 1.0, metrics.since + 1.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    metrics.log()
+    (line,) = training_lines(tmp_path)
+    assert line.get("perf/mfu") == (share and pytest.approx(share, rel=1e-4)) and line["perf/peak_memory_gib"] == 1.5

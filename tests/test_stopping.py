@@ -133,7 +133,7 @@ def test_a_disk_too_small_is_refused_before_training(tmp_path, monkeypatch, free
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free * 10**9))
     args = types.SimpleNamespace(save_total_limit=kept, save_steps=10, output_dir=str(tmp_path))
     model = types.SimpleNamespace(parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)])
-    run = checkpoint.Run(args=args, unwrapped=model)
+    run = checkpoint.Run(args=args, unwrapped=model, metrics=types.SimpleNamespace())
     if fits:
         return checkpoint.check_disk(run)
     with pytest.raises(SystemExit, match=r"has .* GiB free, too little for \d checkpoints .*of up to 18.6 GiB"):
@@ -219,7 +219,8 @@ def test_ctrl_c_leaves_a_reward_functions_workers_to_finish(inputs):
 
 def saving_run(folder, **more):
     args = types.SimpleNamespace(output_dir=str(folder), save_total_limit=2, save_steps=0)
-    return checkpoint.Run(args=args, progress=types.SimpleNamespace(global_step=4), unwrapped=torch.nn.Linear(1, 1), **more)
+    return checkpoint.Run(args=args, progress=types.SimpleNamespace(global_step=4), unwrapped=torch.nn.Linear(1, 1),
+                          metrics=types.SimpleNamespace(), **more)  # fmt: skip
 
 
 def test_what_a_killed_save_left_is_cleared_before_the_disk_is_measured(tmp_path):
