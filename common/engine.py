@@ -50,7 +50,7 @@ def hold_growth() -> None:
 def loss_scale(accelerator, prepared: nn.Module) -> float | None:
     """The current scale of the loss under fp16; None where there is none."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        scaler = prepared.optimizer.loss_scaler
+        scaler = getattr(prepared.optimizer, "loss_scaler", None)
         return getattr(scaler, "grown", scaler.cur_scale) if engine_precision(accelerator) == "fp16" else None
     return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
 

@@ -155,13 +155,13 @@ class Metrics:
             self.last_update = {name: float(value) for name, value in last_update.items() if value is not None}
             self.bar.update()
         else:
-            self.explain_skip(last_update["loss_scale"])
+            self.explain_skip(last_update["loss_scale"] or 0.0)  # DeepSpeed skips what overflows in fp32 as well
         self.pending.sums = {}
 
     def explain_skip(self, scale: float) -> None:
         """Ends a run that overflows twice in a row at the smallest loss scale, or for ever; warns of one that skips more than a tenth of its updates."""
         progress, plugin = self.progress, self.accelerator.state.deepspeed_plugin
-        least, recent = plugin.deepspeed_config["fp16"].get("min_loss_scale", 1) if plugin else 0.0, len(progress.recent_skips)
+        least, recent = plugin.deepspeed_config.get("fp16", {}).get("min_loss_scale", 1) if plugin else 0.0, len(progress.recent_skips)
         if progress.skips_in_a_row >= (2 if scale <= least else 100):
             sys.exit(f"update {progress.global_step + 1} overflowed {progress.skips_in_a_row} times in a row, the last time at loss scale {scale:g}, the smallest "
                      f"being {least:g}. Use bf16, or a lower --learning_rate if the loss had grown; --debug_overflow names the module.")  # fmt: skip

@@ -124,7 +124,7 @@ def test_a_run_that_skips_too_often_is_warned_and_one_without_remedy_ends(inputs
 
 
 @pytest.mark.parametrize("scale, settings, ends", [(1.0, {"min_loss_scale": 1}, 2), (2.0, {"min_loss_scale": 1}, 100), (4.0, {"min_loss_scale": 4}, 2),
-                                                   (1.0, {}, 2), (2.0, None, 100)])  # fmt: skip
+                                                   (1.0, {}, 2), (None, {}, 2), (2.0, None, 100)])  # fmt: skip
 def test_skips_without_end_end(tmp_path, scale, settings, ends):
     """At the smallest scale after two, elsewhere (a fixed scale, torch's own scaler) after a hundred; a warning every 50 windows till then."""
     plugin = None if settings is None else types.SimpleNamespace(deepspeed_config={"fp16": settings})
