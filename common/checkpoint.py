@@ -185,7 +185,6 @@ def find_checkpoint(run: Run) -> Path | None:
         sys.exit(f"--resume {run.args.resume}: none of the {len(candidates)} checkpoints is whole; to start anew take another --output_dir")
     if (run.folder.parent / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint")
-    return None
 
 
 def fault_of(path: Path) -> str | None:

@@ -22,8 +22,6 @@ from torch.overrides import TorchFunctionMode
 from . import ASSETS, REPOSITORY
 from .engine import engine_precision, hold_growth, zero_stage
 
-NEEDED = "model_name_or_path", "dataset_name"
-
 
 def parse_args(args_class: type, demo: Path, argv: list[str] | None = None):
     """Reads a recipe's arguments from the command line.
@@ -47,11 +45,12 @@ def parse_args(args_class: type, demo: Path, argv: list[str] | None = None):
     if argv and argv[0].endswith((".yaml", ".yml")):
         # Read as flags, so that types, choices and unknown names are checked by the same parser.
         argv = yaml_to_flags(argv[0], parser) + argv[1:]
-    demo_flags = [] if {word.partition("=")[0] for word in argv} & {f"--{name}" for name in NEEDED} else yaml_to_flags(demo, parser)
+    given = {word.partition("=")[0].replace("-", "_") for word in argv} & {"__model_name_or_path", "__dataset_name"}
+    demo_flags = [] if given else yaml_to_flags(demo, parser)
     args, unknown = parser.parse_args_into_dataclasses(demo_flags + argv, look_for_args_file=False, return_remaining_strings=True)
     if unknown:
         parser.error(f"unknown argument {' '.join(unknown)}: --help lists all (none can be abbreviated, a file of defaults comes first)")
-    for name in NEEDED:
+    for name in ("model_name_or_path", "dataset_name"):
         if getattr(args, name) is None:
             parser.error(f"--{name} is missing (give both a model and a data set, or neither for the demo)")
     if demo_flags and os.environ.get("RANK", "0") == "0":
@@ -135,7 +134,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     )
     asked, got = (world, accumulation, fsdp), (accelerator.num_processes, accelerator.gradient_accumulation_steps, accelerator.is_fsdp2)
     if got != asked:
-        sys.exit(f"the launcher's settings were not honoured: asked for processes, accumulation steps, FSDP2 {asked}, got {got}")
+        sys.exit(f"settings not honoured: asked for processes, accumulation steps, FSDP2 (fsdp_version 2) {asked}, got {got}")
     if fsdp and accelerator.mixed_precision == "bf16":
         # accelerate would round what each shard returns, log-probs too, and add up gradients, in bf16.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -188,6 +187,8 @@ def deepspeed_plugin(accumulation: int, args):
         if config.get(key, "auto") not in ("auto", value):
             sys.exit(f'the DeepSpeed config sets "{key}": {config[key]}, the arguments say {value}: write "auto" there')
         config[key] = value
+    if config["zero_optimization"]["stage"] not in (1, 2, 3):
+        sys.exit(f'the DeepSpeed config has "stage": {config["zero_optimization"]["stage"]}, expected 1, 2 or 3')
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # actors are saved from it
     plugin.gradient_accumulation_steps = accumulation
     hold_growth()
@@ -200,10 +201,10 @@ def read_deepspeed_json(path: str) -> dict:
     if not found:
         sys.exit(f"the DeepSpeed config {path!r} named by the accelerate YAML was found neither in {Path.cwd()} nor in {REPOSITORY}")  # fmt: skip
     config = json.loads(found[0].read_text(encoding="utf-8"))
-    for half in ("fp16", "bf16"):
+    for half in ("fp16", "bf16", "fp8"):
         enabled, asked = config.get(half, {}).get("enabled", False), os.environ.get("ACCELERATE_MIXED_PRECISION") == half
         if enabled not in (True, False) or asked > enabled:
-            sys.exit(f'{path}: "{half}": {{"enabled": {json.dumps(enabled)}}} is silently fp32: write true or false, and give no --mixed_precision')  # fmt: skip
+            sys.exit(f'{path}: "{half}": {{"enabled": {json.dumps(enabled)}}} does not switch {half} on (alone it is silently fp32): write true or false, and give no --mixed_precision')  # fmt: skip
     return config
 
 
@@ -244,7 +245,7 @@ def decide_output_dir(args, recipe: str) -> str:
         if not args.output_dir and folder.name != "checkpoints":
             sys.exit(f"--resume {args.resume} is not in the checkpoints of a run: give --output_dir, too")
         path = Path(args.output_dir or folder.parent)  # without one the run goes on where it was
-        own = path.resolve() == folder.parent
+        own = path.resolve() / "checkpoints" == folder
     if not own and path.is_dir() and any(path.iterdir()):
         sys.exit(f"--output_dir {path} already holds another run. Take another, or --resume auto to go on from its last checkpoint.")
     try:

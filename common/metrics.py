@@ -155,19 +155,20 @@ class Metrics:
             self.last_update = {name: float(value) for name, value in last_update.items() if value is not None}
             self.bar.update()
         else:
-            self.explain_skip(last_update["loss_scale"] or 0.0)  # DeepSpeed skips what overflows in fp32 as well
+            self.explain_skip(last_update["loss_scale"])  # DeepSpeed skips what overflows in fp32 as well
         self.pending.sums = {}
 
-    def explain_skip(self, scale: float) -> None:
-        """Ends a run that overflows twice in a row at the smallest loss scale, or for ever; warns of one that skips more than a tenth of its updates."""
-        progress, plugin = self.progress, self.accelerator.state.deepspeed_plugin
+    def explain_skip(self, scale: float | None) -> None:
+        """Ends a run whose second overflow in a row, or more, is at the smallest loss scale, or the hundredth; warns of more than a tenth."""
+        progress, main, plugin = self.progress, self.accelerator.is_main_process, self.accelerator.state.deepspeed_plugin
         least, recent = plugin.deepspeed_config.get("fp16", {}).get("min_loss_scale", 1) if plugin else 0.0, len(progress.recent_skips)
-        if progress.skips_in_a_row >= (2 if scale <= least else 100):
-            sys.exit(f"update {progress.global_step + 1} overflowed {progress.skips_in_a_row} times in a row, the last time at loss scale {scale:g}, the smallest "
-                     f"being {least:g}. Use bf16, or a lower --learning_rate if the loss had grown; --debug_overflow names the module.")  # fmt: skip
-        if recent > 5 and progress.windows_seen > self.warned + 50:
+        where = f"at loss scale {scale:g}, the smallest being {least:g}" if scale else "where no loss scale is to blame"
+        if progress.skips_in_a_row >= (2 if (scale or 0.0) <= least else 100):
+            end = f"update {progress.global_step + 1} overflowed {progress.skips_in_a_row} times in a row, the last time {where}"
+            sys.exit(f"{end}. Use bf16, a lower --learning_rate if the loss had grown; --debug_overflow names the module" if main else 1)
+        if main and recent > 5 and progress.windows_seen > self.warned + 50:
             self.warned = progress.windows_seen
-            self.bar.write(f"WARNING: {recent} of the last 50 updates overflowed, the last at loss scale {scale:g}. Raise loss_scale_window if the scale grows back "
+            self.bar.write(f"WARNING: {recent} of the last 50 updates overflowed, the last {where}. Raise loss_scale_window if the scale grows back "
                            "into the overflow, hysteresis if single windows drive it down; near min_loss_scale use bf16. See docs/fp16.md.")  # fmt: skip
 
     def log(self) -> None:

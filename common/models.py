@@ -102,9 +102,8 @@ def whole(parameters: list[nn.Parameter]):
 def disable_dropout(model: nn.Module) -> None:
     """Turns dropout off for good, also while the model trains: the policy that is updated must be the one that sampled."""
     for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or (name == "p" and isinstance(module, nn.Dropout))):
-                setattr(module, name, 0.0)
+        found = [name for name in vars(module) if "dropout" in name or (name == "p" and isinstance(module, nn.Dropout))]
+        vars(module).update({name: 0.0 for name in found if isinstance(getattr(module, name), float)})
 
 
 def optimizer_groups(model: nn.Module, weight_decay: float, **settings) -> list[dict]:

@@ -53,7 +53,7 @@ def arrange(
 
 def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = False) -> torch.Tensor:
     """Sequences of ids as one tensor `[rows, longest]`, padded on the right (for generation on the left)."""
-    rows, side = [torch.tensor(sequence) for sequence in sequences], "left" if left else "right"
+    rows, side = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences], "left" if left else "right"
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device)
 
 
@@ -72,7 +72,7 @@ def gather_rows(mine: dict[int, object]) -> list:
 
 @dataclasses.dataclass
 class Progress:
-    """The counters of a run. They go into a checkpoint as they are.
+    """The counters of a run. A checkpoint holds all but those of skips in a row and of late.
 
     Attributes:
         global_step: optimizer updates applied; the one x-axis.

@@ -107,6 +107,12 @@ def test_flags(capsys):
     )
 
 
+@pytest.mark.parametrize("argv", [["--model-name-or-path", "m", "--dataset-name", "d"], ["--model_name_or_path=m", "--dataset_name=d"]])
+def test_no_demo_where_a_model_is_given_in_another_spelling(capsys, argv):
+    """The parser takes dashes, too; the demo's other settings must not slip in."""
+    assert parse_args(Args, ASSETS / "sft.yaml", argv) == Args("m", "d") and "demo" not in capsys.readouterr().out
+
+
 def test_help_with_a_percent_sign(capsys):
     with pytest.raises(SystemExit) as done:
         parse("--help")

@@ -268,3 +268,7 @@ def test_where_a_resumed_run_goes(tmp_path):
     assert decide(old, tmp_path / "new") == decide(loose, tmp_path / "new") == str(tmp_path / "new")
     refuses(f"--output_dir {used} already holds another run", "--resume auto", call=lambda: decide(old, used))
     refuses(f"--resume {loose}", "give --output_dir", call=lambda: decide(loose))
+    inside = used / "exported/global_step_000004"  # not among the checkpoints of the run in that folder
+    inside.mkdir(parents=True)
+    (inside / "manifest.json").write_text("{}")
+    refuses(f"--output_dir {used} already holds another run", call=lambda: decide(inside, used))
