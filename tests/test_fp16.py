@@ -115,7 +115,7 @@ def test_a_run_that_skips_too_often_is_warned_and_one_without_remedy_ends(inputs
     )
     assert result.returncode
     warnings = re.findall(
-        r"WARNING: (\d+) of the last 50 updates overflowed, the last at loss scale 1\..*loss_scale_window.*hysteresis.*min_loss_scale",
+        r"WARNING: (\d+) of the last 50 updates overflowed, the last at loss scale 1, the smallest being 1\. Raise loss_scale_window.*hysteresis.*min_loss_scale",
         result.stdout,
     )
     assert warnings == ["6"]
