@@ -16,7 +16,11 @@ its file, which is written in the order of our permutation. What is each program
 
 The two programs run in turn, each as its own process; who is first changes from pair to pair. The rate of a run is that of its updates from the third on. Printed:
 the median rate of each, the median of the ratios of the pairs and the least and the greatest of them, the peak resident memory, and two
-checks: what the first update logs, to 1e-4, and the loss after 10 updates, to 1e-3. Exits with 1 if a check fails.
+checks: what the first update logs, to 1e-4, and the loss after 10 updates, to 1e-3. Exits with 1 if a check fails. Each pair says how much of the CPU other
+processes used meanwhile: on two busy cores the same run was seen six times slower, so figures of a machine that was not quiet are marked.
+
+`start` takes windows of 4 pairs, so that starting is most of what is timed, and the whole file, which both programs tokenise in the first run and read from
+their caches in those that count. `--window 64` times a whole update with it.
 
 `--tune` first runs 4 updates of each program at 4, 8 and 16 samples a micro-batch (and SFT at TRL's padding-free and packing settings) and takes the
 fastest that trains on the same windows. Without it: --micro, --peer_micro, --peer_setting.
@@ -26,6 +30,7 @@ import argparse
 import gzip
 import hashlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -49,6 +54,7 @@ MODELS = {  # of make_model.py
     "body": {"vocab_size": 4096, "hidden_size": 256, "layers": 8},
 }
 MAX_LENGTH = 1024
+QUIET = 0.05  # of the CPU: threads that wait for a busy core cost several times the work, and hit one program and not the other
 LEARNING_RATES = {"dpo": 2e-5, "sft": 1e-4, "reward": 1e-5}
 FIRST = {"dpo": ["logps/chosen", "logps/rejected"], "sft": ["loss"], "reward": ["mean_reward"]}  # sft's loss is a mean log-prob
 # Only the first two keep the window: packed, 64 rows are more than 64 samples.
@@ -108,8 +114,8 @@ def make_scorer(model: Path) -> Path:
     return out
 
 
-def make_data(folder: Path, data: Path, model: Path, work: str, window: int, updates: int) -> tuple[Path, Path]:
-    """The rows of so many windows as our file and as TRL's, which is in the order of our windows."""
+def make_data(folder: Path, data: Path, model: Path, work: str, window: int, updates: int, whole_file: bool) -> list[Path]:
+    """The rows of so many windows, or of all the file holds, as our file and as TRL's, which is in the order of our windows."""
     tokenizer, rows = AutoTokenizer.from_pretrained(model), []
     with (gzip.open if data.suffix == ".gz" else open)(data, "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
@@ -124,12 +130,12 @@ def make_data(folder: Path, data: Path, model: Path, work: str, window: int, upd
             whole = all(one[: len(prompt)] == prompt and len(one) <= MAX_LENGTH for one in ids)
             if prompt and whole and all(answers) and (len(ids) == 1 or ids[0] != ids[1]):
                 rows.append(row)
-            if len(rows) == window * updates:
+            if len(rows) == window * updates and not whole_file:
                 break
     if len(rows) < window * updates:
         sys.exit(f"{data}: {len(rows)} usable rows make {len(rows) // window} windows of {window}: --updates {updates} are too many")
-    order = [i for index in range(updates) for i in window_rows(len(rows), window, 0, index)]
-    files = folder / f"{model.name}-{work}-{window}-{updates}-ours.jsonl", folder / f"{model.name}-{work}-{window}-{updates}-trl.jsonl"
+    order = [i for index in range(math.ceil(len(rows) / window)) for i in window_rows(len(rows), window, 0, index)]
+    files = [folder / f"{model.name}-{work}-{window}-{len(rows)}-{side}.jsonl" for side in ("ours", "trl")]
     for file, some in zip(files, (rows, [rows[i] for i in order])):
         text = "".join(json.dumps(row) + "\n" for row in some)
         if not file.exists() or file.read_text(encoding="utf-8") != text:  # a new time of writing would be a new data set to `datasets`
@@ -180,15 +186,22 @@ def peer(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
     return [args.peer_python, HERE / "peers_trl.py", file], log, env
 
 
+def busy_seconds() -> float:
+    """CPU seconds that all processes of the machine have used (Linux)."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def run(program, args, updates: int, micro: int, setting: str = "plain") -> dict:
-    """Runs a program once: its log lines, seconds to the first, seconds an update from the third on, peak resident memory in MiB."""
+    """Runs a program once: its log lines, seconds to the first, rate from the third update on, tokens, peak resident memory in MiB, and the
+    share of the machine's CPU time that other processes used meanwhile."""
     output = args.folder / "runs" / program.__name__
     shutil.rmtree(output, ignore_errors=True)
     command, log, env = program(args, updates, micro, setting, output)
     env["OMP_NUM_THREADS"] = str(args.threads)
     text, first = args.folder / f"{program.__name__}.log", None
     with open(text, "w") as out:
-        begun = time.perf_counter()
+        begun, busy = time.perf_counter(), busy_seconds()
         process = subprocess.Popen([str(word) for word in command], env=env, stdout=out, stderr=subprocess.STDOUT, cwd=args.folder)
         while True:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -198,6 +211,8 @@ def run(program, args, updates: int, micro: int, setting: str = "plain") -> dict
                 process.returncode = status
                 break
             time.sleep(0.01)
+    elapsed = time.perf_counter() - begun
+    others = max(0.0, busy_seconds() - busy - usage.ru_utime - usage.ru_stime) / (elapsed * os.cpu_count())
     if status or first is None:
         sys.exit(f"{' '.join(map(str, command))} failed:\n{text.read_text()[-3000:]}")
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
@@ -207,7 +222,7 @@ def run(program, args, updates: int, micro: int, setting: str = "plain") -> dict
     tokens = [line.get("tokens", line.get("num_tokens")) for line in lines]
     seconds = sum(line["perf/seconds"] for line in lines[2:])
     rate = (tokens[-1] - tokens[1] if args.recipe == "sft" else args.window * (updates - 2)) / seconds if seconds else 0.0
-    return {"lines": lines, "first": first, "rate": rate, "tokens": tokens[-1], "memory": usage.ru_maxrss / 1024}
+    return {"lines": lines, "first": first, "rate": rate, "tokens": tokens[-1], "memory": usage.ru_maxrss / 1024, "others": others}
 
 
 # ---------------------------------------------------------------------------------------------- comparisons
@@ -219,10 +234,11 @@ def tune(args) -> None:
     for program, settings in (ours, ["plain"]), (peer, PEER_SETTINGS if args.recipe == "sft" else ["plain"]):
         for setting in settings:
             for micro in (4, 8, 16):
-                rate = run(program, args, 4, micro, setting)["rate"]
+                result = run(program, args, 4, micro, setting)
+                rate = result["rate"]
                 kept = setting in SAME_WINDOWS
                 print(
-                    f"tune {name(program):5} {setting:12} micro-batch {micro:2}: {rate:8.2f} {args.unit}{'' if kept else ' (other windows)'}",
+                    f"tune {name(program):5} {setting:12} micro-batch {micro:2}: {rate:8.2f} {args.unit}, others used {result['others']:.0%}{'' if kept else ' (other windows)'}",
                     flush=True,
                 )
                 if kept:
@@ -263,9 +279,11 @@ def compare(args) -> bool:
         f"micro-batches: ours {args.micro}, TRL {args.peer_micro} ({args.peer_setting}); windows of {args.window}, {args.updates} updates"
     )
     if start:  # the data sets' caches: written once, then read, by both
+        for side in ("ours", "trl"):
+            shutil.rmtree(args.folder / f"cache-{side}", ignore_errors=True)
         cold = {program: run(program, args, args.updates, *settings[program])["first"] for program in (ours, peer)}
         print(f"first run, data not in the cache: ours {cold[ours]:.1f} s, TRL {cold[peer]:.1f} s (not counted)", flush=True)
-    values, memory, good = {ours: [], peer: []}, {ours: [], peer: []}, True
+    values, memory, good, disturbed = {ours: [], peer: []}, {ours: [], peer: []}, True, 0
     for number in range(args.runs):
         results = {
             program: run(program, args, args.updates, *settings[program]) for program in ((ours, peer) if number % 2 == 0 else (peer, ours))
@@ -273,17 +291,23 @@ def compare(args) -> bool:
         for program, result in results.items():
             values[program].append(result["first" if start else "rate"])
             memory[program].append(result["memory"])
-        one, other = values[ours][-1], values[peer][-1]
-        print(
-            f"pair {number + 1}: ours {one:.2f} {args.unit}, {memory[ours][-1]:.0f} MiB; TRL {other:.2f} {args.unit}, {memory[peer][-1]:.0f} MiB; {one / other:.2f}",
-            flush=True,
-        )
+        others = {program: result["others"] for program, result in results.items()}
+        disturbed += max(others.values()) > QUIET
+        each = [
+            f"{name(program)} {values[program][-1]:.2f} {args.unit}, {memory[program][-1]:.0f} MiB, others used {others[program]:.0%} of the CPU"
+            for program in (ours, peer)
+        ]
+        print(f"pair {number + 1}: {'; '.join(each)}; ratio {values[ours][-1] / values[peer][-1]:.2f}", flush=True)
         good &= check(args, results[ours], results[peer]) if number == 0 or not start else True
     ratios = [one / other for one, other in zip(values[ours], values[peer])]
     medians = [statistics.median(values[program]) for program in (ours, peer)]
     print(f"{args.work}, model {args.model}: ours {medians[0]:.2f} {args.unit}, TRL {medians[1]:.2f} {args.unit}; median ratio {statistics.median(ratios):.2f} "
           f"({min(ratios):.2f} to {max(ratios):.2f}) over {args.runs} pairs of runs; peak memory ours {statistics.median(memory[ours]):.0f} MiB, "
           f"TRL {statistics.median(memory[peer]):.0f} MiB")  # fmt: skip
+    if disturbed:
+        print(
+            f"NOT A QUIET MACHINE: in {disturbed} of {args.runs} pairs other processes used more than {QUIET:.0%} of the CPU; do not quote these figures"
+        )
     return good
 
 
@@ -295,7 +319,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="head")
     parser.add_argument("--runs", type=int, default=5, help="pairs of runs")
     parser.add_argument("--updates", type=int, default=None, help="of each run; default 12, 1 for start")
-    parser.add_argument("--window", type=int, default=None, help="samples of an update; default 64, 8 for start")
+    parser.add_argument("--window", type=int, default=None, help="samples of an update; default 64, 4 for start")
     parser.add_argument("--micro", type=int, default=8)
     parser.add_argument("--peer_micro", type=int, default=8)
     parser.add_argument("--peer_setting", choices=SAME_WINDOWS, default="plain")
@@ -304,7 +328,8 @@ def main() -> None:
     args = parser.parse_args()
     start = args.work == "start"
     args.recipe, args.folder = "dpo" if start else args.work, args.folder.resolve()
-    args.updates, args.window = args.updates or (1 if start else 12), args.window or (8 if start else 64)
+    args.updates, args.window = args.updates or (1 if start else 12), args.window or (4 if start else 64)
+    args.micro, args.peer_micro = min(args.micro, args.window), min(args.peer_micro, args.window)
     args.unit = {"start": "s", "sft": "tokens/s"}.get(args.work, "pairs/s")
     if not start and args.updates < 3:
         sys.exit("--updates: at least 3, the first two are not counted")
@@ -316,7 +341,7 @@ def main() -> None:
         f"our side: {', '.join(f'{package} {version(package)}' for package in SHARED)}; Python {sys.version.split()[0]}, {args.threads} threads"
     )
     args.model_folder = make_model(args.folder, args.data, args.model)
-    args.files = make_data(args.folder, args.data, args.model_folder, args.recipe, args.window, args.updates)
+    args.files = make_data(args.folder, args.data, args.model_folder, args.recipe, args.window, args.updates, start)
     if args.recipe == "reward":
         args.model_folder = make_scorer(args.model_folder)
     if args.tune:
