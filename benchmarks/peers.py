@@ -331,8 +331,10 @@ def main() -> None:
     args.updates, args.window = args.updates or (1 if start else 12), args.window or (4 if start else 64)
     args.micro, args.peer_micro = min(args.micro, args.window), min(args.peer_micro, args.window)
     args.unit = {"start": "s", "sft": "tokens/s"}.get(args.work, "pairs/s")
-    if not start and args.updates < 3:
-        sys.exit("--updates: at least 3, the first two are not counted")
+    if start and args.tune:
+        sys.exit("--tune: not for start, whose rate is not measured")
+    if not start and args.updates < 3 + args.tune:
+        sys.exit("--updates: at least 3, the first two are not counted; 4 with --tune")
     args.folder.mkdir(parents=True, exist_ok=True)
     args.peer_python = peer_python(args.folder)
     of = f"from importlib.metadata import version; print(*(f'{{name}} {{version(name)}}' for name in {('trl', *SHARED)}), sep=', ')"
