@@ -1,0 +1,355 @@
+"""Our recipes beside TRL's trainers on the same work: speed, memory, and whether both compute the same.
+
+    python benchmarks/peers.py dpo --data hh_pairs.jsonl.gz        [--model head|body] [--runs 5] [--updates 12] [--tune]
+    python benchmarks/peers.py sft --data gsm8k_train.jsonl        the same flags
+    python benchmarks/peers.py reward --data hh_pairs.jsonl.gz
+    python benchmarks/peers.py start --data hh_pairs.jsonl.gz      from the command to the first logged update of DPO
+
+hh_pairs holds `chosen` and `rejected` transcripts (Anthropic hh-rlhf), gsm8k_train `question` and `answer`. Made once, in --folder: a virtual
+environment with TRL from the package index and the versions of torch, transformers, accelerate, datasets and tokenizers that run here; a BPE
+tokenizer of the data; a Llama with random weights; the rows both programs read.
+
+Same for both: weights, token ids, windows of 64 samples, the samples of each window, fp32 on the CPU, threads, AdamW (no decay, eps 1e-8), clipping
+at 1.0, constant learning rate, no dropout, a log line an update, no reference log-probs beforehand. Rows whose prompt's tokens are not those at the
+start of the whole text, or that are longer than 1024 tokens, are left out: the two programs would cut them differently. TRL trains in the order of
+its file, which is written in the order of our permutation. What is each program's own: how a window is cut and ordered.
+
+The two programs run in turn, each as its own process; who is first changes from pair to pair. The rate of a run is that of its updates from the third on. Printed:
+the median rate of each, the median of the ratios of the pairs and the least and the greatest of them, the peak resident memory, and two
+checks: what the first update logs, to 1e-4, and the loss after 10 updates, to 1e-3. Exits with 1 if a check fails. Each pair says how much of the CPU other
+processes used meanwhile: on two busy cores the same run was seen six times slower, so figures of a machine that was not quiet are marked.
+
+`start` takes windows of 4 pairs, so that starting is most of what is timed, and the whole file, which both programs tokenise in the first run and read from
+their caches in those that count. `--window 64` times a whole update with it.
+
+`--tune` first runs 4 updates of each program at 4, 8 and 16 samples a micro-batch (and SFT at TRL's padding-free and packing settings) and takes the
+fastest that trains on the same windows. Without it: --micro, --peer_micro, --peer_setting.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from common.data import preference
+from common.windows import window_rows
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent
+PEER = "trl==1.16.*"
+SHARED = "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"  # the same versions on both sides
+MODELS = {  # of make_model.py
+    "head": {"vocab_size": 32000, "hidden_size": 192, "layers": 4},  # 14 M parameters, 12.3 M of them in embeddings and head
+    "body": {"vocab_size": 4096, "hidden_size": 256, "layers": 8},
+}
+MAX_LENGTH = 1024
+QUIET = 0.05  # of the CPU: threads that wait for a busy core cost several times the work, and hit one program and not the other
+LEARNING_RATES = {"dpo": 2e-5, "sft": 1e-4, "reward": 1e-5}
+FIRST = {"dpo": ["logps/chosen", "logps/rejected"], "sft": ["loss"], "reward": ["mean_reward"]}  # sft's loss is a mean log-prob
+# Only the first two keep the window: packed, 64 rows are more than 64 samples.
+PEER_SETTINGS = {
+    "plain": {"max_length": MAX_LENGTH},
+    "padding_free": {"padding_free": True, "max_length": None},
+    "packing": {"packing": True, "max_length": MAX_LENGTH},
+}
+SAME_WINDOWS = "plain", "padding_free"
+
+
+# ---------------------------------------------------------------------------------------------- what both read
+
+
+def peer_python(folder: Path) -> str:
+    """The interpreter of TRL's virtual environment, made if it is not there."""
+    python = folder / "trl" / "bin" / "python"
+    if subprocess.run([python, "-c", "import trl"], capture_output=True).returncode if python.exists() else True:
+        subprocess.run([sys.executable, "-m", "venv", folder / "trl"], check=True)
+        pins = [f"{name}=={version(name)}" for name in SHARED]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", PEER, *pins], check=True)
+    return str(python)
+
+
+def make_model(folder: Path, data: Path, name: str) -> Path:
+    """A causal model with random weights and a tokenizer of the data; its share of arithmetic in the head is printed."""
+    out = folder / f"{name}-{fingerprint(data)}"
+    if not (out / "done").exists():
+        sizes = [f"--{key}={value}" for key, value in MODELS[name].items()]
+        subprocess.run([sys.executable, HERE / "make_model.py", out, "--data", data, *sizes], check=True, env=environment("0"))
+        model = AutoModelForCausalLM.from_pretrained(out)
+        # As it is drawn, every token is about as likely as any other, and a log-prob of the wrong token would pass the check.
+        model.lm_head.weight.data.mul_(10)
+        model.save_pretrained(out)
+        (out / "done").touch()
+    config = AutoConfig.from_pretrained(out)
+    head, body = (
+        config.vocab_size * config.hidden_size,
+        config.num_hidden_layers * (4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size),
+    )
+    print(
+        f"model {name}: {(2 * head + body) / 1e6:.1f} M parameters, {head / (head + body):.0%} of the arithmetic of a scored token in the head"
+    )
+    return out
+
+
+def make_scorer(model: Path) -> Path:
+    """The same model with a score head, so that both programs start from the same one."""
+    out = model.with_name(f"{model.name}-scorer")
+    if not (out / "done").exists():
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+        scorer.score.weight.data.normal_(0, scorer.config.hidden_size**-0.5)
+        scorer.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        (out / "done").touch()
+    return out
+
+
+def make_data(folder: Path, data: Path, model: Path, work: str, window: int, updates: int, whole_file: bool) -> list[Path]:
+    """The rows of so many windows, or of all the file holds, as our file and as TRL's, which is in the order of our windows."""
+    tokenizer, rows = AutoTokenizer.from_pretrained(model), []
+    with (gzip.open if data.suffix == ".gz" else open)(data, "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            if work == "sft":
+                row = {"prompt": row["question"] + "\n", "completion": row["answer"]}
+                answers = [row["completion"]]
+            else:
+                row = dict(zip(("prompt", "chosen", "rejected"), preference(row)))
+                answers = [row["chosen"], row["rejected"]]
+            prompt = tokenizer(row["prompt"]).input_ids
+            ids = [tokenizer(row["prompt"] + answer + tokenizer.eos_token).input_ids for answer in answers]
+            whole = all(one[: len(prompt)] == prompt and len(one) <= MAX_LENGTH for one in ids)
+            if prompt and whole and all(answers) and (len(ids) == 1 or ids[0] != ids[1]):
+                rows.append(row)
+            if len(rows) == window * updates and not whole_file:
+                break
+    if len(rows) < window * updates:
+        sys.exit(f"{data}: {len(rows)} usable rows make {len(rows) // window} windows of {window}: --updates {updates} are too many")
+    order = [i for index in range(math.ceil(len(rows) / window)) for i in window_rows(len(rows), window, 0, index)]
+    files = [folder / f"{model.name}-{work}-{window}-{len(rows)}-{side}.jsonl" for side in ("ours", "trl")]
+    for file, some in zip(files, (rows, [rows[i] for i in order])):
+        text = "".join(json.dumps(row) + "\n" for row in some)
+        if not file.exists() or file.read_text(encoding="utf-8") != text:  # a new time of writing would be a new data set to `datasets`
+            file.write_text(text, encoding="utf-8")
+    return files
+
+
+def fingerprint(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:8]
+
+
+# ---------------------------------------------------------------------------------------------- the programs
+
+
+def environment(cache: str) -> dict[str, str]:
+    """Nothing from the network, no GPU, a cache of its own for each program."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": cache}
+    return {**os.environ, **offline, "PYTHONPATH": str(REPOSITORY), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def ours(args, updates: int, micro: int, setting: str, output: Path) -> tuple[list, Path, dict]:
+    """Command, log file and environment of our recipe."""
+    flags = {
+        "model_name_or_path": args.model_folder, "dataset_name": args.files[0], "output_dir": output, "train_batch_size": args.window,
+        "micro_train_batch_size": micro, "max_steps": updates, "max_length": MAX_LENGTH, "learning_rate": LEARNING_RATES[args.recipe],
+        "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "seed": 0,
+        "logging_steps": 1, "report_to": "none",
+    }  # fmt: skip
+    command = [sys.executable, REPOSITORY / "recipes" / f"{args.recipe}.py", *(f"--{key}={value}" for key, value in flags.items())]
+    return command, output / "metrics.jsonl", environment(f"{args.folder}/cache-ours")
+
+
+def peer(args, updates: int, micro: int, setting: str, output: Path) -> tuple[list, Path, dict]:
+    """The same of TRL's trainer. Gradient checkpointing and bf16, TRL's defaults, are off: slower on a CPU, and another dtype."""
+    config = {
+        "output_dir": str(output), "per_device_train_batch_size": micro, "gradient_accumulation_steps": args.window // micro,
+        "max_steps": updates, "learning_rate": LEARNING_RATES[args.recipe], "lr_scheduler_type": "constant", "warmup_steps": 0,
+        "weight_decay": 0.0, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "seed": 0, "logging_steps": 1, "report_to": "none",
+        "train_sampling_strategy": "sequential", "save_strategy": "no", "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+        "dataloader_pin_memory": False, "disable_tqdm": True, **PEER_SETTINGS[setting],
+    }  # fmt: skip
+    log, file = output / "log.jsonl", output / "settings.json"
+    output.mkdir(parents=True)
+    settings = {"work": args.recipe, "model": str(args.model_folder), "data": str(args.files[1]), "log": str(log), "config": config}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    env = environment(f"{args.folder}/cache-trl")
+    del env["PYTHONPATH"]
+    return [args.peer_python, HERE / "peers_trl.py", file], log, env
+
+
+def busy_seconds() -> float:
+    """CPU seconds that all processes of the machine have used (Linux)."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def run(program, args, updates: int, micro: int, setting: str = "plain") -> dict:
+    """Runs a program once: its log lines, seconds to the first, rate from the third update on, tokens, peak resident memory in MiB, and the
+    share of the machine's CPU time that other processes used meanwhile."""
+    output = args.folder / "runs" / program.__name__
+    shutil.rmtree(output, ignore_errors=True)
+    command, log, env = program(args, updates, micro, setting, output)
+    env["OMP_NUM_THREADS"] = str(args.threads)
+    text, first = args.folder / f"{program.__name__}.log", None
+    with open(text, "w") as out:
+        begun, busy = time.perf_counter(), busy_seconds()
+        process = subprocess.Popen([str(word) for word in command], env=env, stdout=out, stderr=subprocess.STDOUT, cwd=args.folder)
+        while True:
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if first is None and log.exists() and log.stat().st_size:
+                first = time.perf_counter() - begun
+            if pid:
+                process.returncode = status
+                break
+            time.sleep(0.01)
+    elapsed = time.perf_counter() - begun
+    others = max(0.0, busy_seconds() - busy - usage.ru_utime - usage.ru_stime) / (elapsed * os.cpu_count())
+    if status or first is None:
+        sys.exit(f"{' '.join(map(str, command))} failed:\n{text.read_text()[-3000:]}")
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if "loss" in line]
+    for line in lines:
+        line.setdefault("perf/seconds", args.window / line.get("perf/samples_per_second", float("nan")))
+    tokens = [line.get("tokens", line.get("num_tokens")) for line in lines]
+    seconds = sum(line["perf/seconds"] for line in lines[2:])
+    rate = (tokens[-1] - tokens[1] if args.recipe == "sft" else args.window * (updates - 2)) / seconds if seconds else 0.0
+    return {"lines": lines, "first": first, "rate": rate, "tokens": tokens[-1], "memory": usage.ru_maxrss / 1024, "others": others}
+
+
+# ---------------------------------------------------------------------------------------------- comparisons
+
+
+def tune(args) -> None:
+    """Sets `micro`, `peer_micro` and `peer_setting` to the fastest of 4 updates each."""
+    found = {ours: {}, peer: {}}
+    for program, settings in (ours, ["plain"]), (peer, PEER_SETTINGS if args.recipe == "sft" else ["plain"]):
+        for setting in settings:
+            for micro in (4, 8, 16):
+                result = run(program, args, 4, micro, setting)
+                rate = result["rate"]
+                kept = setting in SAME_WINDOWS
+                print(
+                    f"tune {name(program):5} {setting:12} micro-batch {micro:2}: {rate:8.2f} {args.unit}, others used {result['others']:.0%}{'' if kept else ' (other windows)'}",
+                    flush=True,
+                )
+                if kept:
+                    found[program][rate] = micro, setting
+    args.micro, _ = found[ours][max(found[ours])]
+    args.peer_micro, args.peer_setting = found[peer][max(found[peer])]
+
+
+def name(program) -> str:
+    return {"ours": "ours", "peer": "TRL"}[program.__name__]
+
+
+def check(args, our: dict, their: dict) -> bool:
+    """Prints how far the two runs' numbers are from each other; whether they are the same run."""
+    good = True
+    for tag in FIRST[args.recipe]:
+        one, other = our["lines"][0][tag], their["lines"][0][tag]
+        far = abs(one - other) / abs(other)
+        good &= far <= 1e-4
+        print(f"check: {tag} of update 1: ours {one:.6g}, TRL {other:.6g}: {far:.1e} apart (at most 1e-4)")
+    print(f"check: tokens: ours {our['tokens']}, TRL {their['tokens']:.0f}")
+    good &= our["tokens"] == their["tokens"]
+    if len(our["lines"]) < 11:
+        print("check: fewer than 11 updates: the loss after 10 was not compared")
+        return good
+    losses = [(one["loss"], other["loss"]) for one, other in zip(our["lines"][:11], their["lines"][:11])]
+    far = [abs(one - other) / abs(other) for one, other in losses]
+    print(f"check: loss {losses[0][0]:.6g} before, after 10 updates ours {losses[-1][0]:.6g}, TRL {losses[-1][1]:.6g}: {far[-1]:.1e} apart "
+          f"(at most 1e-3), the farthest of updates 1 to 11 {max(far):.1e}")  # fmt: skip
+    return good and far[-1] <= 1e-3
+
+
+def compare(args) -> bool:
+    """Alternates the programs, prints each pair and the medians; whether the checks passed."""
+    start = args.work == "start"
+    settings = {ours: (args.micro, "plain"), peer: (args.peer_micro, args.peer_setting)}
+    print(
+        f"micro-batches: ours {args.micro}, TRL {args.peer_micro} ({args.peer_setting}); windows of {args.window}, {args.updates} updates"
+    )
+    if start:  # the data sets' caches: written once, then read, by both
+        for side in ("ours", "trl"):
+            shutil.rmtree(args.folder / f"cache-{side}", ignore_errors=True)
+        cold = {program: run(program, args, args.updates, *settings[program])["first"] for program in (ours, peer)}
+        print(f"first run, data not in the cache: ours {cold[ours]:.1f} s, TRL {cold[peer]:.1f} s (not counted)", flush=True)
+    values, memory, good, disturbed = {ours: [], peer: []}, {ours: [], peer: []}, True, 0
+    for number in range(args.runs):
+        results = {
+            program: run(program, args, args.updates, *settings[program]) for program in ((ours, peer) if number % 2 == 0 else (peer, ours))
+        }
+        for program, result in results.items():
+            values[program].append(result["first" if start else "rate"])
+            memory[program].append(result["memory"])
+        others = {program: result["others"] for program, result in results.items()}
+        disturbed += max(others.values()) > QUIET
+        each = [
+            f"{name(program)} {values[program][-1]:.2f} {args.unit}, {memory[program][-1]:.0f} MiB, others used {others[program]:.0%} of the CPU"
+            for program in (ours, peer)
+        ]
+        print(f"pair {number + 1}: {'; '.join(each)}; ratio {values[ours][-1] / values[peer][-1]:.2f}", flush=True)
+        good &= check(args, results[ours], results[peer]) if number == 0 or not start else True
+    ratios = [one / other for one, other in zip(values[ours], values[peer])]
+    medians = [statistics.median(values[program]) for program in (ours, peer)]
+    print(f"{args.work}, model {args.model}: ours {medians[0]:.2f} {args.unit}, TRL {medians[1]:.2f} {args.unit}; median ratio {statistics.median(ratios):.2f} "
+          f"({min(ratios):.2f} to {max(ratios):.2f}) over {args.runs} pairs of runs; peak memory ours {statistics.median(memory[ours]):.0f} MiB, "
+          f"TRL {statistics.median(memory[peer]):.0f} MiB")  # fmt: skip
+    if disturbed:
+        print(
+            f"NOT A QUIET MACHINE: in {disturbed} of {args.runs} pairs other processes used more than {QUIET:.0%} of the CPU; do not quote these figures"
+        )
+    return good
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", choices=["dpo", "sft", "reward", "start"])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "preference-recipes-peers")
+    parser.add_argument("--model", choices=MODELS, default="head")
+    parser.add_argument("--runs", type=int, default=5, help="pairs of runs")
+    parser.add_argument("--updates", type=int, default=None, help="of each run; default 12, 1 for start")
+    parser.add_argument("--window", type=int, default=None, help="samples of an update; default 64, 4 for start")
+    parser.add_argument("--micro", type=int, default=8)
+    parser.add_argument("--peer_micro", type=int, default=8)
+    parser.add_argument("--peer_setting", choices=SAME_WINDOWS, default="plain")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--tune", action="store_true")
+    args = parser.parse_args()
+    start = args.work == "start"
+    args.recipe, args.folder = "dpo" if start else args.work, args.folder.resolve()
+    args.updates, args.window = args.updates or (1 if start else 12), args.window or (4 if start else 64)
+    args.micro, args.peer_micro = min(args.micro, args.window), min(args.peer_micro, args.window)
+    args.unit = {"start": "s", "sft": "tokens/s"}.get(args.work, "pairs/s")
+    if start and args.tune:
+        sys.exit("--tune: not for start, whose rate is not measured")
+    if not start and args.updates < 3 + args.tune:
+        sys.exit("--updates: at least 3, the first two are not counted; 4 with --tune")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    args.peer_python = peer_python(args.folder)
+    of = f"from importlib.metadata import version; print(*(f'{{name}} {{version(name)}}' for name in {('trl', *SHARED)}), sep=', ')"
+    print(f"TRL's side: {subprocess.run([args.peer_python, '-c', of], capture_output=True, text=True, check=True).stdout.strip()}")
+    print(
+        f"our side: {', '.join(f'{package} {version(package)}' for package in SHARED)}; Python {sys.version.split()[0]}, {args.threads} threads"
+    )
+    args.model_folder = make_model(args.folder, args.data, args.model)
+    args.files = make_data(args.folder, args.data, args.model_folder, args.recipe, args.window, args.updates, start)
+    if args.recipe == "reward":
+        args.model_folder = make_scorer(args.model_folder)
+    if args.tune:
+        tune(args)
+    sys.exit(not compare(args))
+
+
+if __name__ == "__main__":
+    main()
