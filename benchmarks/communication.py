@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from memory import CONFIGS, MODEL, REPOSITORY, small_config
+from memory import CONFIGS, MODEL, REPOSITORY, bare_accelerator, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -42,16 +42,11 @@ class CountCollectives(TorchDispatchMode):
 
 def worker(layers: int, steps: int) -> None:
     """Runs two updates of `steps` micro-batches, and prints the counts of the second as a line of JSON."""
-    from common.launch import describe, make_accelerator
+    from common.launch import describe
     from common.logprobs import LogProbModel
     from common.models import optimizer_groups, prepare
 
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    with tempfile.TemporaryDirectory() as folder:
-        args = argparse.Namespace(train_batch_size=steps * world, micro_train_batch_size=1, max_grad_norm=1.0, report_to="none", seed=0,
-                                  resume="never", output_dir=f"{folder}/out")  # fmt: skip
-        accelerator = make_accelerator(args, "communication")
-        accelerator.wait_for_everyone()
+    accelerator = bare_accelerator(steps)
     policy = LogProbModel(AutoModelForCausalLM.from_config(LlamaConfig(**MODEL, num_hidden_layers=layers), dtype=torch.float32))
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
     optimizer = torch.optim.AdamW(optimizer_groups(policy, 0.1), lr=1e-4)

@@ -105,22 +105,31 @@ def count(seen: dict, *state) -> dict[str, int]:
     return table
 
 
+def bare_accelerator(steps: int):
+    """The recipes' accelerator, for windows of `steps` micro-batches of one row a process; nothing it writes is kept."""
+    from common.launch import make_accelerator
+
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    with tempfile.TemporaryDirectory() as folder:
+        args = argparse.Namespace(train_batch_size=steps * world, micro_train_batch_size=1, max_grad_norm=1.0, seed=0,
+                                  resume="never", output_dir=f"{folder}/out")  # fmt: skip
+        accelerator = make_accelerator(args, "bare")
+        accelerator.wait_for_everyone()
+    return accelerator
+
+
 def worker(layers: int, frozen_models: int, steps: int) -> None:
     """Runs two updates and prints the table of rank 0 as a line of JSON."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from common.launch import describe, make_accelerator, zero_stage
+    from common.engine import zero_stage
+    from common.launch import describe
     from common.logprobs import LogProbModel
     from common.models import optimizer_groups, prepare, prepare_frozen
 
     config = LlamaConfig(**MODEL, num_hidden_layers=layers)
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    with tempfile.TemporaryDirectory() as folder:
-        args = argparse.Namespace(train_batch_size=steps * world, micro_train_batch_size=1, max_grad_norm=1.0, report_to="none", seed=0,
-                                  resume="never", output_dir=f"{folder}/out")  # fmt: skip
-        accelerator = make_accelerator(args, "memory")
-        accelerator.wait_for_everyone()
+    accelerator = bare_accelerator(steps)
     tables, buckets = {}, {}
     gc.collect()
     before = allocated()

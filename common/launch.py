@@ -98,7 +98,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     config, decides `args.output_dir` once for all ranks, and seeds Python, NumPy and torch with `args.seed`.
 
     Args:
-        args: needs `train_batch_size micro_train_batch_size max_grad_norm output_dir report_to resume seed`.
+        args: needs `train_batch_size micro_train_batch_size max_grad_norm output_dir resume seed`.
         recipe: the recipe's name, for the default of `output_dir`.
 
     Raises:

@@ -18,7 +18,6 @@ import common.windows
 
 mode, windows, sys.argv = sys.argv[1], {int(number) for number in sys.argv[2].split(",") if number.isdigit()}, sys.argv[3:]
 if "fixed" in mode:
-    generate = common.generation.generate
 
     def canned(accelerator, prepared, model, tokenizer, prompts, *args, **kwargs):
         return [[*prompt[1:4][::-1], tokenizer.eos_token_id] for prompt in prompts]

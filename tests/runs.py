@@ -20,14 +20,19 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 PYTHON = ["-m", "accelerate.commands.launch"]
 TIMEOUT = 240  # seconds a launch may take: a hang is a failure
 
+
+def deepspeed_launcher(path: Path, processes: int) -> list[str]:
+    """The launcher of a DeepSpeed JSON without a YAML."""
+    return [*PYTHON, "--use_deepspeed", "--deepspeed_config_file", str(path), "--num_processes", str(processes), "--num_machines", "1",
+            "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+
+
 LAUNCHERS = {
     "plain": [],
     "ddp": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/ddp.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
     "fsdp2": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/fsdp2.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
     **{
-        name: [*PYTHON, "--use_deepspeed", "--deepspeed_config_file", str(CONFIGS / f"{name}.json"),
-               "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        for name in ("zero1", "zero2", "zero3", "offload")
+        name: deepspeed_launcher(CONFIGS / f"{name}.json", 2) for name in ("zero1", "zero2", "zero3", "offload")
     },
 }  # fmt: skip
 
@@ -137,6 +142,16 @@ def tiny_llama(folder: Path, **changes) -> Path:
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def letters(folder: Path, rows: int) -> Path:
+    """A tiny model, and rows for SFT whose answers are of 1 to 5 letters."""
+    tiny_llama(folder / "model")
+    say = lambda role, text: [{"role": role, "content": text}]
+    write_jsonl(
+        folder / "sft.jsonl", [{"messages": say("user", str(n)) + say("assistant", "ab"[n % 2] * (n % 5 + 1))} for n in range(rows)]
+    )
+    return folder
 
 
 def tiny_inputs(folder: Path) -> Path:

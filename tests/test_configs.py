@@ -16,7 +16,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import launch as accelerate_environment
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from runs import REPOSITORY, config_launcher, launch, recipe, tiny_llama, training_lines, weights, write_jsonl
+from runs import REPOSITORY, config_launcher, launch, letters, recipe, training_lines, weights
 
 FOLDER = REPOSITORY / "accelerate_configs"
 YAMLS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -120,10 +120,7 @@ def test_every_yaml_is_launched_by_a_test():
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """Every window holds the same 8 rows: a window that an overflow skips changes nothing."""
-    folder = tmp_path_factory.mktemp("configs")
-    tiny_llama(folder / "model")
-    say = lambda role, text: [{"role": role, "content": text}]
-    write_jsonl(folder / "sft.jsonl", [{"messages": say("user", str(n)) + say("assistant", "ab"[n % 2] * (n % 5 + 1))} for n in range(8)])
+    folder = letters(tmp_path_factory.mktemp("configs"), 8)
     launch([], recipe("sft"), *flags(folder, folder / "fp32"))
     return folder
 

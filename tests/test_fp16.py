@@ -21,7 +21,7 @@ from common.engine import watch_overflow
 from common.logprobs import LogProbModel, ScoreModel
 from common.metrics import Metrics
 from common.windows import Progress
-from runs import PYTHON, REPOSITORY, config_launcher, launch, recipe, timeless, tiny_inputs, tiny_llama, training_lines, weights
+from runs import REPOSITORY, config_launcher, deepspeed_launcher, launch, recipe, timeless, tiny_inputs, tiny_llama, training_lines, weights
 
 TESTS = REPOSITORY / "tests"
 RECIPES = ("sft", "dpo", "reward", "ppo")
@@ -44,8 +44,7 @@ def fp16_launcher(folder, stage: int, processes: int, **fp16) -> list[str]:
     path = folder / f"{stage}-{abs(hash(str(settings)))}.json"
     auto = dict.fromkeys(("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
     path.write_text(json.dumps({"fp16": settings, "zero_optimization": zero, **auto}))
-    return [*PYTHON, "--use_deepspeed", "--deepspeed_config_file", str(path), "--num_processes", str(processes), "--num_machines", "1",
-            "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+    return deepspeed_launcher(path, processes)
 
 
 def flags(inputs, name, output, *more):

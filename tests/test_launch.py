@@ -10,18 +10,26 @@ import shutil
 import pytest
 import yaml
 
-from runs import CONFIGS, LAUNCHERS, PYTHON, REPOSITORY, config_launcher, launch, recipe, tiny_llama, training_lines, weights, write_jsonl
+from runs import (
+    CONFIGS,
+    LAUNCHERS,
+    PYTHON,
+    REPOSITORY,
+    config_launcher,
+    deepspeed_launcher,
+    launch,
+    letters,
+    recipe,
+    training_lines,
+    weights,
+)
 
 YAMLS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("launch")
-    tiny_llama(folder / "model")
-    say = lambda role, text: [{"role": role, "content": text}]
-    write_jsonl(folder / "sft.jsonl", [{"messages": say("user", str(n)) + say("assistant", "ab"[n % 2] * (n % 5 + 1))} for n in range(16)])
-    return folder
+    return letters(tmp_path_factory.mktemp("launch"), 16)
 
 
 def flags(inputs, output, *more):
@@ -64,8 +72,7 @@ def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
              '"stage": 0, expected 1, 2 or 3': {"zero_optimization": {"stage": 0}}}  # fmt: skip
     for message, change in cases.items():
         (tmp_path / "ds.json").write_text(json.dumps({**zero2, **change}))
-        launcher = [*PYTHON, "--use_deepspeed", "--deepspeed_config_file", str(tmp_path / "ds.json"), "--num_processes", "1",
-                    "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+        launcher = deepspeed_launcher(tmp_path / "ds.json", 1)
         result = launch(launcher, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
         assert result.returncode and message in result.stdout
     fp16_without_gpu = [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/cpu.yaml"), "--mixed_precision", "fp16"]
