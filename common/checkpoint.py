@@ -24,7 +24,7 @@ from .models import reshard
 MAY_CHANGE = {"output_dir", "max_epochs", "max_steps", "logging_steps", "eval_steps", "save_steps", "save_total_limit", "save_actor_steps",
     "save_actor_limit", "resume", "report_to", "micro_train_batch_size", "max_new_tokens", "gradient_checkpointing", "debug_overflow",
     "attn_implementation", "eval_dataset_name", "eval_dataset_split", "precompute_ref_log_probs", "dataset_name", "micro_rollout_batch_size",
-    "share_prompts"}  # fmt: skip
+    "share_prompts", "packing", "micro_train_tokens"}  # fmt: skip
 
 
 class Run(types.SimpleNamespace):

@@ -25,6 +25,14 @@ def zero_stage(accelerator) -> int:
     return accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"] if with_deepspeed else 0
 
 
+def begin_window(accelerator, prepared: nn.Module, micro_batches: list) -> int:
+    """Makes the engine's next update that of these micro-batches of each process; returns by what it divides their summed losses."""
+    accelerator.step, accelerator.gradient_accumulation_steps = 0, len(micro_batches)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        prepared.set_train_batch_size(len(micro_batches) * prepared.train_micro_batch_size_per_gpu() * accelerator.num_processes)
+    return len(micro_batches) * accelerator.num_processes
+
+
 def hold_growth() -> None:
     """Lets DeepSpeed's loss scale grow between two windows. DeepSpeed 0.19.8 does so within an update, whose gradients it then divides
     by twice the scale that they were multiplied by: the update is halved, unless clipping decides its size.

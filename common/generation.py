@@ -89,7 +89,7 @@ def generate(
     )  # fmt: skip
     lengths, mine = np.array([len(prompt) for prompt in prompts]), {}
     with whole_weights(accelerator, prepared, model):
-        share = arrange(np.arange(len(prompts)), lengths, batch_size, accelerator.num_processes, accelerator.process_index)
+        share = arrange(accelerator, np.arange(len(prompts)), lengths, batch_size)
         for rows in filter(None, ([row for row, weight in zip(*part) if weight] for part in share)):
             ids = pad([prompts[row] for row in rows], tokenizer.pad_token_id, accelerator.device, left=True)
             mask = pad([[1] * len(prompts[row]) for row in rows], 0, accelerator.device, left=True)

@@ -4,6 +4,7 @@ import datetime
 import importlib
 import json
 import logging
+import math
 import os
 import sys
 import warnings
@@ -98,7 +99,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     config, decides `args.output_dir` once for all ranks, and seeds Python, NumPy and torch with `args.seed`.
 
     Args:
-        args: needs `train_batch_size micro_train_batch_size max_grad_norm output_dir resume seed`.
+        args: needs `train_batch_size micro_train_batch_size micro_train_tokens max_grad_norm output_dir resume seed`.
         recipe: the recipe's name, for the default of `output_dir`.
 
     Raises:
@@ -106,7 +107,8 @@ def make_accelerator(args, recipe: str) -> Accelerator:
             a world of another size than the launcher's, a non-empty `output_dir` with `--resume never`.
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
-    accumulation = accumulation_steps(args.train_batch_size, args.micro_train_batch_size, world)
+    sizes = args.train_batch_size, args.micro_train_batch_size, world
+    accumulation = math.ceil(sizes[0] / world) if args.micro_train_tokens else accumulation_steps(*sizes)
     on_cpu = not torch.cuda.is_available()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
@@ -146,8 +148,12 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     if precision != "no" and on_cpu:
         HalfProductsInFp32().__enter__()  # for the life of the process
         accelerator.print(f"NOTE: no GPU here: {precision} is emulated on the CPU, for checking only (half weights, fp32 matrix products)")
-    sizes = f"train_batch_size {args.train_batch_size} = micro_train_batch_size {args.micro_train_batch_size} x {world} processes"
-    accelerator.print(f"{sizes} x {accumulation} gradient accumulation steps; {describe(accelerator)}; output in {args.output_dir}")
+    parts = (
+        "train_batch_size {} = micro_train_batch_size {} x {} processes".format(*sizes) + f" x {accumulation} gradient accumulation steps"
+    )
+    if args.micro_train_tokens:
+        parts = f"train_batch_size {sizes[0]} in micro-batches of up to {args.micro_train_tokens} tokens on {world} processes"
+    accelerator.print(f"{parts}; {describe(accelerator)}; output in {args.output_dir}")
     return accelerator
 
 

@@ -5,7 +5,14 @@ import sys
 import torch
 from torch import nn
 
+from .windows import lay_out
+
 CHUNK_ELEMENTS = 2**24  # logits held at once, in elements: 64 MiB in fp32
+EXTRAS = {  # what else may be asked of a position: of its logits, the target's and their log-sum-exp
+    "mean_logits": lambda logits, chosen, total: logits.mean(-1),  # over the vocabulary
+    "correct": lambda logits, chosen, total: (chosen >= logits.amax(-1)).float(),  # 1.0 where the target is the most probable token
+    "entropy": lambda logits, chosen, total: total - ((logits - total[:, None]).exp() * logits).sum(-1),
+}
 
 
 class ChunkedLogProbs(torch.autograd.Function):
@@ -16,10 +23,9 @@ class ChunkedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, multiplier: float, softcap: float, entropy: bool):
+    def forward(ctx, hidden, weight, bias, targets, multiplier: float, softcap: float, extras: tuple[str, ...]):
         """Args: hidden `[n, h]`, weight `[v, h]`, bias `[v]` or None, targets `[n]`; the architecture's logits are
-        `softcap * tanh(multiplier * raw / softcap)`. Returns fp32 `[n]` each: log-prob of the target, mean of the
-        logits over the vocabulary, 1.0 where the target is the most probable token, and, if asked for, the entropy."""
+        `softcap * tanh(multiplier * raw / softcap)`. Returns fp32 `[n]` each: log-prob of the target, and the `EXTRAS` asked for."""
         device = hidden.device.type
         # A custom function is not autocast by itself, and its backward runs outside of the context.
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -27,19 +33,17 @@ class ChunkedLogProbs(torch.autograd.Function):
         ctx.multiplier, ctx.softcap = multiplier, softcap
         ctx.chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
         ctx.save_for_backward(hidden, weight, bias, targets)
-        logps, means, correct, entropies = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(4))
+        logps, *others = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(1 + len(extras)))
         matrix = weight.to(ctx.dtype)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = logits_of(ctx, hidden[part], matrix, bias)
-            chosen = logits.gather(1, targets[part, None]).squeeze(1)
-            logps[part] = chosen - logits.logsumexp(-1)
-            means[part] = logits.mean(-1)
-            correct[part] = (logits.argmax(-1) == targets[part]).float()
-            if entropy:
-                entropies[part] = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
-        ctx.mark_non_differentiable(means, correct, entropies)
-        return logps, means, correct, entropies
+            chosen, total = logits.gather(1, targets[part, None]).squeeze(1), logits.logsumexp(-1)
+            logps[part] = chosen - total
+            for name, values in zip(extras, others):
+                values[part] = EXTRAS[name](logits, chosen, total)
+        ctx.mark_non_differentiable(*others)
+        return logps, *others
 
     @staticmethod
     def backward(ctx, grad_logps, *_):
@@ -84,10 +88,10 @@ class ScoringHead(nn.Linear):
     It is called as the module it is, once a forward, so that ZeRO-3 gathers its weight once and on every rank alike.
     """
 
-    def forward(self, hidden, targets=None, multiplier: float = 1.0, softcap: float = 0.0, entropy: bool = False):
+    def forward(self, hidden, targets=None, multiplier: float = 1.0, softcap: float = 0.0, extras: tuple[str, ...] = ()):
         if targets is None:
             return super().forward(hidden)
-        return ChunkedLogProbs.apply(hidden, self.weight, self.bias, targets, multiplier, softcap, entropy)
+        return ChunkedLogProbs.apply(hidden, self.weight, self.bias, targets, multiplier, softcap, extras)
 
 
 class ScoreHead(nn.Linear):
@@ -116,19 +120,17 @@ class ScoreModel(Wrapper):
         super().__init__(model)
         model.score.__class__ = ScoreHead
 
-    def forward(self, input_ids, **sharing) -> torch.Tensor:
-        """fp32 `[rows, length]`: the score of each row up to and including that token. Padding on the right changes none of them.
-
-        Args:
-            sharing: `position_ids` and `attention_mask` of `pad_shared`.
-        """
-        return self.model.score(self.model.base_model(input_ids=input_ids, use_cache=False, **sharing).last_hidden_state).squeeze(-1)
+    def forward(self, batch: dict, at: str = "last") -> torch.Tensor:
+        """fp32 scores of what precedes and includes the tokens at these places of `lay_out`: `last` `[answers]`, or `before`
+        `[answers, longest]`."""
+        hidden = self.model.base_model(**batch["inputs"], use_cache=False).last_hidden_state.flatten(0, 1)
+        return self.model.score(hidden[batch[at]]).squeeze(-1)
 
 
 class LogProbModel(Wrapper):
-    """A causal language model whose forward returns log-probs of the positions asked for: train and prepare this one.
+    """A causal language model whose forward returns log-probs of the tokens asked for: train and prepare this one.
 
-    The backbone runs on the whole sequence, the head on the asked positions only. Rows are padded on the right, which under
+    The backbone runs on whole rows, the head on the asked positions only. Rows are padded on the right, which under
     causal attention needs no mask: no real token sees a token to its right.
     """
 
@@ -143,29 +145,26 @@ class LogProbModel(Wrapper):
         self.multiplier = getattr(text, "logit_scale", None) or 1.0  # Cohere
         self.multiplier /= getattr(text, "logits_scaling", None) or 1.0  # Granite
 
-    def forward(self, input_ids, scored, temperature: float = 1.0, entropy: bool = False, check: bool = False):
-        """Scores the tokens where `scored` is true.
+    def forward(self, batch: dict, temperature: float = 1.0, extras: tuple[str, ...] = (), check: bool = False) -> dict:
+        """Scores the targets of `lay_out` where its mask is true.
 
         Args:
-            input_ids: `[rows, length]`, padded on the right with any id.
-            scored: bool `[rows, length]`; the first column must be false, nothing predicts it.
             temperature: the logits are divided by it.
-            entropy: compute `entropy`, too.
+            extras: names of `EXTRAS` to return as well.
             check: run the architecture's own forward too, for `check_logprobs`: adds `own_logps`.
 
         Returns:
-            dict of fp32 `[rows, length - 1]`, entry t for token t + 1, zero where not scored:
-            `logps`, `mean_logits` (over the vocabulary), `correct` (1.0 where the token is the most probable); `entropy` if asked for.
+            dict of fp32 `[answers, longest]`, zero where not scored: `logps`, and the extras.
         """
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-        mask = scored[:, 1:]
-        values = self.model.get_output_embeddings()(
-            hidden[mask], input_ids[:, 1:][mask], self.multiplier / temperature, self.softcap / temperature, entropy
-        )
-        values = dict(zip(("logps", "mean_logits", "correct", *["entropy"] * entropy), values))
+        mask = batch["mask"]
+        places, targets = batch["before"][mask], batch["targets"][mask]
+        hidden = self.model.base_model(**batch["inputs"], use_cache=False).last_hidden_state.flatten(0, 1).index_select(0, places)
+        head = self.model.get_output_embeddings()
+        values = head(hidden, targets, self.multiplier / temperature, self.softcap / temperature, extras)
+        values = dict(zip(("logps", *extras), values))
         if check:
-            own = self.model(input_ids=input_ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-            values["own_logps"] = own.gather(2, input_ids[:, 1:, None]).squeeze(2)[mask]
+            own = self.model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)[places].float().log_softmax(-1)
+            values["own_logps"] = own.gather(1, targets[:, None]).squeeze(1)
         empty = hidden.new_zeros(mask.shape, dtype=torch.float32)
         return {name: empty.masked_scatter(mask, value) for name, value in values.items()}
 
@@ -178,10 +177,30 @@ def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str)
     Raises:
         SystemExit: the architecture does something to its logits that `LogProbModel` does not know.
     """
-    input_ids = torch.tensor([(ids * 2)[:16]], device=device)  # a prompt may be one token, which nothing predicts
-    scored = torch.arange(input_ids.shape[1], device=device)[None] > 0
+    ids = (ids * 2)[:16]  # a prompt may be one token, which nothing predicts
     prepared.eval()
-    scores = prepared(input_ids, scored, check=True)
+    scores = prepared(lay_out([ids[:1]], [ids[1:]], False, device), check=True)
     worst = (scores["logps"] - scores["own_logps"]).abs().max().item()
     if not worst <= 0.01 * (1 + scores["own_logps"].abs().max().item()):
         sys.exit(f"{model_name}: its head's log-probs differ from its own logits' by {worst:.3g}: this architecture is not supported yet")
+
+
+@torch.no_grad()
+def can_pack(prepared: nn.Module, config, ids: list[int], longest: int, device) -> bool:
+    """Whether a model reads several answers in a row as it reads each alone (see `lay_out`): not where positions or attention are of
+    another kind. Leaves the model in evaluation mode.
+
+    Args:
+        prepared: gives scores or log-probs.
+        ids: any tokens, such as those of a row.
+        longest: tokens of the longest row.
+    """
+    window = getattr(config.get_text_config(), "sliding_window", None)
+    if config._attn_implementation != "sdpa" or (window and window < longest):
+        return False
+    prepared.eval()
+    ids, values = (ids * 4)[:32], []
+    for pack in (False, True):
+        scores = prepared(lay_out([ids[:16], ids[:16], ids[:8]], [ids[16:24], ids[20:], ids[8:12]], pack, device))
+        values.append(scores["logps"] if isinstance(scores, dict) else scores)
+    return bool((values[0] - values[1]).abs().max() <= 0.01 * (1 + values[0].abs().max()))

@@ -1,5 +1,6 @@
 """Windows: which samples form one, how it is cut into the micro-batches of each process, and how many were applied, skipped, seen."""
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -26,29 +27,43 @@ def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndar
     return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
 
 
-def arrange(
-    rows: Sequence[int], lengths: np.ndarray, micro_batch_size: int, processes: int, process: int, steps: int | None = None
-) -> list[tuple[list[int], list[float]]]:
-    """Cuts rows into micro-batches of like length, the same number on every process.
+def arrange(accelerator, rows: Sequence[int], lengths: np.ndarray, micro_batch_size: int, max_tokens: int = 0) -> list[tuple]:
+    """Cuts rows into micro-batches of like length, the same number on every process and as few as hold the rows.
 
     Order inside a window cannot change its update, so rows are sorted by length, longest first: little padding, processes in
-    step, and a micro-batch too large for memory fails at once. What is missing is filled with rows of weight zero.
+    step, and a micro-batch too large for memory fails at once. A process that would have none gets a row of weight zero.
 
     Args:
         rows: row numbers, the same on every process.
         lengths: tokens of every row of the data set.
-        steps: micro-batches per process; default as few as hold the rows (evaluation).
+        max_tokens: where not 0, a micro-batch holds as many rows as fit into so many tokens, padding counted, instead of
+            `micro_batch_size`, and all hold about as many; a longer row stands alone.
 
     Returns:
-        For this process, `steps` pairs of `micro_batch_size` rows and their weights, 1.0 or 0.0.
+        This process's micro-batches: `list[int]` of rows and `list[float]` of their weights, 1 or 0.
     """
-    rows = np.asarray(rows)
+    rows, processes = np.asarray(rows), accelerator.num_processes
     rows = rows[np.argsort(-lengths[rows], kind="stable")]
-    steps = steps or math.ceil(len(rows) / (micro_batch_size * processes))
-    room = steps * processes * micro_batch_size
-    filled = np.concatenate([rows, np.full(room - len(rows), rows[-1])]).reshape(-1, micro_batch_size)
-    weights = (np.arange(room) < len(rows)).astype(float).reshape(-1, micro_batch_size)
-    return [(filled[i].tolist(), weights[i].tolist()) for i in range(process, len(filled), processes)]
+    parts = np.array_split(rows, math.ceil(len(rows) / (micro_batch_size * processes)) * processes)
+    if max_tokens:
+        cut = functools.partial(cut_by_tokens, lengths[rows].tolist())
+        number = math.ceil(len(cut(max_tokens)) / processes) * processes
+        least = bisect.bisect_left(range(max_tokens), True, key=lambda tokens: len(cut(tokens)) <= number)
+        parts = np.split(rows, cut(least)[1:])
+        parts += [rows[:0]] * (number - len(parts))
+    return [
+        (part.tolist(), [1.0] * len(part)) if len(part) else (rows[-1:].tolist(), [0.0])
+        for part in parts[accelerator.process_index :: processes]
+    ]
+
+
+def cut_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
+    """Where micro-batches begin that hold at most so many tokens, padding counted; `lengths` from the longest on."""
+    cuts = []
+    for i in range(len(lengths)):
+        if not cuts or (i + 1 - cuts[-1]) * lengths[cuts[-1]] > max_tokens:
+            cuts.append(i)
+    return cuts
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = False) -> torch.Tensor:
@@ -57,10 +72,63 @@ def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = Fal
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device)
 
 
-def evaluation_batches(accelerator, dataset, micro_batch_size: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
-    """Every row of a data set once, over all processes: row numbers, their columns, and weights `[rows]`, 0 for a filler."""
-    processes = accelerator.num_processes, accelerator.process_index
-    for rows, weights in arrange(np.arange(len(dataset)), np.array(dataset["length"][:]), micro_batch_size, *processes):
+def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bool, device) -> dict:
+    """Answers to prompts as a model reads them.
+
+    Packed, a prompt that several have in common is computed once, and a row holds several prompts where they fit beside each other:
+    an answer sees its prompt and itself only, at the positions it would have alone. Else each is a row of its own.
+
+    Returns:
+        `inputs`, what a `transformers` model takes: `input_ids` `[rows, length]` padded on the right, and, where a row holds several
+        answers, `position_ids` and `attention_mask`. `targets`, the answers' ids, and `mask`, which of them are real, `[answers, longest]`.
+        `before`, the place of the token that predicts each target, `[answers, longest]`, and `last`, that of each answer's
+        last token, `[answers]`: counted through the rows one after the other.
+    """
+    groups, trees, rows = {}, [], []
+    for number, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt) if pack and prompt else number, []).append(number)
+    for first, *others in groups.values():  # a tree: pieces with the place of their first token, and the number of their answer
+        trees.append([(prompts[first], 0, -1), *((answers[i], len(prompts[i]), i) for i in (first, *others))])
+    size = lambda tree: sum(len(piece) for piece, *_ in tree)
+    longest = max(map(size, trees))
+    for tree in sorted(trees, key=size, reverse=True):
+        row = next((row for row in rows if pack and sum(map(size, row)) + size(tree) <= longest), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(tree)
+    ids, positions, tree_of, answer_of = (np.full((len(rows), longest), fill) for fill in (0, 0, -1, -1))
+    before, last = [[] for _ in answers], [0] * len(answers)
+    for number, row in enumerate(rows):
+        end = 0
+        for tree_number, tree in enumerate(row):
+            prompt_end = end + len(tree[0][0])
+            for piece, position, answer in tree:
+                here, end = slice(end, end + len(piece)), end + len(piece)
+                ids[number, here], positions[number, here] = piece, range(position, position + len(piece))
+                tree_of[number, here], answer_of[number, here] = tree_number, answer
+                if answer >= 0:
+                    places = [max(prompt_end - 1, 0), *range(here.start, end)]
+                    *before[answer], last[answer] = (number * longest + place for place in places)
+    on_device = lambda array: torch.from_numpy(array).to(device)
+    inputs = {"input_ids": on_device(ids)}
+    if len(rows) < len(answers):
+        key_tree, key_answer = (on_device(of)[:, None, None, :] for of in (tree_of, answer_of))
+        visible = (key_answer == -1) | (key_answer == key_answer.mT)
+        inputs |= {"position_ids": on_device(positions), "attention_mask": (visible & (key_tree == key_tree.mT)).tril()}
+    mask = pad([[1] * len(answer) for answer in answers], 0, device).bool()
+    return {
+        "inputs": inputs,
+        "targets": pad(answers, 0, device),
+        "mask": mask,
+        "before": pad(before, 0, device),
+        "last": torch.tensor(last, device=device),
+    }
+
+
+def evaluation_batches(accelerator, dataset, *sizes: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
+    """Every row of a data set once, over all processes, in micro-batches of these sizes (see `arrange`): row numbers, their columns,
+    and weights `[rows]`, 0 for a filler."""
+    for rows, weights in arrange(accelerator, np.arange(len(dataset)), np.array(dataset["length"][:]), *sizes):
         yield rows, dataset[rows], torch.tensor(weights, device=accelerator.device)
 
 

@@ -33,13 +33,13 @@ from transformers.hf_argparser import HfArg
 import common
 from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
 from common.data import column_names, encode_preference, has_text, load_evaluation_sets, load_tokenized, preference
-from common.engine import engine_precision, loss_scale
+from common.engine import begin_window, engine_precision, loss_scale
 from common.generation import generate, is_right
 from common.launch import make_accelerator, parse_args
-from common.logprobs import LogProbModel, check_logprobs
+from common.logprobs import LogProbModel, can_pack, check_logprobs
 from common.metrics import Means, Metrics, check_finite
 from common.models import load_causal_lm, load_tokenizer, optimizer_groups, prepare, prepare_frozen
-from common.windows import Progress, arrange, check_intervals, evaluation_batches, pad, window_rows
+from common.windows import Progress, arrange, check_intervals, evaluation_batches, lay_out, window_rows
 
 common.check_recipe(__file__)
 
@@ -59,10 +59,12 @@ class Args:
     beta: float = HfArg(default=0.1, help="strength of the pull to the reference")
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = HfArg(default="sigmoid", help="see preference_loss")
     label_smoothing: float = HfArg(default=0.0, help="probability that a label is wrong (sigmoid: cDPO; robust)")
+    share_prompts: bool = HfArg(default=True, help="compute a prompt once for both answers, where the architecture allows it")
     precompute_ref_log_probs: bool = HfArg(default=False, help="reference log-probs once, cached on disk; no reference in memory")
 
     train_batch_size: int = HfArg(default=64, help="pairs of one update, over all processes")
     micro_train_batch_size: int = HfArg(default=4, help="pairs one process runs at once")
+    micro_train_tokens: int = HfArg(default=0, help="tokens of both answers with prompt and padding it runs at once, instead; 0: not used")
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
     max_length: int = HfArg(default=1024, help="tokens of prompt and answer; what is longer is cut at the end")
@@ -131,26 +133,23 @@ def preference_row(row: dict, tokenizer, max_length: int) -> dict:
     }  # fmt: skip
 
 
-def collate(columns: dict, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs as `input_ids` and `scored` (the answers' tokens), `[2 * pairs, longest]`: all chosen, then all rejected."""
-    prompts, answers = columns["prompt_ids"] * 2, columns["chosen_ids"] + columns["rejected_ids"]
-    input_ids = pad([prompt + answer for prompt, answer in zip(prompts, answers)], 0, device)
-    scored = pad([[0] * len(prompt) + [1] * len(answer) for prompt, answer in zip(prompts, answers)], 0, device)
-    return input_ids, scored.bool()
+def collate(columns: dict, share: bool, device) -> dict:
+    """Pairs as the model reads them, see `lay_out`: all chosen answers, then all rejected."""
+    return lay_out(columns["prompt_ids"] * 2, columns["chosen_ids"] + columns["rejected_ids"], share, device)
 
 
-def compare(scores: dict, scored: torch.Tensor, ref_logps: torch.Tensor, args: Args):
+def compare(scores: dict, mask: torch.Tensor, ref_logps: torch.Tensor, args: Args):
     """Losses and metrics of pairs.
 
     Args:
-        scores: the policy's, see `LogProbModel.forward`.
+        scores: the policy's, see `LogProbModel.forward`; `mask` says which tokens are real, `[2 * pairs, length]`.
         ref_logps: `[2 * pairs]`, the reference's log-probs of the answers.
 
     Returns:
         losses `[pairs]`, metrics of pairs `[pairs]`, and for chosen and rejected the logits `[pairs, length]` with the
         mask of their tokens.
     """
-    logps, tokens = scores["logps"].sum(1), scored.sum(1)
+    logps, tokens = scores["logps"].sum(1), mask.sum(1)
     (chosen, rejected), (chosen_tokens, rejected_tokens) = logps.chunk(2), tokens.chunk(2)
     chosen_ratios, rejected_ratios = (logps - ref_logps).chunk(2)
     losses = preference_loss(
@@ -162,16 +161,16 @@ def compare(scores: dict, scored: torch.Tensor, ref_logps: torch.Tensor, args: A
         "rewards/accuracies": (rewards[0] > rewards[1]).float(), "rewards/margins": rewards[0] - rewards[1],
         "logps/chosen": chosen, "logps/rejected": rejected,
     }  # fmt: skip
-    halves = zip(("logits/chosen", "logits/rejected"), scores["mean_logits"].chunk(2), scored[:, 1:].chunk(2))
+    halves = zip(("logits/chosen", "logits/rejected"), scores["mean_logits"].chunk(2), mask.chunk(2))
     return losses, metrics, list(halves)
 
 
 @torch.no_grad()
-def reference_logps(accelerator, reference, dataset, micro_batch_size: int) -> np.ndarray:
+def reference_logps(accelerator, reference, dataset, args: Args) -> np.ndarray:
     """The reference's log-probs of every pair's answers, fp32 `[rows, 2]`, the same on every rank."""
     table = torch.zeros(len(dataset), 2, device=accelerator.device)
-    for rows, columns, weights in evaluation_batches(accelerator, dataset, micro_batch_size):
-        logps = reference(*collate(columns, accelerator.device))["logps"].sum(1)
+    for rows, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens):
+        logps = reference(collate(columns, args.share_prompts, accelerator.device))["logps"].sum(1)
         real = weights > 0  # a filler is another process's row
         table[torch.tensor(rows, device=accelerator.device)[real]] = torch.stack(logps.chunk(2), 1)[real]
     return accelerator.reduce(table, reduction="sum").cpu().numpy()
@@ -232,7 +231,10 @@ def main():
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     model, optimizer = prepare(accelerator, policy, optimizer, args.debug_overflow)
-    check_logprobs(model, train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"], accelerator.device, args.model_name_or_path)
+    some_ids = train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"]
+    check_logprobs(model, some_ids, accelerator.device, args.model_name_or_path)
+    args.share_prompts = args.share_prompts and can_pack(model, policy.config, some_ids, args.max_length, accelerator.device)
+    accelerator.print(f"prompts are computed {'once for both answers' if args.share_prompts else 'for each answer'}")
 
     # ============================================================ reference
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
@@ -244,20 +246,19 @@ def main():
         for name, dataset in {"train": train_set, **eval_sets}.items():
             ref_tables[name] = cached_array(
                 accelerator, [*key, dataset._fingerprint],
-                partial(reference_logps, accelerator, reference, dataset, args.micro_train_batch_size),
+                partial(reference_logps, accelerator, reference, dataset, args),
             )  # fmt: skip
         reference = None
 
-    def reference_of(name: str, rows: list[int], input_ids, scored) -> torch.Tensor:
+    def reference_of(name: str, rows: list[int], batch: dict) -> torch.Tensor:
         """`[2 * pairs]`: the reference's log-probs of the answers, from the table or the model."""
         if reference is None:
             return torch.from_numpy(ref_tables[name][rows].T.reshape(-1)).to(accelerator.device)
         with torch.no_grad():
-            return reference(input_ids, scored)["logps"].sum(1)
+            return reference(batch)["logps"].sum(1)
 
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="rewards/accuracies")
-    steps, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
     run = Run(
         accelerator=accelerator, args=args, model=model, unwrapped=policy, optimizer=optimizer, scheduler=scheduler,
         tokenizer=tokenizer, progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint,
@@ -269,20 +270,21 @@ def main():
     metrics.start_interval()
     while not progress.finished:
         window = window_rows(len(train_set), args.train_batch_size, args.seed, progress.windows_seen)
-        micro_batches = arrange(window, lengths, args.micro_train_batch_size, processes, accelerator.process_index, steps)
+        micro_batches = arrange(accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens)
+        divisor = begin_window(accelerator, model, micro_batches)
         scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
                 columns, weights = train_set[rows], torch.tensor(weights, device=accelerator.device)
-                input_ids, scored = collate(columns, accelerator.device)
+                batch = collate(columns, args.share_prompts, accelerator.device)
             with accelerator.accumulate(model):
-                ref_logps = reference_of("train", rows, input_ids, scored)
-                losses, values, logits = compare(model(input_ids, scored), scored, ref_logps, args)
+                ref_logps = reference_of("train", rows, batch)
+                losses, values, logits = compare(model(batch, extras=("mean_logits",)), batch["mask"], ref_logps, args)
                 seen.append((columns["row"], losses.detach(), weights))
                 if accelerator.sync_gradients:
                     check_finite(seen, progress, args.output_dir)
-                # The mean over the window's pairs: the engine divides by accumulation steps and processes.
-                accelerator.backward((losses * weights).sum() * steps * processes / len(window))
+                # The mean over the window's pairs: the engine divides by micro-batches and processes.
+                accelerator.backward((losses * weights).sum() * divisor / len(window))
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
@@ -321,10 +323,10 @@ def evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, arg
     model.eval()
     for prefix, dataset in eval_sets.items():
         means = Means(accelerator)
-        for rows, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size):
-            input_ids, scored = collate(columns, accelerator.device)
-            ref_logps = reference_of(prefix, rows, input_ids, scored)
-            _, values, logits = compare(model(input_ids, scored), scored, ref_logps, args)
+        for rows, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens):
+            batch = collate(columns, args.share_prompts, accelerator.device)
+            ref_logps = reference_of(prefix, rows, batch)
+            _, values, logits = compare(model(batch, extras=("mean_logits",)), batch["mask"], ref_logps, args)
             means.add(values, weights)
             for name, value, mask in logits:
                 means.add({name: value}, mask * weights[:, None])

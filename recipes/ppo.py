@@ -28,13 +28,13 @@ from transformers.hf_argparser import HfArg
 import common
 from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
 from common.data import as_messages, column_names, encode, has_text, load_evaluation_sets, load_tokenized, render, require
-from common.engine import innermost, loss_scale, record_group_norms
+from common.engine import begin_window, innermost, loss_scale, record_group_norms
 from common.generation import generate, is_right, stop_tokens
 from common.launch import load_function, make_accelerator, parse_args
-from common.logprobs import LogProbModel, ScoreModel, check_logprobs
+from common.logprobs import LogProbModel, ScoreModel, can_pack, check_logprobs
 from common.metrics import Metrics, check_finite
 from common.models import disable_dropout, load_causal_lm, load_score_model, load_tokenizer, optimizer_groups, prepare, prepare_frozen
-from common.windows import Progress, arrange, check_intervals, gather_rows, pad, window_rows
+from common.windows import Progress, arrange, check_intervals, gather_rows, lay_out, window_rows
 
 common.check_recipe(__file__)
 
@@ -86,6 +86,8 @@ class Args:
 
     train_batch_size: int = HfArg(default=128, help="samples of one update, over all processes")
     micro_train_batch_size: int = HfArg(default=4, help="samples one process trains on at once")
+    micro_train_tokens: int = HfArg(default=0, help="tokens with padding it trains on at once, instead; 0: not used")
+    share_prompts: bool = HfArg(default=True, help="compute a prompt once for its responses, where the architecture allows it")
     max_epochs: int = HfArg(default=1, help="passes over the prompts")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
     max_length: int = HfArg(default=1024, help="tokens of prompt and response; a prompt without room for --max_new_tokens is left out")
@@ -122,9 +124,10 @@ class ActorCritic(LogProbModel):
         self.critic = ScoreModel(critic)
         self._no_split_modules = sorted({*actor._no_split_modules, *critic._no_split_modules})
 
-    def forward(self, input_ids, scored, temperature: float = 1.0, check: bool = False):
-        """`LogProbModel.forward` with `entropy`, and `values`: entry t is the value of the state in which token t + 1 is chosen."""
-        return super().forward(input_ids, scored, temperature, True, check) | {"values": self.critic(input_ids)[:, :-1]}
+    def forward(self, batch: dict, temperature: float = 1.0, check: bool = False):
+        """`LogProbModel.forward` with `entropy`, and `values`: those of the states in which the targets are chosen."""
+        values = torch.where(batch["mask"], self.critic(batch, "before"), 0.0)
+        return super().forward(batch, temperature, ("entropy",), check) | {"values": values}
 
 
 def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> dict:
@@ -211,24 +214,17 @@ def count_from_zero(optimizer, *_) -> None:
             optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"] * 0
 
 
-def collate(samples: dict, rows: list[int], device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples as `input_ids` and `scored` (the responses' tokens), `[rows, longest]`, padded on the right."""
+def collate(samples: dict, rows: list[int], share: bool, device) -> dict:
+    """Samples as the models read them, see `lay_out`."""
     prompts, responses = ([samples[part][row] for row in rows] for part in ("prompts", "responses"))
-    input_ids = pad([prompt + response for prompt, response in zip(prompts, responses)], 0, device)
-    scored = pad([[0] * len(prompt) + [1] * len(response) for prompt, response in zip(prompts, responses)], 0, device)
-    return input_ids, scored.bool()
-
-
-def of_responses(values: torch.Tensor, scored: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Values of a forward pass `[rows, longest - 1]` moved to where `mask` `[rows, response length]` has the responses' tokens."""
-    return torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, values[scored[:, 1:]])
+    return lay_out(prompts, responses, share, device)
 
 
 def compare(scores: dict, batch: dict, kl_coef: float, actor_learns: bool, args: Args) -> tuple[torch.Tensor, dict]:
     """Losses and metrics of response tokens, each `[rows, response length]`.
 
     Args:
-        scores: the policy's `logps values entropy`, moved to the responses by `of_responses`.
+        scores: the policy's `logps values entropy`.
         batch: the rollout's `logps ref_logps values advantages returns` of these rows.
     """
     logps, old_logps = scores["logps"], batch["logps"]
@@ -245,9 +241,9 @@ def compare(scores: dict, batch: dict, kl_coef: float, actor_learns: bool, args:
 
 
 def share_of(accelerator, samples: dict, args: Args):
-    """This process's micro-batches of samples, for scoring: rows and weights, 0 for a filler."""
-    sizes = np.arange(len(samples["lengths"])), samples["lengths"], args.micro_rollout_batch_size
-    return arrange(*sizes, accelerator.num_processes, accelerator.process_index)
+    """This process's micro-batches of samples, for scoring: rows and weights, 0 for a filler. Those of one prompt stay together."""
+    longest = samples["lengths"].reshape(-1, args.n_samples_per_prompt).max(1).repeat(args.n_samples_per_prompt)
+    return arrange(accelerator, np.arange(len(longest)), longest, args.micro_rollout_batch_size)
 
 
 @torch.no_grad()
@@ -261,9 +257,7 @@ def score(accelerator, samples: dict, reward_model, reward_function, tokenizer, 
     for rows, weights in share_of(accelerator, samples, args):
         real, scores = [row for row, weight in zip(rows, weights) if weight], 0.0
         if reward_model is not None:
-            last = torch.from_numpy(samples["lengths"][rows] - 1).to(accelerator.device)
-            scores = reward_model(collate(samples, rows, accelerator.device)[0]).gather(1, last[:, None]).squeeze(1)
-            scores = scores[: len(real)].double().cpu().numpy()  # fillers stand at the end
+            scores = reward_model(collate(samples, rows, args.share_prompts, accelerator.device))[: len(real)].double().cpu().numpy()
         if args.normalize_reward:
             scores = (scores - reward_model.config.reward_mean) / reward_model.config.reward_std
         if reward_function is not None and real:
@@ -309,12 +303,12 @@ def roll_out(accelerator, model, policy, reference, tokenizer, columns: dict, sc
     with metrics.timed("score"):
         scores, mine = score_of(samples), {}
         for rows, weights in share_of(accelerator, samples, args):
-            input_ids, scored = collate(samples, rows, accelerator.device)
+            batch = collate(samples, rows, args.share_prompts, accelerator.device)
             # The log-probs and values that are old in the updates come from the forward pass that trains, not from generation.
-            found = model(input_ids, scored, args.temperature)
-            found["ref_logps"] = reference(input_ids, scored, args.temperature)["logps"]
+            found = model(batch, args.temperature)
+            found["ref_logps"] = reference(batch, args.temperature)["logps"]
             found = torch.stack([found[name] for name in ("logps", "ref_logps", "values")], 2).cpu()
-            mine |= {row: part[kept] for row, part, kept, w in zip(rows, found, scored[:, 1:].cpu(), weights) if w}
+            mine |= {row: part[kept] for row, part, kept, w in zip(rows, found, batch["mask"].cpu(), weights) if w}
         found = torch.nn.utils.rnn.pad_sequence(gather_rows(mine), batch_first=True)  # [samples, longest, 3]
     mask = torch.arange(found.shape[1]) < torch.tensor([[len(response)] for response in samples["responses"]])
     logps, ref_logps, values = found.unbind(2)
@@ -415,6 +409,9 @@ def main():
     group_norms = record_group_norms(accelerator, optimizer)
     innermost(optimizer).register_step_post_hook(count_from_zero)
     check_logprobs(model, train_set[0]["prompt_ids"], accelerator.device, args.model_name_or_path)
+    args.share_prompts = args.share_prompts and can_pack(
+        model, actor.config, train_set[0]["prompt_ids"], args.max_length, accelerator.device
+    )
 
     # ============================================================ reference and reward
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
@@ -430,7 +427,6 @@ def main():
 
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="objective/scores")
-    steps, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
     run = Run(
         accelerator=accelerator, args=args, model=model, unwrapped=policy, optimizer=optimizer, scheduler=scheduler, tokenizer=tokenizer,
         progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint, extra={"kl_coef": args.kl_coef, "rollout": None},
@@ -454,7 +450,8 @@ def main():
         rollout = run.extra["rollout"]
         lengths = np.array([len(prompt) + len(response) for prompt, response in zip(rollout["prompts"], rollout["responses"])])
         window = window_rows(len(lengths), args.train_batch_size, (args.seed, number, 2), window_number)
-        micro_batches = arrange(window, lengths, args.micro_train_batch_size, processes, accelerator.process_index, steps)
+        micro_batches = arrange(accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens)
+        divisor = begin_window(accelerator, model, micro_batches)
         window_tokens, actor_learns = int(rollout["tensors"]["mask"][window].sum()), number >= args.critic_warmup_rollouts
         for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
             group["learns"] = actor_learns or group["name"] == "critic"
@@ -463,18 +460,18 @@ def main():
         scale, seen = loss_scale(accelerator, model), []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
-                input_ids, scored = collate(rollout, rows, accelerator.device)
-                batch = {name: part[rows].to(accelerator.device) for name, part in rollout["tensors"].items()}
+                sequences = collate(rollout, rows, args.share_prompts, accelerator.device)
+                width = sequences["mask"].shape[1]
+                batch = {name: part[rows, :width].to(accelerator.device) for name, part in rollout["tensors"].items()}
                 token_weights = batch["mask"] * torch.tensor(weights, device=accelerator.device)[:, None]
             with accelerator.accumulate(model):
-                scores = model(input_ids, scored, args.temperature)
-                scores = {name: of_responses(scores[name], scored, batch["mask"]) for name in ("logps", "values", "entropy")}
+                scores = model(sequences, args.temperature)
                 losses, values = compare(scores, batch, rollout["kl_coef"], actor_learns, args)
                 seen.append(([rollout["rows"][row] for row in rows], losses.detach(), token_weights))
                 if accelerator.sync_gradients:
                     check_finite(seen, progress, args.output_dir, {**batch, **{f"new {name}": part for name, part in scores.items()}})
-                # The mean over the window's response tokens: the engine divides by accumulation steps and processes.
-                accelerator.backward((losses * token_weights).sum() * steps * processes / window_tokens)
+                # The mean over the window's response tokens: the engine divides by micro-batches and processes.
+                accelerator.backward((losses * token_weights).sum() * divisor / window_tokens)
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()

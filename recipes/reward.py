@@ -12,9 +12,7 @@ Docs, metrics:   docs/reward.md
 """
 
 # ============================================================ imports
-import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,12 +25,12 @@ from transformers.hf_argparser import HfArg
 import common
 from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
 from common.data import check, column_names, encode_preference, has_text, load_evaluation_sets, load_tokenized, preference
-from common.engine import loss_scale
+from common.engine import begin_window, loss_scale
 from common.launch import make_accelerator, parse_args
-from common.logprobs import ScoreModel
+from common.logprobs import ScoreModel, can_pack
 from common.metrics import Means, Metrics, check_finite
 from common.models import load_score_model, load_tokenizer, optimizer_groups, prepare
-from common.windows import Progress, arrange, check_intervals, evaluation_batches, pad, window_rows
+from common.windows import Progress, arrange, check_intervals, evaluation_batches, lay_out, window_rows
 
 common.check_recipe(__file__)
 
@@ -53,6 +51,7 @@ class Args:
     share_prompts: bool = HfArg(default=True, help="a prompt computed once for both answers, where the architecture allows it")
     train_batch_size: int = HfArg(default=64, help="pairs of one update, over all processes")
     micro_train_batch_size: int = HfArg(default=4, help="pairs one process runs at once")
+    micro_train_tokens: int = HfArg(default=0, help="tokens of both answers with prompt and padding it runs at once, instead; 0: not used")
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
     max_length: int = HfArg(default=1024, help="tokens of prompt and answer; what is longer is cut at the end")
@@ -119,72 +118,23 @@ def reward_row(row: dict, tokenizer, max_length: int) -> dict:
     return {**preference_row(row, tokenizer, max_length), "margin": number}
 
 
-def pad_shared(prompts: list[list[int]], answers: Sequence[list[list[int]]], device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Rows of a prompt and all its answers, the prompt computed once: an answer sees the prompt and itself, at the places it would have alone.
-
-    Args:
-        answers: for each of the k answers of a prompt, its token ids in every row.
-
-    Returns:
-        what a model takes: `input_ids`, `position_ids` `[rows, longest]` and `attention_mask` bool `[rows, 1, longest, longest]`;
-        and the place of each answer's last token, `[rows, k]`.
-    """
-    parts = [[prompt, *ids] for prompt, *ids in zip(prompts, *answers)]
-    rows, segments, positions = [], [], []
-    for prompt, *rest in parts:
-        rows.append([*prompt, *itertools.chain(*rest)])
-        segments.append([0] * len(prompt) + [i for i, ids in enumerate(rest, 1) for _ in ids])
-        positions.append([*range(len(prompt)), *(len(prompt) + place for ids in rest for place in range(len(ids)))])
-    segments = pad(segments, -1, device)
-    same, prompt = segments[:, None, None, :] == segments[:, None, :, None], segments[:, None, None, :] == 0
-    inputs = {"input_ids": pad(rows, 0, device), "position_ids": pad(positions, 0, device), "attention_mask": (same | prompt).tril()}
-    return inputs, torch.tensor([np.cumsum([len(ids) for ids in row])[1:].tolist() for row in parts], device=device) - 1
+def collate(columns: dict, share: bool, device) -> dict:
+    """Pairs as the model reads them, see `lay_out`: all chosen answers, then all rejected."""
+    return lay_out(columns["prompt_ids"] * 2, columns["chosen_ids"] + columns["rejected_ids"], share, device)
 
 
-def collate(columns: dict, share: bool, device) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What the model takes, and the place of each answer's last real token, its EOS.
-
-    Shared, a row is a pair: the prompt once and both answers, the places `[pairs, 2]`. Else a row is an answer: all chosen, then all
-    rejected, the places `[2 * pairs, 1]`.
-    """
-    answers = columns["chosen_ids"], columns["rejected_ids"]
-    if share:
-        return pad_shared(columns["prompt_ids"], answers, device)
-    rows = [prompt + answer for prompt, answer in zip(columns["prompt_ids"] * 2, answers[0] + answers[1])]
-    return {"input_ids": pad(rows, 0, device)}, torch.tensor([[len(row) - 1] for row in rows], device=device)
-
-
-def compare(scores: torch.Tensor, last: torch.Tensor, margins: list[float], weights: torch.Tensor, args: Args):
+def compare(rewards: torch.Tensor, margins: list[float], weights: torch.Tensor, args: Args):
     """Losses `[pairs]`, metrics of pairs with the pairs' weights, metrics of answers with the answers' weights.
 
     Args:
-        scores, last: see `ScoreModel.forward` and `collate`.
+        rewards: the scores `[2 * pairs]`, of all chosen answers, then all rejected.
         weights: `[pairs]`, 0 for a filler.
     """
-    rewards = scores.gather(1, last).T.reshape(-1)
     chosen, rejected = rewards.chunk(2)
-    losses = pairwise_loss(chosen, rejected, torch.tensor(margins, device=scores.device), args.center_coef)
+    losses = pairwise_loss(chosen, rejected, torch.tensor(margins, device=rewards.device), args.center_coef)
     pairs = {"loss": losses, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
     answers = {"mean_reward": rewards, "min_reward": rewards, "max_reward": rewards}
     return losses, [(pairs, weights), (answers, weights.repeat(2))]
-
-
-@torch.no_grad()
-def can_share(prepared, config, alone: dict, shared: dict, last: tuple[torch.Tensor, torch.Tensor], longest: int) -> bool:
-    """Whether a model scores a prompt's answers in one row as it does alone: not where positions or attention are of another kind.
-
-    Args:
-        alone, shared: inputs of the same answers; `last` their places in each.
-        longest: tokens of the longest row.
-    """
-    window = getattr(config.get_text_config(), "sliding_window", None)
-    if config._attn_implementation != "sdpa" or (window and window < longest):
-        return False
-    training = prepared.training
-    prepared.eval()
-    one, other = (prepared(**inputs).gather(1, place).T.reshape(-1) for inputs, place in zip((alone, shared), last))
-    prepared.train(training)
-    return bool((one - other).abs().max() <= 0.01 * (1 + one.abs().max()))
 
 
 def main():
@@ -206,7 +156,6 @@ def main():
     train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
     eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
     lengths = np.array(train_set["length"][:])
-    longest = max(max(data["length"][:]) for data in (train_set, *eval_sets.values()))
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 
@@ -217,13 +166,12 @@ def main():
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     model, optimizer = prepare(accelerator, scorer, optimizer, args.debug_overflow)
-    inputs, last = zip(*(collate(train_set[:1], share, accelerator.device) for share in (False, True)))
-    share = args.share_prompts and can_share(model, scorer.config, *inputs, last, longest)
-    accelerator.print(f"prompts are computed {'once for both answers' if share else 'for each answer'}")
+    some_ids = train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"]
+    args.share_prompts = args.share_prompts and can_pack(model, scorer.config, some_ids, args.max_length, accelerator.device)
+    accelerator.print(f"prompts are computed {'once for both answers' if args.share_prompts else 'for each answer'}")
 
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="accuracy")
-    steps, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
     run = Run(
         accelerator=accelerator, args=args, model=model, unwrapped=scorer, optimizer=optimizer, scheduler=scheduler,
         tokenizer=tokenizer, progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint, extra={},
@@ -231,24 +179,25 @@ def main():
     resume(run)
     scorer.config.update(run.extra)
     if progress.windows_seen == 0:
-        metrics.log_evaluation(evaluate(accelerator, model, eval_sets, share, run.extra, args), [])
+        metrics.log_evaluation(evaluate(accelerator, model, eval_sets, run.extra, args), [])
     model.train()
     metrics.start_interval()
     while not progress.finished:
         window = window_rows(len(train_set), args.train_batch_size, args.seed, progress.windows_seen)
-        micro_batches = arrange(window, lengths, args.micro_train_batch_size, processes, accelerator.process_index, steps)
+        micro_batches = arrange(accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens)
+        divisor = begin_window(accelerator, model, micro_batches)
         scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
                 columns, weights = train_set[rows], torch.tensor(weights, device=accelerator.device)
-                inputs, last = collate(columns, share, accelerator.device)
+                batch = collate(columns, args.share_prompts, accelerator.device)
             with accelerator.accumulate(model):
-                losses, values = compare(model(**inputs), last, columns["margin"], weights, args)
+                losses, values = compare(model(batch), columns["margin"], weights, args)
                 seen.append((columns["row"], losses.detach(), weights))
                 if accelerator.sync_gradients:
                     check_finite(seen, progress, args.output_dir)
-                # The mean over the window's pairs: the engine divides by accumulation steps and processes.
-                accelerator.backward((losses * weights).sum() * steps * processes / len(window))
+                # The mean over the window's pairs: the engine divides by micro-batches and processes.
+                accelerator.backward((losses * weights).sum() * divisor / len(window))
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
@@ -264,7 +213,7 @@ def main():
             metrics.log()
         if progress.due(args.eval_steps):
             with metrics.paused():
-                metrics.log_evaluation(evaluate(accelerator, model, eval_sets, share, run.extra, args), [])
+                metrics.log_evaluation(evaluate(accelerator, model, eval_sets, run.extra, args), [])
         if args.save_steps and progress.due(args.save_steps):
             with metrics.paused():
                 save_checkpoint(run)
@@ -280,7 +229,7 @@ def main():
 
 # ============================================================ evaluation and saving
 @torch.no_grad()
-def evaluate(accelerator, model, eval_sets, share: bool, moments: dict, args: Args) -> dict[str, float]:
+def evaluate(accelerator, model, eval_sets, moments: dict, args: Args) -> dict[str, float]:
     """The training metrics over each held-out set, exact over all processes.
 
     The mean and standard deviation of the scores of all held-out answers go into `moments` and the model's config, as `reward_mean`
@@ -290,9 +239,8 @@ def evaluate(accelerator, model, eval_sets, share: bool, moments: dict, args: Ar
     model.eval()
     for prefix, dataset in eval_sets.items():
         means = Means(accelerator)
-        for _, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size):
-            inputs, last = collate(columns, share, accelerator.device)
-            _, values = compare(model(**inputs), last, columns["margin"], weights, args)
+        for _, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens):
+            _, values = compare(model(collate(columns, args.share_prompts, accelerator.device)), columns["margin"], weights, args)
             for part, part_weights in values:
                 means.add(part, part_weights)
             rewards = values[1][0]["mean_reward"].double()

@@ -36,13 +36,13 @@ from common.data import (
     require,
     turn_length,
 )
-from common.engine import loss_scale
+from common.engine import begin_window, loss_scale
 from common.generation import generate, is_right
 from common.launch import make_accelerator, parse_args
-from common.logprobs import LogProbModel, check_logprobs
+from common.logprobs import LogProbModel, can_pack, check_logprobs
 from common.metrics import Means, Metrics, check_finite
 from common.models import load_causal_lm, load_tokenizer, optimizer_groups, prepare
-from common.windows import Progress, arrange, check_intervals, evaluation_batches, pad, window_rows
+from common.windows import Progress, arrange, check_intervals, evaluation_batches, lay_out, pad, window_rows
 
 common.check_recipe(__file__)
 
@@ -64,6 +64,8 @@ class Args:
 
     train_batch_size: int = HfArg(default=64, help="rows of one update, over all processes")
     micro_train_batch_size: int = HfArg(default=4, help="rows one process runs at once")
+    micro_train_tokens: int = HfArg(default=0, help="tokens with padding it runs at once, instead; 0: not used")
+    packing: bool = HfArg(default=True, help="short rows beside each other, blind to each other, where the architecture allows it")
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
     max_length: int = HfArg(default=1024, help="tokens of a row; what is longer is cut at the end")
@@ -142,20 +144,21 @@ def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
     }  # fmt: skip
 
 
-def collate(columns: dict, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as `input_ids` and `scored` (the target tokens), `[rows, longest]`."""
-    return pad(columns["input_ids"], 0, device), pad(columns["targets"], False, device).bool()
+def collate(columns: dict, pack: bool, device) -> dict:
+    """Rows as the model reads them, see `lay_out`: answers without a prompt, `mask` the target tokens `[rows, longest]`."""
+    rows = columns["input_ids"]
+    return lay_out([[]] * len(rows), rows, pack, device) | {"mask": pad(columns["targets"], False, device).bool()}
 
 
-def compare(scores: dict, scored: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict, torch.Tensor]:
-    """Losses of the target tokens, their metrics, and their weights, each `[rows, length - 1]`.
+def compare(scores: dict, mask: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict, torch.Tensor]:
+    """Losses of the target tokens, their metrics, and their weights, each `[rows, length]`.
 
     Args:
-        scores: the model's, see `LogProbModel.forward`.
+        scores: the model's, see `LogProbModel.forward`; `mask` says which tokens are targets.
         weights: `[rows]`, 0 for a filler row.
     """
     losses = -scores["logps"]
-    return losses, {"loss": losses, "mean_token_accuracy": scores["correct"]}, scored[:, 1:] * weights[:, None]
+    return losses, {"loss": losses, "mean_token_accuracy": scores["correct"]}, mask * weights[:, None]
 
 
 def main():
@@ -180,10 +183,11 @@ def main():
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     model, optimizer = prepare(accelerator, actor, optimizer, args.debug_overflow)
     check_logprobs(model, train_set[0]["input_ids"], accelerator.device, args.model_name_or_path)
+    args.packing = args.packing and can_pack(model, actor.config, train_set[0]["input_ids"], args.max_length, accelerator.device)
+    accelerator.print(f"rows are {'packed' if args.packing else 'padded'}")
 
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="mean_token_accuracy")
-    steps, processes = accelerator.gradient_accumulation_steps, accelerator.num_processes
     run = Run(
         accelerator=accelerator, args=args, model=model, unwrapped=actor, optimizer=optimizer, scheduler=scheduler,
         tokenizer=tokenizer, progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint,
@@ -195,19 +199,20 @@ def main():
     metrics.start_interval()
     while not progress.finished:
         window = window_rows(len(train_set), args.train_batch_size, args.seed, progress.windows_seen)
-        micro_batches = arrange(window, lengths, args.micro_train_batch_size, processes, accelerator.process_index, steps)
+        micro_batches = arrange(accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens)
+        divisor = begin_window(accelerator, model, micro_batches)
         scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
                 columns, weights = train_set[rows], torch.tensor(weights, device=accelerator.device)
-                input_ids, scored = collate(columns, accelerator.device)
+                batch = collate(columns, args.packing, accelerator.device)
             with accelerator.accumulate(model):
-                losses, values, token_weights = compare(model(input_ids, scored), scored, weights)
+                losses, values, token_weights = compare(model(batch, extras=("correct",)), batch["mask"], weights)
                 seen.append((columns["row"], losses.detach(), token_weights))
                 if accelerator.sync_gradients:
                     check_finite(seen, progress, args.output_dir)
-                # The mean over the window's target tokens: the engine divides by accumulation steps and processes.
-                accelerator.backward((losses * token_weights).sum() * steps * processes / int(targets[window].sum()))
+                # The mean over the window's target tokens: the engine divides by micro-batches and processes.
+                accelerator.backward((losses * token_weights).sum() * divisor / int(targets[window].sum()))
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
@@ -244,9 +249,9 @@ def evaluate(accelerator, model, actor, tokenizer, eval_sets, args: Args) -> tup
     model.eval()
     for prefix, dataset in eval_sets.items():
         means = Means(accelerator)
-        for _, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size):
-            input_ids, scored = collate(columns, accelerator.device)
-            _, values, token_weights = compare(model(input_ids, scored), scored, weights)
+        for _, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens):
+            batch = collate(columns, args.packing, accelerator.device)
+            _, values, token_weights = compare(model(batch, extras=("correct",)), batch["mask"], weights)
             means.add(values, token_weights)
         line |= {prefix + name: value for name, value in means.reduce().items()}
         if "answer" in dataset.column_names:
