@@ -51,10 +51,8 @@ def arrange(accelerator, rows: Sequence[int], lengths: np.ndarray, micro_batch_s
         least = bisect.bisect_left(range(max_tokens), True, key=lambda tokens: len(cut(tokens)) <= number)
         parts = np.split(rows, cut(least)[1:])
         parts += [rows[:0]] * (number - len(parts))
-    return [
-        (part.tolist(), [1.0] * len(part)) if len(part) else (rows[-1:].tolist(), [0.0])
-        for part in parts[accelerator.process_index :: processes]
-    ]
+    filler, mine = (rows[-1:].tolist(), [0.0]), parts[accelerator.process_index :: processes]
+    return [(part.tolist(), [1.0] * len(part)) if len(part) else filler for part in mine]
 
 
 def cut_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
@@ -84,45 +82,38 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
         `before`, the place of the token that predicts each target, `[answers, longest]`, and `last`, that of each answer's
         last token, `[answers]`: counted through the rows one after the other.
     """
-    groups, trees, rows = {}, [], []
+    groups, rows = {}, []
     for number, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt) if pack and prompt else number, []).append(number)
-    for first, *others in groups.values():  # a tree: pieces with the place of their first token, and the number of their answer
-        trees.append([(prompts[first], 0, -1), *((answers[i], len(prompts[i]), i) for i in (first, *others))])
-    size = lambda tree: sum(len(piece) for piece, *_ in tree)
+    # A tree of pieces: their ids, the position of the first, and two numbers, the piece's own and its prompt's.
+    trees = [[(prompts[i[0]], 0, ~i[0], ~i[0]), *((answers[n], len(prompts[n]), n, ~i[0]) for n in i)] for i in groups.values()]
+    size = lambda pieces: sum(len(piece) for piece, *_ in pieces)
     longest = max(map(size, trees))
     for tree in sorted(trees, key=size, reverse=True):
-        row = next((row for row in rows if pack and sum(map(size, row)) + size(tree) <= longest), None)
+        row = next((row for row in rows if pack and size(row) + size(tree) <= longest), None)
         if row is None:
-            rows.append(row := [])
-        row.append(tree)
-    ids, positions, tree_of, answer_of = (np.full((len(rows), longest), fill) for fill in (0, 0, -1, -1))
-    before, last = [[] for _ in answers], [0] * len(answers)
+            rows.append(tree)
+        else:
+            row += tree
+    ids, positions, owns, parents = (np.full(len(rows) * longest, fill) for fill in (0, 0, len(answers), len(answers)))
+    before, last = [[]] * len(answers), [0] * len(answers)
     for number, row in enumerate(rows):
-        end = 0
-        for tree_number, tree in enumerate(row):
-            prompt_end = end + len(tree[0][0])
-            for piece, position, answer in tree:
-                here, end = slice(end, end + len(piece)), end + len(piece)
-                ids[number, here], positions[number, here] = piece, range(position, position + len(piece))
-                tree_of[number, here], answer_of[number, here] = tree_number, answer
-                if answer >= 0:
-                    places = [max(prompt_end - 1, 0), *range(here.start, end)]
-                    *before[answer], last[answer] = (number * longest + place for place in places)
-    on_device = lambda array: torch.from_numpy(array).to(device)
-    inputs = {"input_ids": on_device(ids)}
+        end = number * longest
+        for piece, position, own, parent in row:
+            start, end = end, end + len(piece)
+            ids[start:end], positions[start:end] = piece, range(position, position + len(piece))
+            owns[start:end], parents[start:end] = own, parent
+            if own < 0:
+                end_of_prompt = max(end - 1, 0)
+            else:
+                before[own], last[own] = [end_of_prompt, *range(start, end - 1)], end - 1
+    of_rows = lambda array: torch.from_numpy(array).view(len(rows), longest).to(device)
+    inputs, mask = {"input_ids": of_rows(ids)}, pad([[1] * len(answer) for answer in answers], 0, device).bool()
     if len(rows) < len(answers):
-        key_tree, key_answer = (on_device(of)[:, None, None, :] for of in (tree_of, answer_of))
-        visible = (key_answer == -1) | (key_answer == key_answer.mT)
-        inputs |= {"position_ids": on_device(positions), "attention_mask": (visible & (key_tree == key_tree.mT)).tril()}
-    mask = pad([[1] * len(answer) for answer in answers], 0, device).bool()
-    return {
-        "inputs": inputs,
-        "targets": pad(answers, 0, device),
-        "mask": mask,
-        "before": pad(before, 0, device),
-        "last": torch.tensor(last, device=device),
-    }
+        own, parent = (of_rows(array)[:, None, :, None] for array in (owns, parents))
+        inputs |= {"position_ids": of_rows(positions), "attention_mask": ((own.mT == own) | (own.mT == parent)).tril()}
+    places = {"before": pad(before, 0, device), "last": torch.tensor(last, device=device)}
+    return {"inputs": inputs, "targets": pad(answers, 0, device), "mask": mask, **places}
 
 
 def evaluation_batches(accelerator, dataset, *sizes: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:

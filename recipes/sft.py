@@ -65,7 +65,7 @@ class Args:
     train_batch_size: int = HfArg(default=64, help="rows of one update, over all processes")
     micro_train_batch_size: int = HfArg(default=4, help="rows one process runs at once")
     micro_train_tokens: int = HfArg(default=0, help="tokens with padding it runs at once, instead; 0: not used")
-    packing: bool = HfArg(default=True, help="short rows beside each other, blind to each other, where the architecture allows it")
+    packing: bool = HfArg(default=False, help="short rows beside each other, blind to each other, where the architecture allows it")
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
     max_length: int = HfArg(default=1024, help="tokens of a row; what is longer is cut at the end")
