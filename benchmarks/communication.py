@@ -45,19 +45,19 @@ def worker(layers: int, steps: int) -> None:
     from common.launch import describe
     from common.logprobs import LogProbModel
     from common.models import optimizer_groups, prepare
+    from common.windows import lay_out
 
     accelerator = bare_accelerator(steps)
     policy = LogProbModel(AutoModelForCausalLM.from_config(LlamaConfig(**MODEL, num_hidden_layers=layers), dtype=torch.float32))
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
     optimizer = torch.optim.AdamW(optimizer_groups(policy, 0.1), lr=1e-4)
     model, optimizer = prepare(accelerator, policy, optimizer)
-    ids = torch.randint(0, MODEL["vocab_size"], (1, 16), device=accelerator.device)
-    scored = torch.ones_like(ids, dtype=torch.bool)
+    batch = lay_out([[1]], [torch.randint(0, MODEL["vocab_size"], (15,)).tolist()], False, accelerator.device)
     for _update in range(2):
         with CountCollectives() as counted:
             for _ in range(steps):
                 with accelerator.accumulate(model):
-                    accelerator.backward(-model(ids, scored)["logps"].mean())
+                    accelerator.backward(-model(batch)["logps"].mean())
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()

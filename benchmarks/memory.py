@@ -111,7 +111,7 @@ def bare_accelerator(steps: int):
 
     world = int(os.environ.get("WORLD_SIZE", 1))
     with tempfile.TemporaryDirectory() as folder:
-        args = argparse.Namespace(train_batch_size=steps * world, micro_train_batch_size=1, max_grad_norm=1.0, seed=0,
+        args = argparse.Namespace(train_batch_size=steps * world, micro_train_batch_size=1, micro_train_tokens=0, max_grad_norm=1.0, seed=0,
                                   resume="never", output_dir=f"{folder}/out")  # fmt: skip
         accelerator = make_accelerator(args, "bare")
         accelerator.wait_for_everyone()
@@ -127,6 +127,7 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
     from common.launch import describe
     from common.logprobs import LogProbModel
     from common.models import optimizer_groups, prepare, prepare_frozen
+    from common.windows import lay_out
 
     config = LlamaConfig(**MODEL, num_hidden_layers=layers)
     accelerator = bare_accelerator(steps)
@@ -173,16 +174,15 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
 
             prepared.optimizer.independent_gradient_partition_epilogue = first_measure
     raw.register_step_pre_hook(lambda *_: measure("step"))
-    ids = torch.randint(0, MODEL["vocab_size"], (1, 16), device=accelerator.device)
-    scored = torch.ones_like(ids, dtype=torch.bool)
+    batch = lay_out([[1]], [torch.randint(0, MODEL["vocab_size"], (15,)).tolist()], False, accelerator.device)
     for _update in range(2):
         tables.clear()
         for micro in range(steps):
             with accelerator.accumulate(prepared):
                 with torch.no_grad():
                     for other in others:
-                        other(ids, scored)
-                logps = prepared(ids, scored)["logps"]
+                        other(batch)
+                logps = prepared(batch)["logps"]
                 if micro == steps - 1:
                     logps.register_hook(lambda _: measure("forward"))
                 loss = -logps.mean()

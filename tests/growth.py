@@ -16,7 +16,7 @@ from common.engine import loss_scale  # noqa: E402
 from common.launch import make_accelerator  # noqa: E402
 
 args = types.SimpleNamespace(
-    train_batch_size=2, micro_train_batch_size=1, max_grad_norm=0.0, output_dir=sys.argv[1], resume="never", seed=0
+    train_batch_size=2, micro_train_batch_size=1, micro_train_tokens=0, max_grad_norm=0.0, output_dir=sys.argv[1], resume="never", seed=0
 )
 accelerator = make_accelerator(args, "growth")
 

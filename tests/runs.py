@@ -144,6 +144,12 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
+    """Rows of tokens and which of them are scored, `[rows, length]`, as `lay_out` gives them: entry t of what comes back is of token t."""
+    before = (torch.arange(ids.numel(), device=ids.device).view(ids.shape) - 1).clamp(min=0)
+    return {"inputs": {"input_ids": ids}, "targets": ids, "mask": scored, "before": before}
+
+
 def letters(folder: Path, rows: int) -> Path:
     """A tiny model, and rows for SFT whose answers are of 1 to 5 letters."""
     tiny_llama(folder / "model")

@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import runpy
+import types
 
 import datasets
 import numpy as np
@@ -449,21 +450,40 @@ def test_windows_are_a_permutation_of_each_epoch(n_rows, batch):
 
 @pytest.mark.parametrize("n_rows", [1, 5, 12, 24])
 @pytest.mark.parametrize("micro, processes", [(1, 1), (2, 3), (4, 2), (3, 4), (24, 1)])
-@pytest.mark.parametrize("fixed", [True, False])
-def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, fixed):
-    lengths = np.random.default_rng(n_rows).integers(1, 9, 100)
+@pytest.mark.parametrize("tokens", [0, 8, 20, 1000])
+def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, tokens):
+    lengths = np.random.default_rng(n_rows).integers(1, 10, 100)
     window = window_rows(100, n_rows, 0, 1)
-    steps = -(-24 // (micro * processes)) if fixed else None
-    shares = [arrange(window, lengths, micro, processes, process, steps) for process in range(processes)]
-    expected = steps or -(-n_rows // (micro * processes))
-    assert [len(share) for share in shares] == [expected] * processes
+    worlds = [types.SimpleNamespace(num_processes=processes, process_index=index) for index in range(processes)]
+    shares = [arrange(world, window, lengths, micro, tokens) for world in worlds]
+    assert {len(share) for share in shares} == {len(shares[0])}
     in_order = [(row, weight) for step in zip(*shares) for rows, weights in step for row, weight in zip(rows, weights)]
-    assert len(in_order) == expected * micro * processes and all(len(rows) == micro for share in shares for rows, _ in share)
     real = [row for row, weight in in_order if weight == 1.0]
     assert sorted(real) == sorted(window.tolist())
     assert [weight for _, weight in in_order] == [1.0] * n_rows + [0.0] * (len(in_order) - n_rows)
     sizes = [lengths[row] for row, _ in in_order]
     assert sizes == sorted(sizes, reverse=True)  # longest first, and the processes of a step next to each other
+    batches = [rows for share in shares for rows, _ in share]
+    if not tokens:
+        assert len(shares[0]) == -(-n_rows // (micro * processes)) and max(map(len, batches)) <= micro
+        return
+    held = [len(rows) * lengths[rows].max() for rows in batches]  # padding counted
+    assert all(size <= tokens or len(rows) == 1 for size, rows in zip(held, batches))
+    # No fewer steps would do: one process less than all of one step less cannot hold the rows, cut in any order of length.
+    ordered, least = sorted(lengths[window], reverse=True), 0
+    while ordered:
+        least, ordered = least + 1, ordered[max(tokens // ordered[0], 1) :]
+    assert len(shares[0]) == -(-least // processes)
+
+
+def test_micro_batches_by_tokens_hold_about_as_many():
+    """Rows of 1 to 600 tokens, at most 2048 a micro-batch, 3 processes: no process waits long for another."""
+    lengths, tokens = np.random.default_rng(0).integers(1, 601, 300), 2048
+    worlds = [types.SimpleNamespace(num_processes=3, process_index=index) for index in range(3)]
+    shares = [[len(rows) * lengths[rows].max() for rows, _ in arrange(world, range(300), lengths, 8, tokens)] for world in worlds]
+    full = [size for step in list(zip(*shares))[:-1] for size in step]
+    assert max(full) <= tokens and min(full) > 0.7 * tokens
+    assert max(map(sum, shares)) < 1.06 * min(map(sum, shares))
 
 
 def test_dpo_and_reward_read_pairs_alike():

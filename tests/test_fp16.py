@@ -21,7 +21,19 @@ from common.engine import watch_overflow
 from common.logprobs import LogProbModel, ScoreModel
 from common.metrics import Metrics
 from common.windows import Progress
-from runs import REPOSITORY, config_launcher, deepspeed_launcher, launch, recipe, timeless, tiny_inputs, tiny_llama, training_lines, weights
+from runs import (
+    REPOSITORY,
+    config_launcher,
+    deepspeed_launcher,
+    launch,
+    recipe,
+    timeless,
+    tiny_inputs,
+    tiny_llama,
+    training_lines,
+    weights,
+    whole_rows,
+)
 
 TESTS = REPOSITORY / "tests"
 RECIPES = ("sft", "dpo", "reward", "ppo")
@@ -181,16 +193,16 @@ def test_what_a_half_model_returns_is_computed_in_fp32(inputs, half):
     ids = torch.randint(4, 200, (3, 12), generator=torch.Generator().manual_seed(0))
     scored = torch.arange(12) > torch.tensor([[2], [5], [0]])
     with torch.no_grad():
-        scores = model(ids, scored, entropy=True)
+        scores = model(whole_rows(ids, scored), extras=("entropy", "mean_logits"))
         hidden = causal.base_model(input_ids=ids).last_hidden_state[:, :-1].double()
     logits = hidden @ causal.lm_head.weight.double().T
     expected = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
     assert expected[scored[:, 1:]].min() < -65_504 or half == torch.bfloat16
     assert all(value.dtype == torch.float32 for value in scores.values())
-    assert torch.allclose(scores["logps"].double(), expected * scored[:, 1:], rtol=1e-5, atol=0.02)
+    assert torch.allclose(scores["logps"][:, 1:].double(), expected * scored[:, 1:], rtol=1e-5, atol=0.02)
     classifier = AutoModelForSequenceClassification.from_pretrained(inputs / "still", num_labels=1, dtype=half)
     with torch.no_grad():
-        values = ScoreModel(classifier).eval()(ids)
+        values = ScoreModel(classifier).eval()({"inputs": {"input_ids": ids}, "last": torch.arange(36).view(3, 12)})
         hidden = classifier.base_model(input_ids=ids).last_hidden_state.double()
     assert values.dtype == torch.float32
     assert torch.allclose(values.double(), (hidden @ classifier.score.weight.double().T).squeeze(-1), rtol=1e-5, atol=1e-6)
@@ -205,7 +217,7 @@ def test_losses_of_values_that_fp16_cannot_hold(autocast):
         one = torch.ones(1)
         sums = {"logps": torch.full((2, 2001), -60.0).cumsum(0), "mean_logits": torch.zeros(2, 2001)}  # -120,060 and -240,120
         args = types.SimpleNamespace(beta=0.1, loss_type="sigmoid", label_smoothing=0.0)
-        losses, metrics, _ = dpo["compare"](sums, torch.ones(2, 2002) > 0, torch.tensor([-120_000.0, -240_000.0]), args)
+        losses, metrics, _ = dpo["compare"](sums, torch.ones(2, 2001) > 0, torch.tensor([-120_000.0, -240_000.0]), args)
         assert metrics["logps/rejected"].item() == -240_120 and losses.item() == pytest.approx(math.log1p(math.exp(-6)), rel=1e-5)
         assert dpo["preference_loss"](one * 300, -one * 100, one, one, 0.05, "sigmoid").item() == pytest.approx(math.exp(-20), rel=1e-5)
         assert reward["pairwise_loss"](one * 10, -one * 10, one * 0, 0.0).item() == pytest.approx(math.exp(-20), rel=1e-5)
@@ -217,6 +229,6 @@ def test_losses_of_values_that_fp16_cannot_hold(autocast):
         values = 70_000 + torch.tensor([[-0.5, 0.5, -0.5, 0.5]])
         assert ppo["whiten"](values, values > 0).tolist() == [pytest.approx([-1, 1, -1, 1], rel=1e-4)]
         mean = recipes["sft"]["compare"](
-            {"logps": torch.full((2, 3), -1e-8), "correct": torch.ones(2, 3)}, torch.ones(2, 4) > 0, torch.ones(2)
+            {"logps": torch.full((2, 3), -1e-8), "correct": torch.ones(2, 3)}, torch.ones(2, 3) > 0, torch.ones(2)
         )
         assert mean[0].sum().item() == pytest.approx(6e-8, rel=1e-5) and mean[0].dtype == torch.float32

@@ -1,7 +1,9 @@
 """Log-probs, their gradients and statistics against the architecture's own logits, for real architectures and delicate inputs.
 
 Mutations that turn it red: the soft cap or the logit scale forgotten (`no_softcap`, `no_multiplier`), log-softmax in half
-(`half_softmax`), the gradient of the head's weight without its chunks' sum (`last_chunk`).
+(`half_softmax`), the gradient of the head's weight without its chunks' sum (`last_chunk`). Packed: answers that see each other
+(`answers_meet`), positions that count what stands before in the row (`row_positions`), the first token of an answer predicted by the
+token to its left (`wrong_neighbour`), the sliding window forgotten (`window_ignored`).
 """
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import logprobs
-from common.logprobs import ChunkedLogProbs, LogProbModel, check_logprobs
+from common.logprobs import ChunkedLogProbs, LogProbModel, can_pack, check_logprobs
+from common.windows import lay_out
+from runs import whole_rows
 
 SIZES = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              head_dim=8, max_position_embeddings=64, tie_word_embeddings=False)  # fmt: skip
@@ -56,14 +60,14 @@ def batch():
 
 def own(model, ids, scored, temperature=1.0):
     """One row at a time, unpadded, from the model's own logits."""
-    logps, means, hits = (torch.zeros(3, 19) for _ in range(3))
+    logps, means, hits = (torch.zeros(3, 20) for _ in range(3))
     for row in range(3):
         length = int(scored[row].nonzero().max()) + 1
         logits = model(ids[row : row + 1, :length], use_cache=False).logits[0, :-1].float() / temperature
         target, mask = ids[row, 1:length], scored[row, 1:length]
-        logps[row, : length - 1] = logits.log_softmax(-1).gather(1, target[:, None])[:, 0] * mask
-        means[row, : length - 1] = logits.mean(-1) * mask
-        hits[row, : length - 1] = (logits.argmax(-1) == target) * mask
+        logps[row, 1:length] = logits.log_softmax(-1).gather(1, target[:, None])[:, 0] * mask
+        means[row, 1:length] = logits.mean(-1) * mask
+        hits[row, 1:length] = (logits.argmax(-1) == target) * mask
     return logps, means, hits
 
 
@@ -72,14 +76,15 @@ def test_architectures(name, monkeypatch):
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 300 * 7)  # chunks of 7 positions
     model = build(name)
     ids, scored = batch()
-    weights = torch.rand(3, 19)
+    weights = torch.rand(3, 20)
     logps, means, hits = own(model, ids, scored)
     (logps * weights).sum().backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     wrapper = LogProbModel(model).eval()
     check_logprobs(wrapper, ids[0].tolist(), "cpu", name)
-    scores = wrapper(ids, scored)
+    scores = wrapper(whole_rows(ids, scored), extras=("mean_logits", "correct"))
+    assert scores.keys() == {"logps", "mean_logits", "correct"}
     (scores["logps"] * weights).sum().backward()
     for ours, theirs in ((scores["logps"], logps), (scores["mean_logits"], means)):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -89,7 +94,37 @@ def test_architectures(name, monkeypatch):
     ours, theirs = (torch.cat([g[n].flatten() for n in expected]) for g in (gradients, expected))
     assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
     with torch.no_grad():
-        torch.testing.assert_close(wrapper(ids, scored, temperature=0.7)["logps"], own(model, ids, scored, 0.7)[0], rtol=1e-4, atol=1e-4)
+        cooler = wrapper(whole_rows(ids, scored), temperature=0.7)["logps"]
+        torch.testing.assert_close(cooler, own(model, ids, scored, 0.7)[0], rtol=1e-4, atol=1e-4)
+
+
+NOT_PACKED = {"mistral", "gemma2"}  # a window shorter than the rows
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_answers_are_read_as_each_alone(name):
+    """Log-probs, their gradient and the mask's pattern: prompts of which two are shared, one is empty, one a single token."""
+    wrapper = LogProbModel(build(name)).eval()
+    numbers = iter(torch.randint(3, 300, (200,), generator=torch.Generator().manual_seed(2)).tolist())
+    some = lambda n: [next(numbers) for _ in range(n)]
+    shared, other, empty, single = some(5), some(3), [], some(1)
+    prompts = [shared, other, shared, empty, shared, other, empty, single]
+    answers = [some(n) for n in (2, 7, 9, 6, 1, 2, 1, 3)]
+    assert can_pack(wrapper, wrapper.config, answers[1], 30, "cpu") == (name not in NOT_PACKED)
+    if name in NOT_PACKED:
+        return
+    found, gradients = {}, {}
+    for pack in (False, True):
+        batch = lay_out(prompts, answers, pack, "cpu")
+        batch["mask"] = batch["mask"] & (torch.tensor([len(prompt) for prompt in prompts])[:, None] + torch.arange(9) > 0)
+        wrapper.zero_grad()
+        found[pack] = wrapper(batch)["logps"]
+        (found[pack] * torch.linspace(-1, 1, 72).view(8, 9)).sum().backward()
+        gradients[pack] = torch.cat([parameter.grad.flatten() for parameter in wrapper.parameters() if parameter.grad is not None])
+    assert batch["inputs"]["input_ids"].shape == (3, 17)  # 17 = 5 + 2 + 9 + 1, 3 + 7 + 2 + 4 of the single, 7 of the empty
+    torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
+    assert (found[False] != 0).sum() == sum(map(len, answers)) - 2
+    assert (gradients[True] - gradients[False]).norm() <= 1e-5 * gradients[False].norm()
 
 
 def test_an_architecture_that_changes_its_logits_otherwise_is_refused():
@@ -118,7 +153,7 @@ def test_log_softmax_is_fp32_under_half_weights(dtype):
     targets = torch.tensor([0, 5, 1])
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     hidden.requires_grad_(), weight.requires_grad_()
-    logps, means, *_ = ChunkedLogProbs.apply(hidden, weight, None, targets, 1.0, 0.0, False)
+    logps, means, *_ = ChunkedLogProbs.apply(hidden, weight, None, targets, 1.0, 0.0, ("mean_logits",))
     assert logps.dtype == torch.float32 and torch.isfinite(means).all()
     torch.testing.assert_close(logps.double(), exact, rtol=1e-4, atol=4e-3)  # fp32 holds 50000 to 0.004
     logps.sum().backward()
@@ -140,7 +175,7 @@ def test_no_logits_of_the_whole_sequence_exist():
     chunk, logprobs.CHUNK_ELEMENTS = logprobs.CHUNK_ELEMENTS, 20_000 * 10
     try:
         with Watch():
-            logps, *_ = ChunkedLogProbs.apply(hidden, weight, None, torch.arange(50), 1.0, 0.0, False)
+            logps, *_ = ChunkedLogProbs.apply(hidden, weight, None, torch.arange(50), 1.0, 0.0, tuple(logprobs.EXTRAS))
             logps.sum().backward()
     finally:
         logprobs.CHUNK_ELEMENTS = chunk

@@ -156,9 +156,9 @@ def test_equal_rewards_are_no_success():
     """The policy as it starts ranks no pair right: an accuracy counts what is strictly above."""
     module = runpy.run_path(str(recipe("dpo")))
     logps = -torch.rand(4, 5)  # two pairs of answers of 5 tokens
-    scores, scored = {"logps": logps, "mean_logits": logps}, torch.ones(4, 6, dtype=torch.bool)
+    scores, mask = {"logps": logps, "mean_logits": logps}, torch.ones(4, 5, dtype=torch.bool)
     higher = torch.tensor([0.0, 0.5, 0.0, 0.0])  # the second pair's chosen answer is above its reference's
-    _, metrics, _ = module["compare"](scores, scored, logps.sum(1) - higher, module["Args"](beta=BETA))
+    _, metrics, _ = module["compare"](scores, mask, logps.sum(1) - higher, module["Args"](beta=BETA))
     assert metrics["rewards/accuracies"].tolist() == [0.0, 1.0]
 
 

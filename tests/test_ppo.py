@@ -40,7 +40,7 @@ from common.launch import load_function
 from common.logprobs import LogProbModel, ScoreModel
 from common.models import load_score_model, load_tokenizer
 from common.windows import window_rows
-from runs import ASSETS, LAUNCHERS, launch, lines, recipe, refuses, timeless, tiny_llama, weights, write_jsonl
+from runs import ASSETS, LAUNCHERS, launch, lines, recipe, refuses, timeless, tiny_llama, weights, whole_rows, write_jsonl
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo"))))
 LENGTHS = [5, 1, 3, 7]
@@ -154,13 +154,13 @@ def test_next_kl_coef():
 def test_values_of_a_forward_pass_stand_at_the_tokens_they_are_of():
     samples = {"prompts": [[7] * n for n in (4, 2, 6, 1)], "responses": [[9] * n for n in LENGTHS]}
     rows = [2, 0, 3, 1]
-    input_ids, scored = ppo.collate(samples, rows, "cpu")
-    assert [(ids != 0).sum().item() for ids in input_ids] == [9, 9, 8, 3] and (input_ids[scored] == 9).all()
-    values = torch.arange(4)[:, None] * 100.0 + torch.arange(input_ids.shape[1] - 1)  # entry t is of token t + 1
-    moved = ppo.of_responses(values, scored, MASK[rows])
-    for place, row in enumerate(rows):
-        start = len(samples["prompts"][row])
-        assert moved[place].tolist() == [place * 100 + start + t - 1 if t < LENGTHS[row] else 0 for t in range(7)]
+    for share in (False, True):  # no two prompts are alike
+        batch = ppo.collate(samples, rows, share, "cpu")
+        ids, places = batch["inputs"]["input_ids"], batch["before"]
+        assert batch["mask"].equal(MASK[rows, : places.shape[1]]) and (batch["targets"][batch["mask"]] == 9).all()
+        for row, at, mask in zip(rows, places, batch["mask"]):
+            before = at[mask]  # the last of the prompt, then the response but for its last
+            assert ids.flatten()[before].tolist() == [7] + [9] * (LENGTHS[row] - 1) and (before.diff() == 1).all()
 
 
 @pytest.mark.parametrize("kl_in, learns", [("reward", True), ("loss", True), ("loss", False)])
@@ -284,10 +284,10 @@ def test_log_probs_and_entropy_are_at_the_temperature_of_sampling(architecture):
     ids, scored = torch.tensor([PROMPTS[6] + PROMPTS[1]]), torch.arange(21)[None] >= 9
     with torch.no_grad():
         exact = (model(ids).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
-        found = LogProbModel(model)(ids, scored, TEMPERATURE, entropy=True)
-    torch.testing.assert_close(found["logps"][0, 8:].double(), exact.gather(1, ids[0, 1:, None])[8:, 0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found["entropy"][0, 8:].double(), -(exact.exp() * exact).sum(-1)[8:], rtol=1e-4, atol=1e-5)
-    assert (found["logps"][0, :8] == 0).all()
+        found = LogProbModel(model)(whole_rows(ids, scored), TEMPERATURE, ("entropy",))
+    torch.testing.assert_close(found["logps"][0, 9:].double(), exact.gather(1, ids[0, 1:, None])[8:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["entropy"][0, 9:].double(), -(exact.exp() * exact).sum(-1)[8:], rtol=1e-4, atol=1e-5)
+    assert (found["logps"][0, :9] == 0).all()
 
 
 # ---------------------------------------------------------------------------------------------- scores

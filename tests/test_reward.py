@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.logprobs import ScoreModel
+from common.logprobs import ScoreModel, can_pack
 from common.metrics import Means
 from common.models import load_score_model
 from common.windows import window_rows
@@ -38,14 +38,10 @@ def test_the_loss_of_a_pair(center_coef):
     assert losses.tolist() == pytest.approx(closed, rel=1e-5) and losses.dtype == torch.float32
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_metrics_of_pairs_and_of_answers(accelerator, shared):
+def test_metrics_of_pairs_and_of_answers(accelerator):
     """A tie is no success; the last pair is a filler and counts nowhere, though its scores are the lowest and the highest."""
-    places = [[3, 6], [0, 1], [2, 5], [4, 5], [1, 3]] if shared else [[3], [0], [2], [4], [1], [2], [0], [1], [4], [3]]
-    scores, last = torch.full((len(places), 7), 1e6), torch.tensor(places)
-    scores.scatter_(1, last, torch.tensor([*zip(CHOSEN, REJECTED)]) if shared else torch.tensor(CHOSEN + REJECTED)[:, None])
     real = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
-    losses, values = reward.compare(scores, last, MARGINS, real, reward.Args(center_coef=0.07))
+    losses, values = reward.compare(torch.tensor(CHOSEN + REJECTED), MARGINS, real, reward.Args(center_coef=0.07))
     means = Means(accelerator)
     for part, part_weights in values:
         means.add(part, part_weights)
@@ -124,20 +120,16 @@ def test_the_score_is_that_of_each_answer_alone_at_its_eos(architecture):
     rows = [prompt + answer for name in ("chosen_ids", "rejected_ids") for prompt, answer in zip(COLUMNS["prompt_ids"], COLUMNS[name])]
     alone = torch.stack([model(torch.tensor([row])).logits[0, 0] for row in rows])
     assert alone.std() > 0.1
-    scorer, inputs, places = ScoreModel(model), {}, {}
-    for share in (False, True):
-        inputs[share], places[share] = reward.collate(COLUMNS, share, "cpu")
-        assert (inputs[share]["input_ids"].gather(1, places[share]) == 1).all() and places[share].numel() == 8
-        if share and not shares:
-            continue
+    scorer = ScoreModel(model)
+    for share in (False, True)[: 1 + shares]:
+        batch = reward.collate(COLUMNS, share, "cpu")
+        ids = batch["inputs"]["input_ids"]
+        assert (ids.flatten()[batch["last"]] == 1).all() and len(batch["last"]) == 8 and len(ids) == (4 if share else 8)
         for padding in (0, 77):  # whatever stands behind the ends
-            ends = torch.arange(inputs[share]["input_ids"].shape[1]) > places[share].amax(1, keepdim=True)
-            inputs[share]["input_ids"] = inputs[share]["input_ids"].masked_fill(ends, padding)
-            found = scorer(**inputs[share]).gather(1, places[share]).T.reshape(-1)
-            torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-5)
-    compared = inputs[False], inputs[True], (places[False], places[True])
-    assert reward.can_share(scorer, scorer.config, *compared, 30) == shares
-    assert reward.can_share(scorer, scorer.config, *compared, 6) == shares
+            ends = torch.zeros(ids.numel()).index_fill(0, batch["last"], 1).view(ids.shape)
+            batch["inputs"]["input_ids"] = ids.masked_fill(ends.flip(1).cumsum(1).flip(1) == 0, padding)
+            torch.testing.assert_close(scorer(batch), alone, rtol=1e-5, atol=1e-5)
+    assert can_pack(scorer, scorer.config, ids[0].tolist(), 30, "cpu") == shares
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
