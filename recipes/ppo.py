@@ -242,7 +242,8 @@ def compare(scores: dict, batch: dict, kl_coef: float, actor_learns: bool, args:
 
 def share_of(accelerator, samples: dict, args: Args):
     """This process's micro-batches of samples, for scoring: rows and weights, 0 for a filler. Those of one prompt stay together."""
-    longest = samples["lengths"].reshape(-1, args.n_samples_per_prompt).max(1).repeat(args.n_samples_per_prompt)
+    lengths, n = samples["lengths"], args.n_samples_per_prompt
+    longest = lengths.reshape(-1, n).max(1).repeat(n) if len(lengths) % n == 0 else lengths  # evaluation has one a prompt
     return arrange(accelerator, np.arange(len(longest)), longest, args.micro_rollout_batch_size)
 
 

@@ -1,8 +1,9 @@
-"""The same window split into processes, micro-batches and shards gives the same update and the same logged numbers.
+"""The same window split into processes, micro-batches, shards, packed rows and shared prompts gives the same update and the same logged numbers.
 
 Mutations that turn it red: mean of means in the loss (`window_mean`), filler rows that count (`filler_weight`), clipping left to
-each process (`no_clip`), metrics of rank 0 only (`rank0_metrics`), the accumulation steps forgotten in the loss (`no_accumulation`), a rollout that
-depends on the process (`draw_by_process`), norms of one process's shard (`shard_norms`).
+each process (`no_clip`), metrics of rank 0 only (`rank0_metrics`), the accumulation steps forgotten in the loss (`no_accumulation`) or taken from
+the first window (`fixed_accumulation`), a rollout that depends on the process (`draw_by_process`), norms of one process's shard
+(`shard_norms`), packed answers that see each other (`answers_meet`).
 """
 
 import json
@@ -14,7 +15,12 @@ from conftest import compiled
 from runs import LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, without_timings, write_jsonl
 
 ROWS, BATCH = 36, 16  # two epochs of windows 16, 16, 4: in the last one process of two has no real row
-SPLITS = [("plain", 16), ("plain", 4), ("ddp", 2), ("ddp", 4), ("zero1", 2), ("zero2", 4), ("zero3", 2), ("fsdp2", 4)]
+# Launcher, rows of a micro-batch or "tokens", and what computes less: each two of these settings meet.
+SPLITS = {
+    ("plain", 16): "", ("plain", 4): "pack", ("plain", "tokens"): "cached", ("ddp", 2): "pack cached", ("ddp", "tokens"): "pack",
+    ("zero1", 2): "cached", ("zero2", "tokens"): "pack cached", ("zero3", 2): "pack", ("zero3", "tokens"): "", ("fsdp2", "tokens"): "pack",
+}  # fmt: skip
+REFERENCE = "plain", 16  # one micro-batch a window, nothing packed, shared or cached
 ARGUMENTS = ["--train_batch_size", BATCH, "--max_epochs", 2, "--learning_rate", 0.01, "--max_length", 96, "--warmup_steps", 0,
              "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--eval_steps", 3, "--report_to", "none"]  # fmt: skip
 # Rollouts of 16 and 4 prompts: in the first only the critic learns; two epochs of each: 4 windows of 16 samples and 2 of 8, and again.
@@ -49,15 +55,18 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def run(inputs, name: str, launcher: str, micro: int, *extra):
+def run(inputs, name: str, launcher: str, micro: int | str, *extra):
     output = inputs / f"{name}-{launcher}-{micro}{'-'.join(map(str, extra))}"
+    less = SPLITS.get((launcher, micro), "")
     if not output.exists():
         files = ["--dataset_name", inputs / f"{name}.jsonl", "--eval_dataset_name", inputs / f"{name}_eval.jsonl"]
         flags = [*ARGUMENTS, *files, "--model_name_or_path", inputs / "model", "--output_dir", output]
         flags += (
             ["--learning_rate", 0.003] * (name == "reward")
-            + [*PPO, "--micro_rollout_batch_size", micro] * (name == "ppo")
-            + ["--micro_train_batch_size", micro]
+            + [*PPO, "--micro_rollout_batch_size", 4 if micro == "tokens" else micro] * (name == "ppo")
+            + (["--micro_train_tokens", 180] if micro == "tokens" else ["--micro_train_batch_size", micro])
+            + ["--packing" if name == "sft" else "--share_prompts", "pack" in less]
+            + ["--precompute_ref_log_probs", "cached" in less] * (name == "dpo")
         )
         launch(LAUNCHERS[launcher], recipe(name), *flags, *extra, cwd=inputs)
     return output
@@ -81,9 +90,9 @@ def assert_same_run(one, other, name):
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward", "ppo"])
-@pytest.mark.parametrize("launcher, micro", SPLITS[1:])
+@pytest.mark.parametrize("launcher, micro", [split for split in SPLITS if split != REFERENCE])
 def test_every_split_is_the_same_run(inputs, name, launcher, micro):
-    reference = run(inputs, name, *SPLITS[0])
+    reference = run(inputs, name, *REFERENCE)
     assert len(training_lines(reference)) == (8 if name == "ppo" else 6) and torch.isfinite(weights(reference)).all()
     assert_same_run(reference, run(inputs, name, launcher, micro), name)
 
@@ -91,4 +100,4 @@ def test_every_split_is_the_same_run(inputs, name, launcher, micro):
 @compiled
 def test_offloaded_to_the_cpu_it_is_the_same_run(inputs):
     """DeepSpeed's own Adam takes the place of PyTorch's: the critic's warm-up and the norms of the groups reach into it."""
-    assert_same_run(run(inputs, "ppo", *SPLITS[0]), run(inputs, "ppo", "offload", 2), "ppo")
+    assert_same_run(run(inputs, "ppo", *REFERENCE), run(inputs, "ppo", "offload", 2), "ppo")
