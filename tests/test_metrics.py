@@ -31,10 +31,10 @@ def inputs(tmp_path_factory):
     say = lambda role, content: [{"role": role, "content": content}]
     rows = [
         {"prompt": say("user", text(n, 1)), "chosen": say("assistant", text(n, 2)), "rejected": say("assistant", text(n, 3))}
-        for n in range(42)
+        for n in range(34)
     ]
-    write_jsonl(folder / "train.jsonl", rows[:37])  # windows 8, 8, 8, 8, 5
-    write_jsonl(folder / "eval.jsonl", rows[37:])  # 5 rows in micro-batches of 2 on 2 processes
+    write_jsonl(folder / "train.jsonl", rows[:33])  # windows 8, 8, 8, 8, 1: in the last one process of two has no row
+    write_jsonl(folder / "eval.jsonl", rows[33:])  # 1 row for 2 processes
     return folder
 
 
@@ -97,7 +97,7 @@ def expect_dpo(pairs):
 
 def log_intervals():
     """The windows of each training line: 1; 2, 3; 4, 5."""
-    windows = [window_rows(37, BATCH, 0, window).tolist() for window in range(5)]
+    windows = [window_rows(33, BATCH, 0, window).tolist() for window in range(5)]
     return [windows[0], windows[1] + windows[2], windows[3] + windows[4]]
 
 
@@ -149,7 +149,7 @@ def test_reference_log_probs_are_computed_once(inputs):
     other = launch([], recipe("dpo"), "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "train.jsonl", "--output_dir",
                    inputs / "other-reference", "--precompute_ref_log_probs", "--max_steps", 1, "--report_to", "none")  # fmt: skip
     assert "taken from the cache" not in other.stdout  # another reference is another key
-    assert training_lines(inputs / "other-reference")[0]["rewards/margins"] == 0
+    assert abs(training_lines(inputs / "other-reference")[0]["rewards/margins"]) < 1e-6
 
 
 def test_equal_rewards_are_no_success():
