@@ -199,7 +199,7 @@ def can_pack(prepared: nn.Module, config, ids: list[int], longest: int, device) 
     if config._attn_implementation != "sdpa" or (window and window < longest):
         return False
     prepared.eval()
-    ids, values = (ids * 4)[:32], []
+    ids, values = (ids * 32)[:32], []
     for pack in (False, True):
         scores = prepared(lay_out([ids[:16], ids[:16], ids[:8]], [ids[16:24], ids[20:], ids[8:12]], pack, device))
         values.append(scores["logps"] if isinstance(scores, dict) else scores)
