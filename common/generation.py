@@ -4,12 +4,11 @@ import contextlib
 
 import numpy as np
 import torch
-from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
 
 from .engine import zero_stage
-from .models import reshard
+from .models import reshard, whole
 from .windows import arrange, gather_rows, pad
 
 
@@ -20,27 +19,19 @@ def whole_weights(accelerator, prepared, model):
     Under ZeRO-3 it gathers them and takes the engine's hooks off, which would gather and release again at every token;
     both are undone whatever happens in the block. Under FSDP2 it unshards. Elsewhere it does nothing.
     """
-    if zero_stage(accelerator) == 3:
-        import deepspeed
-
-        offload = prepared.optimizer.parameter_offload
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+    with contextlib.ExitStack() as undo:  # what is pushed last is undone first
+        if zero_stage(accelerator) == 3:
+            offload = prepared.optimizer.parameter_offload
+            undo.enter_context(whole(list(model.parameters())))
             offload._remove_module_hooks()
-            try:
-                yield
-            finally:
-                offload.forward_hooks, offload.backward_hooks = [], []
-                offload.setup_zero_stage3_hooks()
-    elif accelerator.distributed_type == DistributedType.FSDP:
-        prepared.set_reshard_after_forward(False)
-        for module in filter(lambda module: isinstance(module, FSDPModule), prepared.modules()):
-            module.unshard()
-        try:
-            yield
-        finally:
-            prepared.set_reshard_after_forward(True)
-            reshard(prepared)
-    else:
+            offload.forward_hooks, offload.backward_hooks = [], []
+            undo.callback(offload.setup_zero_stage3_hooks)
+        elif accelerator.is_fsdp2:
+            undo.callback(reshard, prepared)
+            undo.callback(prepared.set_reshard_after_forward, True)
+            prepared.set_reshard_after_forward(False)
+            for module in filter(lambda module: isinstance(module, FSDPModule), prepared.modules()):
+                module.unshard()
         yield
 
 
@@ -95,9 +86,7 @@ def generate(
             mask = pad([[1] * len(prompts[row]) for row in rows], 0, accelerator.device, left=True)
             draw = [SampleByUniform(torch.from_numpy(uniforms[rows]).to(ids.device), ids.shape[1], temperature)] if temperature else []
             with accelerator.autocast():
-                out = model.generate(
-                    input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=draw, synced_gpus=False
-                )
+                out = model.generate(ids, attention_mask=mask, generation_config=settings, logits_processor=draw, synced_gpus=False)
             for row, response in zip(rows, out[:, ids.shape[1] :].tolist()):
                 end = next((i for i, token in enumerate(response) if token in stops), len(response) - 1)
                 mine[row] = response[: end + 1]
