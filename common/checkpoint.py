@@ -107,8 +107,7 @@ def check_disk(run: Run) -> None:
     run.metrics.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.unwrapped.parameters())
     size = run.metrics.parameters * (4 + 4 + 8 + 4) / 2**30  # GiB at most: weights, fp32 masters, two moments, the actor
     number = max(run.args.save_total_limit + 1 - len(by_step(run.folder)), 1)
-    free = shutil.disk_usage(run.args.output_dir).free / 2**30
-    if run.args.save_steps and free < number * size:
+    if run.args.save_steps and (free := shutil.disk_usage(run.args.output_dir).free / 2**30) < number * size:
         sys.exit(f"{run.args.output_dir} has {free:.3g} GiB free, too little for {number} checkpoints of up to {size:.3g} GiB")
 
 
@@ -155,7 +154,6 @@ def resume(run: Run) -> None:
     accelerator, metrics_size = run.accelerator, 0
     if path := on_main_process(accelerator, find_checkpoint, run):
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        check_same_run(run, path, state)
         load(run, path, state)
         if path.parent.resolve() == run.folder.resolve():
             metrics_size, run.saved = state["metrics_bytes"], run.progress.global_step
@@ -197,16 +195,16 @@ def fault_of(path: Path) -> str | None:
     return None if "state.json" in manifest else "its manifest does not name state.json"
 
 
-def check_same_run(run: Run, path: Path, state: dict) -> None:
-    """Refuses a checkpoint of other data, another algorithm's settings, or another world where that cannot be loaded."""
+def load(run: Run, path: Path, state: dict) -> None:
+    """Reads a verified checkpoint into the run.
+
+    Raises:
+        SystemExit: it is of other data, another algorithm's settings, or another world where that cannot be loaded.
+    """
     before, now = state["arguments"], run.identity
     if changed := [name for name in before if name not in MAY_CHANGE and now.get(name) != before[name]]:
         differences = (f"{name}: {before[name]!r} in the checkpoint, {now.get(name)!r} now" for name in changed)
         sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}{' (common.export --universal)' * ('world' in changed)}")
-
-
-def load(run: Run, path: Path, state: dict) -> None:
-    """Reads a verified checkpoint into the run."""
     accelerator, rank, processes = run.accelerator, run.accelerator.process_index, len(state["open_sums"])
     choose_engine_state(run)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:

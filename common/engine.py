@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 def zero_stage(accelerator) -> int:
     """The ZeRO stage; 0 without DeepSpeed."""
-    plugin = accelerator.state.deepspeed_plugin
-    return plugin.deepspeed_config["zero_optimization"]["stage"] if plugin else 0
+    return plugin.deepspeed_config["zero_optimization"]["stage"] if (plugin := accelerator.state.deepspeed_plugin) else 0
 
 
 def begin_window(accelerator, prepared: nn.Module, micro_batches: list) -> int:
@@ -59,8 +58,7 @@ def watch_overflow(model: nn.Module) -> None:
     found = []
 
     def look(what: str, tensor: torch.Tensor) -> None:
-        bad = ~torch.isfinite(tensor)
-        if not found and bad.any():
+        if not found and (bad := ~torch.isfinite(tensor)).any():
             found.append(what)
             tqdm.write(f"OVERFLOW in process {os.environ.get('RANK', 0)}: {what}, {tensor.dtype}, {bad.sum()} of {bad.numel()} elements")
 

@@ -59,9 +59,8 @@ def stop_tokens(tokenizer, model) -> set[int]:
 
 @torch.no_grad()
 def generate(
-    accelerator, prepared, model, tokenizer, prompts: list[list[int]], batch_size: int, max_new_tokens: int,
-    temperature: float = 0.0, uniforms: np.ndarray | None = None,
-) -> list[list[int]]:  # fmt: skip
+    accelerator, prepared, model, tokenizer, prompts: list[list[int]], batch_size: int, max_new_tokens: int, temperature=0.0, uniforms=None
+) -> list[list[int]]:
     """One response to each prompt, up to and including its first stop token; the processes share the work.
 
     Args:
@@ -95,8 +94,7 @@ def generate(
 
 def is_right(response: str, answer: str) -> bool:
     """Whether both end alike: after the last `####` (GSM8K's mark), or all of a text without one."""
-    given, right = (text.split("####")[-1].strip() for text in (response, str(answer)))
-    return given == right
+    return response.split("####")[-1].strip() == str(answer).split("####")[-1].strip()
 
 
 def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:

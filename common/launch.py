@@ -141,8 +141,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     set_seed(args.seed)
     if accelerator.mixed_precision != "no" and on_cpu:
         HalfProductsInFp32().__enter__()  # for the life of the process
-        half = f"{accelerator.mixed_precision} is emulated on the CPU"
-        accelerator.print(f"NOTE: no GPU here: {half}, for checking only (half weights, fp32 matrix products)")
+        accelerator.print(f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only (half weights, fp32 products)")
     parts = f"= micro_train_batch_size {sizes[1]} x {world} processes x {accumulation} gradient accumulation steps"
     if args.micro_train_tokens:
         parts = f"in micro-batches of up to {args.micro_train_tokens} tokens on {world} processes"

@@ -80,8 +80,7 @@ def load(auto_class, name: str, tokenizer, attn_implementation: str | None, grad
     kind = "causal language model" if auto_class is AutoModelForCausalLM else "reward model with one label"
     kwargs |= dict(attn_implementation=attn_implementation, dtype=torch.float32)
     model, info = from_pretrained(auto_class, kind, name, output_loading_info=True, **kwargs)
-    size = model.config.get_text_config().vocab_size
-    if len(tokenizer) > size:
+    if len(tokenizer) > (size := model.config.get_text_config().vocab_size):
         sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the vocab_size of {name!r} is {size}: "
                  "use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
     if gradient_checkpointing:

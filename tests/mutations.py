@@ -53,7 +53,7 @@ MUTATIONS = [
              "test_bad_input.py::test_recipes_end_with_one_line_and_before_training"),
     Mutation("output_reused", "common/launch.py", "path.is_dir() and any(path.iterdir()):", "path.is_file():",
              "test_bad_input.py::test_recipes_end_with_one_line_and_before_training"),
-    Mutation("small_vocabulary", "common/models.py", "if len(tokenizer) > size:", "if size == 0:", "test_bad_input.py::test_models"),
+    Mutation("small_vocabulary", "common/models.py", "if len(tokenizer) > (size := model.config.get_text_config().vocab_size):", "if size := 0:", "test_bad_input.py::test_models"),
     Mutation("random_weights", "common/models.py", '    if missing:\n        sys.exit(f"{name!r} lacks weights, such as {min(missing)}: they would have', '    if False:\n        sys.exit(f"{name!r} lacks weights, such as {min(missing)}: they would have', "test_bad_input.py::test_models"),
     # ------------------------------------------------------------ test_configs.py
     Mutation("beaten_key", "accelerate_configs/multi_node.yaml", "main_process_port: 29500\n", "main_process_port: 29500\nrdzv_backend: c10d\n",
@@ -289,7 +289,7 @@ MUTATIONS = [
              "test_stopping.py::test_a_full_disk_leaves_the_checkpoint_before_whole"),
     Mutation("leftovers", "common/checkpoint.py", 'shutil.rmtree(run.folder / f".{final.name}.writing", ignore_errors=True)', "pass",
              "test_stopping.py::test_a_full_disk_leaves_the_checkpoint_before_whole"),
-    Mutation("blind", "common/checkpoint.py", "free < number * size", "free < 0", "test_stopping.py::test_a_disk_too_small_is_refused_before_training"),
+    Mutation("blind", "common/checkpoint.py", ".free / 2**30) < number * size", ".free / 2**30) < 0", "test_stopping.py::test_a_disk_too_small_is_refused_before_training"),
     Mutation("not_universal", "common/checkpoint.py", '(path / "engine/pytorch_model/zero").is_dir()', 'False',
              "test_stopping.py::test_another_number_of_zero_processes_by_the_universal_checkpoint[2]"),
     Mutation("rubbish", "common/checkpoint.py", '.glob(".global_step_*"):', '.glob(".global_step_*.old"):',
