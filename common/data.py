@@ -261,8 +261,9 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
         sys.exit(f"--columns: data set {name!r} has no column {missing[0]!r}; it has {rows.column_names}")
     sources = [Path(__file__).read_text(encoding="utf-8"), source_of(function)]
     key = [rows._fingerprint, function.__name__, sources, tokenizer_fingerprint(tokenizer), columns, settings]
+    how = dict(remove_columns=rows.column_names, new_fingerprint=datasets.fingerprint.Hasher.hash(key))
     try:
-        result = rows.map(convert, True, remove_columns=rows.column_names, new_fingerprint=datasets.fingerprint.Hasher.hash(key))
+        result = rows.map(convert, with_indices=True, **how)
     except UnicodeDecodeError as error:
         sys.exit(f"data set {name!r} is not UTF-8: {error}")
     reasons = np.array(result["reason"][:])

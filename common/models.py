@@ -139,8 +139,8 @@ def prepare_frozen(accelerator, model: nn.Module) -> nn.Module:
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     with exact_buffers(accelerator, model):
         if zero_stage(accelerator) < 3:
-            dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "no": torch.float32}
-            return model.to(accelerator.device, dtypes[accelerator.mixed_precision])
+            # Where neither is asked for it stays as it was loaded, in fp32.
+            return model.to(accelerator.device, {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision))
         import deepspeed
 
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
