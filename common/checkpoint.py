@@ -15,7 +15,6 @@ import torch
 from accelerate.utils import DistributedType, gather_object, set_seed
 from safetensors import SafetensorError
 
-from .engine import engine_precision
 from .launch import describe, on_main_process
 from .metrics import NOTHING
 from .models import reshard
@@ -49,7 +48,7 @@ class Run(types.SimpleNamespace):
     def identity(self) -> dict:
         """What a run must share with the checkpoint it resumes from; a sharded state needs the same world, too."""
         world = f"{describe(self.accelerator)} with {self.accelerator.num_processes} processes"
-        return {**vars(self.args), "data": self.data_fingerprint, "world": world if self.sharded else engine_precision(self.accelerator)}
+        return {**vars(self.args), "data": self.data_fingerprint, "world": world if self.sharded else self.accelerator.mixed_precision}
 
     @property
     def sharded(self) -> bool:
@@ -77,26 +76,27 @@ def save_checkpoint(run: Run) -> None:
 
 def write_checkpoint(run: Run, final: Path, temporary: Path) -> None:
     accelerator = run.accelerator
-    if accelerator.is_main_process:
-        temporary.mkdir(parents=True)
-    accelerator.wait_for_everyone()
     choose_engine_state(run)
-    accelerator.save_state(str(temporary / "engine"))
-    save_actor(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
-    state = trainer_state(run)
+    accelerator.save_state(str(temporary / "engine"))  # makes the folder
+    state = {  # all that the engine does not know, with each process's own sums of the log line not yet written
+        "arguments": run.identity,
+        "progress": {name: getattr(run.progress, name) for name in ("global_step", "skipped_steps", "windows_seen", "samples", "tokens")},
+        "scheduler": run.scheduler.state_dict(),
+        "last_update": run.metrics.last_update,
+        "metrics_bytes": run.metrics.file.stat().st_size if run.metrics.file.exists() else 0,
+        "open_sums": gather_object([{name: value.tolist() for name, value in run.metrics.open.sums.items()}]),
+    }
     if accelerator.is_main_process:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    accelerator.wait_for_everyone()
+    save_actor(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")  # and waits for all
     flush(*temporary.rglob("*"), temporary)  # on every rank: each flushes what its own node holds back
     files = sorted(path for path in temporary.rglob("*") if path.is_file())
     mine = files[accelerator.process_index :: accelerator.num_processes]
-    sums = gather_object([(str(path.relative_to(temporary)), path.stat().st_size, checksum(path)) for path in mine])
+    manifest = dict(gather_object([(str(path.relative_to(temporary)), [path.stat().st_size, checksum(path)]) for path in mine]))
     if accelerator.is_main_process:
-        manifest = {name: [size, crc] for name, size, crc in sorted(sums)}
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        replace_directory(temporary, final)
-        rotate(run.folder, run.args.save_total_limit)
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
+        replace_directory(temporary, final, run.args.save_total_limit)
     accelerator.wait_for_everyone()
 
 
@@ -107,19 +107,17 @@ def check_disk(run: Run) -> None:
     run.metrics.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.unwrapped.parameters())
     size = run.metrics.parameters * (4 + 4 + 8 + 4) / 2**30  # GiB at most: weights, fp32 masters, two moments, the actor
     number = max(run.args.save_total_limit + 1 - len(by_step(run.folder)), 1)
-    free = shutil.disk_usage(run.args.output_dir).free / 2**30
-    if run.args.save_steps and free < number * size:
+    if run.args.save_steps and (free := shutil.disk_usage(run.args.output_dir).free / 2**30) < number * size:
         sys.exit(f"{run.args.output_dir} has {free:.3g} GiB free, too little for {number} checkpoints of up to {size:.3g} GiB")
 
 
 def stop_if_asked(run: Run) -> None:
     """After a window: where any process was told to end (see `resume`), saves a checkpoint and leaves. All ranks call it."""
-    number = int(run.accelerator.reduce(torch.tensor(run.signal, device=run.accelerator.device), "max"))
-    if number:
+    if number := int(run.accelerator.reduce(torch.tensor(run.signal, device=run.accelerator.device), "max")):
         save_checkpoint(run)
         run.metrics.bar.close()
-        name, done = signal.Signals(number).name, run.progress.global_step
-        run.accelerator.print(f"stopped by {name} after update {done}, saved in {run.folder}: go on with --resume auto")
+        done = f"stopped by {signal.Signals(number).name} after update {run.saved}"
+        run.accelerator.print(f"{done}, saved in {run.folder}: go on with --resume auto")
         sys.exit(128 + number)
 
 
@@ -154,19 +152,14 @@ def resume(run: Run) -> None:
     if run.args.resume == "never":
         return run.metrics.start()
     accelerator, metrics_size = run.accelerator, 0
-    path = on_main_process(accelerator, find_checkpoint, run)
-    if path is None:
-        accelerator.print(f"no checkpoint in {run.folder}: starting from the beginning")
-    else:
+    if path := on_main_process(accelerator, find_checkpoint, run):
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        check_same_run(run, path, state)
         load(run, path, state)
         if path.parent.resolve() == run.folder.resolve():
             metrics_size, run.saved = state["metrics_bytes"], run.progress.global_step
             # Like the lines beyond it, what was saved later is of the run that is left behind.
-            later = [*by_step(run.folder), *by_step(run.folder.parent / "actors")] if accelerator.is_main_process else []
-            for folder in later:
-                if int(folder.name.split("_")[-1]) > run.progress.global_step:
+            for folder in [*by_step(run.folder), *by_step(run.folder.parent / "actors")]:
+                if accelerator.is_main_process and int(folder.name.split("_")[-1]) > run.progress.global_step:
                     shutil.rmtree(folder)
         accelerator.print(f"resumed from {path}: {run.progress.global_step} updates, {run.progress.windows_seen} windows seen")
     run.metrics.start(metrics_size)
@@ -177,14 +170,14 @@ def find_checkpoint(run: Run) -> Path | None:
     """The checkpoint to take, the newest whole one with `--resume auto`, or None; names those passed over."""
     candidates = by_step(run.folder)[::-1] if run.args.resume == "auto" else [Path(run.args.resume)]
     for path in candidates:
-        fault = fault_of(path)
-        if fault is None:
+        if not (fault := fault_of(path)):
             return path
         run.accelerator.print(f"passed over {path}: {fault}")
     if candidates:
         sys.exit(f"--resume {run.args.resume}: none of the {len(candidates)} checkpoints is whole; to start anew take another --output_dir")
     if (run.folder.parent / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint")
+    run.accelerator.print(f"no checkpoint in {run.folder}: starting from the beginning")
 
 
 def fault_of(path: Path) -> str | None:
@@ -202,29 +195,16 @@ def fault_of(path: Path) -> str | None:
     return None if "state.json" in manifest else "its manifest does not name state.json"
 
 
-def check_same_run(run: Run, path: Path, state: dict) -> None:
-    """Refuses a checkpoint of other data, another algorithm's settings, or another world where that cannot be loaded."""
+def load(run: Run, path: Path, state: dict) -> None:
+    """Reads a verified checkpoint into the run.
+
+    Raises:
+        SystemExit: it is of other data, another algorithm's settings, or another world where that cannot be loaded.
+    """
     before, now = state["arguments"], run.identity
-    changed = [name for name in before if name not in MAY_CHANGE and now.get(name) != before[name]]
-    if changed:
+    if changed := [name for name in before if name not in MAY_CHANGE and now.get(name) != before[name]]:
         differences = (f"{name}: {before[name]!r} in the checkpoint, {now.get(name)!r} now" for name in changed)
         sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}{' (common.export --universal)' * ('world' in changed)}")
-
-
-def trainer_state(run: Run) -> dict:
-    """All that the engine does not know, with each process's own sums of the log line not yet written. All ranks must call it."""
-    return {
-        "arguments": run.identity,
-        "progress": {name: getattr(run.progress, name) for name in ("global_step", "skipped_steps", "windows_seen", "samples", "tokens")},
-        "scheduler": run.scheduler.state_dict(),
-        "last_update": run.metrics.last_update,
-        "metrics_bytes": run.metrics.file.stat().st_size if run.metrics.file.exists() else 0,
-        "open_sums": gather_object([{name: value.tolist() for name, value in run.metrics.open.sums.items()}]),
-    }
-
-
-def load(run: Run, path: Path, state: dict) -> None:
-    """Reads a verified checkpoint into the run."""
     accelerator, rank, processes = run.accelerator, run.accelerator.process_index, len(state["open_sums"])
     choose_engine_state(run)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -232,7 +212,6 @@ def load(run: Run, path: Path, state: dict) -> None:
         run.model._config.load_universal_checkpoint = (path / "engine/pytorch_model/zero").is_dir()  # see common/export.py
     groups = [{name: value for name, value in group.items() if name != "params"} for group in run.optimizer.param_groups]
     accelerator.load_state(str(path / "engine"))
-    accelerator.step = 0  # micro-batches since the last update
     run.scheduler.optimizer.param_groups = run.optimizer.param_groups  # new ones, which DeepSpeed's Adam for CPUs does not share
     run.scheduler.load_state_dict(state["scheduler"])
     # DeepSpeed 0.19.8 gives all groups the settings of the first, and one shared step count, from a universal ZeRO-3 checkpoint.
@@ -242,8 +221,7 @@ def load(run: Run, path: Path, state: dict) -> None:
         moments["step"] = moments["step"] + 0
     run.metrics.last_update = state["last_update"]
     run.extra = torch.load(path / "extra.pt", weights_only=True)
-    for name, value in state["progress"].items():
-        setattr(run.progress, name, value)
+    vars(run.progress).update(state["progress"])
     for writer, sums in enumerate(state["open_sums"]):
         mine = rank == (writer if processes == accelerator.num_processes else 0)
         for name, value in sums.items():  # the others take the names
@@ -271,20 +249,19 @@ def save_actor(accelerator, prepared, unwrapped, tokenizer, directory: str | Pat
     if accelerator.is_main_process:
         prefix, directory = "model.", Path(directory)
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-        names = [name for name, _ in unwrapped.model.named_parameters(remove_duplicate=False)]
-        for tied in set(names) - {name for name, _ in unwrapped.model.named_parameters()}:
+        for tied in dict(unwrapped.model.named_parameters(remove_duplicate=False)).keys() - dict(unwrapped.model.named_parameters()).keys():
             weights.pop(tied, None)  # gathered weights no longer share memory: tied ones would be written twice
         temporary = directory.with_name(f".{directory.name}.writing")
         shutil.rmtree(temporary, ignore_errors=True)
         unwrapped.model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
-        replace_directory(temporary, directory)
-        rotate(directory.parent, keep)
+        replace_directory(temporary, directory, keep)
     accelerator.wait_for_everyone()
 
 
-def replace_directory(temporary: Path, directory: Path) -> None:
-    """Flushes a written directory to disk and puts it in place of another."""
+def replace_directory(temporary: Path, directory: Path, keep: int = 0) -> None:
+    """Flushes a written directory to disk and puts it in place of another; then deletes all but the newest `keep` of the
+    `global_step_*` folders beside it, 0 keeps all."""
     flush(*temporary.rglob("*"), temporary)
     old = directory.with_name(f".{directory.name}.old")
     if directory.exists():
@@ -293,6 +270,8 @@ def replace_directory(temporary: Path, directory: Path) -> None:
     temporary.rename(directory)
     flush(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
+    for path in by_step(directory.parent)[:-keep] if keep else []:
+        shutil.rmtree(path)
 
 
 def flush(*paths: Path) -> None:
@@ -301,12 +280,6 @@ def flush(*paths: Path) -> None:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
-
-
-def rotate(folder: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` of the `global_step_*` folders; 0 keeps all."""
-    for path in by_step(folder)[:-keep] if keep else []:
-        shutil.rmtree(path)
 
 
 def by_step(folder: Path) -> list[Path]:

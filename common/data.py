@@ -16,7 +16,6 @@ from .launch import all_or_none
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 HH_MARKER = "\n\nAssistant:"  # hh-rlhf transcripts: the prompt ends with the last one both answers share
 FORMAT_COLUMNS = ("messages", "prompt", "completion", "text", "chosen", "rejected", "answer", "margin")
-TEXT_OR_MESSAGES = "a string or a list of messages with role and content"
 
 
 class BadRow(Exception):
@@ -117,7 +116,7 @@ def require(row: dict, *columns: str, expected: str) -> None:
         if row.get(column) is None:
             found = sorted(name for name in row if row[name] is not None)
             raise BadRow(f"no {column!r}: expected columns {expected}; found {found} (--columns {column}=YOURS names another)")
-        check(isinstance(row[column], str) or is_messages(row[column]), row, column, TEXT_OR_MESSAGES)
+        check(isinstance(row[column], str) or is_messages(row[column]), row, column, "a string or a list of messages with role and content")
 
 
 def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict] | str]:
@@ -258,8 +257,7 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
     if settings["max_length"] < 2:
         sys.exit(f"--max_length {settings['max_length']}: expected at least 2, a token of the prompt and one of the answer")
     rows = load_rows(name, split)
-    missing = [own for own in columns.values() if own not in rows.column_names]
-    if missing:
+    if missing := [own for own in columns.values() if own not in rows.column_names]:
         sys.exit(f"--columns: data set {name!r} has no column {missing[0]!r}; it has {rows.column_names}")
     sources = [Path(__file__).read_text(encoding="utf-8"), source_of(function)]
     key = [rows._fingerprint, function.__name__, sources, tokenizer_fingerprint(tokenizer), columns, settings]

@@ -1,34 +1,23 @@
-"""What the engine does by itself, made visible: its precision and stage, the scale of the loss, gradient norms, overflows."""
+"""What the engine does by itself, made visible: its stage, the scale of the loss, gradient norms, overflows."""
 
 import os
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 
-def engine_precision(accelerator) -> str:
-    """`"fp16"`, `"bf16"` or `"no"`: what the forward pass computes in, whoever decides it."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        return next((half for half in ("fp16", "bf16") if config.get(half, {}).get("enabled") is True), "no")
-    return accelerator.mixed_precision
-
-
 def zero_stage(accelerator) -> int:
     """The ZeRO stage; 0 without DeepSpeed."""
-    with_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    return accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]["stage"] if with_deepspeed else 0
+    return plugin.deepspeed_config["zero_optimization"]["stage"] if (plugin := accelerator.state.deepspeed_plugin) else 0
 
 
 def begin_window(accelerator, prepared: nn.Module, micro_batches: list) -> int:
     """Makes the engine's next update that of these micro-batches of each process; returns by what it divides their summed losses."""
     accelerator.step, accelerator.gradient_accumulation_steps = 0, len(micro_batches)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if zero_stage(accelerator):
         prepared.set_train_batch_size(len(micro_batches) * prepared.train_micro_batch_size_per_gpu() * accelerator.num_processes)
     return len(micro_batches) * accelerator.num_processes
 
@@ -57,9 +46,9 @@ def hold_growth() -> None:
 
 def loss_scale(accelerator, prepared: nn.Module) -> float | None:
     """The current scale of the loss under fp16; None where there is none."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if zero_stage(accelerator):
         scaler = getattr(prepared.optimizer, "loss_scaler", None)
-        return getattr(scaler, "grown", scaler.cur_scale) if engine_precision(accelerator) == "fp16" else None
+        return getattr(scaler, "grown", scaler.cur_scale) if accelerator.mixed_precision == "fp16" else None
     return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
 
 
@@ -69,8 +58,7 @@ def watch_overflow(model: nn.Module) -> None:
     found = []
 
     def look(what: str, tensor: torch.Tensor) -> None:
-        bad = ~torch.isfinite(tensor)
-        if not found and bad.any():
+        if not found and (bad := ~torch.isfinite(tensor)).any():
             found.append(what)
             tqdm.write(f"OVERFLOW in process {os.environ.get('RANK', 0)}: {what}, {tensor.dtype}, {bad.sum()} of {bad.numel()} elements")
 
@@ -95,7 +83,7 @@ def innermost(optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def record_group_norms(accelerator, optimizer) -> Callable[[], dict[str, float]]:
+def record_group_norms(accelerator, optimizer):
     """Lets the gradient norm of each parameter group `name` be known in the update just made: the function returned gives them, up to
     one common factor. Call this after `prepare`, and it after every `optimizer.step()` that updates, on all ranks.
 

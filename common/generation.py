@@ -4,12 +4,11 @@ import contextlib
 
 import numpy as np
 import torch
-from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
 
 from .engine import zero_stage
-from .models import reshard
+from .models import reshard, whole
 from .windows import arrange, gather_rows, pad
 
 
@@ -20,27 +19,19 @@ def whole_weights(accelerator, prepared, model):
     Under ZeRO-3 it gathers them and takes the engine's hooks off, which would gather and release again at every token;
     both are undone whatever happens in the block. Under FSDP2 it unshards. Elsewhere it does nothing.
     """
-    if zero_stage(accelerator) == 3:
-        import deepspeed
-
-        offload = prepared.optimizer.parameter_offload
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+    with contextlib.ExitStack() as undo:  # what is pushed last is undone first
+        if zero_stage(accelerator) == 3:
+            offload = prepared.optimizer.parameter_offload
+            undo.enter_context(whole(list(model.parameters())))
             offload._remove_module_hooks()
-            try:
-                yield
-            finally:
-                offload.forward_hooks, offload.backward_hooks = [], []
-                offload.setup_zero_stage3_hooks()
-    elif accelerator.distributed_type == DistributedType.FSDP:
-        prepared.set_reshard_after_forward(False)
-        for module in filter(lambda module: isinstance(module, FSDPModule), prepared.modules()):
-            module.unshard()
-        try:
-            yield
-        finally:
-            prepared.set_reshard_after_forward(True)
-            reshard(prepared)
-    else:
+            offload.forward_hooks, offload.backward_hooks = [], []
+            undo.callback(offload.setup_zero_stage3_hooks)
+        elif accelerator.is_fsdp2:
+            undo.callback(reshard, prepared)
+            undo.callback(prepared.set_reshard_after_forward, True)
+            prepared.set_reshard_after_forward(False)
+            for module in filter(lambda module: isinstance(module, FSDPModule), prepared.modules()):
+                module.unshard()
         yield
 
 
@@ -68,9 +59,8 @@ def stop_tokens(tokenizer, model) -> set[int]:
 
 @torch.no_grad()
 def generate(
-    accelerator, prepared, model, tokenizer, prompts: list[list[int]], batch_size: int, max_new_tokens: int,
-    temperature: float = 0.0, uniforms: np.ndarray | None = None,
-) -> list[list[int]]:  # fmt: skip
+    accelerator, prepared, model, tokenizer, prompts: list[list[int]], batch_size: int, max_new_tokens: int, temperature=0.0, uniforms=None
+) -> list[list[int]]:
     """One response to each prompt, up to and including its first stop token; the processes share the work.
 
     Args:
@@ -95,9 +85,7 @@ def generate(
             mask = pad([[1] * len(prompts[row]) for row in rows], 0, accelerator.device, left=True)
             draw = [SampleByUniform(torch.from_numpy(uniforms[rows]).to(ids.device), ids.shape[1], temperature)] if temperature else []
             with accelerator.autocast():
-                out = model.generate(
-                    input_ids=ids, attention_mask=mask, generation_config=settings, logits_processor=draw, synced_gpus=False
-                )
+                out = model.generate(ids, attention_mask=mask, generation_config=settings, logits_processor=draw, synced_gpus=False)
             for row, response in zip(rows, out[:, ids.shape[1] :].tolist()):
                 end = next((i for i, token in enumerate(response) if token in stops), len(response) - 1)
                 mine[row] = response[: end + 1]
@@ -106,8 +94,7 @@ def generate(
 
 def is_right(response: str, answer: str) -> bool:
     """Whether both end alike: after the last `####` (GSM8K's mark), or all of a text without one."""
-    given, right = (text.split("####")[-1].strip() for text in (response, str(answer)))
-    return given == right
+    return response.split("####")[-1].strip() == str(answer).split("####")[-1].strip()
 
 
 def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:

@@ -8,7 +8,6 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
 from . import ASSETS, REPOSITORY
-from .engine import engine_precision, hold_growth, zero_stage
+from .engine import hold_growth, zero_stage
 
 
 def parse_args(args_class: type, demo: Path, argv: list[str] | None = None):
@@ -115,9 +114,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     quiet()
     # accelerate's own default address without a world: it was asked for several processes, and starts one in silence.
     if "WORLD_SIZE" not in os.environ and os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        sys.exit(
-            "accelerate launch was asked for several processes and started one: use accelerate_configs/ddp.yaml or another for several"
-        )
+        sys.exit("accelerate launch was asked for several processes and started one: use accelerate_configs/ddp.yaml or the like")
     if on_cpu and not deepspeed and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp16":
         sys.exit("fp16 without DeepSpeed needs a GPU (accelerate would run fp32 in silence): use ds_fp16.yaml or cpu.yaml")
     # Without gloo on a CPU each process believes that it is alone. On GPUs NCCL's 10 minutes are too short for those that wait
@@ -128,12 +125,10 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         PartialState(cpu=True, backend="gloo")
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
-        step_scheduler_with_optimizer=False,
-        cpu=on_cpu and not deepspeed,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation), cpu=on_cpu and not deepspeed,
         deepspeed_plugin=deepspeed_plugin(accumulation, args) if deepspeed else None,
         kwargs_handlers=[InitProcessGroupKwargs(**group)] if "LOCAL_RANK" in os.environ else None,
-    )
+    )  # fmt: skip
     asked, got = (world, accumulation, fsdp), (accelerator.num_processes, accelerator.gradient_accumulation_steps, accelerator.is_fsdp2)
     if got != asked:
         sys.exit(f"settings not honoured: asked for processes, accumulation steps, FSDP2 (fsdp_version 2) {asked}, got {got}")
@@ -144,16 +139,13 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     if not all(gather_object([Path(args.output_dir).is_dir()])):
         sys.exit(f"--output_dir {args.output_dir} is not visible to every process: several nodes need a shared file system")
     set_seed(args.seed)
-    precision = engine_precision(accelerator)
-    if precision != "no" and on_cpu:
+    if accelerator.mixed_precision != "no" and on_cpu:
         HalfProductsInFp32().__enter__()  # for the life of the process
-        accelerator.print(f"NOTE: no GPU here: {precision} is emulated on the CPU, for checking only (half weights, fp32 matrix products)")
-    parts = (
-        "train_batch_size {} = micro_train_batch_size {} x {} processes".format(*sizes) + f" x {accumulation} gradient accumulation steps"
-    )
+        accelerator.print(f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only (half weights, fp32 products)")
+    parts = f"= micro_train_batch_size {sizes[1]} x {world} processes x {accumulation} gradient accumulation steps"
     if args.micro_train_tokens:
-        parts = f"train_batch_size {sizes[0]} in micro-batches of up to {args.micro_train_tokens} tokens on {world} processes"
-    accelerator.print(f"{parts}; {describe(accelerator)}; output in {args.output_dir}")
+        parts = f"in micro-batches of up to {args.micro_train_tokens} tokens on {world} processes"
+    accelerator.print(f"train_batch_size {sizes[0]} {parts}; {describe(accelerator)}; output in {args.output_dir}")
     return accelerator
 
 
@@ -164,10 +156,9 @@ def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, proce
     per_step = micro_train_batch_size * processes
     if train_batch_size % per_step:
         low = train_batch_size // per_step * per_step
-        nearest = f"--train_batch_size {f'{low} or ' if low else ''}{low + per_step}"
         micros = [m for m in range(1, train_batch_size + 1) if train_batch_size % (m * processes) == 0]
-        if micros:
-            nearest += f", or --micro_train_batch_size {min(micros, key=lambda m: abs(m - micro_train_batch_size))}"
+        other = [f"--micro_train_batch_size {m}" for m in sorted(micros, key=lambda m: abs(m - micro_train_batch_size))]
+        nearest = ", or ".join([f"--train_batch_size {f'{low} or ' if low else ''}{low + per_step}", *other[:1]])
         sys.exit(f"--train_batch_size {train_batch_size} is not a multiple of --micro_train_batch_size {micro_train_batch_size} "
                  f"x {processes} processes = {per_step}. Nearest that would do: {nearest}.")  # fmt: skip
     return train_batch_size // per_step
@@ -185,26 +176,21 @@ def deepspeed_plugin(accumulation: int, args):
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     plugin = DeepSpeedPlugin(hf_ds_config=read_deepspeed_json(path) if path else None)
     config = plugin.deepspeed_config
-    for key, value in {
-        "gradient_accumulation_steps": accumulation,
-        "train_micro_batch_size_per_gpu": args.micro_train_batch_size,
-        "gradient_clipping": float(args.max_grad_norm),
-    }.items():
+    sizes = {"gradient_accumulation_steps": accumulation, "train_micro_batch_size_per_gpu": args.micro_train_batch_size}
+    for key, value in {**sizes, "gradient_clipping": float(args.max_grad_norm)}.items():
         if config.get(key, "auto") not in ("auto", value):
             sys.exit(f'the DeepSpeed config sets "{key}": {config[key]}, the arguments say {value}: write "auto" there')
         config[key] = value
     if config["zero_optimization"]["stage"] not in (1, 2, 3):
         sys.exit(f'the DeepSpeed config has "stage": {config["zero_optimization"]["stage"]}, expected 1, 2 or 3')
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # actors are saved from it
-    plugin.gradient_accumulation_steps = accumulation
     hold_growth()
     return plugin
 
 
 def read_deepspeed_json(path: str) -> dict:
     """The DeepSpeed JSON that a YAML names, relative to the current directory or else to this repository."""
-    found = [file for file in (Path(path), REPOSITORY / path) if file.is_file()]
-    if not found:
+    if not (found := [file for file in (Path(path), REPOSITORY / path) if file.is_file()]):
         sys.exit(f"the DeepSpeed config {path!r} named by the accelerate YAML was found neither in {Path.cwd()} nor in {REPOSITORY}")  # fmt: skip
     config = json.loads(found[0].read_text(encoding="utf-8"))
     for half in ("fp16", "bf16", "fp8"):
@@ -218,23 +204,22 @@ def describe(accelerator: Accelerator) -> str:
     """How the run computes, in words: `DeepSpeed ZeRO-2 fp16 on cpu`."""
     kinds = {DistributedType.DEEPSPEED: f"DeepSpeed ZeRO-{zero_stage(accelerator)}", DistributedType.FSDP: "FSDP2"}
     kind = kinds.get(accelerator.distributed_type, "DDP" if accelerator.num_processes > 1 else "one process")
-    return f"{kind} {engine_precision(accelerator).replace('no', 'fp32')} on {accelerator.device.type}"
+    return f"{kind} {accelerator.mixed_precision.replace('no', 'fp32')} on {accelerator.device.type}"
 
 
-def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args):
+def all_or_none(accelerator: Accelerator, mine: bool, function, *args):
     """What `function` returns on the processes where `mine` is true, None on the others. Where one leaves all leave, lest others wait for
     it, and one says why. All ranks must call it."""
-    result, problem = None, None
     try:
-        result = function(*args) if mine else None
+        result, problem = function(*args) if mine else None, None
     except SystemExit as error:
-        problem = error.code
+        result, problem = None, error.code
     if any(problems := gather_object([problem])):
         sys.exit(next(filter(None, problems)) if accelerator.is_main_process else 1)
     return result
 
 
-def on_main_process(accelerator: Accelerator, function: Callable, *args):
+def on_main_process(accelerator: Accelerator, function, *args):
     """What `function` returns on the main process, on every rank; see `all_or_none`."""
     return broadcast_object_list([all_or_none(accelerator, accelerator.is_main_process, function, *args)])[0]
 

@@ -100,8 +100,7 @@ class Metrics:
         self.accelerator, self.progress, self.bar_metric = accelerator, progress, bar_metric
         self.file = Path(args.output_dir) / "metrics.jsonl"
         self.open, self.pending = Means(accelerator), Means(accelerator)
-        self.last_update: dict[str, float] = {}
-        self.shown: dict[str, float] = {}
+        self.last_update, self.shown = {}, {}  # values by name: of the last update alone; in the bar
         self.warned = -50  # window of the last warning of skips
         self.parameters, self.board, self.with_board = 0, None, accelerator.is_main_process and args.report_to == "tensorboard"
         self.start_interval()

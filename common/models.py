@@ -1,17 +1,15 @@
 """Loading a tokenizer and models, freezing a reference, preparing a trainable one, right under every strategy."""
 
 import contextlib
-import math
 import sys
 
 import torch
-from accelerate.utils import DistributedType
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from .engine import engine_precision, watch_overflow, zero_stage
+from .engine import watch_overflow, zero_stage
 
 
 def load_tokenizer(name: str):
@@ -20,16 +18,22 @@ def load_tokenizer(name: str):
     Raises:
         SystemExit: no tokenizer there, or one without an EOS: it says what to do.
     """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # whatever the tokenizer's library raises
-        sys.exit(f"no tokenizer in {name!r}: {str(error).strip().splitlines()[0]} (expected a Hugging Face folder or a hub name)")
+    tokenizer = from_pretrained(AutoTokenizer, "tokenizer", name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: set tokenizer.eos_token and save it")  # fmt: skip
     if tokenizer.pad_token_id is None:
         # Padding is never read by the loss here, so any id would do; a token of its own would resize the model.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def from_pretrained(auto_class, kind: str, name: str, **kwargs):
+    """`auto_class.from_pretrained`, or an exit with the first line of what it says."""
+    try:
+        return auto_class.from_pretrained(name, **kwargs)
+    except Exception as error:  # torn weights, an attention that is not installed, whatever the tokenizer's library raises ...
+        why = str(error).strip().splitlines()[0]
+        sys.exit(f"no {kind} could be loaded from {name!r}: {why} (expected a Hugging Face folder or a hub name)")
 
 
 def load_causal_lm(name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool = False) -> PreTrainedModel:
@@ -45,9 +49,7 @@ def load_causal_lm(name: str, tokenizer, attn_implementation: str | None, gradie
     return model
 
 
-def load_score_model(
-    name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool = False, new_head: bool = False
-) -> PreTrainedModel:
+def load_score_model(name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool = False, new_head: bool = False):
     """A sequence classifier with one label in fp32: a reward model, or a critic.
 
     Args:
@@ -66,8 +68,8 @@ def load_score_model(
         sys.exit(f"{name!r} lacks weights, such as {min(missing)}: expected a reward model with one label, as recipes/reward.py saves it")
     if missing:
         generator = torch.Generator().manual_seed(torch.initial_seed())  # whatever random numbers the strategy's loading has used up
-        start = torch.randn(1, model.score.in_features, generator=generator) / math.sqrt(model.score.in_features + 1)
-        with whole([model.score.weight]), torch.no_grad():
+        start = torch.randn(1, model.score.in_features, generator=generator) / (model.score.in_features + 1) ** 0.5
+        with whole([model.score.weight], writer=0), torch.no_grad():
             model.score.weight.copy_(start)
     model.config.get_text_config().pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id  # where transformers stops reading
     return model
@@ -75,14 +77,10 @@ def load_score_model(
 
 def load(auto_class, name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool, **kwargs) -> tuple:
     """A model in fp32, and the names of the weights that its folder lacks."""
-    kwargs |= dict(attn_implementation=attn_implementation, dtype=torch.float32, output_loading_info=True)
-    try:
-        model, info = auto_class.from_pretrained(name, **kwargs)
-    except Exception as error:  # torn weights, an attention that is not installed ...
-        kind = "causal language model" if auto_class is AutoModelForCausalLM else "reward model with one label"
-        sys.exit(f"no {kind} could be loaded from {name!r}: {str(error).strip().splitlines()[0]} (expected a Hugging Face folder or a hub name)")  # fmt: skip
-    size = model.config.get_text_config().vocab_size
-    if len(tokenizer) > size:
+    kind = "causal language model" if auto_class is AutoModelForCausalLM else "reward model with one label"
+    kwargs |= dict(attn_implementation=attn_implementation, dtype=torch.float32)
+    model, info = from_pretrained(auto_class, kind, name, output_loading_info=True, **kwargs)
+    if len(tokenizer) > (size := model.config.get_text_config().vocab_size):
         sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the vocab_size of {name!r} is {size}: "
                  "use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
     if gradient_checkpointing:
@@ -90,13 +88,14 @@ def load(auto_class, name: str, tokenizer, attn_implementation: str | None, grad
     return model, set(info["missing_keys"])
 
 
-def whole(parameters: list[nn.Parameter]):
-    """Under ZeRO-3 a model may be cut into shards while it is loaded: inside the block rank 0 can write the whole of these."""
+def whole(parameters: list[nn.Parameter], writer: int | None = None):
+    """Under ZeRO-3 parameters are cut into shards: inside the block every rank holds the whole of these, and what rank `writer`
+    writes into them lasts."""
     if not hasattr(parameters[0], "ds_id"):
         return contextlib.nullcontext()
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=writer)
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -133,21 +132,19 @@ def prepare_frozen(accelerator, model: nn.Module) -> nn.Module:
     """A model that is only read (a reference, a reward model): on the device, in evaluation mode, in the precision of the
     trained one; under ZeRO-3 and FSDP2 sharded like it, not replicated."""
     model.eval().requires_grad_(False)
-    if accelerator.distributed_type == DistributedType.FSDP:
+    if accelerator.is_fsdp2:
         return fsdp2_prepare_model(accelerator, model)
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+    if not zero_stage(accelerator):
         return accelerator.prepare_model(model, evaluation_mode=True)  # under autocast as the trained one
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     with exact_buffers(accelerator, model):
         if zero_stage(accelerator) < 3:
-            dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "no": torch.float32}
-            return model.to(accelerator.device, dtypes[engine_precision(accelerator)])
+            # Where neither is asked for it stays as it was loaded, in fp32.
+            return model.to(accelerator.device, {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision))
         import deepspeed
 
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
-        engine, *_ = deepspeed.initialize(model=model, config={**config, "zero_optimization": zero})
-    engine.eval()  # returns None
-    return engine
+        return deepspeed.initialize(model=model, config={**config, "zero_optimization": zero})[0]
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from transformers.hf_argparser import HfArg
 import common
 from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
 from common.data import column_names, encode_preference, has_text, load_evaluation_sets, load_tokenized, preference
-from common.engine import begin_window, engine_precision, loss_scale
+from common.engine import begin_window, loss_scale
 from common.generation import generate, is_right
 from common.launch import make_accelerator, parse_args
 from common.logprobs import LogProbModel, can_pack, check_logprobs
@@ -239,7 +239,7 @@ def main():
     # ============================================================ reference
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
     reference = LogProbModel(load_causal_lm(ref_name, tokenizer, args.attn_implementation))
-    key = ["dpo reference", model_fingerprint(ref_name, reference), engine_precision(accelerator)]
+    key = ["dpo reference", model_fingerprint(ref_name, reference), accelerator.mixed_precision]
     reference = prepare_frozen(accelerator, reference)
     ref_tables = {}
     if args.precompute_ref_log_probs:
