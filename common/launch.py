@@ -125,10 +125,11 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         PartialState(cpu=True, backend="gloo")
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation), cpu=on_cpu and not deepspeed,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
         deepspeed_plugin=deepspeed_plugin(accumulation, args) if deepspeed else None,
         kwargs_handlers=[InitProcessGroupKwargs(**group)] if "LOCAL_RANK" in os.environ else None,
-    )  # fmt: skip
+        cpu=on_cpu and not deepspeed,
+    )
     asked, got = (world, accumulation, fsdp), (accelerator.num_processes, accelerator.gradient_accumulation_steps, accelerator.is_fsdp2)
     if got != asked:
         sys.exit(f"settings not honoured: asked for processes, accumulation steps, FSDP2 (fsdp_version 2) {asked}, got {got}")
