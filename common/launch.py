@@ -106,8 +106,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
             a world of another size than the launcher's, a non-empty `output_dir` with `--resume never`.
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
-    sizes = args.train_batch_size, args.micro_train_batch_size, world
-    accumulation = math.ceil(sizes[0] / world) if args.micro_train_tokens else accumulation_steps(*sizes)
+    accumulation = accumulation_steps(args.train_batch_size, args.micro_train_batch_size, world, args.micro_train_tokens)
     on_cpu = not torch.cuda.is_available()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
     fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
@@ -143,17 +142,20 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     if accelerator.mixed_precision != "no" and on_cpu:
         HalfProductsInFp32().__enter__()  # for the life of the process
         accelerator.print(f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only (half weights, fp32 products)")
-    parts = f"= micro_train_batch_size {sizes[1]} x {world} processes x {accumulation} gradient accumulation steps"
+    parts = f"= micro_train_batch_size {args.micro_train_batch_size} x {world} processes x {accumulation} gradient accumulation steps"
     if args.micro_train_tokens:
         parts = f"in micro-batches of up to {args.micro_train_tokens} tokens on {world} processes"
-    accelerator.print(f"train_batch_size {sizes[0]} {parts}; {describe(accelerator)}; output in {args.output_dir}")
+    accelerator.print(f"train_batch_size {args.train_batch_size} {parts}; {describe(accelerator)}; output in {args.output_dir}")
     return accelerator
 
 
-def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, processes: int) -> int:
-    """`train_batch_size / (micro_train_batch_size * processes)`, or an exit that names the nearest sizes that divide."""
-    if min(train_batch_size, micro_train_batch_size) < 1:
-        sys.exit(f"--train_batch_size {train_batch_size} and --micro_train_batch_size {micro_train_batch_size} must be at least 1")  # fmt: skip
+def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, processes: int, micro_train_tokens: int = 0) -> int:
+    """`train_batch_size / (micro_train_batch_size * processes)`, or an exit that names the nearest sizes that divide. Where tokens cut
+    micro-batches, the most there can be."""
+    if min(train_batch_size, micro_train_batch_size) < 1 or micro_train_tokens < 0:
+        sys.exit(f"--train_batch_size {train_batch_size} and --micro_train_batch_size {micro_train_batch_size} must be at least 1, --micro_train_tokens {micro_train_tokens} at least 0")  # fmt: skip
+    if micro_train_tokens:
+        return math.ceil(train_batch_size / processes)
     per_step = micro_train_batch_size * processes
     if train_batch_size % per_step:
         low = train_batch_size // per_step * per_step

@@ -4,14 +4,15 @@ import sys
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .windows import lay_out
 
 CHUNK_ELEMENTS = 2**24  # logits held at once, in elements: 64 MiB in fp32
-EXTRAS = {  # what else may be asked of a position: of its logits, the target's and their log-sum-exp
-    "mean_logits": lambda logits, chosen, total: logits.mean(-1),  # over the vocabulary
-    "correct": lambda logits, chosen, total: (chosen >= logits.amax(-1)).float(),  # 1.0 where the target is the most probable token
-    "entropy": lambda logits, chosen, total: total - ((logits - total[:, None]).exp() * logits).sum(-1),
+EXTRAS = {  # what else may be asked of positions, of their logits, the targets, and the logits' log-sum-exp
+    "mean_logits": lambda logits, targets, total: logits.mean(-1),  # over the vocabulary
+    "correct": lambda logits, targets, total: (logits.argmax(-1) == targets).float(),  # 1.0 where the target is the most probable token
+    "entropy": lambda logits, targets, total: total - ((logits - total[:, None]).exp() * logits).sum(-1),
 }
 
 
@@ -41,7 +42,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             chosen, total = logits.gather(1, targets[part, None]).squeeze(1), logits.logsumexp(-1)
             logps[part] = chosen - total
             for name, values in zip(extras, others):
-                values[part] = EXTRAS[name](logits, chosen, total)
+                values[part] = EXTRAS[name](logits, targets[part], total)
         ctx.mark_non_differentiable(*others)
         return logps, *others
 
@@ -50,8 +51,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         matrix = weight.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = logits_of(ctx, hidden[part], matrix, bias)
@@ -66,11 +67,9 @@ class ChunkedLogProbs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(ctx.dtype)
             grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
-            if grad_weight is not None:
-                grad_weight += grad.T @ hidden[part].to(ctx.dtype)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+            grad_weight += grad.T @ hidden[part].to(ctx.dtype)
+        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
 
 
 def logits_of(ctx, hidden, matrix, bias) -> torch.Tensor:
@@ -120,11 +119,10 @@ class ScoreModel(Wrapper):
         super().__init__(model)
         model.score.__class__ = ScoreHead
 
-    def forward(self, batch: dict, at: str = "last") -> torch.Tensor:
-        """fp32 scores of what precedes and includes the tokens at these places of `lay_out`: `last` `[answers]`, or `before`
-        `[answers, longest]`."""
+    def forward(self, batch: dict, places: torch.Tensor | None = None) -> torch.Tensor:
+        """fp32 scores, of the shape of `places`, of what precedes and includes the tokens there; by default the `last` of `lay_out`."""
         hidden = self.model.base_model(**batch["inputs"], use_cache=False).last_hidden_state.flatten(0, 1)
-        return self.model.score(hidden[batch[at]]).squeeze(-1)
+        return self.model.score(hidden.index_select(0, batch["last"] if places is None else places)).squeeze(-1)
 
 
 class LogProbModel(Wrapper):
@@ -160,8 +158,7 @@ class LogProbModel(Wrapper):
         places, targets = batch["before"][mask], batch["targets"][mask]
         hidden = self.model.base_model(**batch["inputs"], use_cache=False).last_hidden_state.flatten(0, 1).index_select(0, places)
         head = self.model.get_output_embeddings()
-        values = head(hidden, targets, self.multiplier / temperature, self.softcap / temperature, extras)
-        values = dict(zip(("logps", *extras), values))
+        values = dict(zip(("logps", *extras), head(hidden, targets, self.multiplier / temperature, self.softcap / temperature, extras)))
         if check:
             own = self.model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)[places].float().log_softmax(-1)
             values["own_logps"] = own.gather(1, targets[:, None]).squeeze(1)
@@ -186,21 +183,26 @@ def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str)
 
 
 @torch.no_grad()
-def can_pack(prepared: nn.Module, config, ids: list[int], longest: int, device) -> bool:
-    """Whether a model reads several answers in a row as it reads each alone (see `lay_out`): not where positions or attention are of
-    another kind. Leaves the model in evaluation mode.
+def can_pack(models: list[nn.Module], longest: int, device) -> bool:
+    """Whether all models read several answers in a row as they read each alone (see `lay_out`): not where attention, positions or what
+    passes from token to token are of another kind. Leaves them in evaluation mode. All ranks must call it.
 
     Args:
-        prepared: gives scores or log-probs.
-        ids: any tokens, such as those of a row.
+        models: prepared ones, that give scores or log-probs.
         longest: tokens of the longest row.
     """
-    window = getattr(config.get_text_config(), "sliding_window", None)
-    if config._attn_implementation != "sdpa" or (window and window < longest):
-        return False
-    prepared.eval()
-    ids, values = (ids * 32)[:32], []
-    for pack in (False, True):
-        scores = prepared(lay_out([ids[:16], ids[:16], ids[:8]], [ids[16:24], ids[20:], ids[8:12]], pack, device))
-        values.append(scores["logps"] if isinstance(scores, dict) else scores)
-    return bool((values[0] - values[1]).abs().max() <= 0.01 * (1 + values[0].abs().max()))
+    for prepared in models:
+        for config in (module.config.get_text_config() for module in prepared.modules() if isinstance(module, PreTrainedModel)):
+            window = getattr(config, "sliding_window", None) or longest
+            if config._attn_implementation != "sdpa" or window < longest or getattr(config, "alibi", False):
+                return False
+        prepared.eval()
+        ids = [7 * i % config.vocab_size for i in range(40)]  # no two alike: else attention to the wrong ones would not show
+        prompts, answers = [ids[:16], ids[:16], ids[:8], ids[3:9]], [ids[20:32], ids[8:12], ids[2:6]]
+        ways = (False, ids[16:24]), (True, ids[16:24]), (True, ids[32:])
+        found = [prepared(lay_out(prompts, [first, *answers], pack, device)) for pack, first in ways]
+        alone, packed, other = (torch.stack(list(scores.values()), 1) if isinstance(scores, dict) else scores for scores in found)
+        # Another first answer changes nothing of the second, not in the last digit: what leaks may be small.
+        if (alone - packed).abs().max() > 0.01 * (1 + alone.abs().max()) or not packed[1:].equal(other[1:]):
+            return False
+    return True

@@ -93,6 +93,7 @@ class Metrics:
         bar_metric: the recipe's key metric, shown in the bar beside the loss.
 
     Attributes:
+        pending: the window's sums, until its update is applied; `open`, those of the next log line.
         parameters: trained, of all models; set before training, on the main process.
     """
 
@@ -126,18 +127,11 @@ class Metrics:
 
     @contextlib.contextmanager
     def timed(self, name: str):
-        """Adds the block's seconds to `perf/<name>_seconds` of the next line."""
+        """Adds the block's seconds to `perf/<name>_seconds` of the next line. `paused` (evaluation, saving) is not training time: `perf/*`
+        leaves it out."""
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def paused(self):
-        """Time spent in the block (evaluation, saving) is not training time: `perf/*` leaves it out."""
-        return self.timed("paused")
-
-    def add(self, values: dict[str, torch.Tensor], weights: torch.Tensor) -> None:
-        """See `Means.add`; pending until `window_done`."""
-        self.pending.add(values, weights)
 
     def window_done(self, applied: bool, **last_update: float | None) -> None:
         """Keeps the window's sums if its update was applied, drops them if it was skipped.

@@ -74,7 +74,8 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
     """Answers to prompts as a model reads them.
 
     Packed, a prompt that several have in common is computed once, and a row holds several prompts where they fit beside each other:
-    an answer sees its prompt and itself only, at the positions it would have alone. Else each is a row of its own.
+    an answer sees its prompt and itself only, at the positions it would have alone. Else, and where that would cost more, each is a
+    row of its own.
 
     Returns:
         `inputs`, what a `transformers` model takes: `input_ids` `[rows, length]` padded on the right, and, where a row holds several
@@ -95,6 +96,10 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
             rows.append(tree)
         else:
             row += tree
+    alone = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
+    # The cost of rows: attention grows with the square of the length, and is as much as all else at some thousand tokens.
+    if pack and len(rows) * longest * (longest + 4096) > len(answers) * alone * (alone + 4096):
+        return lay_out(prompts, answers, False, device)
     ids, positions, owns, parents = (np.full(len(rows) * longest, fill) for fill in (0, 0, len(answers), len(answers)))
     before, last = [[]] * len(answers), [0] * len(answers)
     for number, row in enumerate(rows):

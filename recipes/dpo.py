@@ -64,7 +64,7 @@ class Args:
 
     train_batch_size: int = HfArg(default=64, help="pairs of one update, over all processes")
     micro_train_batch_size: int = HfArg(default=4, help="pairs one process runs at once")
-    micro_train_tokens: int = HfArg(default=0, help="tokens of both answers with prompt and padding it runs at once, instead; 0: not used")
+    micro_train_tokens: int = HfArg(default=0, help="tokens of pairs, prompts twice, that it runs at once, instead; 0: not used")
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
     max_length: int = HfArg(default=1024, help="tokens of prompt and answer; what is longer is cut at the end")
@@ -231,16 +231,15 @@ def main():
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     model, optimizer = prepare(accelerator, policy, optimizer, args.debug_overflow)
-    some_ids = train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"]
-    check_logprobs(model, some_ids, accelerator.device, args.model_name_or_path)
-    args.share_prompts = args.share_prompts and can_pack(model, policy.config, some_ids, args.max_length, accelerator.device)
-    accelerator.print(f"prompts are computed {'once for both answers' if args.share_prompts else 'for each answer'}")
+    check_logprobs(model, train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"], accelerator.device, args.model_name_or_path)
 
     # ============================================================ reference
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
     reference = LogProbModel(load_causal_lm(ref_name, tokenizer, args.attn_implementation))
     key = ["dpo reference", model_fingerprint(ref_name, reference), accelerator.mixed_precision]
     reference = prepare_frozen(accelerator, reference)
+    args.share_prompts = args.share_prompts and can_pack([model, reference], args.max_length, accelerator.device)
+    accelerator.print(f"prompts are computed {'once for both answers' if args.share_prompts else 'for each answer'}")
     ref_tables = {}
     if args.precompute_ref_log_probs:
         for name, dataset in {"train": train_set, **eval_sets}.items():
@@ -289,9 +288,9 @@ def main():
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
                 optimizer.zero_grad()
-            metrics.add(values, weights)
+            metrics.pending.add(values, weights)
             for name, value, mask in logits:
-                metrics.add({name: value}, mask * weights[:, None])
+                metrics.pending.add({name: value}, mask * weights[:, None])
         applied = not accelerator.optimizer_step_was_skipped
         progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
         metrics.window_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale)
@@ -300,13 +299,13 @@ def main():
         if progress.log_due(args.logging_steps):
             metrics.log()
         if progress.due(args.eval_steps):
-            with metrics.paused():
+            with metrics.timed("paused"):
                 metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args))
         if args.save_steps and progress.due(args.save_steps):
-            with metrics.paused():
+            with metrics.timed("paused"):
                 save_checkpoint(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
-            with metrics.paused():
+            with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
                 save_actor(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
         stop_if_asked(run)

@@ -126,8 +126,8 @@ class ActorCritic(LogProbModel):
 
     def forward(self, batch: dict, temperature: float = 1.0, check: bool = False):
         """`LogProbModel.forward` with `entropy`, and `values`: those of the states in which the targets are chosen."""
-        values = torch.where(batch["mask"], self.critic(batch, "before"), 0.0)
-        return super().forward(batch, temperature, ("entropy",), check) | {"values": values}
+        scores, mask = super().forward(batch, temperature, ("entropy",), check), batch["mask"]
+        return scores | {"values": torch.zeros_like(scores["logps"]).masked_scatter(mask, self.critic(batch, batch["before"][mask]))}
 
 
 def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> dict:
@@ -241,7 +241,7 @@ def compare(scores: dict, batch: dict, kl_coef: float, actor_learns: bool, args:
 
 
 def share_of(accelerator, samples: dict, args: Args):
-    """This process's micro-batches of samples, for scoring: rows and weights, 0 for a filler. Those of one prompt stay together."""
+    """This process's micro-batches of samples, for scoring: rows and weights, 0 for a filler. Those of one prompt stand side by side."""
     lengths, n = samples["lengths"], args.n_samples_per_prompt
     longest = lengths.reshape(-1, n).max(1).repeat(n) if len(lengths) % n == 0 else lengths  # evaluation has one a prompt
     return arrange(accelerator, np.arange(len(longest)), longest, args.micro_rollout_batch_size)
@@ -410,9 +410,6 @@ def main():
     group_norms = record_group_norms(accelerator, optimizer)
     innermost(optimizer).register_step_post_hook(count_from_zero)
     check_logprobs(model, train_set[0]["prompt_ids"], accelerator.device, args.model_name_or_path)
-    args.share_prompts = args.share_prompts and can_pack(
-        model, actor.config, train_set[0]["prompt_ids"], args.max_length, accelerator.device
-    )
 
     # ============================================================ reference and reward
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
@@ -424,6 +421,9 @@ def main():
         if args.normalize_reward and not getattr(reward_model.config, "reward_std", None):
             sys.exit(f"--normalize_reward: {name!r} has no reward_std in its config; recipes/reward.py with --eval_dataset_name writes it")
         reward_model = prepare_frozen(accelerator, reward_model)
+    models = [one for one in (model, reference, reward_model) if one is not None]
+    args.share_prompts = args.share_prompts and can_pack(models, args.max_length, accelerator.device)
+    accelerator.print(f"prompts are computed {'once for their' if args.share_prompts else 'for each of their'} responses")
     score_of = lambda samples: score(accelerator, samples, reward_model, reward_function, tokenizer, args)
 
     # ============================================================ the loop
@@ -477,7 +477,7 @@ def main():
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
                 optimizer.zero_grad()
-            metrics.add(values, token_weights)
+            metrics.pending.add(values, token_weights)
         applied = not accelerator.optimizer_step_was_skipped
         if window_number + 1 == windows_of(len(lengths)):
             run.extra["rollout"] = None
@@ -490,13 +490,13 @@ def main():
         if progress.log_due(args.logging_steps):
             metrics.log()
         if progress.due(args.eval_steps):
-            with metrics.paused():
+            with metrics.timed("paused"):
                 metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, score_of, args))
         if args.save_steps and progress.due(args.save_steps):
-            with metrics.paused():
+            with metrics.timed("paused"):
                 save_checkpoint(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
-            with metrics.paused():
+            with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
                 save_actor(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
         stop_if_asked(run)

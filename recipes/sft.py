@@ -183,7 +183,7 @@ def main():
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     model, optimizer = prepare(accelerator, actor, optimizer, args.debug_overflow)
     check_logprobs(model, train_set[0]["input_ids"], accelerator.device, args.model_name_or_path)
-    args.packing = args.packing and can_pack(model, actor.config, train_set[0]["input_ids"], args.max_length, accelerator.device)
+    args.packing = args.packing and can_pack([model], args.max_length, accelerator.device)
     accelerator.print(f"rows are {'packed' if args.packing else 'padded'}")
 
     # ============================================================ the loop
@@ -217,7 +217,7 @@ def main():
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
                 optimizer.zero_grad()
-            metrics.add(values, token_weights)
+            metrics.pending.add(values, token_weights)
         applied = not accelerator.optimizer_step_was_skipped
         progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
         metrics.window_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale)
@@ -226,13 +226,13 @@ def main():
         if progress.log_due(args.logging_steps):
             metrics.log()
         if progress.due(args.eval_steps):
-            with metrics.paused():
+            with metrics.timed("paused"):
                 metrics.log_evaluation(*evaluate(accelerator, model, actor, tokenizer, eval_sets, args))
         if args.save_steps and progress.due(args.save_steps):
-            with metrics.paused():
+            with metrics.timed("paused"):
                 save_checkpoint(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
-            with metrics.paused():
+            with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
                 save_actor(accelerator, model, actor, tokenizer, folder, args.save_actor_limit)
         stop_if_asked(run)

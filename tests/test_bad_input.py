@@ -58,6 +58,8 @@ def model(tmp_path_factory):
 def test_sizes_that_do_not_divide(train, micro, processes, parts):
     refuses(*parts, call=lambda: accumulation_steps(train, micro, processes))
     assert accumulation_steps(192, 6, 1) == 32 and accumulation_steps(192, 6, 2) == 16
+    refuses("--micro_train_tokens -7", "at least 0", call=lambda: accumulation_steps(8, 2, 1, -7))
+    assert accumulation_steps(200, 6, 3, 1000) == 67
 
 
 @pytest.mark.parametrize("value", [2.5, -1.0])

@@ -202,7 +202,7 @@ def test_what_a_half_model_returns_is_computed_in_fp32(inputs, half):
     assert torch.allclose(scores["logps"][:, 1:].double(), expected * scored[:, 1:], rtol=1e-5, atol=0.02)
     classifier = AutoModelForSequenceClassification.from_pretrained(inputs / "still", num_labels=1, dtype=half)
     with torch.no_grad():
-        values = ScoreModel(classifier).eval()({"inputs": {"input_ids": ids}, "last": torch.arange(36).view(3, 12)})
+        values = ScoreModel(classifier).eval()({"inputs": {"input_ids": ids}, "last": torch.arange(36)}).view(3, 12)
         hidden = classifier.base_model(input_ids=ids).last_hidden_state.double()
     assert values.dtype == torch.float32
     assert torch.allclose(values.double(), (hidden @ classifier.score.weight.double().T).squeeze(-1), rtol=1e-5, atol=1e-6)

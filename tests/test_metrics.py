@@ -198,7 +198,7 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     metrics.parameters = 10**9
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
-    metrics.add({"loss": torch.ones(8)}, torch.ones(8))
+    metrics.pending.add({"loss": torch.ones(8)}, torch.ones(8))
     progress.window_done(True, 8, tokens=int(989e12 * 2 * 0.4 / 6e9))
     metrics.window_done(True, grad_norm=1.0)
     clock = iter([metrics.since + 1.0, metrics.since + 1.0])

@@ -129,7 +129,7 @@ def test_the_score_is_that_of_each_answer_alone_at_its_eos(architecture):
             ends = torch.zeros(ids.numel()).index_fill(0, batch["last"], 1).view(ids.shape)
             batch["inputs"]["input_ids"] = ids.masked_fill(ends.flip(1).cumsum(1).flip(1) == 0, padding)
             torch.testing.assert_close(scorer(batch), alone, rtol=1e-5, atol=1e-5)
-    assert can_pack(scorer, scorer.config, ids[0].tolist(), 30, "cpu") == shares
+    assert can_pack([scorer], 30, "cpu") == shares
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
