@@ -197,7 +197,7 @@ def policy_losses(logps, old_logps, advantages, clip_low: float, clip_high: floa
 
 def value_losses(values, old_values, returns, clip: float):
     """Loss of each token's value, and where clipping decided it. Source: PPO's first code, see arXiv:2403.17031."""
-    clipped = old_values + (values - old_values).clamp(-clip, clip) if clip else values
+    clipped = values.clamp(old_values - clip, old_values + clip) if clip else values  # to the digit the value itself where it is within
     free, clipped = (values - returns) ** 2, (clipped - returns) ** 2
     return torch.maximum(free, clipped) / 2, clipped > free
 

@@ -213,6 +213,8 @@ MUTATIONS = [
              '== 0 * mask.sum(1, keepdim=True)', "test_ppo.py::test_token_rewards"),
     Mutation("one_clip", "recipes/ppo.py", 'ratios.clamp(1 - clip_low, 1 + clip_high)',
              'ratios.clamp(1 - clip_low, 1 + clip_low)', "test_ppo.py::test_policy_losses[0.1-0.4-0.0]"),
+    Mutation("rounding_clipped", "recipes/ppo.py", "values.clamp(old_values - clip, old_values + clip)", "old_values + (values - old_values).clamp(-clip, clip)",
+             "test_ppo.py::test_value_losses[0.2]"),
     Mutation("value_not_halved", "recipes/ppo.py", 'torch.maximum(free, clipped) / 2, clipped > free',
              'torch.maximum(free, clipped), clipped > free', "test_ppo.py::test_value_losses[0.2]"),
     Mutation("cold_logps", "recipes/ppo.py", 'found = model(batch, args.temperature)',

@@ -2,7 +2,8 @@
 updates, against a plain reference with neither padding, cache, batches nor engine.
 
 Mutations that turn it red: returns of the whitened advantages (`values_forgotten`), whitening per row (`whiten_rows`), a mask of the wrong
-end (`score_on_first`), a symmetric clip (`one_clip`), values not halved (`value_not_halved`), log-probs at another temperature than sampling
+end (`score_on_first`), a symmetric clip (`one_clip`), values not halved (`value_not_halved`), rounding taken for clipping
+(`rounding_clipped`), log-probs at another temperature than sampling
 (`cold_logps`), a response cut at EOS only (`eos_only`), a draw that starts at the wrong side (`draw_left`), sampling from the batch's
 numbers (`draw_by_place`), the penalty left out (`no_penalty`), the reward model's score read at the padding (`score_at_padding`), dropout
 left on (`dropout_on`), the same minibatches in every epoch of a rollout (`same_minibatches`), a rollout too many (`wrong_horizon`), NaN
@@ -143,6 +144,8 @@ def test_value_losses(clip):
         return 0.5 * max(free, near)
 
     expect(losses, loss)
+    near = [part[None] * 0.05 for part in torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))]  # rounding is no clipping
+    assert not ppo.value_losses(*near, torch.ones(1, 1000), 0.5)[1].any()
 
 
 def test_next_kl_coef():
