@@ -170,8 +170,6 @@ MUTATIONS = [
              "test_logprobs.py::test_packed_answers_are_read_as_each_alone[llama]"),
     Mutation("wrong_neighbour", "common/windows.py", "[end_of_prompt, *range(start, end - 1)]", "[max(start - 1, 0), *range(start, end - 1)]",
              "test_logprobs.py::test_packed_answers_are_read_as_each_alone[llama]"),
-    Mutation("window_ignored", "common/logprobs.py", " or window < longest", "",
-             "test_logprobs.py::test_packed_answers_are_read_as_each_alone[mistral]"),
     Mutation("last_chunk", "common/logprobs.py", "grad_weight += grad.T @", "grad_weight = grad.T @", "test_logprobs.py::test_architectures[llama]"),
     # ------------------------------------------------------------ test_memory.py
     Mutation("no_step_copies", "common/memory.py", '        trained += [State("fp32 gradients", 4, True, "s")]\n', '',

@@ -3,7 +3,7 @@
 Mutations that turn it red: the soft cap or the logit scale forgotten (`no_softcap`, `no_multiplier`), log-softmax in half
 (`half_softmax`), the gradient of the head's weight without its chunks' sum (`last_chunk`). Packed: answers that see each other
 (`answers_meet`), positions that count what stands before in the row (`row_positions`), the first token of an answer predicted by the
-token to its left (`wrong_neighbour`), the sliding window forgotten (`window_ignored`).
+token to its left (`wrong_neighbour`).
 """
 
 import pytest
