@@ -259,21 +259,24 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
     rows = load_rows(name, split)
     if missing := [own for own in columns.values() if own not in rows.column_names]:
         sys.exit(f"--columns: data set {name!r} has no column {missing[0]!r}; it has {rows.column_names}")
-    sources = [Path(__file__).read_text(encoding="utf-8"), source_of(function)]
-    key = [rows._fingerprint, function.__name__, sources, tokenizer_fingerprint(tokenizer), columns, settings]
-    how = dict(remove_columns=rows.column_names, new_fingerprint=datasets.fingerprint.Hasher.hash(key))
+    key = [rows._fingerprint, Path(__file__).read_text("utf-8"), source_of(function), tokenizer_fingerprint(tokenizer), columns, settings]
     try:
-        result = rows.map(convert, with_indices=True, **how)
+        done = rows.map(convert, with_indices=True, remove_columns=rows.column_names, new_fingerprint=datasets.fingerprint.Hasher.hash(key))
     except UnicodeDecodeError as error:
         sys.exit(f"data set {name!r} is not UTF-8: {error}")
-    reasons = np.array(result["reason"][:])
-    usable = result.select(np.flatnonzero(reasons == ""))
-    left_out, truncated = np.unique(reasons[reasons != ""], return_counts=True), sum(usable["truncated"][:])
+    reasons = column(done, "reason")
+    usable = done.select(np.flatnonzero(reasons == ""))
+    left_out, truncated = np.unique(reasons[reasons != ""], return_counts=True), int((column(done, "truncated") & (reasons == "")).sum())
     notes = [f"{count} left out ({reason})" for reason, count in zip(*left_out)] + [f"{truncated} truncated"] * (truncated > 0)
     if len(usable) == 0:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
     unanswered = "answer" in usable.column_names and not any(usable["answer"][:])
     return usable.remove_columns("answer") if unanswered else usable, notes
+
+
+def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
+    """A column of numbers or words, read in parts: read at once it would take half a kilobyte a row."""
+    return np.concatenate([part[name] for part in dataset.select_columns(name).iter(10_000)])
 
 
 def source_of(function) -> str:

@@ -32,7 +32,7 @@ from transformers.hf_argparser import HfArg
 
 import common
 from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
-from common.data import column_names, encode_preference, has_text, load_evaluation_sets, load_tokenized, preference
+from common.data import column, column_names, encode_preference, has_text, load_evaluation_sets, load_tokenized, preference
 from common.engine import begin_window, loss_scale
 from common.generation import generate, is_right
 from common.launch import make_accelerator, parse_args
@@ -221,7 +221,7 @@ def main():
     how = dict(function=preference_row, tokenizer=tokenizer, columns=column_names(args.columns), max_length=args.max_length)
     train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
     eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
-    lengths = np.array(train_set["length"][:])
+    lengths = column(train_set, "length")
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 

@@ -16,7 +16,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
@@ -26,6 +25,7 @@ from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_
 from common.data import (
     as_messages,
     check,
+    column,
     column_names,
     encode,
     encode_turns,
@@ -172,7 +172,7 @@ def main():
     how = dict(function=sft_row, tokenizer=tokenizer, columns=column_names(args.columns), max_length=args.max_length, loss_on=args.loss_on)
     train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
     eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
-    lengths, targets = np.array(train_set["length"][:]), np.array(train_set["n_targets"][:])
+    lengths, targets = column(train_set, "length"), column(train_set, "n_targets")
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 

@@ -22,7 +22,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.data import BadRow, column_names, load_evaluation_sets, load_tokenized, preference
+from common.data import BadRow, column, column_names, load_evaluation_sets, load_tokenized, preference
 from common.windows import arrange, window_rows
 from runs import recipe, write_jsonl
 
@@ -488,3 +488,10 @@ def test_micro_batches_by_tokens_hold_about_as_many():
 
 def test_dpo_and_reward_read_pairs_alike():
     assert inspect.getsource(preference_row) == inspect.getsource(the_same_of_reward)
+
+
+def test_a_column_is_that_of_the_chosen_rows_in_their_order():
+    rows = datasets.Dataset.from_dict({"number": range(25_000), "word": [str(n % 7) for n in range(25_000)]})
+    order = np.random.default_rng(0).permutation(25_000)[:21_000]
+    chosen = rows.select(order)
+    assert column(chosen, "number").tolist() == order.tolist() and column(chosen, "word").tolist() == [str(n % 7) for n in order]
