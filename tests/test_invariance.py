@@ -86,7 +86,8 @@ def assert_same_run(one, other, name):
             for key in keys:
                 if key.endswith("rewards/accuracies") and margins < 1e-4:
                     continue  # the first update's margins are rounding around zero
-                bound = 1e-6 * max(1, abs(first[key])) if key.endswith("loss") else 1e-5 * max(1, size, abs(first[key]))
+                loss_bound = 1e-6 if first["global_step"] < 2 else 3e-6  # later it is that of weights which may differ by 1e-5
+                bound = loss_bound * max(1, abs(first[key])) if key.endswith("loss") else 1e-5 * max(1, size, abs(first[key]))
                 assert abs(first[key] - second[key]) <= bound, (key, first["global_step"], first[key], second[key])
 
 
