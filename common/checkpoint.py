@@ -47,12 +47,12 @@ class Run(types.SimpleNamespace):
     @property
     def identity(self) -> dict:
         """What a run must share with the checkpoint it resumes from; a sharded state needs the same world, too."""
-        world = f"{describe(self.accelerator)} with {self.accelerator.num_processes} processes"
-        return {**vars(self.args), "data": self.data_fingerprint, "world": world if self.sharded else self.accelerator.mixed_precision}
+        one, world = self.accelerator, f"{describe(self.accelerator)} with {self.accelerator.num_processes} processes"
+        return {**vars(self.args), "data": self.data_fingerprint, "world": world if sharded(one) else one.mixed_precision}
 
-    @property
-    def sharded(self) -> bool:
-        return self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+
+def sharded(accelerator) -> bool:
+    return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -91,8 +91,7 @@ def write_checkpoint(run: Run, final: Path, temporary: Path) -> None:
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     save_actor(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")  # and waits for all
     flush(*temporary.rglob("*"), temporary)  # on every rank: each flushes what its own node holds back
-    files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    mine = files[accelerator.process_index :: accelerator.num_processes]
+    mine = sorted(filter(Path.is_file, temporary.rglob("*")))[accelerator.process_index :: accelerator.num_processes]
     manifest = dict(gather_object([(str(path.relative_to(temporary)), [path.stat().st_size, checksum(path)]) for path in mine]))
     if accelerator.is_main_process:
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
@@ -124,7 +123,7 @@ def stop_if_asked(run: Run) -> None:
 def choose_engine_state(run: Run) -> None:
     """What accelerate saves and loads: no frozen model, and names without DDP's `module.`, for another number of processes."""
     reshard(run.model)
-    run.accelerator._models = [run.model if run.sharded else run.unwrapped]
+    run.accelerator._models = [run.model if sharded(run.accelerator) else run.unwrapped]
 
 
 def resume(run: Run) -> None:
@@ -188,10 +187,8 @@ def fault_of(path: Path) -> str | None:
             found = (path / name).stat().st_size, checksum(path / name)
             if found != (size, crc):
                 return f"{name} has {found[0]} bytes with checksum {found[1]}, it was written with {size} and {crc}"
-    except FileNotFoundError as error:
-        return f"{error.filename} is missing"
-    except (ValueError, TypeError, AttributeError, OSError) as error:
-        return f"manifest.json cannot be read: {error}"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return f"not all of it can be read: {error}"
     return None if "state.json" in manifest else "its manifest does not name state.json"
 
 
@@ -245,7 +242,8 @@ def save_actor(accelerator, prepared, unwrapped, tokenizer, directory: str | Pat
         keep: how many `global_step_...` folders stay beside each other, the newest; 0 is all.
     """
     reshard(prepared)
-    weights = accelerator.get_state_dict(prepared)  # every rank: under ZeRO-3 and FSDP2 it gathers
+    # On every rank, as ZeRO-3 and FSDP2 gather them; elsewhere the names would be those that DDP and torch.compile make of them.
+    weights = accelerator.get_state_dict(prepared if sharded(accelerator) else unwrapped)
     if accelerator.is_main_process:
         prefix, directory = "model.", Path(directory)
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}

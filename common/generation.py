@@ -4,6 +4,7 @@ import contextlib
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
 
@@ -45,9 +46,9 @@ class SampleByUniform(LogitsProcessor):
         self.uniforms, self.prompt_length, self.temperature = uniforms, prompt_length, temperature
 
     def __call__(self, input_ids, scores):
-        step = input_ids.shape[1] - self.prompt_length
         cumulative = (scores.float() / self.temperature).softmax(-1).double().cumsum(-1)
-        token = torch.searchsorted(cumulative, self.uniforms[:, step, None] * cumulative[:, -1:], right=True)
+        uniform = self.uniforms[:, input_ids.shape[1] - self.prompt_length, None]
+        token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
         token = token.clamp(max=scores.shape[1] - 1)  # logits that are no numbers: whoever scores the response will notice
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)  # all that the greedy choice after it can take
 
@@ -72,23 +73,30 @@ def generate(
     Returns:
         token ids in the order of the prompts, on every rank.
     """
-    stops = stop_tokens(tokenizer, model)
+    # A batch drops its ended rows every few tokens, else it would compute them until the last one ends. A recurrent state cannot be handed on.
+    stops, mine, at_once = stop_tokens(tokenizer, model), {}, max_new_tokens if model._is_stateful else 16
     settings = GenerationConfig(  # said in full: what is left out would be taken from the model's own generation config
-        do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
+        do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0, return_dict_in_generate=True,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(stops),
     )  # fmt: skip
-    lengths, mine = np.array([len(prompt) for prompt in prompts]), {}
-    with whole_weights(accelerator, prepared, model):
-        share = arrange(accelerator, np.arange(len(prompts)), lengths, batch_size)
+    share = arrange(accelerator, np.arange(len(prompts)), np.array([len(prompt) for prompt in prompts]), batch_size)
+    with whole_weights(accelerator, prepared, model), accelerator.autocast():
         for rows in filter(None, ([row for row, weight in zip(*part) if weight] for part in share)):
             ids = pad([prompts[row] for row in rows], tokenizer.pad_token_id, accelerator.device, left=True)
             mask = pad([[1] * len(prompts[row]) for row in rows], 0, accelerator.device, left=True)
-            draw = [SampleByUniform(torch.from_numpy(uniforms[rows]).to(ids.device), ids.shape[1], temperature)] if temperature else []
-            with accelerator.autocast():
-                out = model.generate(ids, attention_mask=mask, generation_config=settings, logits_processor=draw, synced_gpus=False)
-            for row, response in zip(rows, out[:, ids.shape[1] :].tolist()):
-                end = next((i for i, token in enumerate(response) if token in stops), len(response) - 1)
-                mine[row] = response[: end + 1]
+            start, cache = ids.shape[1], None
+            while rows:
+                settings.max_new_tokens = min(start + max_new_tokens - ids.shape[1], at_once)
+                draw = [SampleByUniform(torch.from_numpy(uniforms[rows]).to(ids.device), start, temperature)] if temperature else []
+                past = dict(attention_mask=mask, past_key_values=cache)
+                out = model.generate(ids, **past, generation_config=settings, logits_processor=draw, synced_gpus=False)
+                for row, response in zip(rows, out.sequences[:, start:].tolist()):
+                    mine[row] = response[: next((i for i, token in enumerate(response, 1) if token in stops), None)]
+                going = [i for i, row in enumerate(rows) if mine[row][-1] not in stops and len(mine[row]) < max_new_tokens]
+                rows, ids, cache = [rows[i] for i in going], out.sequences[going], out.past_key_values
+                mask = F.pad(mask[going], (0, ids.shape[1] - mask.shape[1]), value=1)
+                if going:
+                    cache.reorder_cache(torch.tensor(going))
     return gather_rows(mine)
 
 

@@ -108,8 +108,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     world = int(os.environ.get("WORLD_SIZE", 1))
     accumulation = accumulation_steps(args.train_batch_size, args.micro_train_batch_size, world, args.micro_train_tokens)
     on_cpu = not torch.cuda.is_available()
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true"
+    deepspeed, fsdp = (os.environ.get(f"ACCELERATE_USE_{engine}", "false") == "true" for engine in ("DEEPSPEED", "FSDP"))
     quiet()
     # accelerate's own default address without a world: it was asked for several processes, and starts one in silence.
     if "WORLD_SIZE" not in os.environ and os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ:

@@ -68,8 +68,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             grad = grad.to(ctx.dtype)
             grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
             grad_weight += grad.T @ hidden[part].to(ctx.dtype)
-        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None  # autograd rounds to the dtype of each
 
 
 def logits_of(ctx, hidden, matrix, bias) -> torch.Tensor:
@@ -87,6 +86,7 @@ class ScoringHead(nn.Linear):
     It is called as the module it is, once a forward, so that ZeRO-3 gathers its weight once and on every rank alike.
     """
 
+    @torch.compiler.disable  # a program of its own for each number of targets would be slower
     def forward(self, hidden, targets=None, multiplier: float = 1.0, softcap: float = 0.0, extras: tuple[str, ...] = ()):
         if targets is None:
             return super().forward(hidden)
@@ -140,8 +140,7 @@ class LogProbModel(Wrapper):
         head.__class__ = ScoringHead  # same parameters and names: saving and generation do not notice
         text = model.config.get_text_config()
         self.softcap = getattr(text, "final_logit_softcapping", None) or 0.0  # Gemma
-        self.multiplier = getattr(text, "logit_scale", None) or 1.0  # Cohere
-        self.multiplier /= getattr(text, "logits_scaling", None) or 1.0  # Granite
+        self.multiplier = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)  # Cohere; Granite
 
     def forward(self, batch: dict, temperature: float = 1.0, extras: tuple[str, ...] = (), check: bool = False) -> dict:
         """Scores the targets of `lay_out` where its mask is true.

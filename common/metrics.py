@@ -101,7 +101,7 @@ class Metrics:
         self.accelerator, self.progress, self.bar_metric = accelerator, progress, bar_metric
         self.file = Path(args.output_dir) / "metrics.jsonl"
         self.open, self.pending = Means(accelerator), Means(accelerator)
-        self.last_update, self.shown = {}, {}  # values by name: of the last update alone; in the bar
+        self.last_update, self.shown, self.seconds = {}, {}, {}  # by name: values of the last update alone; in the bar; see `timed`
         self.warned = -50  # window of the last warning of skips
         self.parameters, self.board, self.with_board = 0, None, accelerator.is_main_process and args.report_to == "tensorboard"
         self.start_interval()
@@ -113,8 +113,7 @@ class Metrics:
         if self.with_board:  # it hides what a killed run wrote beyond the step it resumes from
             from torch.utils.tensorboard import SummaryWriter
 
-            step = self.progress.global_step
-            self.board = SummaryWriter(self.file.with_name("tensorboard"), purge_step=step + (step > 0))
+            self.board = SummaryWriter(self.file.with_name("tensorboard"), purge_step=(self.progress.global_step or -1) + 1)
         self.bar = tqdm(
             total=self.progress.total_steps, initial=self.progress.global_step, disable=not self.accelerator.is_main_process,
             desc="update", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 10,
@@ -123,7 +122,7 @@ class Metrics:
     def start_interval(self) -> None:
         """Begins the clock of the next line's `perf/*`."""
         self.since, self.samples, self.tokens = time.perf_counter(), self.progress.samples, self.progress.tokens
-        self.seconds = {}
+        self.seconds = dict.fromkeys(self.seconds, 0.0)  # what one line shows all show
 
     @contextlib.contextmanager
     def timed(self, name: str):

@@ -117,8 +117,8 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
     if len(rows) < len(answers):
         own, parent = (of_rows(array)[:, None, :, None] for array in (owns, parents))
         inputs |= {"position_ids": of_rows(positions), "attention_mask": ((own.mT == own) | (own.mT == parent)).tril()}
-    places = {"before": pad(before, 0, device), "last": torch.tensor(last, device=device)}
-    return {"inputs": inputs, "targets": pad(answers, 0, device), "mask": mask, **places}
+    before, last = pad(before, 0, device), torch.tensor(last, device=device)
+    return {"inputs": inputs, "targets": pad(answers, 0, device), "mask": mask, "before": before, "last": last}
 
 
 def evaluation_batches(accelerator, dataset, *sizes: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:

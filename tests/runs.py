@@ -29,6 +29,8 @@ def deepspeed_launcher(path: Path, processes: int) -> list[str]:
 
 LAUNCHERS = {
     "plain": [],
+    "compiled": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/cpu.yaml"), "--dynamo_backend", "aot_eager", "--dynamo_use_dynamic",
+                 "--dynamo_use_regional_compilation"],
     "ddp": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/ddp.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
     "fsdp2": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/fsdp2.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
     **{

@@ -18,7 +18,7 @@ ROWS, BATCH = 33, 16  # two epochs of windows 16, 16, 1: in the last one process
 # Launcher, rows of a micro-batch or "tokens", and what computes less: each two of these settings meet.
 SPLITS = {
     ("plain", 16): "", ("plain", 4): "pack", ("plain", "tokens"): "cached", ("ddp", 2): "pack cached", ("ddp", "tokens"): "pack",
-    ("zero1", 2): "cached", ("zero2", "tokens"): "cached", ("zero3", "tokens"): "pack", ("fsdp2", 4): "pack cached",
+    ("zero1", 2): "cached", ("zero2", "tokens"): "cached", ("zero3", "tokens"): "pack", ("fsdp2", 4): "pack cached", ("compiled", 4): "pack",
 }  # fmt: skip
 REFERENCE = "plain", 16  # one micro-batch a window, nothing packed, shared or cached
 ARGUMENTS = ["--train_batch_size", BATCH, "--max_epochs", 2, "--learning_rate", 0.01, "--max_length", 96, "--warmup_steps", 0,
@@ -91,15 +91,16 @@ def assert_same_run(one, other, name):
                 assert abs(first[key] - second[key]) <= bound, (key, first["global_step"], first[key], second[key])
 
 
-# The two of a pair are as costly as they are alike: each recipe takes one of them.
-HALF = {"sft": [("zero2", "tokens"), ("ddp", "tokens")], "reward": [("zero2", "tokens"), ("ddp", 2)], "dpo": [("zero1", 2), ("ddp", "tokens")],
-        "ppo": [("zero1", 2), ("ddp", 2)]}  # fmt: skip
+# The two of a pair are as costly as they are alike: each recipe takes one of them. torch.compile is tried with two recipes.
+HALF = {"sft": [("zero2", "tokens"), ("ddp", "tokens")], "reward": [("zero2", "tokens"), ("ddp", 2), ("compiled", 4)],
+        "dpo": [("zero1", 2), ("ddp", "tokens"), ("compiled", 4)], "ppo": [("zero1", 2), ("ddp", 2)]}  # fmt: skip
 RUNS = [(name, *split) for split in SPLITS for name in HALF if split != REFERENCE and split not in HALF[name]]
 
 
 @pytest.mark.parametrize("name, launcher, micro", [pytest.param(*one, id=f"{one[1]}-{one[2]}-{one[0]}") for one in RUNS])
 def test_every_split_is_the_same_run(inputs, name, launcher, micro):
     reference = run(inputs, name, *REFERENCE)
+    assert name != "ppo" or all({"perf/generate_seconds", "perf/score_seconds"} <= line.keys() for line in training_lines(reference))
     assert len(training_lines(reference)) == (8 if name == "ppo" else 6) and torch.isfinite(weights(reference)).all()
     assert_same_run(reference, run(inputs, name, launcher, micro), name)
 
