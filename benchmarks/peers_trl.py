@@ -2,7 +2,7 @@
 
     python benchmarks/peers_trl.py SETTINGS.json
 
-SETTINGS: `work` (dpo, sft, reward), `model`, `data` (a .jsonl file in the order to train in), `log`, and `config`, the fields of the trainer's own
+SETTINGS: `work` (dpo, sft, reward, ppo), `model`, `scorer`, `data` (a .jsonl file in the order to train in), `log`, and `config`, the fields of the trainer's own
 config that differ from its defaults. Writes to `log` a JSON line an update, what TRL logs and `perf/seconds`, the time since the line before.
 """
 
@@ -10,6 +10,8 @@ import json
 import sys
 import time
 
+import numpy as np
+import torch
 from datasets import load_dataset
 from transformers import TrainerCallback
 
@@ -24,7 +26,7 @@ class Log(TrainerCallback):
         self.since = time.perf_counter()
 
     def on_log(self, args, state, control, logs=None, **_):
-        if "loss" not in logs:  # the summary at the end
+        if not {"loss", "loss/policy_avg"} & set(logs):  # the summary at the end
             return
         now = time.perf_counter()
         with open(self.path, "a", encoding="utf-8") as file:
@@ -32,9 +34,53 @@ class Log(TrainerCallback):
         self.since = now
 
 
+class Draws:
+    """In the place of `torch.multinomial`: draws by the numbers that our recipe draws with, see `SampleByUniform` in common/generation.py."""
+
+    def __init__(self, generate, seed: int, prompts: int, steps: int):
+        self.generate, self.seed, self.size, self.rollouts = generate, seed, (prompts, steps), 0
+
+    def start(self, *args, **kwargs):
+        """In the place of the policy's `generate`: one call is a rollout."""
+        self.uniforms = torch.from_numpy(np.random.default_rng([self.seed, self.rollouts, 1]).random(self.size))
+        self.rollouts, self.step = self.rollouts + 1, 0
+        return self.generate(*args, **kwargs)
+
+    def __call__(self, probs, num_samples):
+        cumulative, self.step = probs.double().cumsum(-1), self.step + 1
+        return torch.searchsorted(cumulative, self.uniforms[:, self.step - 1, None] * cumulative[:, -1:], right=True).clamp(
+            max=probs.shape[1] - 1
+        )
+
+
+def ppo(settings: dict):
+    """TRL's PPO trainer, in the order of the file, sampling with our numbers."""
+    import trl.experimental.ppo.ppo_trainer as module
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    args, dtype = PPOConfig(**settings["config"]), torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
+    policy, reference = (AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype) for _ in range(2))
+    critic, reward = (AutoModelForSequenceClassification.from_pretrained(settings["scorer"], dtype=dtype, num_labels=1) for _ in range(2))
+    data = load_dataset("json", data_files=settings["data"], split="train")
+    data = data.map(lambda row: {"input_ids": tokenizer(row["prompt"]).input_ids}, remove_columns=data.column_names)
+    draws = Draws(policy.generate, args.seed, settings["config"]["local_rollout_forward_batch_size"], args.response_length)
+    policy.generate, torch.multinomial = draws.start, draws
+    loader = module.DataLoader
+    module.DataLoader = lambda dataset, shuffle=False, **kwargs: loader(dataset or [], **kwargs)  # no evaluation: an empty set
+    return PPOTrainer(
+        args=args, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward, value_model=critic, train_dataset=data,
+        callbacks=[Log(settings["log"])],
+    )  # fmt: skip
+
+
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         settings = json.load(file)
+    if settings["work"] == "ppo":
+        ppo(settings).train()
+        return
     # Imported one by one as a user's script does: TRL's own package imports lazily.
     if settings["work"] == "dpo":
         from trl import DPOConfig as Config

@@ -5,7 +5,7 @@ Mutations that turn it red: returns of the whitened advantages (`values_forgotte
 end (`score_on_first`), a symmetric clip (`one_clip`), values not halved (`value_not_halved`), rounding taken for clipping
 (`rounding_clipped`), log-probs at another temperature than sampling
 (`cold_logps`), a response cut at EOS only (`eos_only`), a draw that starts at the wrong side (`draw_left`), sampling from the batch's
-numbers (`draw_by_place`), the penalty left out (`no_penalty`), the reward model's score read at the padding (`score_at_padding`), dropout
+numbers (`draw_by_place`), ended rows dropped from the batch but not from its cache (`rows_stay`), the penalty left out (`no_penalty`), the reward model's score read at the padding (`score_at_padding`), dropout
 left on (`dropout_on`), the same minibatches in every epoch of a rollout (`same_minibatches`), a rollout too many (`wrong_horizon`), NaN
 scores let through (`nan_scores`), a loss that is not finite let through (`no_nan_check`), sizes rounded (`rollout_rounding`), norms of
 the parts not of the joint one (`own_norms`), the critic made anew though there is a reward model (`critic_from_actor`), Adam counting the
