@@ -17,7 +17,8 @@ its file, which is written in the order of our permutation. What is each program
 
 PPO: an iteration is a rollout of 64 prompts, up to 128 tokens each, scored by a reward model, and four updates on it. The policy is trained on answers first,
 so that responses end by themselves. TRL is given our random numbers to sample with, so both programs sample the same tokens as long as they have the same
-weights, which is the first rollout: its entropy is compared, to 1e-4 (head: 2e-2). No clipping of gradients: TRL's has none.
+weights, which is the first rollout: its entropy and scores are compared (of head the entropy alone, to 2e-2). TRL generates and scores all
+64 at once, its default; ours 32. No clipping of gradients: TRL's has none.
 
 The two programs run in turn, each as its own process; who is first changes from pair to pair. The rate of a run is that of its updates from the third on. Printed:
 the median rate of each, the median of the ratios of the pairs and the least and the greatest of them, the peak resident memory, and two
@@ -66,7 +67,7 @@ FIRST = {  # sft's loss is a mean log-prob
     "dpo": ["logps/chosen", "logps/rejected"], "sft": ["loss"], "reward": ["mean_reward"], "ppo": ["objective/entropy"]
 }  # fmt: skip
 EPOCHS = {"ppo": 4}  # updates of a window: our lines for one of TRL's
-MAX_NEW_TOKENS, MICRO_ROLLOUT, PEER_MICRO_ROLLOUT = 128, 32, 64  # the last is TRL's default
+MAX_NEW_TOKENS, MICRO_ROLLOUT = 128, 32
 # Only the first two keep the window: packed, 64 rows are more than 64 samples.
 PEER_SETTINGS = {
     "plain": {"max_length": MAX_LENGTH},
@@ -125,8 +126,10 @@ def make_scorer(model: Path) -> Path:
 
 
 def make_policy(model: Path, file: Path) -> Path:
-    """The model after fifty updates of our SFT on the rows of PPO's prompts, so that its responses end."""
+    """The model after fifty updates of our SFT on some of PPO's rows, so that its responses end."""
     out = model.with_name(f"{model.name}-policy")
+    if not (out / "actor" / "model.safetensors").exists():
+        shutil.rmtree(out, ignore_errors=True)
     if not (out / "actor" / "model.safetensors").exists():
         flags = ["--train_batch_size=64", "--max_steps=50", "--learning_rate=1e-3", "--report_to=none", "--columns", "completion=answer"]
         command = [sys.executable, REPOSITORY / "recipes" / "sft.py", f"--model_name_or_path={model}", f"--dataset_name={file}", *flags]
@@ -213,7 +216,7 @@ def peer(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
         for field in "max_length", "max_steps", "train_sampling_strategy":
             del config[field]
         config |= {
-            "total_episodes": updates * args.window, "num_ppo_epochs": EPOCHS["ppo"], "local_rollout_forward_batch_size": PEER_MICRO_ROLLOUT,
+            "total_episodes": updates * args.window, "num_ppo_epochs": EPOCHS["ppo"], "local_rollout_forward_batch_size": args.window,
             "response_length": MAX_NEW_TOKENS, "stop_token": "eos", "temperature": 1.0, "num_sample_generations": 0,
         }  # fmt: skip
     log, file = output / "log.jsonl", output / "settings.json"
@@ -297,7 +300,7 @@ def check(args, our: dict, their: dict) -> bool:
     """Prints how far the two runs' numbers are from each other; whether they are the same run."""
     # Of 32,000 tokens so many boundaries lie between the draws that rounding moves about one token in a thousand to its neighbour.
     good, bound = True, 2e-2 if (args.recipe, args.model) == ("ppo", "head") else 1e-4
-    for tag in FIRST[args.recipe]:
+    for tag in FIRST[args.recipe] + ["objective/scores"] * ((args.recipe, args.model) == ("ppo", "body")):
         one, other = our["lines"][0][tag], their["lines"][0][tag]
         far = abs(one - other) / abs(other)
         good &= far <= bound
@@ -321,7 +324,7 @@ def compare(args) -> bool:
     start = args.work == "start"
     settings = {ours: (args.micro, "plain"), peer: (args.peer_micro, args.peer_setting)}
     print(
-        f"micro-batches: ours {args.micro}, TRL {args.peer_micro} ({args.peer_setting}); windows of {args.window}, {args.updates} updates"
+        f"micro-batches: ours {args.micro}, TRL {args.peer_micro} ({args.peer_setting}); windows of {args.window}, {args.updates} updates{', ours compiled' * args.compile}"
     )
     if start:  # the data sets' caches: written once, then read, by both
         for side in ("ours", "trl"):
@@ -395,7 +398,7 @@ def main() -> None:
     if args.recipe == "reward":
         args.model_folder = args.scorer_folder
     if args.recipe == "ppo":
-        args.model_folder = make_policy(args.model_folder, args.files[0])
+        args.model_folder = make_policy(args.model_folder, make_data(args.folder, args.data, args.model_folder, "ppo", 64, 4, False)[0])
     if args.tune:
         tune(args)
     sys.exit(not compare(args))

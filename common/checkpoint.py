@@ -188,7 +188,7 @@ def fault_of(path: Path) -> str | None:
             if found != (size, crc):
                 return f"{name} has {found[0]} bytes with checksum {found[1]}, it was written with {size} and {crc}"
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return f"not all of it can be read: {error}"
+        return f"manifest.json or a file that it names cannot be read: {error}"
     return None if "state.json" in manifest else "its manifest does not name state.json"
 
 

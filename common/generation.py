@@ -4,7 +4,6 @@ import contextlib
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
 
@@ -14,13 +13,15 @@ from .windows import arrange, gather_rows, pad
 
 
 @contextlib.contextmanager
-def whole_weights(accelerator, prepared, model):
+def ready_to_generate(accelerator, prepared, model):
     """Holds the whole weights of `model`, inside the prepared one, on every rank, so that each generates alone, at its own pace.
 
-    Under ZeRO-3 it gathers them and takes the engine's hooks off, which would gather and release again at every token;
-    both are undone whatever happens in the block. Under FSDP2 it unshards. Elsewhere it does nothing.
+    Under ZeRO-3 it gathers them and takes the engine's hooks off, which would gather and release again at every token; under FSDP2 it
+    unshards. The model's own generation config is put away. All is undone whatever happens in the block.
     """
     with contextlib.ExitStack() as undo:  # what is pushed last is undone first
+        undo.callback(setattr, model, "generation_config", model.generation_config)
+        model.generation_config = GenerationConfig()  # what a call does not say is taken from there: other draws, cuts, caches
         if zero_stage(accelerator) == 3:
             offload = prepared.optimizer.parameter_offload
             undo.enter_context(whole(list(model.parameters())))
@@ -73,30 +74,28 @@ def generate(
     Returns:
         token ids in the order of the prompts, on every rank.
     """
-    # A batch drops its ended rows every few tokens, else it would compute them until the last one ends. A recurrent state cannot be handed on.
-    stops, mine, at_once = stop_tokens(tokenizer, model), {}, max_new_tokens if model._is_stateful else 16
-    settings = GenerationConfig(  # said in full: what is left out would be taken from the model's own generation config
-        do_sample=False, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0, return_dict_in_generate=True,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(stops),
-    )  # fmt: skip
+    stops, mine = stop_tokens(tokenizer, model), {}
+    # A batch drops its ended rows every few tokens, else it would compute them until the last one ends: where a cache can be picked by row.
+    at_once = 16 if model._supports_default_dynamic_cache() and not model._is_stateful else max_new_tokens
+    settings = GenerationConfig(return_dict_in_generate=True, pad_token_id=tokenizer.pad_token_id, eos_token_id=sorted(stops))
     share = arrange(accelerator, np.arange(len(prompts)), np.array([len(prompt) for prompt in prompts]), batch_size)
-    with whole_weights(accelerator, prepared, model), accelerator.autocast():
+    with ready_to_generate(accelerator, prepared, model), accelerator.autocast():
         for rows in filter(None, ([row for row, weight in zip(*part) if weight] for part in share)):
             ids = pad([prompts[row] for row in rows], tokenizer.pad_token_id, accelerator.device, left=True)
-            mask = pad([[1] * len(prompts[row]) for row in rows], 0, accelerator.device, left=True)
             start, cache = ids.shape[1], None
             while rows:
+                padding = torch.tensor([[start - len(prompts[row])] for row in rows], device=ids.device)
+                past = {"attention_mask": (torch.arange(ids.shape[1], device=ids.device) >= padding).long(), "past_key_values": cache}
                 settings.max_new_tokens = min(start + max_new_tokens - ids.shape[1], at_once)
                 draw = [SampleByUniform(torch.from_numpy(uniforms[rows]).to(ids.device), start, temperature)] if temperature else []
-                past = dict(attention_mask=mask, past_key_values=cache)
                 out = model.generate(ids, **past, generation_config=settings, logits_processor=draw, synced_gpus=False)
                 for row, response in zip(rows, out.sequences[:, start:].tolist()):
                     mine[row] = response[: next((i for i, token in enumerate(response, 1) if token in stops), None)]
                 going = [i for i, row in enumerate(rows) if mine[row][-1] not in stops and len(mine[row]) < max_new_tokens]
+                if 0 < len(going) < len(rows):
+                    out.past_key_values.reorder_cache(torch.tensor(going))
                 rows, ids, cache = [rows[i] for i in going], out.sequences[going], out.past_key_values
-                mask = F.pad(mask[going], (0, ids.shape[1] - mask.shape[1]), value=1)
-                if going:
-                    cache.reorder_cache(torch.tensor(going))
+            del out, past, cache  # or two caches would be held while the next batch begins
     return gather_rows(mine)
 
 

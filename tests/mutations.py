@@ -223,7 +223,7 @@ MUTATIONS = [
              'return {tokenizer.eos_token_id}', "test_ppo.py::test_generation_is_that_of_each_prompt_alone[llama]"),
     Mutation("draw_left", "common/generation.py", 'cumulative[:, -1:], right=True)',
              'cumulative[:, -1:])', "test_ppo.py::test_sampling_is_the_inverse_of_the_cumulative_probability"),
-    Mutation("rows_stay", "common/generation.py", "cache.reorder_cache(torch.tensor(going))", "pass",
+    Mutation("rows_stay", "common/generation.py", "out.past_key_values.reorder_cache(torch.tensor(going))", "pass",
              "test_ppo.py::test_generation_is_that_of_each_prompt_alone[llama]"),
     Mutation("draw_by_place", "common/generation.py", 'torch.from_numpy(uniforms[rows])',
              'torch.from_numpy(uniforms[: len(rows)])', "test_ppo.py::test_generation_is_that_of_each_prompt_alone[llama]"),

@@ -31,6 +31,7 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     GPTNeoXConfig,
+    JambaConfig,
     Lfm2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -194,6 +195,7 @@ ARCHITECTURES = {
     "llama": LlamaConfig(**SMALL, num_key_value_heads=1),
     "qwen3": Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=16),
     "gpt_neox": GPTNeoXConfig(**SMALL),
+    "jamba": JambaConfig(**SMALL, num_key_value_heads=1, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1, num_experts=1),
     "lfm2": Lfm2Config(**SMALL, num_key_value_heads=1, full_attn_idxs=[1]),  # its other layer remembers by a convolution
     "gemma2": Gemma2Config(
         **SMALL, num_key_value_heads=1, head_dim=16, sliding_window=6, query_pre_attn_scalar=16
@@ -260,8 +262,11 @@ def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
     model, uniforms = made("llama"), np.random.default_rng(1).random((len(PROMPTS), ROOM))
     draw = lambda: generation.generate(accelerator, model, model, tokenizer, PROMPTS, 4, ROOM, temperature=1.0, uniforms=uniforms)
     before = draw()
-    model.generation_config.update(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=3.0, no_repeat_ngram_size=1, do_sample=True)
+    others = dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=3.0, no_repeat_ngram_size=1, do_sample=True, num_beams=2,
+                  min_new_tokens=20, forced_eos_token_id=2, use_cache=False, cache_implementation="static")  # fmt: skip
+    model.generation_config.update(**others)
     assert draw() == before
+    assert {name: getattr(model.generation_config, name) for name in others} == others  # it is saved with the actor
 
 
 def test_sampling_is_the_inverse_of_the_cumulative_probability():
