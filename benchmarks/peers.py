@@ -183,7 +183,7 @@ def ours(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
     """Command, log file and environment of our recipe."""
     flags = {
         "model_name_or_path": args.model_folder, "dataset_name": args.files[0], "output_dir": output, "train_batch_size": args.window,
-        "micro_train_batch_size": micro, "max_steps": updates, "max_length": MAX_LENGTH, "learning_rate": LEARNING_RATES[args.recipe],
+        "micro_train_batch_size": micro, "micro_train_tokens": args.micro_tokens, "max_steps": updates, "max_length": MAX_LENGTH, "learning_rate": LEARNING_RATES[args.recipe],
         "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "seed": 0,
         "logging_steps": 1, "report_to": "none",
     }  # fmt: skip
@@ -324,7 +324,7 @@ def compare(args) -> bool:
     start = args.work == "start"
     settings = {ours: (args.micro, "plain"), peer: (args.peer_micro, args.peer_setting)}
     print(
-        f"micro-batches: ours {args.micro}, TRL {args.peer_micro} ({args.peer_setting}); windows of {args.window}, {args.updates} updates{', ours compiled' * args.compile}"
+        f"micro-batches: ours {f'{args.micro_tokens} tokens' if args.micro_tokens else args.micro}, TRL {args.peer_micro} ({args.peer_setting}); windows of {args.window}, {args.updates} updates{', ours compiled' * args.compile}"
     )
     if start:  # the data sets' caches: written once, then read, by both
         for side in ("ours", "trl"):
@@ -369,6 +369,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=None, help="of each run; default 12, 1 for start")
     parser.add_argument("--window", type=int, default=None, help="samples of an update; default 64, 4 for start")
     parser.add_argument("--micro", type=int, default=8)
+    parser.add_argument("--micro_tokens", type=int, default=0, help="ours cut by tokens instead, see --micro_train_tokens")
     parser.add_argument("--peer_micro", type=int, default=8)
     parser.add_argument("--peer_setting", choices=SAME_WINDOWS, default="plain")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
