@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -68,18 +69,12 @@ def main() -> None:
         prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for _, line in zip(range(args.prompts), lines)]
     size = args.max_new_tokens
     uniforms = np.random.default_rng(0).random((len(prompts), size))
-    ways = {}
+    ways, what = {}, (model, tokenizer, prompts, uniforms)
     for batch in args.batch:
-        ways |= {
-            f"recipes {batch}": lambda batch=batch: generate(
-                accelerator, model, model, tokenizer, prompts, batch, size, temperature=1.0, uniforms=uniforms
-            ),
-            f"plain {batch}": lambda batch=batch: plain(model, tokenizer, prompts, uniforms, batch),
-            f"static {batch}": lambda batch=batch: plain(
-                model, tokenizer, prompts, uniforms, batch, cache_implementation="static", disable_compile=True
-            ),
-        }
-    ways["continuous"] = lambda: continuous(paged, tokenizer, prompts, size)
+        ways[f"recipes {batch}"] = partial(generate, accelerator, model, model, tokenizer, prompts, batch, size, 1.0, uniforms)
+        ways[f"plain {batch}"] = partial(plain, *what, batch)
+        ways[f"static {batch}"] = partial(plain, *what, batch, cache_implementation="static", disable_compile=True)
+    ways["continuous"] = partial(continuous, paged, tokenizer, prompts, size)
     seconds, responses = {name: [] for name in ways}, {}
     with torch.no_grad():
         for _ in range(args.runs + 1):  # the first is not counted

@@ -64,7 +64,7 @@ MAX_LENGTH = 1024
 QUIET = 0.05  # of the CPU: threads that wait for a busy core cost several times the work, and hit one program and not the other
 LEARNING_RATES = {"dpo": 2e-5, "sft": 1e-4, "reward": 1e-5, "ppo": 1e-5}
 FIRST = {  # sft's loss is a mean log-prob
-    "dpo": ["logps/chosen", "logps/rejected"], "sft": ["loss"], "reward": ["mean_reward"], "ppo": ["objective/entropy"]
+    "dpo": ["logps/chosen", "logps/rejected"], "sft": ["loss"], "reward": ["mean_reward"], "ppo": ["objective/entropy", "objective/scores"],
 }  # fmt: skip
 EPOCHS = {"ppo": 4}  # updates of a window: our lines for one of TRL's
 MAX_NEW_TOKENS, MICRO_ROLLOUT = 128, 32
@@ -129,8 +129,7 @@ def make_policy(model: Path, file: Path) -> Path:
     """The model after fifty updates of our SFT on some of PPO's rows, so that its responses end."""
     out = model.with_name(f"{model.name}-policy")
     if not (out / "actor" / "model.safetensors").exists():
-        shutil.rmtree(out, ignore_errors=True)
-    if not (out / "actor" / "model.safetensors").exists():
+        shutil.rmtree(out, ignore_errors=True)  # of a run that was interrupted
         flags = ["--train_batch_size=64", "--max_steps=50", "--learning_rate=1e-3", "--report_to=none", "--columns", "completion=answer"]
         command = [sys.executable, REPOSITORY / "recipes" / "sft.py", f"--model_name_or_path={model}", f"--dataset_name={file}", *flags]
         subprocess.run([*command, f"--output_dir={out}"], check=True, env=environment(f"{out}-cache"), stdout=subprocess.DEVNULL)
@@ -196,10 +195,8 @@ def ours(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
     command = [sys.executable, REPOSITORY / "recipes" / f"{args.recipe}.py", *(f"--{key}={value}" for key, value in flags.items())]
     env = environment(f"{args.folder}/cache-ours")
     if args.compile:  # what accelerate launch's --dynamo_* flags set
-        env |= {
-            f"ACCELERATE_DYNAMO_{name}": value
-            for name, value in (("BACKEND", "inductor"), ("USE_DYNAMIC", "true"), ("USE_REGIONAL_COMPILATION", "true"))
-        }
+        env |= {"ACCELERATE_DYNAMO_BACKEND": "inductor", "ACCELERATE_DYNAMO_USE_DYNAMIC": "true"}
+        env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     return command, output / "metrics.jsonl", env
 
 
@@ -221,10 +218,9 @@ def peer(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
         }  # fmt: skip
     log, file = output / "log.jsonl", output / "settings.json"
     output.mkdir(parents=True)
-    settings = {
-        "work": args.recipe, "model": str(args.model_folder), "scorer": str(args.scorer_folder), "data": str(args.files[1]), "log": str(log),
-        "config": config,
-    }  # fmt: skip
+    settings = {"work": args.recipe, "model": str(args.model_folder), "data": str(args.files[1]), "log": str(log), "config": config}
+    if args.recipe == "ppo":
+        settings["scorer"] = str(args.scorer_folder)
     file.write_text(json.dumps(settings), encoding="utf-8")
     env = environment(f"{args.folder}/cache-trl")
     del env["PYTHONPATH"]
@@ -299,8 +295,9 @@ def name(program) -> str:
 def check(args, our: dict, their: dict) -> bool:
     """Prints how far the two runs' numbers are from each other; whether they are the same run."""
     # Of 32,000 tokens so many boundaries lie between the draws that rounding moves about one token in a thousand to its neighbour.
-    good, bound = True, 2e-2 if (args.recipe, args.model) == ("ppo", "head") else 1e-4
-    for tag in FIRST[args.recipe] + ["objective/scores"] * ((args.recipe, args.model) == ("ppo", "body")):
+    moved = (args.recipe, args.model) == ("ppo", "head")
+    good, bound, tags = True, 2e-2 if moved else 1e-4, ["objective/entropy"] if moved else FIRST[args.recipe]
+    for tag in tags:
         one, other = our["lines"][0][tag], their["lines"][0][tag]
         far = abs(one - other) / abs(other)
         good &= far <= bound
@@ -395,10 +392,10 @@ def main() -> None:
     args.model_folder = make_model(args.folder, args.data, args.model)
     windows = args.updates + (args.recipe == "ppo")  # TRL makes an update of each micro-batch when its data end: let them not end
     args.files = make_data(args.folder, args.data, args.model_folder, args.recipe, args.window, windows, start)
-    args.scorer_folder = make_scorer(args.model_folder)
     if args.recipe == "reward":
-        args.model_folder = args.scorer_folder
+        args.model_folder = make_scorer(args.model_folder)
     if args.recipe == "ppo":
+        args.scorer_folder = make_scorer(args.model_folder)
         args.model_folder = make_policy(args.model_folder, make_data(args.folder, args.data, args.model_folder, "ppo", 64, 4, False)[0])
     if args.tune:
         tune(args)

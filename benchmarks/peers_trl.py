@@ -2,8 +2,8 @@
 
     python benchmarks/peers_trl.py SETTINGS.json
 
-SETTINGS: `work` (dpo, sft, reward, ppo), `model`, `scorer`, `data` (a .jsonl file in the order to train in), `log`, and `config`, the fields of the trainer's own
-config that differ from its defaults. Writes to `log` a JSON line an update, what TRL logs and `perf/seconds`, the time since the line before.
+SETTINGS: `work` (dpo, sft, reward, ppo), `model`, for ppo `scorer`, `data` (a .jsonl file in the order to train in), `log`, and `config`, the
+fields of the trainer's own config that differ from its defaults. Writes to `log` a JSON line an update, what TRL logs and `perf/seconds`, the time since the line before.
 """
 
 import json

@@ -47,11 +47,12 @@ class Run(types.SimpleNamespace):
     @property
     def identity(self) -> dict:
         """What a run must share with the checkpoint it resumes from; a sharded state needs the same world, too."""
-        one, world = self.accelerator, f"{describe(self.accelerator)} with {self.accelerator.num_processes} processes"
-        return {**vars(self.args), "data": self.data_fingerprint, "world": world if sharded(one) else one.mixed_precision}
+        accelerator, world = self.accelerator, f"{describe(self.accelerator)} with {self.accelerator.num_processes} processes"
+        return {**vars(self.args), "data": self.data_fingerprint, "world": world if sharded(accelerator) else accelerator.mixed_precision}
 
 
 def sharded(accelerator) -> bool:
+    """Whether the engine may hold only a part of the state in each process, and gathers or saves it by itself."""
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
@@ -188,7 +189,7 @@ def fault_of(path: Path) -> str | None:
             if found != (size, crc):
                 return f"{name} has {found[0]} bytes with checksum {found[1]}, it was written with {size} and {crc}"
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return f"manifest.json or a file that it names cannot be read: {error}"
+        return f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else f"manifest.json cannot be read: {error}"
     return None if "state.json" in manifest else "its manifest does not name state.json"
 
 

@@ -270,7 +270,7 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
     notes = [f"{count} left out ({reason})" for reason, count in zip(*left_out)] + [f"{truncated} truncated"] * (truncated > 0)
     if len(usable) == 0:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
-    unanswered = "answer" in usable.column_names and not any(usable["answer"][:])
+    unanswered = "answer" in usable.column_names and not any(usable["answer"])  # read until one is found
     return usable.remove_columns("answer") if unanswered else usable, notes
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
+from .data import column
+
 
 def window_rows(n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int) -> np.ndarray:
     """The rows of window `index`, counted over the whole run.
@@ -124,7 +126,7 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
 def evaluation_batches(accelerator, dataset, *sizes: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
     """Every row of a data set once, over all processes, in micro-batches of these sizes (see `arrange`): row numbers, their columns,
     and weights `[rows]`, 0 for a filler."""
-    for rows, weights in arrange(accelerator, np.arange(len(dataset)), np.array(dataset["length"][:]), *sizes):
+    for rows, weights in arrange(accelerator, np.arange(len(dataset)), column(dataset, "length"), *sizes):
         yield rows, dataset[rows], torch.tensor(weights, device=accelerator.device)
 
 
