@@ -189,7 +189,7 @@ def ours(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
     if args.recipe == "ppo":
         flags |= {
             "reward_model_name_or_path": args.scorer_folder, "rollout_batch_size": args.window, "num_epochs_per_rollout": EPOCHS["ppo"],
-            "micro_rollout_batch_size": MICRO_ROLLOUT, "max_new_tokens": MAX_NEW_TOKENS, "max_steps": updates * EPOCHS["ppo"],
+            "micro_rollout_batch_size": min(MICRO_ROLLOUT, args.window), "max_new_tokens": MAX_NEW_TOKENS, "max_steps": updates * EPOCHS["ppo"],
             "critic_learning_rate": LEARNING_RATES["ppo"], "max_grad_norm": 0,
         }  # fmt: skip
     command = [sys.executable, REPOSITORY / "recipes" / f"{args.recipe}.py", *(f"--{key}={value}" for key, value in flags.items())]
