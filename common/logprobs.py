@@ -8,19 +8,19 @@ from transformers import PreTrainedModel
 
 from .windows import lay_out
 
-CHUNK_ELEMENTS = 2**24  # logits held at once, in elements: 64 MiB in fp32
-EXTRAS = {  # what else may be asked of positions, of their logits, the targets, and the logits' log-sum-exp
-    "mean_logits": lambda logits, targets, total: logits.mean(-1),  # over the vocabulary
-    "correct": lambda logits, targets, total: (logits.argmax(-1) == targets).float(),  # 1.0 where the target is the most probable token
-    "entropy": lambda logits, targets, total: total - ((logits - total[:, None]).exp() * logits).sum(-1),
+CHUNK_ELEMENTS = 2**27  # logits held at once, in elements: 512 MiB in fp32
+EXTRAS = {  # what else may be asked of positions: of their logits, the log-softmax of these, and the targets
+    "mean_logits": lambda logits, logps, targets: logits.mean(-1, dtype=torch.float32),  # over the vocabulary
+    "correct": lambda logits, logps, targets: (logits.argmax(-1) == targets).float(),  # 1.0 where the target is the most probable token
+    "entropy": lambda logits, logps, targets: -logps.exp().mul_(logps).sum(-1),
 }
 
 
 class ChunkedLogProbs(torch.autograd.Function):
     """log-softmax of `hidden @ weight.T`, gathered at the targets, some positions at a time, in fp32.
 
-    The logits are computed again in the backward pass, so the memory it needs is constant. Under half precision the
-    product is half, everything after it fp32.
+    The logits are computed again in the backward pass but for the last of them, so the memory it needs is constant. Under half
+    precision the product is half, everything after it fp32.
     """
 
     @staticmethod
@@ -31,18 +31,18 @@ class ChunkedLogProbs(torch.autograd.Function):
         # A custom function is not autocast by itself, and its backward runs outside of the context.
         half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         ctx.dtype = torch.float32 if device == "cpu" else half  # a CPU has no fast half product: fp32 is better and faster
-        ctx.multiplier, ctx.softcap = multiplier, softcap
-        ctx.chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
+        ctx.multiplier, ctx.softcap, ctx.chunk = multiplier, softcap, max(1, CHUNK_ELEMENTS // weight.shape[0])
         ctx.save_for_backward(hidden, weight, bias, targets)
         logps, *others = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(1 + len(extras)))
         matrix = weight.to(ctx.dtype)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = logits_of(ctx, hidden[part], matrix, bias)
-            chosen, total = logits.gather(1, targets[part, None]).squeeze(1), logits.logsumexp(-1)
-            logps[part] = chosen - total
+            ctx.kept = logits = all_logps = None  # the chunk before: one is held at a time
+            logits, all_logps = logits_of(ctx, hidden[part], matrix, bias)
+            logps[part] = all_logps.gather(1, targets[part, None]).squeeze(1)
             for name, values in zip(extras, others):
-                values[part] = EXTRAS[name](logits, targets[part], total)
+                values[part] = EXTRAS[name](logits, all_logps, targets[part])
+            ctx.kept = {start: (logits if softcap else None, all_logps)}
         ctx.mark_non_differentiable(*others)
         return logps, *others
 
@@ -53,31 +53,31 @@ class ChunkedLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for start in range(0, len(hidden), ctx.chunk):
+        for start in reversed(range(0, len(hidden), ctx.chunk)):
             part = slice(start, start + ctx.chunk)
-            logits = logits_of(ctx, hidden[part], matrix, bias)
+            logits, all_logps = ctx.kept.pop(start, None) or logits_of(ctx, hidden[part], matrix, bias)
             # d logp / d logits = one-hot(target) - softmax(logits)
-            grad = logits.softmax(-1).neg_()
-            grad.scatter_add_(1, targets[part, None], torch.ones_like(grad[:, :1]))
-            grad *= grad_logps[part, None]
+            grad = all_logps.exp_().scatter_add_(1, targets[part, None], -torch.ones_like(all_logps[:, :1]))
+            grad *= grad_logps[part, None] * -ctx.multiplier
             if ctx.softcap:
                 grad *= 1 - (logits / ctx.softcap) ** 2
-            grad *= ctx.multiplier
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(ctx.dtype)
             grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
             grad_weight += grad.T @ hidden[part].to(ctx.dtype)
+            del logits, all_logps, grad
         return grad_hidden, grad_weight, grad_bias, None, None, None, None  # autograd rounds to the dtype of each
 
 
-def logits_of(ctx, hidden, matrix, bias) -> torch.Tensor:
-    """fp32 logits `[n, v]` of some positions."""
+def logits_of(ctx, hidden, matrix, bias) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[n, v]` of some positions, and their log-softmax in fp32."""
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = (hidden.to(ctx.dtype) @ matrix.T).float()
-    logits = logits if bias is None else logits + bias.float()
-    logits = logits if ctx.multiplier == 1.0 else logits * ctx.multiplier
-    return ctx.softcap * torch.tanh(logits / ctx.softcap) if ctx.softcap else logits
+        logits = hidden.to(ctx.dtype) @ matrix.T
+        logits = logits if bias is None else logits.float() + bias.float()
+        logits = logits if ctx.multiplier == 1.0 else logits.float() * ctx.multiplier
+        logits = ctx.softcap * torch.tanh(logits.float() / ctx.softcap) if ctx.softcap else logits
+        return logits, logits.log_softmax(-1, dtype=torch.float32)
 
 
 class ScoringHead(nn.Linear):

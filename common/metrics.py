@@ -41,8 +41,8 @@ class Means:
             self.merge(name, torch.stack([total, weights.sum(), low.amin(), high.amax()]))
 
     def merge(self, name: str, new: torch.Tensor) -> None:
-        old = self.sums.get(name, new.new_tensor(NOTHING))
-        self.sums[name] = torch.cat([old[:2] + new[:2], torch.minimum(old, new)[2:3], torch.maximum(old, new)[3:]])
+        old = self.sums.get(name)  # a tensor made of `NOTHING` would make a GPU wait
+        self.sums[name] = new if old is None else torch.cat([old[:2] + new[:2], torch.minimum(old, new)[2:3], torch.maximum(old, new)[3:]])
 
     def reduce(self) -> dict[str, float]:
         """The means over all processes, in one collective; a name whose last part begins with min_ or max_ gives the minimum or the

@@ -1,10 +1,12 @@
 """Log-probs, their gradients and statistics against the architecture's own logits, for real architectures and delicate inputs.
 
 Mutations that turn it red: the soft cap or the logit scale forgotten (`no_softcap`, `no_multiplier`), log-softmax in half
-(`half_softmax`), the gradient of the head's weight without its chunks' sum (`last_chunk`). Packed: answers that see each other
-(`answers_meet`), positions that count what stands before in the row (`row_positions`), the first token of an answer predicted by the
-token to its left (`wrong_neighbour`).
+(`half_softmax`, `half_sum`), the gradient of the head's weight without its chunks' sum (`last_chunk`), what was kept of the last
+chunk taken for all (`kept_twice`). Packed: answers that see each other (`answers_meet`), positions that count what stands before in
+the row (`row_positions`), the first token of an answer predicted by the token to its left (`wrong_neighbour`).
 """
+
+import types
 
 import pytest
 import torch
@@ -158,6 +160,31 @@ def test_log_softmax_is_fp32_under_half_weights(dtype):
     torch.testing.assert_close(logps.double(), exact, rtol=1e-4, atol=4e-3)  # fp32 holds 50000 to 0.004
     logps.sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == dtype and torch.isfinite(weight.grad).all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_head_under_half_precision(dtype, softcap):
+    """What a GPU computes, where the product is half: everything after it to the digits of fp32, its gradient to those of the half."""
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(23, 16).to(dtype), torch.randn(300, 16).to(dtype), torch.randn(300).to(dtype)
+    targets, weights = torch.randint(300, (23,)), torch.rand(23)
+    ctx = types.SimpleNamespace(
+        dtype=dtype, multiplier=0.7, softcap=softcap, chunk=7, kept={}, saved_tensors=(hidden, weight, bias, targets)
+    )
+    raw = ((hidden @ weight.T).double() + bias.double()).requires_grad_()
+    exact = softcap * torch.tanh(0.7 * raw / softcap) if softcap else 0.7 * raw
+    exact_logps = exact.log_softmax(-1)
+    logits, logps = logprobs.logits_of(ctx, hidden, weight, bias)
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-6)
+    assert logps.dtype == torch.float32
+    torch.testing.assert_close(logps.double(), exact_logps, rtol=1e-6, atol=1e-6)
+    plain = logprobs.logits_of(types.SimpleNamespace(dtype=dtype, multiplier=1.0, softcap=0.0), hidden, weight, None)
+    torch.testing.assert_close(plain[1].double(), plain[0].double().log_softmax(-1), rtol=1e-6, atol=1e-6)
+    (exact_logps.gather(1, targets[:, None]).squeeze(1) * weights).sum().backward()
+    ours = ChunkedLogProbs.backward(ctx, weights)[:3]
+    for grad, expected in zip(ours, (raw.grad @ weight.double(), raw.grad.T @ hidden.double(), raw.grad.sum(0))):
+        assert (grad.double() - expected).norm() <= 2 * torch.finfo(dtype).eps * expected.norm()
 
 
 def test_no_logits_of_the_whole_sequence_exist():
