@@ -153,16 +153,14 @@ class LogProbModel(Wrapper):
         Returns:
             dict of fp32 `[answers, longest]`, zero where not scored: `logps`, and the extras.
         """
-        mask = batch["mask"]
-        places, targets = batch["before"][mask], batch["targets"][mask]
-        hidden = self.model.base_model(**batch["inputs"], use_cache=False).last_hidden_state.flatten(0, 1).index_select(0, places)
-        head = self.model.get_output_embeddings()
+        hidden = self.model.base_model(**batch["inputs"], use_cache=False).last_hidden_state.flatten(0, 1).index_select(0, batch["before"])
+        head, targets = self.model.get_output_embeddings(), batch["targets"]
         values = dict(zip(("logps", *extras), head(hidden, targets, self.multiplier / temperature, self.softcap / temperature, extras)))
         if check:
-            own = self.model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)[places].float().log_softmax(-1)
+            own = self.model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)[batch["before"]].float().log_softmax(-1)
             values["own_logps"] = own.gather(1, targets[:, None]).squeeze(1)
-        empty = hidden.new_zeros(mask.shape, dtype=torch.float32)
-        return {name: empty.masked_scatter(mask, value) for name, value in values.items()}
+        empty = hidden.new_zeros(batch["mask"].shape, dtype=torch.float32)
+        return {name: empty.masked_scatter(batch["mask"], value) for name, value in values.items()}
 
 
 @torch.no_grad()

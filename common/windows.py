@@ -69,21 +69,24 @@ def cut_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
 def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = False) -> torch.Tensor:
     """Sequences of ids as one tensor `[rows, longest]`, padded on the right (for generation on the left)."""
     rows, side = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences], "left" if left else "right"
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device)
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device, non_blocking=True)
 
 
-def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bool, device) -> dict:
-    """Answers to prompts as a model reads them.
+def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bool, device, scored: Sequence[list] | None = None) -> dict:
+    """Answers to prompts as a model reads them. Nothing here waits for a GPU: it computes one micro-batch while the next is laid out.
 
     Packed, a prompt that several have in common is computed once, and a row holds several prompts where they fit beside each other:
     an answer sees its prompt and itself only, at the positions it would have alone. Else, and where that would cost more, each is a
     row of its own.
 
+    Args:
+        scored: which tokens of each answer are targets; by default all.
+
     Returns:
         `inputs`, what a `transformers` model takes: `input_ids` `[rows, length]` padded on the right, and, where a row holds several
-        answers, `position_ids` and `attention_mask`. `targets`, the answers' ids, and `mask`, which of them are real, `[answers, longest]`.
-        `before`, the place of the token that predicts each target, `[answers, longest]`, and `last`, that of each answer's
-        last token, `[answers]`: counted through the rows one after the other.
+        answers, `position_ids` and `attention_mask`. `mask`, which tokens are targets, `[answers, longest]`, `targets`, their ids, and
+        `before`, the place of the token that predicts each, `[targets]` in the order of the mask. `last`, the place of each answer's
+        last token, `[answers]`. Places are counted through the rows one after the other.
     """
     groups, rows = {}, []
     for number, prompt in enumerate(prompts):
@@ -101,7 +104,7 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
     alone = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
     # The cost of rows: attention grows with the square of the length, and is as much as all else at some thousand tokens.
     if pack and len(rows) * longest * (longest + 4096) > len(answers) * alone * (alone + 4096):
-        return lay_out(prompts, answers, False, device)
+        return lay_out(prompts, answers, False, device, scored)
     ids, positions, owns, parents = (np.full(len(rows) * longest, fill) for fill in (0, 0, len(answers), len(answers)))
     before, last = [[]] * len(answers), [0] * len(answers)
     for number, row in enumerate(rows):
@@ -114,13 +117,15 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
                 end_of_prompt = max(end - 1, 0)
             else:
                 before[own], last[own] = [end_of_prompt, *range(start, end - 1)], end - 1
-    of_rows = lambda array: torch.from_numpy(array).view(len(rows), longest).to(device)
-    inputs, mask = {"input_ids": of_rows(ids)}, pad([[1] * len(answer) for answer in answers], 0, device).bool()
+    scored = [[True] * len(answer) for answer in answers] if scored is None else scored
+    chosen = lambda parts: [one for part, flags in zip(parts, scored) for one, flag in zip(part, flags) if flag]
+    send = lambda array: torch.as_tensor(array).to(device, non_blocking=True)
+    of_rows = lambda array: send(array).view(len(rows), longest)
+    inputs, mask = {"input_ids": of_rows(ids)}, pad(scored, False, device).bool()
     if len(rows) < len(answers):
         own, parent = (of_rows(array)[:, None, :, None] for array in (owns, parents))
         inputs |= {"position_ids": of_rows(positions), "attention_mask": ((own.mT == own) | (own.mT == parent)).tril()}
-    before, last = pad(before, 0, device), torch.tensor(last, device=device)
-    return {"inputs": inputs, "targets": pad(answers, 0, device), "mask": mask, "before": before, "last": last}
+    return {"inputs": inputs, "mask": mask, "targets": send(chosen(answers)), "before": send(chosen(before)), "last": send(last)}
 
 
 def evaluation_batches(accelerator, dataset, *sizes: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:

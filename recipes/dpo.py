@@ -252,7 +252,7 @@ def main():
     def reference_of(name: str, rows: list[int], batch: dict) -> torch.Tensor:
         """`[2 * pairs]`: the reference's log-probs of the answers, from the table or the model."""
         if reference is None:
-            return torch.from_numpy(ref_tables[name][rows].T.reshape(-1)).to(accelerator.device)
+            return torch.from_numpy(ref_tables[name][rows].T.reshape(-1)).to(accelerator.device, non_blocking=True)
         with torch.no_grad():
             return reference(batch)["logps"].sum(1)
 
@@ -274,7 +274,7 @@ def main():
         scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
-                columns, weights = train_set[rows], torch.tensor(weights, device=accelerator.device)
+                columns, weights = train_set[rows], torch.tensor(weights).to(accelerator.device, non_blocking=True)
                 batch = collate(columns, args.share_prompts, accelerator.device)
             with accelerator.accumulate(model):
                 ref_logps = reference_of("train", rows, batch)

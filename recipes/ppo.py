@@ -127,7 +127,7 @@ class ActorCritic(LogProbModel):
     def forward(self, batch: dict, temperature: float = 1.0, check: bool = False):
         """`LogProbModel.forward` with `entropy`, and `values`: those of the states in which the targets are chosen."""
         scores, mask = super().forward(batch, temperature, ("entropy",), check), batch["mask"]
-        return scores | {"values": torch.zeros_like(scores["logps"]).masked_scatter(mask, self.critic(batch, batch["before"][mask]))}
+        return scores | {"values": torch.zeros_like(scores["logps"]).masked_scatter(mask, self.critic(batch, batch["before"]))}
 
 
 def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> dict:
@@ -203,7 +203,7 @@ def value_losses(values, old_values, returns, clip: float):
 
 
 def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, samples: int) -> float:
-    """The coefficient after a rollout whose responses had this KL on average. Source: arXiv:1909.08593 section 2.2."""
+    """The coefficient after a rollout whose responses had this KL on average. Source: arXiv:1909.08593 section 2.2 and its code."""
     return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon) if target else kl_coef
 
 
@@ -463,8 +463,8 @@ def main():
             with metrics.timed("data"):
                 sequences = collate(rollout, rows, args.share_prompts, accelerator.device)
                 width = sequences["mask"].shape[1]
-                batch = {name: part[rows, :width].to(accelerator.device) for name, part in rollout["tensors"].items()}
-                token_weights = batch["mask"] * torch.tensor(weights, device=accelerator.device)[:, None]
+                batch = {name: part[rows, :width].to(accelerator.device, non_blocking=True) for name, part in rollout["tensors"].items()}
+                token_weights = batch["mask"] * torch.tensor(weights)[:, None].to(accelerator.device, non_blocking=True)
             with accelerator.accumulate(model):
                 scores = model(sequences, args.temperature)
                 losses, values = compare(scores, batch, rollout["kl_coef"], actor_learns, args)

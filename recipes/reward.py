@@ -130,7 +130,7 @@ def compare(rewards: torch.Tensor, margins: list[float], weights: torch.Tensor, 
         weights: `[pairs]`, 0 for a filler.
     """
     chosen, rejected = rewards.chunk(2)
-    losses = pairwise_loss(chosen, rejected, torch.tensor(margins, device=rewards.device), args.center_coef)
+    losses = pairwise_loss(chosen, rejected, torch.tensor(margins).to(rewards.device, non_blocking=True), args.center_coef)
     pairs = {"loss": losses, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
     answers = {"mean_reward": rewards, "min_reward": rewards, "max_reward": rewards}
     return losses, [(pairs, weights), (answers, weights.repeat(2))]
@@ -187,7 +187,7 @@ def main():
         scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
-                columns, weights = train_set[rows], torch.tensor(weights, device=accelerator.device)
+                columns, weights = train_set[rows], torch.tensor(weights).to(accelerator.device, non_blocking=True)
                 batch = collate(columns, args.share_prompts, accelerator.device)
             with accelerator.accumulate(model):
                 losses, values = compare(model(batch), columns["margin"], weights, args)

@@ -42,7 +42,7 @@ from common.launch import make_accelerator, parse_args
 from common.logprobs import LogProbModel, can_pack, check_logprobs
 from common.metrics import Means, Metrics, check_finite
 from common.models import load_causal_lm, load_tokenizer, optimizer_groups, prepare
-from common.windows import Progress, arrange, check_intervals, evaluation_batches, lay_out, pad, window_rows
+from common.windows import Progress, arrange, check_intervals, evaluation_batches, lay_out, window_rows
 
 common.check_recipe(__file__)
 
@@ -146,8 +146,7 @@ def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
 
 def collate(columns: dict, pack: bool, device) -> dict:
     """Rows as the model reads them, see `lay_out`: answers without a prompt, `mask` the target tokens `[rows, longest]`."""
-    rows = columns["input_ids"]
-    return lay_out([[]] * len(rows), rows, pack, device) | {"mask": pad(columns["targets"], False, device).bool()}
+    return lay_out([[]] * len(columns["input_ids"]), columns["input_ids"], pack, device, columns["targets"])
 
 
 def compare(scores: dict, mask: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict, torch.Tensor]:
@@ -204,7 +203,7 @@ def main():
         scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
-                columns, weights = train_set[rows], torch.tensor(weights, device=accelerator.device)
+                columns, weights = train_set[rows], torch.tensor(weights).to(accelerator.device, non_blocking=True)
                 batch = collate(columns, args.packing, accelerator.device)
             with accelerator.accumulate(model):
                 losses, values, token_weights = compare(model(batch, extras=("correct",)), batch["mask"], weights)

@@ -149,7 +149,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
     """Rows of tokens and which of them are scored, `[rows, length]`, as `lay_out` gives them: entry t of what comes back is of token t."""
     before = (torch.arange(ids.numel(), device=ids.device).view(ids.shape) - 1).clamp(min=0)
-    return {"inputs": {"input_ids": ids}, "targets": ids, "mask": scored, "before": before}
+    return {"inputs": {"input_ids": ids}, "targets": ids[scored], "mask": scored, "before": before[scored]}
 
 
 def letters(folder: Path, rows: int) -> Path:

@@ -117,8 +117,8 @@ def test_packed_answers_are_read_as_each_alone(name):
         return
     found, gradients = {}, {}
     for pack in (False, True):
-        batch = lay_out(prompts, answers, pack, "cpu")
-        batch["mask"] = batch["mask"] & (torch.tensor([len(prompt) for prompt in prompts])[:, None] + torch.arange(9) > 0)
+        scored = [[len(prompt) > 0 or t > 0 for t in range(len(answer))] for prompt, answer in zip(prompts, answers)]
+        batch = lay_out(prompts, answers, pack, "cpu", scored)
         wrapper.zero_grad()
         found[pack] = wrapper(batch)["logps"]
         (found[pack] * torch.linspace(-1, 1, 72).view(8, 9)).sum().backward()

@@ -161,10 +161,10 @@ def test_values_of_a_forward_pass_stand_at_the_tokens_they_are_of():
     rows = [2, 0, 3, 1]
     for share in (False, True):  # no two prompts are alike
         batch = ppo.collate(samples, rows, share, "cpu")
-        ids, places = batch["inputs"]["input_ids"], batch["before"]
-        assert batch["mask"].equal(MASK[rows, : places.shape[1]]) and (batch["targets"][batch["mask"]] == 9).all()
-        for row, at, mask in zip(rows, places, batch["mask"]):
-            before = at[mask]  # the last of the prompt, then the response but for its last
+        ids, mask = batch["inputs"]["input_ids"], batch["mask"]
+        assert mask.equal(MASK[rows, : mask.shape[1]]) and batch["targets"].tolist() == [9] * int(mask.sum())
+        # The last of the prompt, then the response but for its last.
+        for row, before in zip(rows, batch["before"].split(mask.sum(1).tolist())):
             assert ids.flatten()[before].tolist() == [7] + [9] * (LENGTHS[row] - 1) and (before.diff() == 1).all()
 
 
