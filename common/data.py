@@ -201,8 +201,10 @@ def encode_turns(tokenizer, messages: list[dict], spans: list[tuple[int, int]]) 
 
 
 def turn_length(tokenizer, ids: list[int]) -> int:
-    """Tokens of a turn up to its EOS: what a template writes after it is never generated, so it is not learned."""
-    return len(ids) - ids[::-1].index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else len(ids)
+    """Tokens of a turn up to its EOS, or where the template writes none (Gemma, base models of Qwen) to the special token at its end; 0 if
+    it has neither. What follows is never generated, so it is not learned."""
+    last = {} if tokenizer.eos_token_id in ids else {n: tokenizer.added_tokens_decoder.get(i) for n, i in list(enumerate(ids, 1))[-2:]}
+    return max((n for n, i in enumerate(ids, 1) if i == tokenizer.eos_token_id or getattr(last.get(n), "special", False)), default=0)
 
 
 def encode_preference(tokenizer, prompt, chosen, rejected) -> tuple[list[int], list[int], list[int]]:
@@ -211,7 +213,7 @@ def encode_preference(tokenizer, prompt, chosen, rejected) -> tuple[list[int], l
         pairs = [encode(tokenizer, [prompt, answer], plain=True) for answer in (chosen, rejected)]
     else:
         pairs = [encode_turns(tokenizer, prompt + a, [(len(prompt), len(prompt + a))]) for a in (chosen, rejected)]
-    return pairs[0][0], *(answer[: turn_length(tokenizer, answer)] for _, answer in pairs)
+    return pairs[0][0], *(answer[: turn_length(tokenizer, answer) or None] for _, answer in pairs)
 
 
 def tokenizer_fingerprint(tokenizer) -> str:
@@ -246,8 +248,8 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
 
     def convert(row, index):
         # What the user names goes before what is there, too.
-        hidden = ["messages", "text"] if {"prompt", "completion"} & columns.keys() else []
-        row = {name: value for name, value in row.items() if name not in hidden} | {column: row[own] for column, own in columns.items()}
+        hidden = ["messages", "text"] if {"prompt", "completion"} & columns.keys() else ["messages"] if "text" in columns else []
+        row = {k: v for k, v in row.items() if k not in hidden} | {name: row[own] for name, own in columns.items() if own in row}
         try:
             answer = {"answer": "" if row["answer"] is None else str(row["answer"])} if "answer" in row else {}
             return {"row": index + 1, **answer, **function(row, tokenizer=tokenizer, **settings)}
@@ -257,7 +259,7 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
     if settings["max_length"] < 2:
         sys.exit(f"--max_length {settings['max_length']}: expected at least 2, a token of the prompt and one of the answer")
     rows = load_rows(name, split)
-    if missing := [own for own in columns.values() if own not in rows.column_names]:
+    if missing := [own for name, own in columns.items() if own not in rows.column_names and name != "answer"]:  # held-out sets have that
         sys.exit(f"--columns: data set {name!r} has no column {missing[0]!r}; it has {rows.column_names}")
     key = [rows._fingerprint, Path(__file__).read_text("utf-8"), source_of(function), tokenizer_fingerprint(tokenizer), columns, settings]
     try:

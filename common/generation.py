@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
 
 from .engine import zero_stage
-from .models import reshard, whole
+from .models import reshard, stop_tokens, whole
 from .windows import arrange, gather_rows, pad
 
 
@@ -40,7 +40,8 @@ def ready_to_generate(accelerator, prepared, model):
 class SampleByUniform(LogitsProcessor):
     """Draws each token by a number given in advance: the one where the cumulative probability passes it.
 
-    So a response depends on its prompt, the weights and its own row of numbers; not on the batch, the process or any random state.
+    So a response depends on its prompt, the weights and its own row of numbers; not on any random state, and on the batch and the process
+    only as far as rounding does.
     """
 
     def __init__(self, uniforms: torch.Tensor, prompt_length: int, temperature: float):
@@ -49,25 +50,19 @@ class SampleByUniform(LogitsProcessor):
     def __call__(self, input_ids, scores):
         cumulative = (scores.float() / self.temperature).softmax(-1).double().cumsum(-1)
         uniform = self.uniforms[:, input_ids.shape[1] - self.prompt_length, None]
-        token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-        token = token.clamp(max=scores.shape[1] - 1)  # logits that are no numbers: whoever scores the response will notice
+        # The last one where logits are no numbers: whoever scores the response will notice.
+        token = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp(max=scores.shape[1] - 1)
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)  # all that the greedy choice after it can take
 
 
-def stop_tokens(tokenizer, model) -> set[int]:
-    """What ends a response: EOS, and what the model's generation config adds (the end of a turn in some chat models)."""
-    return {tokenizer.eos_token_id} | set(np.atleast_1d(model.generation_config.eos_token_id or []).tolist())
-
-
 @torch.no_grad()
-def generate(
-    accelerator, prepared, model, tokenizer, prompts: list[list[int]], batch_size: int, max_new_tokens: int, temperature=0.0, uniforms=None
-) -> list[list[int]]:
+def generate(accelerator, prepared, model, tokenizer, prompts, batch_size, max_new_tokens, temperature=0.0, uniforms=None) -> list:
     """One response to each prompt, up to and including its first stop token; the processes share the work.
 
     Args:
         prepared, model: in evaluation mode, what `accelerator.prepare` returned, and the `transformers` model inside it.
-        prompts: token ids, the same list on every rank.
+        prompts: token ids `list[list[int]]`, the same on every rank.
+        batch_size: prompts that a process takes at once.
         temperature: 0 is greedy; above it tokens are drawn from the whole vocabulary by
         uniforms: `[prompts, max_new_tokens]` in [0, 1), see `SampleByUniform`.
 

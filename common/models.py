@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
+from .data import BadRow, encode_turns, turn_length
 from .engine import watch_overflow, zero_stage
 
 
@@ -32,8 +33,7 @@ def from_pretrained(auto_class, kind: str, name: str, **kwargs):
     try:
         return auto_class.from_pretrained(name, **kwargs)
     except Exception as error:  # torn weights, an attention that is not installed, whatever the tokenizer's library raises ...
-        why = str(error).strip().splitlines()[0]
-        sys.exit(f"no {kind} could be loaded from {name!r}: {why} (expected a Hugging Face folder or a hub name)")
+        sys.exit(f"no {kind} could be loaded from {name!r}: {str(error).strip().splitlines()[0]} (expected a Hugging Face folder or a hub name)")  # fmt: skip
 
 
 def load_causal_lm(name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool = False) -> PreTrainedModel:
@@ -46,7 +46,19 @@ def load_causal_lm(name: str, tokenizer, attn_implementation: str | None, gradie
     model, missing = load(AutoModelForCausalLM, name, tokenizer, attn_implementation, gradient_checkpointing)
     if missing:
         sys.exit(f"{name!r} lacks weights, such as {min(missing)}: they would have started at random")
+    model.generation_config.eos_token_id = sorted(stop_tokens(tokenizer, model))  # so that the saved actor ends its answers as here
+    # Else transformers would refuse to save a published one with faults of its own.
+    model.generation_config._original_object_hash = hash(model.generation_config)
     return model
+
+
+def stop_tokens(tokenizer, model) -> set[int]:
+    """What ends a response: EOS, what the model's generation config adds, and what ends a turn of the chat template."""
+    ids, own = [], model.generation_config.eos_token_id
+    with contextlib.suppress(BadRow):  # no template, or one that wants other messages
+        ids = encode_turns(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], [(1, 2)])[1]
+    end = turn_length(tokenizer, ids)
+    return {tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or []), *ids[max(end - 1, 0) : end]}
 
 
 def load_score_model(name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool = False, new_head: bool = False):
@@ -67,8 +79,8 @@ def load_score_model(name: str, tokenizer, attn_implementation: str | None, grad
     if missing - {"score.weight"} or (missing and not new_head):
         sys.exit(f"{name!r} lacks weights, such as {min(missing)}: expected a reward model with one label, as recipes/reward.py saves it")
     if missing:
-        generator = torch.Generator().manual_seed(torch.initial_seed())  # whatever random numbers the strategy's loading has used up
-        start = torch.randn(1, model.score.in_features, generator=generator) / (model.score.in_features + 1) ** 0.5
+        # From the seed, whatever random numbers the strategy's loading has used up.
+        start = torch.randn(1, n := model.score.in_features, generator=torch.Generator().manual_seed(torch.initial_seed())) / (n + 1) ** 0.5
         with whole([model.score.weight], writer=0), torch.no_grad():
             model.score.weight.copy_(start)
     model.config.get_text_config().pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id  # where transformers stops reading
@@ -81,8 +93,7 @@ def load(auto_class, name: str, tokenizer, attn_implementation: str | None, grad
     kwargs |= dict(attn_implementation=attn_implementation, dtype=torch.float32)
     model, info = from_pretrained(auto_class, kind, name, output_loading_info=True, **kwargs)
     if len(tokenizer) > (size := model.config.get_text_config().vocab_size):
-        sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the vocab_size of {name!r} is {size}: "
-                 "use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
+        sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the vocab_size of {name!r} is {size}: use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, set(info["missing_keys"])
@@ -99,7 +110,7 @@ def whole(parameters: list[nn.Parameter], writer: int | None = None):
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turns dropout off for good, also while the model trains: the policy that is updated must be the one that sampled."""
+    """Turns dropout off for good, also while the model trains: what is compared, policies or answers, must differ in nothing else."""
     for module in model.modules():
         found = [name for name in vars(module) if "dropout" in name or (name == "p" and isinstance(module, nn.Dropout))]
         vars(module).update({name: 0.0 for name in found if isinstance(getattr(module, name), float)})
@@ -152,13 +163,11 @@ def exact_buffers(accelerator, model: nn.Module):
     """Restores floating-point buffers that the block rounds to half precision."""
     before = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     yield
-    for name, buffer in model.named_buffers():
-        if name in before and buffer.dtype != before[name].dtype:
-            buffer.data = before[name].to(accelerator.device)
+    for name, buffer in ((n, b) for n, b in model.named_buffers() if n in before and b.dtype != before[n].dtype):
+        buffer.data = before[name].to(accelerator.device)
 
 
 def reshard(prepared: nn.Module) -> None:
     """Shards again what FSDP2 leaves whole after a forward that no backward followed: its state could not be saved or loaded."""
-    for module in prepared.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in filter(lambda module: isinstance(module, FSDPModule), prepared.modules()):
+        module.reshard()

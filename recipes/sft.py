@@ -125,7 +125,7 @@ def encode_conversation(tokenizer, prompt, completion, loss_on: str) -> tuple[li
         pieces = encode_turns(tokenizer, messages, turns[-1:] if loss_on == "completion" else turns)
     prompt_ids, targets = [token for piece in pieces[:-1] for token in piece], []
     for context, answer in zip(pieces[::2], pieces[1::2]):
-        learned = turn_length(tokenizer, answer)
+        learned = turn_length(tokenizer, answer) or len(answer)
         targets += [loss_on == "all"] * len(context) + [True] * learned + [loss_on == "all"] * (len(answer) - learned)
     targets[:1] = [False] * bool(targets)  # nothing predicts the first token
     ids = [*prompt_ids, *(pieces[-1][:learned] if pieces else [])]

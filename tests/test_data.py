@@ -1,7 +1,7 @@
 """Every format and file kind becomes the token ids that the chat template writes, once, and every row ends up in one window.
 
 Mutations that turn it red: EOS not put after plain text (`no_eos`), BOS put where the text has it (`double_bos`), targets that go on
-after EOS (`newline_learned`), `--loss_on completion` learning every turn (`every_turn`), a merged boundary cut out of the whole text
+after EOS (`newline_learned`), a turn ended by EOS alone (`eos_ends_turns`), the actor's own end of turns forgotten (`not_aligned`), `--loss_on completion` learning every turn (`every_turn`), a merged boundary cut out of the whole text
 (`merged_boundary`), a message list's prompt stated twice (`prompt_twice`), the hh-rlhf prompt cut at its first answer (`hh_first_turn`),
 pairs equal only after truncation kept (`equal_after_cut`), reasons swapped (`wrong_reason`), CSV cells read as numbers (`csv_numbers`),
 the cache's key without the tokenizer (`stale_tokenizer`) or the settings (`stale_settings`), one permutation for all epochs
@@ -20,11 +20,12 @@ import datasets
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.data import BadRow, column, column_names, load_evaluation_sets, load_tokenized, preference
+from common.models import load_causal_lm, stop_tokens
 from common.windows import arrange, window_rows
-from runs import recipe, write_jsonl
+from runs import recipe, refuses, write_jsonl
 
 recipe_sft = runpy.run_path(str(recipe("sft")))
 sft_row, conversation = recipe_sft["sft_row"], recipe_sft["conversation"]
@@ -163,6 +164,48 @@ def test_columns_name_the_users_own(tokenizer, accelerator, tmp_path):
     assert data["input_ids"][:] == expected
     assert data["answer"][:] == ["So #### 4", "3"] and data["row"][:] == [1, 2]
     assert data["prompt_ids"][:] == [plain(tokenizer, row["question"]) for row in rows]
+
+
+def test_columns_hide_what_goes_before_and_an_answer_is_for_held_out_sets(tokenizer, accelerator, tmp_path):
+    rows = [{"body": "some text", "messages": [user("x"), assistant("y")]}] * 2
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    columns = column_names(["text=body", "answer=gold"])
+    data = load_tokenized(accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant")
+    assert data["input_ids"][:] == [[*plain(tokenizer, "some text"), tokenizer.eos_token_id]] * 2
+    assert "answer" not in data.column_names
+    refuses("has no column 'other'", call=lambda: load_tokenized(
+        accelerator, path, "train", sft_row, tokenizer, column_names(["text=other"]), max_length=99, loss_on="assistant"))  # fmt: skip
+
+
+WITHOUT_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+@pytest.mark.parametrize("template, eos, ends, stops", [
+    (CHATML, "<|im_end|>", "<|im_end|>", ["<|im_end|>"]),
+    (CHATML, "<s>", "<|im_end|>", ["<s>", "<|im_end|>"]),  # Gemma, Phi-3, base models of Qwen: EOS is not what ends a turn
+    (WITHOUT_END, "<s>", None, ["<s>"]),
+])  # fmt: skip
+def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_path):
+    """What is learned as its end is what ends a response, here and where the saved actor generates."""
+    tokenizer = make_tokenizer(template)
+    tokenizer.eos_token = eos
+    ids = lambda *tokens: tokenizer.convert_tokens_to_ids(list(tokens))
+    turn = lambda text: plain(tokenizer, text) + ids(ends) if ends else plain(tokenizer, f"{text}\n")
+    row = sft(tokenizer, {"messages": [user(U1), assistant(A1), user(U2), assistant(A2)]})
+    assert [i for i, target in zip(row["input_ids"], row["targets"]) if target] == turn(A1) + turn(A2)
+    within = f"{A2} <|im_start|> {A1}"  # a special token that ends nothing
+    both = pair(tokenizer, {"prompt": [user(U1)], "chosen": [assistant(A1)], "rejected": [assistant(within)]})
+    assert (both["chosen_ids"], both["rejected_ids"]) == (turn(A1), turn(within))
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, eos_token_id=9
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    settings = {"eos_token_id": 9, "temperature": 0.7, "do_sample": False}  # as published, though transformers would not let it be made
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
+    model = load_causal_lm(str(tmp_path / "model"), tokenizer, None)
+    assert model.generation_config.eos_token_id == sorted([9, *ids(*stops)]) and stop_tokens(tokenizer, model) == {9, *ids(*stops)}
+    model.save_pretrained(tmp_path / "actor")
+    assert json.loads((tmp_path / "actor/generation_config.json").read_text())["eos_token_id"] == sorted([9, *ids(*stops)])
 
 
 def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
