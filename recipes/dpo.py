@@ -38,7 +38,7 @@ from common.generation import generate, is_right
 from common.launch import make_accelerator, parse_args
 from common.logprobs import LogProbModel, can_pack, check_logprobs
 from common.metrics import Means, Metrics, check_finite
-from common.models import load_causal_lm, load_tokenizer, optimizer_groups, prepare, prepare_frozen
+from common.models import disable_dropout, load_causal_lm, load_tokenizer, optimizer_groups, prepare, prepare_frozen
 from common.windows import Progress, arrange, check_intervals, evaluation_batches, lay_out, window_rows
 
 common.check_recipe(__file__)
@@ -78,7 +78,7 @@ class Args:
     max_grad_norm: float = HfArg(default=1.0, help="gradient clipping; 0: none")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory for more time")
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
-    seed: int = HfArg(default=0, help="data order and dropout")
+    seed: int = HfArg(default=0, help="data order")
 
     logging_steps: float = HfArg(default=1, help="updates between log lines; below 1 a share of all")
     eval_steps: float = HfArg(default=0, help="updates between evaluations; 0: only before and after")
@@ -227,6 +227,7 @@ def main():
 
     # ============================================================ model and optimizer
     policy = LogProbModel(load_causal_lm(args.model_name_or_path, tokenizer, args.attn_implementation, args.gradient_checkpointing))
+    disable_dropout(policy)  # the reference has none
     optimizer = torch.optim.AdamW(optimizer_groups(policy, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step

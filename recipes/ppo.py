@@ -29,7 +29,7 @@ import common
 from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
 from common.data import as_messages, column_names, encode, has_text, load_evaluation_sets, load_tokenized, render, require
 from common.engine import begin_window, innermost, loss_scale, record_group_norms
-from common.generation import generate, is_right, stop_tokens
+from common.generation import generate, is_right
 from common.launch import load_function, make_accelerator, parse_args
 from common.logprobs import LogProbModel, ScoreModel, can_pack, check_logprobs
 from common.metrics import Metrics, check_finite
@@ -260,7 +260,7 @@ def score(accelerator, samples: dict, reward_model, reward_function, tokenizer, 
         if reward_model is not None:
             scores = reward_model(collate(samples, rows, args.share_prompts, accelerator.device))[: len(real)].double().cpu().numpy()
         if args.normalize_reward:
-            scores = (scores - reward_model.config.reward_mean) / reward_model.config.reward_std
+            scores = (scores - (config := accelerator.unwrap_model(reward_model).config).reward_mean) / config.reward_std
         if reward_function is not None and real:
             columns = [json.loads(samples["columns"][row]) for row in real]
             prompts = [row.pop("prompt") for row in columns]
@@ -280,7 +280,7 @@ def respond(accelerator, model, policy, tokenizer, columns: dict, args: Args, **
     """Prompts and their responses, the same on every rank; greedy unless `sampling` gives `temperature` and `uniforms`."""
     prompts, sizes = columns["prompt_ids"], (args.micro_rollout_batch_size, args.max_new_tokens)
     responses = generate(accelerator, model, policy.model, tokenizer, prompts, *sizes, **sampling)
-    stops = stop_tokens(tokenizer, policy.model)
+    stops = policy.model.generation_config.eos_token_id
     return {
         "prompts": prompts, "responses": responses, "columns": columns["columns"], "rows": columns["row"],
         "lengths": np.array([len(prompt) + len(response) for prompt, response in zip(prompts, responses)]),

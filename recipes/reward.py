@@ -28,7 +28,7 @@ from common.engine import begin_window, loss_scale
 from common.launch import make_accelerator, parse_args
 from common.logprobs import ScoreModel, can_pack
 from common.metrics import Means, Metrics, check_finite
-from common.models import load_score_model, load_tokenizer, optimizer_groups, prepare
+from common.models import disable_dropout, load_score_model, load_tokenizer, optimizer_groups, prepare
 from common.windows import Progress, arrange, check_intervals, evaluation_batches, lay_out, window_rows
 
 common.check_recipe(__file__)
@@ -64,7 +64,7 @@ class Args:
     max_grad_norm: float = HfArg(default=1.0, help="gradient clipping; 0: none")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory for more time")
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
-    seed: int = HfArg(default=0, help="data order and dropout")
+    seed: int = HfArg(default=0, help="data order, and a new head")
 
     logging_steps: float = HfArg(default=1, help="updates between log lines; below 1 a share of all")
     eval_steps: float = HfArg(default=0, help="updates between evaluations; 0: only before and after")
@@ -161,6 +161,7 @@ def main():
     # ============================================================ model and optimizer
     loading = args.attn_implementation, args.gradient_checkpointing
     scorer = ScoreModel(load_score_model(args.model_name_or_path, tokenizer, *loading, new_head=True))
+    disable_dropout(scorer)  # both answers are read by the same model
     optimizer = torch.optim.AdamW(optimizer_groups(scorer, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
@@ -207,6 +208,8 @@ def main():
         metrics.window_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale)
         if applied:
             scheduler.step()
+            run.extra = {"reward_mean": None, "reward_std": None}  # those found before are of other weights
+            scorer.config.update(run.extra)
         if progress.log_due(args.logging_steps):
             metrics.log()
         if progress.due(args.eval_steps):

@@ -3,13 +3,15 @@
 Mutations that turn it red: mean of means in the loss (`window_mean`), filler rows that count (`filler_weight`), clipping left to
 each process (`no_clip`), metrics of rank 0 only (`rank0_metrics`), the accumulation steps forgotten in the loss (`no_accumulation`) or taken from
 the first window (`fixed_accumulation`), a rollout that depends on the process (`draw_by_process`), norms of one process's shard
-(`shard_norms`), an actor saved by the names that torch.compile gives (`compiled_names`).
+(`shard_norms`), an actor saved by the names that torch.compile gives (`compiled_names`), the moments of scores looked for in the
+engine's settings (`engines_config`).
 """
 
 import json
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from conftest import compiled
 from runs import LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, without_timings, write_jsonl
@@ -24,7 +26,7 @@ REFERENCE = "plain", 16  # one micro-batch a window, nothing packed, shared or c
 ARGUMENTS = ["--train_batch_size", BATCH, "--max_epochs", 2, "--learning_rate", 0.01, "--max_length", 96, "--warmup_steps", 0,
              "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--eval_steps", 3, "--report_to", "none"]  # fmt: skip
 # Rollouts of 16 and 4 prompts: in the first only the critic learns; two epochs of each: 4 windows of 16 samples and 2 of 8, and again.
-PPO = ["--reward_function", "rewarding:vowels", "--rollout_batch_size", 16, "--n_samples_per_prompt", 2, "--num_epochs_per_rollout", 2,
+PPO = ["--reward_function", "rewarding:vowels", "--reward_model_name_or_path", "scorer", "--normalize_reward", "--rollout_batch_size", 16, "--n_samples_per_prompt", 2, "--num_epochs_per_rollout", 2,
        "--max_new_tokens", 6, "--critic_warmup_rollouts", 1, "--critic_learning_rate", 0.003, "--learning_rate", 0.003, "--max_steps", 8, "--kl_target", 1, "--kl_horizon", 50]  # fmt: skip
 REWARDING = """
 def vowels(prompts, responses, **columns):
@@ -50,6 +52,10 @@ def inputs(tmp_path_factory):
         write_jsonl(folder / f"{name}.jsonl", rows[:-5])
         write_jsonl(folder / f"{name}_eval.jsonl", rows[-5:])  # 5 rows: divides nothing
     (folder / "rewarding.py").write_text(REWARDING)
+    tiny_llama(folder / "scorer")
+    config = LlamaConfig.from_pretrained(folder / "scorer", num_labels=1)
+    config.update({"reward_mean": 0.1, "reward_std": 0.7})
+    LlamaForSequenceClassification(config).save_pretrained(folder / "scorer")
     settings = json.loads((folder / "model/generation_config.json").read_text())  # random weights rarely write EOS: more ends a response
     (folder / "model/generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, *range(20, 60)]}))
     return folder

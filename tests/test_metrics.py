@@ -1,12 +1,14 @@
 """Every logged number is the exact mean over all samples or tokens of all processes: against one pair at a time in plain transformers.
 
 Mutations that turn it red: rank 0's mean (`rank0_metrics`), mean of batch means (`mean_of_means`), filler rows that count
-(`filler_weight`), accuracy with >= (`weak_accuracy`), logits averaged per pair (`logits_per_pair`), the peak of one GPU taken for all (`one_peak`).
+(`filler_weight`), accuracy with >= (`weak_accuracy`), logits averaged per pair (`logits_per_pair`), the peak of one GPU taken for all (`one_peak`), dropout on
+(`dropout_left`).
 """
 
 import json
 import math
 import runpy
+import shutil
 import time
 import types
 
@@ -33,6 +35,9 @@ def inputs(tmp_path_factory):
         {"prompt": say("user", text(n, 1)), "chosen": say("assistant", text(n, 2)), "rejected": say("assistant", text(n, 3))}
         for n in range(34)
     ]
+    shutil.copytree(folder / "model", folder / "dropping")
+    config = json.loads((folder / "model/config.json").read_text())
+    (folder / "dropping/config.json").write_text(json.dumps({**config, "attention_dropout": 0.2}))  # DPO must switch it off
     write_jsonl(folder / "train.jsonl", rows[:33])  # windows 8, 8, 8, 8, 1: in the last one process of two has no row
     write_jsonl(folder / "eval.jsonl", rows[33:])  # 1 row for 2 processes
     return folder
@@ -40,7 +45,8 @@ def inputs(tmp_path_factory):
 
 def run(inputs, name, launcher, *more):
     output = inputs / "-".join([name, launcher, *map(str, more)]).replace("/", "_")
-    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "train.jsonl", "--eval_dataset_name", inputs / "eval.jsonl",
+    model = inputs / ("dropping" if name == "dpo" else "model")
+    flags = ["--model_name_or_path", model, "--dataset_name", inputs / "train.jsonl", "--eval_dataset_name", inputs / "eval.jsonl",
              "--output_dir", output, "--learning_rate", 0, "--train_batch_size", BATCH, "--micro_train_batch_size", 2, "--logging_steps", EVERY,
              "--report_to", "none", "--max_length", 128]  # fmt: skip
     if name == "dpo":

@@ -4,7 +4,8 @@ time, and a whole run, its lines, weights and saved folder, against a plain loop
 Mutations that turn it red: the margin left out (`margin_dropped`), a tie counted as won (`tie_won`), means of micro-batches instead of the
 window's (`micro_batch_means`), fillers' scores counted (`fillers_scored`), the head that transformers draws (`default_head`), moments kept
 out of the config (`no_moments`), a score read before the EOS (`score_before_eos`), an answer that sees the other one (`answers_meet`), a
-sliding window ignored (`window_ignored`), a tokenizer that pads with its EOS accepted (`pad_is_eos`).
+sliding window ignored (`window_ignored`), a tokenizer that pads with its EOS accepted (`pad_is_eos`), dropout on (`dropout_left`), moments
+of other weights (`stale_moments`).
 """
 
 import json
@@ -156,7 +157,7 @@ for name, count in SETS.items():
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward")
-    tiny_llama(folder / "model")
+    tiny_llama(folder / "model", attention_dropout=0.2)  # it must be off
     for name, rows in PAIRS.items():
         write_jsonl(folder / f"{name}.jsonl", rows)
     return folder
@@ -279,6 +280,19 @@ def train(*flags) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["reward.py", *map(str, flags)])
         reward.main()
+
+
+def test_moments_are_of_the_weights_they_are_saved_with(whole, inputs, accelerator):
+    """Saved between evaluations, or without any, a reward model has none, not even those of the model that it started from."""
+    output = inputs / "moments"
+    sets = flags(inputs, output, model=whole[0] / "actor", max_steps=1, save_actor_steps=1)
+    train(*(flag for flag in sets if flag != "--eval_dataset_name" and flag not in [inputs / f"{name}.jsonl" for name in SETS]))
+    again = inputs / "evaluated"
+    train(*flags(inputs, again, max_steps=3, max_epochs=1, save_actor_steps=1, eval_steps=2))
+    folders = [output / "actor", *(again / f"actors/global_step_{step:06d}" for step in (1, 2, 3)), again / "actor"]
+    found = [json.loads((folder / "config.json").read_text()) for folder in folders]
+    assert [config.get("reward_std") is not None for config in found] == [False, False, True, True, True]
+    assert found[3]["reward_mean"] == found[4]["reward_mean"] != found[2]["reward_mean"]
 
 
 EACH = "prompts are computed for each answer"
