@@ -28,7 +28,7 @@ processes used meanwhile: on two busy cores the same run was seen six times slow
 `start` takes windows of 4 pairs, so that starting is most of what is timed, and the whole file, which both programs tokenise in the first run and read from
 their caches in those that count. `--window 64` times a whole update with it.
 
-`--tune` first runs 4 updates of each program at 2, 4, 8 and 16 samples a micro-batch (and SFT at TRL's padding-free and packing settings) and takes the
+`--tune` first runs 4 updates of each program at 1, 2, 4 and 8 samples a micro-batch (and SFT at TRL's padding-free and packing settings) and takes the
 fastest that trains on the same windows. Without it: --micro, --peer_micro, --peer_setting.
 """
 
@@ -274,7 +274,7 @@ def tune(args) -> None:
     found = {ours: {}, peer: {}}
     for program, settings in (ours, ["plain"]), (peer, PEER_SETTINGS if args.recipe == "sft" else ["plain"]):
         for setting in settings:
-            for micro in (2, 4, 8, 16):
+            for micro in (1, 2, 4, 8):
                 result = run(program, args, 4, micro, setting)
                 rate = result["rate"]
                 kept = setting in SAME_WINDOWS

@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import DistributedType, gather_object, set_seed
 from safetensors import SafetensorError
 
-from .launch import describe, on_main_process
+from .launch import describe, on_main_process, zero_stage
 from .metrics import NOTHING
 from .models import reshard
 
@@ -136,6 +136,7 @@ def resume(run: Run) -> None:
     Raises:
         SystemExit: no whole checkpoint though there are some, or one of another run: the difference is shown.
     """
+    choose_engine_state(run)  # and so lets a reference go that is no longer needed
     set_seed(run.args.seed, device_specific=True)  # models were made alike on all ranks; dropout differs between them
     on_main_process(run.accelerator, check_disk, run)
 
@@ -204,12 +205,12 @@ def load(run: Run, path: Path, state: dict) -> None:
         differences = (f"{name}: {before[name]!r} in the checkpoint, {now.get(name)!r} now" for name in changed)
         sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}{' (common.export --universal)' * ('world' in changed)}")
     accelerator, rank, processes = run.accelerator, run.accelerator.process_index, len(state["open_sums"])
-    choose_engine_state(run)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.print("NOTE: DeepSpeed's state is read as pickles, which can run code: resume from your own checkpoints only.")
         run.model._config.load_universal_checkpoint = (path / "engine/pytorch_model/zero").is_dir()  # see common/export.py
     groups = [{name: value for name, value in group.items() if name != "params"} for group in run.optimizer.param_groups]
-    accelerator.load_state(str(path / "engine"))
+    # On a GPU Adam's step counts would be read back from it for each parameter.
+    accelerator.load_state(str(path / "engine"), **({} if sharded(accelerator) else {"map_location": "cpu"}))
     run.scheduler.optimizer.param_groups = run.optimizer.param_groups  # new ones, which DeepSpeed's Adam for CPUs does not share
     run.scheduler.load_state_dict(state["scheduler"])
     # DeepSpeed 0.19.8 gives all groups the settings of the first, and one shared step count, from a universal ZeRO-3 checkpoint.
@@ -243,8 +244,9 @@ def save_actor(accelerator, prepared, unwrapped, tokenizer, directory: str | Pat
         keep: how many `global_step_...` folders stay beside each other, the newest; 0 is all.
     """
     reshard(prepared)
-    # On every rank, as ZeRO-3 and FSDP2 gather them; elsewhere the names would be those that DDP and torch.compile make of them.
-    weights = accelerator.get_state_dict(prepared if sharded(accelerator) else unwrapped)
+    # On every rank, as ZeRO-3 and FSDP2 gather them; elsewhere every process would copy all to the host, and the names would be those
+    # that DDP and torch.compile make of them.
+    weights = accelerator.get_state_dict(prepared) if zero_stage(accelerator) == 3 or accelerator.is_fsdp2 else unwrapped.state_dict()
     if accelerator.is_main_process:
         prefix, directory = "model.", Path(directory)
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}

@@ -107,7 +107,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
     accumulation = accumulation_steps(args.train_batch_size, args.micro_train_batch_size, world, args.micro_train_tokens)
-    on_cpu = not torch.cuda.is_available()
+    on_cpu = not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     deepspeed, fsdp = (os.environ.get(f"ACCELERATE_USE_{engine}", "false") == "true" for engine in ("DEEPSPEED", "FSDP"))
     quiet()
     # accelerate's own default address without a world: it was asked for several processes, and starts one in silence.
@@ -186,6 +186,7 @@ def deepspeed_plugin(accumulation: int, args):
     if config["zero_optimization"]["stage"] not in (1, 2, 3):
         sys.exit(f'the DeepSpeed config has "stage": {config["zero_optimization"]["stage"]}, expected 1, 2 or 3')
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # actors are saved from it
+    config.setdefault("timers", {"throughput": {"enabled": False}})  # or it waits for the GPU before each forward pass
     hold_growth()
     return plugin
 

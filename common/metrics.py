@@ -101,8 +101,8 @@ class Metrics:
         self.accelerator, self.progress, self.bar_metric = accelerator, progress, bar_metric
         self.file = Path(args.output_dir) / "metrics.jsonl"
         self.open, self.pending = Means(accelerator), Means(accelerator)
-        self.last_update, self.shown, self.seconds = {}, {}, {}  # by name: values of the last update alone; in the bar; see `timed`
-        self.warned = -50  # window of the last warning of skips
+        # By name: values of the last update alone; in the bar; see `timed`. The window of the last warning of skips.
+        self.last_update, self.shown, self.seconds, self.warned = {}, {}, {}, -50
         self.parameters, self.board, self.with_board = 0, None, accelerator.is_main_process and args.report_to == "tensorboard"
         self.start_interval()
 

@@ -102,8 +102,9 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
         else:
             row += tree
     alone = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
-    # The cost of rows: attention grows with the square of the length, and is as much as all else at some thousand tokens.
-    if pack and len(rows) * longest * (longest + 4096) > len(answers) * alone * (alone + 4096):
+    # The cost of rows: attention grows with the square of the length, and is as much as all else at some thousand tokens; under a mask
+    # nothing of the square is left out.
+    if pack and len(rows) * longest * (2 * longest + 4096) > len(answers) * alone * (alone + 4096):
         return lay_out(prompts, answers, False, device, scored)
     ids, positions, owns, parents = (np.full(len(rows) * longest, fill) for fill in (0, 0, len(answers), len(answers)))
     before, last = [[]] * len(answers), [0] * len(answers)
