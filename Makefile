@@ -24,7 +24,7 @@ rlhf: $(VENV)/installed
 	$(VENV)/bin/python benchmarks/rlhf.py $(CONFIG)
 
 test: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 mutations: $(VENV)/installed-test
 	$(VENV)/bin/python tests/mutations.py $(ARGS)

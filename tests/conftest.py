@@ -22,6 +22,28 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(ASSETS / "model")
 
 
+# A file is one worker's. Begun last, a long one would leave the others without work.
+LONGEST_FIRST = [
+    "invariance",
+    "configs",
+    "resume",
+    "stopping",
+    "fp16",
+    "launch",
+    "ppo",
+    "strategies",
+    "memory",
+    "counting",
+    "metrics",
+    "nodes",
+]
+
+
+def pytest_collection_modifyitems(items):
+    rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
 compiled = pytest.mark.skipif(
     not shutil.which(os.environ.get("CXX", "g++")),
     reason="no C++ compiler here: with optimizer offload DeepSpeed compiles its Adam at the first run",

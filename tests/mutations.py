@@ -151,7 +151,7 @@ MUTATIONS = [
     Mutation("shard_norms", "common/engine.py", "accelerator.reduce(table).sqrt()", "table.sqrt()",
              "test_invariance.py::test_every_split_is_the_same_run[zero2-tokens-ppo]"),
     Mutation("compiled_names", "common/checkpoint.py", "if zero_stage(accelerator) == 3 or accelerator.is_fsdp2 else unwrapped.state_dict()",
-             "", "test_invariance.py::test_every_split_is_the_same_run[compiled-4-sft]"),
+             "", "test_invariance.py::test_every_split_is_the_same_run[compiled-4-ppo]"),
     # ------------------------------------------------------------ test_launch.py
     Mutation("ds_clip", "common/launch.py", '{**sizes, "gradient_clipping": float(args.max_grad_norm)}', "sizes",
              "test_launch.py::test_one_argument_rules_the_clipping[zero2]"),
@@ -308,7 +308,7 @@ MUTATIONS = [
              "test_reward.py::test_what_is_refused_before_training"),
     # ------------------------------------------------------------ test_stopping.py
     Mutation("deaf", "common/checkpoint.py", "signal.signal(number, note)", "pass",
-             "test_stopping.py::test_a_signal_ends_the_run_with_a_checkpoint[plain-SIGTERM]"),
+             "test_stopping.py::test_a_signal_ends_the_run_with_a_checkpoint[plain-SIGINT]"),
     Mutation("one_hears", "common/checkpoint.py", 'int(run.accelerator.reduce(torch.tensor(run.signal, device=run.accelerator.device), "max"))', "run.signal",
              "test_stopping.py::test_a_signal_ends_the_run_with_a_checkpoint[zero2-SIGUSR1]"),
     Mutation("stubborn", "common/checkpoint.py", "run.signal and time.monotonic() - run.signalled > 3", "False",

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from conftest import compiled
 from runs import LAUNCHERS, kill, launch, lines, recipe, start, timeless, tiny_inputs, weights
 
-CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2"), ("reward", "ddp"), ("ppo", "zero3"),
+CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2"), ("reward", "plain"), ("ppo", "zero3"),
          pytest.param("sft", "offload", marks=compiled)]  # fmt: skip
 # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
 PPO = ["--reward_function", "common.generation:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2,

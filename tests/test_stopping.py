@@ -77,7 +77,11 @@ def assert_goes_on(inputs, launcher, output, reference):
     assert timeless(output) == timeless(reference) and torch.equal(weights(output), weights(reference))
 
 
-@pytest.mark.parametrize("launcher, number", [("plain", signal.SIGTERM), ("plain", signal.SIGINT), ("ddp", signal.SIGTERM), ("zero2", signal.SIGUSR1)])  # fmt: skip
+@pytest.mark.parametrize(
+    "launcher, number",
+    [("plain", signal.SIGINT), ("ddp", signal.SIGTERM), ("zero2", signal.SIGUSR1)],
+    ids=lambda one: getattr(one, "name", one),
+)
 def test_a_signal_ends_the_run_with_a_checkpoint(inputs, unbroken, launcher, number):
     """In a world of two one process alone gets SIGUSR1; SIGTERM goes to the launcher, which passes it on."""
     output = inputs / f"signal-{launcher}-{number.name}"

@@ -21,7 +21,6 @@ STILL = [*FEW, "--max_steps", 6, "--eval_steps", 6, "--learning_rate", 0]
 WAYS = {
     "plain": [],
     "still": [],
-    "ddp": LAUNCHERS["ddp"],
     "zero3": LAUNCHERS["zero3"],
     "fsdp2": LAUNCHERS["fsdp2"],
     "ddp_bf16": config_launcher("ddp", 2),
@@ -46,7 +45,7 @@ def demo(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("way", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("way", ["zero3", "fsdp2"])  # where generation gathers the weights
 def test_fp32_is_the_same_under(demo, way):
     reference, output = demo("plain"), demo(way)
     for one, other in zip(evaluation_lines(reference), evaluation_lines(output), strict=True):
