@@ -82,11 +82,10 @@ def write_checkpoint(run: Run, final: Path, temporary: Path) -> None:
     state = {  # all that the engine does not know, with each process's own sums of the log line not yet written
         "arguments": run.identity,
         "progress": {name: getattr(run.progress, name) for name in ("global_step", "skipped_steps", "windows_seen", "samples", "tokens")},
-        "scheduler": run.scheduler.state_dict(),
-        "last_update": run.metrics.last_update,
+        "scheduler": run.scheduler.state_dict(), "last_update": run.metrics.last_update,
         "metrics_bytes": run.metrics.file.stat().st_size if run.metrics.file.exists() else 0,
         "open_sums": gather_object([{name: value.tolist() for name, value in run.metrics.open.sums.items()}]),
-    }
+    }  # fmt: skip
     if accelerator.is_main_process:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
@@ -186,8 +185,7 @@ def fault_of(path: Path) -> str | None:
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         for name, (size, crc) in manifest.items():
-            found = (path / name).stat().st_size, checksum(path / name)
-            if found != (size, crc):
+            if (found := ((path / name).stat().st_size, checksum(path / name))) != (size, crc):
                 return f"{name} has {found[0]} bytes with checksum {found[1]}, it was written with {size} and {crc}"
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{error.filename} is missing" if isinstance(error, FileNotFoundError) else f"manifest.json cannot be read: {error}"

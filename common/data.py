@@ -72,8 +72,7 @@ def find_malformed_json(path: Path) -> None:
         array = ".jsonl" not in path.suffixes and text.lstrip()[:1] == b"["
         for number, row in enumerate(json.loads(text) if array else text.splitlines(), 1):
             where = f"{path}, row {number}"
-            value = row if array else json.loads(row.strip() or b"{}")
-            if not isinstance(value, dict):
+            if not isinstance(value := row if array else json.loads(row.strip() or b"{}"), dict):
                 sys.exit(f"{where}: expected a JSON object, found {json.dumps(value)[:60]}")
     except Exception as error:  # gzip and json raise a dozen kinds
         sys.exit(f"{where}: malformed JSON: {str(error).replace('line 1 ', '')}")

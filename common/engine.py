@@ -46,9 +46,8 @@ def hold_growth() -> None:
 
 def loss_scale(accelerator, prepared: nn.Module) -> float | None:
     """The current scale of the loss under fp16; None where there is none."""
-    if zero_stage(accelerator):
-        scaler = getattr(prepared.optimizer, "loss_scaler", None)
-        return getattr(scaler, "grown", scaler.cur_scale) if accelerator.mixed_precision == "fp16" else None
+    if zero_stage(accelerator) and accelerator.mixed_precision == "fp16":
+        return getattr(scaler := prepared.optimizer.loss_scaler, "grown", scaler.cur_scale)
     return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
 
 
@@ -63,11 +62,10 @@ def watch_overflow(model: nn.Module) -> None:
             tqdm.write(f"OVERFLOW in process {os.environ.get('RANK', 0)}: {what}, {tensor.dtype}, {bad.sum()} of {bad.numel()} elements")
 
     def hook(name: str, module, inputs, output) -> None:
-        for tensor in tree_leaves(output):
-            if torch.is_tensor(tensor) and tensor.is_floating_point():
-                look(f"the output of {name}", tensor)
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(look, f"the gradient of the output of {name}"))
+        for tensor in (leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf) and leaf.is_floating_point()):
+            look(f"the output of {name}", tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(look, f"the gradient of the output of {name}"))
 
     model.register_forward_pre_hook(lambda *_: found.clear())
     for name, module in model.named_modules():

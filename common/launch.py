@@ -4,7 +4,6 @@ import datetime
 import importlib
 import json
 import logging
-import math
 import os
 import sys
 import warnings
@@ -125,9 +124,8 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     accelerator = Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
         deepspeed_plugin=deepspeed_plugin(accumulation, args) if deepspeed else None,
-        kwargs_handlers=[InitProcessGroupKwargs(**group)] if "LOCAL_RANK" in os.environ else None,
-        cpu=on_cpu and not deepspeed,
-    )
+        kwargs_handlers=[InitProcessGroupKwargs(**group)] if "LOCAL_RANK" in os.environ else None, cpu=on_cpu and not deepspeed,
+    )  # fmt: skip
     asked, got = (world, accumulation, fsdp), (accelerator.num_processes, accelerator.gradient_accumulation_steps, accelerator.is_fsdp2)
     if got != asked:
         sys.exit(f"settings not honoured: asked for processes, accumulation steps, FSDP2 (fsdp_version 2) {asked}, got {got}")
@@ -141,9 +139,8 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     if accelerator.mixed_precision != "no" and on_cpu:
         HalfProductsInFp32().__enter__()  # for the life of the process
         accelerator.print(f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only (half weights, fp32 products)")
-    parts = f"= micro_train_batch_size {args.micro_train_batch_size} x {world} processes x {accumulation} gradient accumulation steps"
-    if args.micro_train_tokens:
-        parts = f"in micro-batches of up to {args.micro_train_tokens} tokens on {world} processes"
+    rows = f"= micro_train_batch_size {args.micro_train_batch_size} x {world} processes x {accumulation} gradient accumulation steps"
+    parts = f"in micro-batches of up to {args.micro_train_tokens} tokens on {world} processes" if args.micro_train_tokens else rows
     accelerator.print(f"train_batch_size {args.train_batch_size} {parts}; {describe(accelerator)}; output in {args.output_dir}")
     return accelerator
 
@@ -154,12 +151,12 @@ def accumulation_steps(train_batch_size: int, micro_train_batch_size: int, proce
     if min(train_batch_size, micro_train_batch_size) < 1 or micro_train_tokens < 0:
         sys.exit(f"--train_batch_size {train_batch_size} and --micro_train_batch_size {micro_train_batch_size} must be at least 1, --micro_train_tokens {micro_train_tokens} at least 0")  # fmt: skip
     if micro_train_tokens:
-        return math.ceil(train_batch_size / processes)
+        return -(-train_batch_size // processes)  # rounded up
     per_step = micro_train_batch_size * processes
     if train_batch_size % per_step:
         low = train_batch_size // per_step * per_step
-        micros = [m for m in range(1, train_batch_size + 1) if train_batch_size % (m * processes) == 0]
-        other = [f"--micro_train_batch_size {m}" for m in sorted(micros, key=lambda m: abs(m - micro_train_batch_size))]
+        sizes = sorted(range(1, train_batch_size + 1), key=lambda m: abs(m - micro_train_batch_size))
+        other = [f"--micro_train_batch_size {m}" for m in sizes if train_batch_size % (m * processes) == 0]
         nearest = ", or ".join([f"--train_batch_size {f'{low} or ' if low else ''}{low + per_step}", *other[:1]])
         sys.exit(f"--train_batch_size {train_batch_size} is not a multiple of --micro_train_batch_size {micro_train_batch_size} "
                  f"x {processes} processes = {per_step}. Nearest that would do: {nearest}.")  # fmt: skip

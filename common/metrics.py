@@ -114,10 +114,8 @@ class Metrics:
             from torch.utils.tensorboard import SummaryWriter
 
             self.board = SummaryWriter(self.file.with_name("tensorboard"), purge_step=(self.progress.global_step or -1) + 1)
-        self.bar = tqdm(
-            total=self.progress.total_steps, initial=self.progress.global_step, disable=not self.accelerator.is_main_process,
-            desc="update", dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 10,
-        )  # fmt: skip
+        self.bar = tqdm(total=self.progress.total_steps, initial=self.progress.global_step, desc="update", dynamic_ncols=True,
+                        disable=not self.accelerator.is_main_process, mininterval=0.5 if sys.stderr.isatty() else 10)  # fmt: skip
 
     def start_interval(self) -> None:
         """Begins the clock of the next line's `perf/*`."""
@@ -202,13 +200,12 @@ class Metrics:
 
     def write(self, values: dict[str, float]) -> None:
         """One JSON object a line, and the same to TensorBoard."""
-        step = self.progress.global_step
         if self.accelerator.is_main_process:
             with open(self.file, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"global_step": step, **values}) + "\n")
+                file.write(json.dumps({"global_step": self.progress.global_step, **values}) + "\n")
         if self.board:
             for name, value in values.items():
-                self.board.add_scalar(name, value, step)
+                self.board.add_scalar(name, value, self.progress.global_step)
             self.board.flush()
 
     def close(self) -> None:

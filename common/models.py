@@ -7,7 +7,9 @@ import torch
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .data import BadRow, encode_turns, turn_length
 from .engine import watch_overflow, zero_stage
@@ -94,9 +96,30 @@ def load(auto_class, name: str, tokenizer, attn_implementation: str | None, grad
     model, info = from_pretrained(auto_class, kind, name, output_loading_info=True, **kwargs)
     if len(tokenizer) > (size := model.config.get_text_config().vocab_size):
         sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the vocab_size of {name!r} is {size}: use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
+    if not torch.cuda.is_available() and model.config.get_text_config().hidden_size >= 128:
+        use_onednn()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, set(info["missing_keys"])
+
+
+def use_onednn() -> None:
+    """Takes fp32 products on a CPU from oneDNN, which uses AVX-512 on all that have it, not from MKL, which does on Intel's: on AMD's they
+    take half the time. It compiles itself for each new shape, which small models would not pay back.
+
+    The setting's name is that of a permission, to round to bf16 where a CPU has matrix units for it (AMX): there all stays as it was.
+    """
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    if (torch.full((256, 256), 1 + 2**-12) @ torch.eye(256)).min() > 1:  # bf16 would make 1 of it
+        AttentionInterface.register("sdpa", sdpa_of_short_rows)
+    else:
+        torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+
+
+def sdpa_of_short_rows(module: nn.Module, query: torch.Tensor, *args, **kwargs):
+    """transformers' attention; the flash kernel's products are too small for oneDNN where rows are short: there without it."""
+    with sdpa_kernel([SDPBackend.MATH] if query.shape[2] < 256 else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        return sdpa_attention_forward(module, query, *args, **kwargs)
 
 
 def whole(parameters: list[nn.Parameter], writer: int | None = None):

@@ -98,9 +98,8 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
     for tree in sorted(trees, key=size, reverse=True):
         row = next((row for row in rows if pack and size(row) + size(tree) <= longest), None)
         if row is None:
-            rows.append(tree)
-        else:
-            row += tree
+            rows.append(row := [])
+        row += tree
     alone = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
     # The cost of rows: attention grows with the square of the length, and is as much as all else at some thousand tokens; under a mask
     # nothing of the square is left out.
@@ -212,6 +211,5 @@ class Progress:
 def check_intervals(args) -> None:
     """Refuses an interval that is neither a number of updates nor a share of them."""
     for name in ("logging_steps", "eval_steps", "save_steps", "save_actor_steps"):
-        value = getattr(args, name)
-        if value < 0 or (value >= 1 and value != int(value)):
+        if (value := getattr(args, name)) < 0 or (value >= 1 and value != int(value)):
             sys.exit(f"--{name} {value}: expected 0 (never), a share below 1, or a whole number of updates")

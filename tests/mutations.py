@@ -115,8 +115,8 @@ MUTATIONS = [
     # ------------------------------------------------------------ test_docs.py
     Mutation("renamed_tag", "recipes/dpo.py", '"logps/chosen": chosen', '"logps_chosen": chosen',
              "test_docs.py::test_the_glossary_is_the_list_of_logged_tags[dpo]"),
-    Mutation("other_curves", "common/metrics.py", "self.board.add_scalar(name, value, step)",
-             "self.board.add_scalar(name, value, step + 1)",
+    Mutation("other_curves", "common/metrics.py", "self.board.add_scalar(name, value, self.progress.global_step)",
+             "self.board.add_scalar(name, value, self.progress.global_step + 1)",
              "test_docs.py::test_tensorboard_holds_what_metrics_jsonl_holds[sft]"),
     # ------------------------------------------------------------ test_fp16.py
     Mutation("grows_within", "common/engine.py", "scaler.grown, scaler.cur_scale = scaler.cur_scale, before", "pass",
@@ -164,6 +164,12 @@ MUTATIONS = [
     Mutation("no_clip", "recipes/sft.py", "args.max_grad_norm or math.inf", "math.inf",
              "test_launch.py::test_one_argument_rules_the_clipping[plain]"),
     # ------------------------------------------------------------ test_logprobs.py
+    Mutation("rounded_products", "common/models.py", "@ torch.eye(256)).min() > 1:", "@ torch.eye(256)).min() > 0:",
+             "test_logprobs.py::test_a_cpu_that_rounds_keeps_its_products"),
+    Mutation("small_products", "common/models.py", "model.config.get_text_config().hidden_size >= 128:", "True:",
+             "test_logprobs.py::test_products_of_a_wide_model_are_fp32"),
+    Mutation("short_flash", "common/models.py", "if query.shape[2] < 256 else", "if query.shape[2] < 0 else",
+             "test_logprobs.py::test_attention_of_short_rows_is_attention[False-40]"),
     Mutation("no_softcap", "common/logprobs.py", 'getattr(text, "final_logit_softcapping", None) or 0.0', "0.0",
              "test_logprobs.py::test_architectures[gemma2]"),
     Mutation("no_multiplier", "common/logprobs.py", 'getattr(text, "logit_scale", None) or 1.0', "1.0",
@@ -275,7 +281,7 @@ MUTATIONS = [
              "test_resume.py::test_damage_is_named_and_the_checkpoint_before_taken"),
     Mutation("no_position", "common/checkpoint.py", '"skipped_steps", "windows_seen", ', '"skipped_steps", ',
              "test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"),
-    Mutation("no_checksum", "common/checkpoint.py", "if found != (size, crc):", "if found[0] != size:",
+    Mutation("no_checksum", "common/checkpoint.py", "checksum(path / name))) != (size, crc):", "checksum(path / name)))[0] != size:",
              "test_resume.py::test_damage_is_named_and_the_checkpoint_before_taken"),
     # ------------------------------------------------------------ test_reward.py
     Mutation("margin_dropped", "recipes/reward.py", "-F.logsigmoid(chosen - rejected - margins)", "-F.logsigmoid(chosen - rejected)",

@@ -3,19 +3,22 @@
 Mutations that turn it red: the soft cap or the logit scale forgotten (`no_softcap`, `no_multiplier`), log-softmax in half
 (`half_softmax`, `half_sum`), the gradient of the head's weight without its chunks' sum (`last_chunk`), what was kept of the last
 chunk taken for all (`kept_twice`). Packed: answers that see each other (`answers_meet`), positions that count what stands before in
-the row (`row_positions`), the first token of an answer predicted by the token to its left (`wrong_neighbour`).
+the row (`row_positions`), the first token of an answer predicted by the token to its left (`wrong_neighbour`). Products of oneDNN:
+though they are rounded (`rounded_products`), for small models (`small_products`), in the flash kernel where rows are short (`short_flash`).
 """
 
 import types
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import logprobs
 from common.logprobs import ChunkedLogProbs, LogProbModel, can_pack, check_logprobs
+from common.models import load_causal_lm, sdpa_of_short_rows, use_onednn
 from common.windows import lay_out
-from runs import whole_rows
+from runs import tiny_llama, whole_rows
 
 SIZES = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              head_dim=8, max_position_embeddings=64, tie_word_embeddings=False)  # fmt: skip
@@ -226,3 +229,73 @@ def test_rows_that_would_become_too_long_are_not_packed():
     """Sixteen answers of 300 tokens to a prompt of 10: fewer tokens, and 15 times the attention."""
     rows = lambda prompt, answer, n: len(lay_out([[5] * prompt] * n, [[6] * answer] * n, True, "cpu")["inputs"]["input_ids"])
     assert rows(10, 300, 16) == 16 and rows(300, 10, 16) == 1 and rows(100, 100, 2) == 1
+
+
+@pytest.fixture
+def products():
+    """What `use_onednn` sets for the whole process, as it is without it; put back afterwards."""
+    setting, attention = torch.backends.mkldnn.matmul, AttentionInterface()
+    before = setting.fp32_precision, attention["sdpa"]
+    setting.fp32_precision = "ieee"
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+    yield setting, attention
+    setting.fp32_precision = before[0]
+    AttentionInterface.register("sdpa", before[1])
+
+
+def test_products_of_a_wide_model_are_fp32(products, tokenizer, tmp_path):
+    setting, attention = products
+    load_causal_lm(str(tiny_llama(tmp_path / "narrow")), tokenizer, None)
+    assert (setting.fp32_precision, attention["sdpa"]) == ("ieee", sdpa_attention_forward)
+    load_causal_lm(str(tiny_llama(tmp_path / "wide", hidden_size=128)), tokenizer, None)
+    asked = setting.fp32_precision == "bf16"
+    assert asked == (attention["sdpa"] is sdpa_of_short_rows)
+    torch.manual_seed(0)
+    for rows, length in ((3, 150), (700, 1)):
+        x, weight, grad = torch.randn(rows, length, 256), torch.randn(512, 256), torch.randn(rows, length, 512)
+        found, exact = [], []
+        for results, dtype in (found, torch.float32), (exact, torch.float64):
+            inputs = [value.to(dtype, copy=True).requires_grad_() for value in (x, weight)]
+            out = torch.nn.functional.linear(*inputs)
+            out.backward(grad.to(dtype))
+            results += [out.detach(), *(value.grad for value in inputs)]
+        for one, other in zip(found, exact):  # bf16 would be 3e-3 apart, tf32 4e-4
+            assert ((one - other).norm() / other.norm()).item() < 1e-6
+    if not asked:  # where a CPU makes use of the permission it must have been taken back
+        setting.fp32_precision = "bf16"
+        assert (torch.full((256, 256), 1 + 2**-12) @ torch.eye(256)).min() == 1
+
+
+def test_a_cpu_that_rounds_keeps_its_products(products, monkeypatch):
+    setting, attention = products
+    monkeypatch.setattr(torch, "full", lambda size, value: torch.ones(size))  # as a product in bf16 returns it
+    use_onednn()
+    assert (setting.fp32_precision, attention["sdpa"]) == ("ieee", sdpa_attention_forward)
+
+
+@pytest.mark.parametrize("length", [40, 255, 256, 300])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_short_rows_is_attention(length, masked):
+    torch.manual_seed(0)
+    query, key, value, grad = torch.randn(4, 2, 4, length, 16).unbind()
+    allowed = torch.ones(length, length).tril().bool()
+    if masked:
+        allowed = allowed & ~((torch.arange(length) % 7 == 3) & (torch.arange(length)[:, None] % 2 == 0)) | torch.eye(length).bool()
+    module = types.SimpleNamespace(is_causal=True, training=True)
+    found, expected = [], []
+    for results, dtype in (found, torch.float32), (expected, torch.float64):
+        inputs = [part.to(dtype, copy=True).requires_grad_() for part in (query, key, value)]
+        if dtype == torch.float32:
+            out, _ = sdpa_of_short_rows(module, *inputs, allowed[None, None] if masked else None)
+            names, nodes = set(), [out.grad_fn]
+            while nodes:
+                names.add(type(node := nodes.pop()).__name__)
+                nodes += [parent for parent, _ in node.next_functions if parent is not None]
+            assert any("FlashAttention" in name for name in names) == (length >= 256)
+        else:
+            scores = (inputs[0] @ inputs[1].mT / 4).masked_fill(~allowed, -torch.inf)
+            out = (scores.softmax(-1) @ inputs[2]).transpose(1, 2)
+        (out * grad.transpose(1, 2).to(dtype)).sum().backward()
+        results += [out.detach(), *(part.grad for part in inputs)]
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
