@@ -96,7 +96,7 @@ def load(auto_class, name: str, tokenizer, attn_implementation: str | None, grad
     model, info = from_pretrained(auto_class, kind, name, output_loading_info=True, **kwargs)
     if len(tokenizer) > (size := model.config.get_text_config().vocab_size):
         sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the vocab_size of {name!r} is {size}: use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
-    if not torch.cuda.is_available() and model.config.get_text_config().hidden_size >= 128:
+    if not torch.cuda.is_available() and model.config.get_text_config().hidden_size > 128:
         use_onednn()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -166,7 +166,7 @@ MUTATIONS = [
     # ------------------------------------------------------------ test_logprobs.py
     Mutation("rounded_products", "common/models.py", "@ torch.eye(256)).min() > 1:", "@ torch.eye(256)).min() > 0:",
              "test_logprobs.py::test_a_cpu_that_rounds_keeps_its_products"),
-    Mutation("small_products", "common/models.py", "model.config.get_text_config().hidden_size >= 128:", "True:",
+    Mutation("small_products", "common/models.py", "model.config.get_text_config().hidden_size > 128:", "True:",
              "test_logprobs.py::test_products_of_a_wide_model_are_fp32"),
     Mutation("short_flash", "common/models.py", "if query.shape[2] < 256 else", "if query.shape[2] < 0 else",
              "test_logprobs.py::test_attention_of_short_rows_is_attention[False-40]"),

@@ -245,9 +245,9 @@ def products():
 
 def test_products_of_a_wide_model_are_fp32(products, tokenizer, tmp_path):
     setting, attention = products
-    load_causal_lm(str(tiny_llama(tmp_path / "narrow")), tokenizer, None)
+    load_causal_lm(str(tiny_llama(tmp_path / "narrow", hidden_size=128)), tokenizer, None)
     assert (setting.fp32_precision, attention["sdpa"]) == ("ieee", sdpa_attention_forward)
-    load_causal_lm(str(tiny_llama(tmp_path / "wide", hidden_size=128)), tokenizer, None)
+    load_causal_lm(str(tiny_llama(tmp_path / "wide", hidden_size=192)), tokenizer, None)
     asked = setting.fp32_precision == "bf16"
     assert asked == (attention["sdpa"] is sdpa_of_short_rows)
     torch.manual_seed(0)
