@@ -246,15 +246,14 @@ def save_actor(accelerator, prepared, unwrapped, tokenizer, directory: str | Pat
     # that DDP and torch.compile make of them.
     weights = accelerator.get_state_dict(prepared) if zero_stage(accelerator) == 3 or accelerator.is_fsdp2 else unwrapped.state_dict()
     if accelerator.is_main_process:
-        prefix, directory = "model.", Path(directory)
-        weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+        weights = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
         for tied in dict(unwrapped.model.named_parameters(remove_duplicate=False)).keys() - dict(unwrapped.model.named_parameters()).keys():
             weights.pop(tied, None)  # gathered weights no longer share memory: tied ones would be written twice
-        temporary = directory.with_name(f".{directory.name}.writing")
+        temporary = Path(directory).with_name(f".{Path(directory).name}.writing")
         shutil.rmtree(temporary, ignore_errors=True)
         unwrapped.model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
-        replace_directory(temporary, directory, keep)
+        replace_directory(temporary, Path(directory), keep)
     accelerator.wait_for_everyone()
 
 

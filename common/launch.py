@@ -172,8 +172,7 @@ def deepspeed_plugin(accumulation: int, args):
         # Its first use compiles C++ for more than a minute, and fails without a compiler; gloo does the same work.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # emulated, see HalfProductsInFp32
-    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    plugin = DeepSpeedPlugin(hf_ds_config=read_deepspeed_json(path) if path else None)
+    plugin = DeepSpeedPlugin(read_deepspeed_json(path) if (path := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")) else None)
     config = plugin.deepspeed_config
     sizes = {"gradient_accumulation_steps": accumulation, "train_micro_batch_size_per_gpu": args.micro_train_batch_size}
     for key, value in {**sizes, "gradient_clipping": float(args.max_grad_norm)}.items():
@@ -183,6 +182,11 @@ def deepspeed_plugin(accumulation: int, args):
     if config["zero_optimization"]["stage"] not in (1, 2, 3):
         sys.exit(f'the DeepSpeed config has "stage": {config["zero_optimization"]["stage"]}, expected 1, 2 or 3')
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # actors are saved from it
+    if config["zero_optimization"].get("offload_optimizer", {}).get("device") in ("cpu", "nvme") and os.getenv("LOCAL_RANK", "0") == "0":
+        # torch compiles without a word, and as silently waits, without end, for the lock of a compilation that was killed.
+        from torch.utils.cpp_extension import _get_build_directory as build_directory
+
+        print(f"Adam runs on the CPU: DeepSpeed compiles its own at the first run, for some minutes. If nothing compiles and it waits here, a killed run left {build_directory('cpu_adam', False)}/lock: remove it", flush=True)  # fmt: skip
     config.setdefault("timers", {"throughput": {"enabled": False}})  # or it waits for the GPU before each forward pass
     hold_growth()
     return plugin
@@ -251,9 +255,8 @@ class HalfProductsInFp32(TorchFunctionMode):
     without half kernels many times faster than the library's own."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        half = (torch.float16, torch.bfloat16)
-        if function in (F.linear, F.scaled_dot_product_attention) and args[0].device.type == "cpu" and args[0].dtype in half:
-            single = lambda value: value.float() if isinstance(value, torch.Tensor) and value.dtype in half else value
+        if function in (F.linear, F.scaled_dot_product_attention) and args[0].device.type == "cpu" and args[0].dtype.itemsize == 2:
+            single = lambda value: value.float() if isinstance(value, torch.Tensor) and value.dtype.itemsize == 2 else value
             kwargs = {name: single(value) for name, value in (kwargs or {}).items()}
             return function(*map(single, args), **kwargs).to(args[0].dtype)
         return function(*args, **(kwargs or {}))

@@ -2,9 +2,14 @@
 
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
+from filelock import FileLock
+from torch.utils import cpp_extension
 from transformers import AutoTokenizer
 
 from common.launch import quiet
@@ -44,7 +49,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
-compiled = pytest.mark.skipif(
-    not shutil.which(os.environ.get("CXX", "g++")),
-    reason="no C++ compiler here: with optimizer offload DeepSpeed compiles its Adam at the first run",
-)
+@pytest.fixture(scope="session")
+def cpu_adam():
+    """DeepSpeed's Adam for CPUs, compiled: on a busy machine that alone takes longer than a launch may."""
+    if not shutil.which(os.environ.get("CXX", "g++")):
+        pytest.skip("no C++ compiler here: with optimizer offload DeepSpeed compiles its Adam at the first run")
+    folder = Path(cpp_extension._get_build_directory("cpu_adam", False))
+    with FileLock(folder / "tests.lock"):  # that of a killed process is free again; torch's stays, and who finds it waits without end
+        (folder / "lock").unlink(missing_ok=True)
+        command = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+        subprocess.run([sys.executable, "-c", command], check=True, capture_output=True)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from conftest import compiled
 from runs import LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, without_timings, write_jsonl
 
 ROWS, BATCH = 33, 16  # two epochs of windows 16, 16, 1: in the last one process of two has no real row
@@ -111,7 +110,7 @@ def test_every_split_is_the_same_run(inputs, name, launcher, micro):
     assert_same_run(reference, run(inputs, name, launcher, micro), name)
 
 
-@compiled
+@pytest.mark.usefixtures("cpu_adam")
 def test_offloaded_to_the_cpu_it_is_the_same_run(inputs):
     """DeepSpeed's own Adam takes the place of PyTorch's: the critic's warm-up and the norms of the groups reach into it."""
     assert_same_run(run(inputs, "ppo", *REFERENCE), run(inputs, "ppo", "offload", 2), "ppo")

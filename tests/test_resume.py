@@ -15,11 +15,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from conftest import compiled
 from runs import LAUNCHERS, kill, launch, lines, recipe, start, timeless, tiny_inputs, weights
 
 CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2"), ("reward", "plain"), ("ppo", "zero3"),
-         pytest.param("sft", "offload", marks=compiled)]  # fmt: skip
+         ("sft", "offload")]  # fmt: skip
 # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
 PPO = ["--reward_function", "common.generation:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2,
        "--micro_rollout_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--critic_learning_rate", 0.01, "--kl_target", 1]  # fmt: skip
@@ -65,7 +64,9 @@ def unbroken(inputs):
 
 
 @pytest.mark.parametrize("name, launcher", CASES)
-def test_killed_and_resumed_is_the_run_never_killed(inputs, unbroken, name, launcher):
+def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, name, launcher):
+    if launcher == "offload":
+        request.getfixturevalue("cpu_adam")
     reference, output = unbroken(name, launcher), inputs / f"killed-{name}-{launcher}"
     assert [path.name for path in sorted((reference / "checkpoints").iterdir())] == ["global_step_000010", "global_step_000012"]
     # Line 9 stands beyond checkpoint 8, which holds a line half filled since line 6.
