@@ -172,8 +172,7 @@ def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
     for piece in texts:
         text += piece
         seen, whole = [token for part in pieces for token in part], tokenizer(text, add_special_tokens=False).input_ids
-        merged = whole[: len(seen)] != seen
-        pieces.append(tokenizer(piece, add_special_tokens=False).input_ids if merged else whole[len(seen) :])
+        pieces.append(whole[len(seen) :] if whole[: len(seen)] == seen else tokenizer(piece, add_special_tokens=False).input_ids)
     if plain and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id] != whole[:1]:
         pieces[0] = [tokenizer.bos_token_id, *pieces[0]]
     if plain and pieces[-1][-1:] != [tokenizer.eos_token_id]:
@@ -202,8 +201,9 @@ def encode_turns(tokenizer, messages: list[dict], spans: list[tuple[int, int]]) 
 def turn_length(tokenizer, ids: list[int]) -> int:
     """Tokens of a turn up to its EOS, or where the template writes none (Gemma, base models of Qwen) to the special token at its end; 0 if
     it has neither. What follows is never generated, so it is not learned."""
-    last = {} if tokenizer.eos_token_id in ids else {n: tokenizer.added_tokens_decoder.get(i) for n, i in list(enumerate(ids, 1))[-2:]}
-    return max((n for n, i in enumerate(ids, 1) if i == tokenizer.eos_token_id or getattr(last.get(n), "special", False)), default=0)
+    eos = tokenizer.eos_token_id  # once: transformers searches for it each time, which for each token took as long as all else here
+    last = {} if eos in ids else {n: tokenizer.added_tokens_decoder.get(i) for n, i in list(enumerate(ids, 1))[-2:]}
+    return max((n for n, i in enumerate(ids, 1) if i == eos or getattr(last.get(n), "special", False)), default=0)
 
 
 def encode_preference(tokenizer, prompt, chosen, rejected) -> tuple[list[int], list[int], list[int]]:

@@ -93,7 +93,7 @@ MUTATIONS = [
              "test_data.py::test_targets_of_a_conversation"),
     Mutation("every_turn", "recipes/sft.py", 'turns[-1:] if loss_on == "completion" else turns', "turns",
              "test_data.py::test_targets_of_a_conversation"),
-    Mutation("merged_boundary", "common/data.py", "merged = whole[: len(seen)] != seen", "merged = False",
+    Mutation("merged_boundary", "common/data.py", "if whole[: len(seen)] == seen else", "if True else",
              "test_data.py::test_a_merge_over_the_boundary_loses_no_character"),
     Mutation("prompt_twice", "common/data.py", 'if stated and (not chosen or chosen[0]["role"] == "assistant"):', "if stated:",
              "test_data.py::test_a_prompt_inside_message_lists_is_stated_once"),
