@@ -89,7 +89,7 @@ MUTATIONS = [
     Mutation("not_aligned", "common/models.py", "    model.generation_config.eos_token_id = sorted(stop_tokens(tokenizer, model))", "    model.generation_config",
              "test_data.py::test_a_turn_ends_where_its_template_ends_it"),
     Mutation("newline_learned", "common/data.py",
-             'if i == tokenizer.eos_token_id or getattr(last.get(n), "special", False)), default=0)', "), default=0)",
+             'if i == eos or getattr(last.get(n), "special", False)), default=0)', "), default=0)",
              "test_data.py::test_targets_of_a_conversation"),
     Mutation("every_turn", "recipes/sft.py", 'turns[-1:] if loss_on == "completion" else turns', "turns",
              "test_data.py::test_targets_of_a_conversation"),
