@@ -249,11 +249,11 @@ def save_actor(accelerator, prepared, unwrapped, tokenizer, directory: str | Pat
         weights = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
         for tied in dict(unwrapped.model.named_parameters(remove_duplicate=False)).keys() - dict(unwrapped.model.named_parameters()).keys():
             weights.pop(tied, None)  # gathered weights no longer share memory: tied ones would be written twice
-        temporary = Path(directory).with_name(f".{Path(directory).name}.writing")
+        temporary = (directory := Path(directory)).with_name(f".{directory.name}.writing")
         shutil.rmtree(temporary, ignore_errors=True)
         unwrapped.model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
-        replace_directory(temporary, Path(directory), keep)
+        replace_directory(temporary, directory, keep)
     accelerator.wait_for_everyone()
 
 

@@ -201,7 +201,7 @@ def encode_turns(tokenizer, messages: list[dict], spans: list[tuple[int, int]]) 
 def turn_length(tokenizer, ids: list[int]) -> int:
     """Tokens of a turn up to its EOS, or where the template writes none (Gemma, base models of Qwen) to the special token at its end; 0 if
     it has neither. What follows is never generated, so it is not learned."""
-    eos = tokenizer.eos_token_id  # once: transformers searches for it each time, which for each token took as long as all else here
+    eos = tokenizer.eos_token_id  # once: transformers searches for it each time, and a turn has hundreds of tokens
     last = {} if eos in ids else {n: tokenizer.added_tokens_decoder.get(i) for n, i in list(enumerate(ids, 1))[-2:]}
     return max((n for n, i in enumerate(ids, 1) if i == eos or getattr(last.get(n), "special", False)), default=0)
 
