@@ -251,7 +251,9 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
         row = {k: v for k, v in row.items() if k not in hidden} | {name: row[own] for name, own in columns.items() if own in row}
         try:
             answer = {"answer": "" if row["answer"] is None else str(row["answer"])} if "answer" in row else {}
-            return {"row": index + 1, **answer, **function(row, tokenizer=tokenizer, **settings)}
+            values = {"row": index + 1, **answer, **function(row, tokenizer=tokenizer, **settings)}
+            # Typed, as the first thousand rows, from which `datasets` takes the types, may all be left out, with empty lists.
+            return {k: np.array(v, bool if k == "targets" else int) if isinstance(v, list) else v for k, v in values.items()}
         except BadRow as error:
             sys.exit(f"data set {name!r}, row {index + 1}: {error}")
 

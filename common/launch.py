@@ -257,8 +257,7 @@ class HalfProductsInFp32(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in (F.linear, F.scaled_dot_product_attention) and args[0].device.type == "cpu" and args[0].dtype.itemsize == 2:
             single = lambda value: value.float() if isinstance(value, torch.Tensor) and value.dtype.itemsize == 2 else value
-            kwargs = {name: single(value) for name, value in (kwargs or {}).items()}
-            return function(*map(single, args), **kwargs).to(args[0].dtype)
+            return function(*map(single, args), **{name: single(value) for name, value in (kwargs or {}).items()}).to(args[0].dtype)
         return function(*args, **(kwargs or {}))
 
 

@@ -98,6 +98,8 @@ MUTATIONS = [
     Mutation("prompt_twice", "common/data.py", 'if stated and (not chosen or chosen[0]["role"] == "assistant"):', "if stated:",
              "test_data.py::test_a_prompt_inside_message_lists_is_stated_once"),
     Mutation("hh_first_turn", "common/data.py", "shared.rindex(HH_MARKER)", "shared.index(HH_MARKER)", "test_data.py::test_hh_rlhf_transcripts"),
+    Mutation("untyped_lists", "common/data.py", 'np.array(v, bool if k == "targets" else int) if isinstance(v, list) else v', "v",
+             "test_data.py::test_rows_may_begin_with_a_thousand_empty_lists"),
     Mutation("equal_after_cut", "recipes/dpo.py", "if not reason and chosen_ids == rejected_ids:", "if not reason and chosen == rejected:",
              "test_data.py::test_truncation_and_rows_left_out"),
     Mutation("wrong_reason", "recipes/dpo.py", '"chosen equal to rejected" if room else "prompt fills max_length"',

@@ -3,7 +3,7 @@
 Mutations that turn it red: EOS not put after plain text (`no_eos`), BOS put where the text has it (`double_bos`), targets that go on
 after EOS (`newline_learned`), a turn ended by EOS alone (`eos_ends_turns`), the actor's own end of turns forgotten (`not_aligned`), `--loss_on completion` learning every turn (`every_turn`), a merged boundary cut out of the whole text
 (`merged_boundary`), a message list's prompt stated twice (`prompt_twice`), the hh-rlhf prompt cut at its first answer (`hh_first_turn`),
-pairs equal only after truncation kept (`equal_after_cut`), reasons swapped (`wrong_reason`), CSV cells read as numbers (`csv_numbers`),
+pairs equal only after truncation kept (`equal_after_cut`), lists without a type (`untyped_lists`), reasons swapped (`wrong_reason`), CSV cells read as numbers (`csv_numbers`),
 the cache's key without the tokenizer (`stale_tokenizer`) or the settings (`stale_settings`), one permutation for all epochs
 (`same_epochs`), fillers of weight one (`filler_weight`), micro-batches of the last processes missing (`uneven_processes`).
 """
@@ -432,6 +432,19 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     assert capsys.readouterr().out == (
         f"data {path}: 2 usable rows; 4 left out (empty answer); 1 left out (nothing to learn within max_length); 1 truncated\n"
     )
+
+
+def test_rows_may_begin_with_a_thousand_empty_lists(tokenizer, accelerator, tmp_path):
+    """Of pairs sorted from the longest on, the first are all left out; of texts without a prompt, the prompts are empty. `datasets` takes
+    the types from the first thousand rows."""
+    pairs = [{"prompt": "a" * 12, "chosen": "b", "rejected": "cc"}] * 1001 + [{"prompt": "a", "chosen": "b", "rejected": "cc"}]
+    path = str(write_jsonl(tmp_path / "pairs.jsonl", pairs))
+    data = load_tokenized(accelerator, path, "train", preference_row, tokenizer, {}, max_length=12)
+    assert data["row"][:] == [1002] and data["chosen_ids"][:] == [[*plain(tokenizer, "b"), tokenizer.eos_token_id]]
+    texts = [{"prompt": "", "completion": ""}] * 1001 + [{"prompt": "a", "completion": "b"}]
+    path = str(write_jsonl(tmp_path / "texts.jsonl", texts))
+    data = load_tokenized(accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant")
+    assert data["row"][:] == [1002] and data["prompt_ids"][:] == [plain(tokenizer, "a")] and data["targets"][:] == [[False, True, True]]
 
 
 # ---------------------------------------------------------------------------------------------- the cache
