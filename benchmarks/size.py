@@ -4,8 +4,9 @@
 
 Each data set repeats the pairs of --data, numbered so that no two are alike, and is tokenised once, which is timed and not counted. Then recipes/dpo.py
 runs on each in turn, so many times, always on the same pairs of its first windows' lengths as the seed gives them: the rate in tokens
-a second is that of the updates from the third on, the memory the peak resident one of the whole run, start and caches included. The last line is the
-largest distance from the smallest data set's median.
+a second is that of the updates from the third on, the memory the peak resident one of the whole run, start included. Of that, `own` leaves out what is
+mapped of files, as of the data's: pages that the system takes back when it needs them. The last lines are the largest distances from the
+smallest data set's medians.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def make_data(path: Path, pairs: list[tuple], rows: int) -> Path:
 
 
 def run(args, data: Path, updates: int) -> dict:
-    """One run of the recipe: its seconds, tokens a second from the third update on, and peak resident memory in MiB."""
+    """One run of the recipe: its seconds, tokens a second from the third update on, peak resident memory in MiB, and that of the process's own."""
     output = args.folder / "run"
     shutil.rmtree(output, ignore_errors=True)
     flags = {
@@ -47,17 +48,21 @@ def run(args, data: Path, updates: int) -> dict:
     command = [sys.executable, REPOSITORY / "recipes" / "dpo.py", *(f"--{key}={value}" for key, value in flags.items())]
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_DATASETS_CACHE": str(args.folder / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     begun = time.perf_counter()
+    own = 0
     with open(args.folder / "run.log", "w") as log:
         process = subprocess.Popen([str(word) for word in command], env=env, stdout=log, stderr=subprocess.STDOUT, cwd=args.folder)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = status
-    if status:
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            own = max(own, *(int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
+            time.sleep(0.05)
+        _, process.returncode, usage = os.wait4(process.pid, 0)
+    if process.returncode:
         sys.exit((args.folder / "run.log").read_text()[-3000:])
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     tokens = [line["tokens"] for line in lines]
     seconds = sum((b - a) / line["perf/tokens_per_second"] for a, b, line in zip(tokens[1:], tokens[2:], lines[2:]))
     rate = (tokens[-1] - tokens[1]) / seconds if seconds else 0.0
-    return {"seconds": time.perf_counter() - begun, "rate": rate, "memory": usage.ru_maxrss / 1024}
+    return {"seconds": time.perf_counter() - begun, "rate": rate, "memory": usage.ru_maxrss / 1024, "own": own / 1024}
 
 
 def main() -> None:
@@ -83,11 +88,11 @@ def main() -> None:
         for rows in args.rows if number % 2 == 0 else args.rows[::-1]:
             found[rows].append(run(args, files[rows], args.updates))
     medians = {rows: {key: statistics.median(one[key] for one in some) for key in some[0]} for rows, some in found.items()}
-    print("| pairs | tokens/s | peak memory, MiB | command to end, s |\n| --- | --- | --- | --- |")
+    print("| pairs | tokens/s | peak memory, MiB | own, MiB | command to end, s |\n| --- | --- | --- | --- | --- |")
     for rows, median in medians.items():
-        print(f"| {rows:,} | {median['rate']:.0f} | {median['memory']:.0f} | {median['seconds']:.1f} |")
+        print(f"| {rows:,} | {median['rate']:.0f} | {median['memory']:.0f} | {median['own']:.0f} | {median['seconds']:.1f} |")
     first, *others = medians.values()
-    for key in ("rate", "memory"):
+    for key in ("rate", "memory", "own"):
         print(f"{key}: at most {max(abs(other[key] / first[key] - 1) for other in others):.1%} from that of {args.rows[0]:,} pairs")
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,10 +15,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import warm
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
 CONFIGS = Path(__file__).resolve().parent / "configs"
 PYTHON = ["-m", "accelerate.commands.launch"]
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 TIMEOUT = 240  # seconds a launch may take: a hang is a failure
 
 
@@ -44,11 +48,14 @@ def config_launcher(name: str, processes: int = 1) -> list[str]:
     return [*PYTHON, "--config_file", str(REPOSITORY / f"accelerate_configs/{name}.yaml"), "--num_processes", str(processes)]
 
 
+def command_of(launcher: list[str], script: Path, *flags) -> list[str]:
+    """What follows `python`, to start a script under a launcher."""
+    return [*launcher, *(["--main_process_port", "0"] if launcher else []), str(script), *map(str, flags)]
+
+
 def start(launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, env: dict | None = None, stdout=subprocess.PIPE):
     """Starts a script under a launcher, offline, its stdout and stderr together."""
-    ports = ["--main_process_port", "0"] if launcher else []
-    command = [sys.executable, *launcher, *ports, str(script), *map(str, flags)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})}
+    command, environment = [sys.executable, *command_of(launcher, script, *flags)], os.environ | OFFLINE | (env or {})
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
@@ -57,7 +64,7 @@ def workers(process: subprocess.Popen) -> list[int]:
     return sorted(child.pid for child in psutil.Process(process.pid).children())
 
 
-def kill(process: subprocess.Popen) -> None:
+def kill(process: subprocess.Popen | warm.Process) -> None:
     """A launcher and its workers, which are in groups of their own, all at once."""
     started = workers(process)
     os.killpg(process.pid, signal.SIGKILL)
@@ -69,16 +76,26 @@ def kill(process: subprocess.Popen) -> None:
         time.sleep(0.5)
 
 
-def launch(launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, check: bool = True, env: dict | None = None):
-    """Runs a script under a launcher, offline; returns the completed process with stdout and stderr together."""
-    process = start(launcher, script, *flags, cwd=cwd, env=env)
-    command = process.args
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        kill(process)
-        output, _ = process.communicate()
-        raise AssertionError(f"hung for {TIMEOUT} s: {' '.join(command)}\n{output[-4000:]}") from None
+def launch(
+    launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, check: bool = True, env: dict | None = None, fresh: bool = False,
+):  # fmt: skip
+    """Runs a script under a launcher, offline; returns the completed process with stdout and stderr together.
+
+    Args:
+        fresh: each process is a new interpreter, as a user's are; else see warm.py.
+    """
+    command = command_of(launcher, script, *flags)
+    with tempfile.NamedTemporaryFile("w+", errors="replace") as console:
+        if fresh:
+            process = start(launcher, script, *flags, cwd=cwd, env=env, stdout=console)
+        else:
+            process = warm.Process(command, cwd, os.environ | OFFLINE | (env or {}), console.name)
+        try:
+            process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            kill(process)
+            raise AssertionError(f"hung for {TIMEOUT} s: {' '.join(command)}\n{Path(console.name).read_text()[-4000:]}") from None
+        output = Path(console.name).read_text(errors="replace")
     # torch's gloo threads now and then abort a process that has finished, while it exits (seen with torch 2.13, on CPUs).
     aborted_at_exit = "\ndone: " in output and "terminate called without an active exception" in output
     if check and process.returncode and not aborted_at_exit:

@@ -302,7 +302,9 @@ def test_recipes_end_with_one_line_and_before_training(model, tmp_path):
         launcher, changes, _ = cases[index]
         arguments = {"--model_name_or_path": model, "--dataset_name": data, "--output_dir": tmp_path / f"new{index}", **sizes, **changes}
         cache = {"HF_DATASETS_CACHE": str(tmp_path / f"cache{index}")}
-        return launch(LAUNCHERS[launcher], recipe("dpo"), *(part for pair in arguments.items() for part in pair), check=False, env=cache)
+        return launch(
+            LAUNCHERS[launcher], recipe("dpo"), *(part for pair in arguments.items() for part in pair), check=False, env=cache, fresh=True
+        )
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         ended = list(pool.map(start, range(len(cases))))
@@ -318,7 +320,7 @@ def test_recipes_end_with_one_line_and_before_training(model, tmp_path):
 
 
 def test_help_of_a_recipe():
-    text = launch([], recipe("sft"), "--help").stdout
+    text = launch([], recipe("sft"), "--help", fresh=True).stdout
     fields = re.findall(r"^    (\w+): .* = HfArg\(", recipe("sft").read_text(), re.MULTILINE)
     assert len(fields) > 20 and all(f"--{field}" in text for field in fields)
 

@@ -139,7 +139,7 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
     output, found = inputs / name, inputs / f"{name}.json"
     launcher = config_launcher(name, 2 if engine else 1)
     script = [REPOSITORY / "tests/probe.py", recipe("sft")] if engine else [recipe("sft")]
-    result = launch(launcher, *script, *flags(inputs, output), env={"PROBE": str(found)})
+    result = launch(launcher, *script, *flags(inputs, output), env={"PROBE": str(found)}, fresh=True)
     assert f"{description} on cpu" in result.stdout
     assert result.stdout.count("cpu_adam/lock: remove it") == bool(engine and engine[2] == "DeepSpeedCPUAdam")
     for line, exact in zip(training_lines(output), training_lines(inputs / "fp32"), strict=True):

@@ -54,7 +54,7 @@ def test_each_yaml_says_when_to_choose_it_and_names_what_exists(path):
 def test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_repository(inputs, tmp_path):
     """The JSON that the YAML names is found although the current directory is another."""
     copy = shutil.copy(recipe("sft"), tmp_path / "mine.py")
-    result = launch(config_launcher("ds_fp16"), copy, *flags(inputs, tmp_path / "out"), cwd=tmp_path)
+    result = launch(config_launcher("ds_fp16"), copy, *flags(inputs, tmp_path / "out"), cwd=tmp_path, fresh=True)
     assert "DeepSpeed ZeRO-2 fp16" in result.stdout and "emulated on the CPU, for checking only" in result.stdout
     assert "train_batch_size 8 = micro_train_batch_size 2 x 1 processes x 4 gradient accumulation steps" in result.stdout
 
@@ -62,7 +62,7 @@ def test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_reposit
 def test_another_common_is_refused(inputs, tmp_path):
     for part in ("recipes", "common"):
         shutil.copytree(REPOSITORY / part, tmp_path / "clone" / part)
-    result = launch([], tmp_path / "clone/recipes/sft.py", *flags(inputs, tmp_path / "out"), cwd=tmp_path, check=False)
+    result = launch([], tmp_path / "clone/recipes/sft.py", *flags(inputs, tmp_path / "out"), cwd=tmp_path, check=False, fresh=True)
     assert result.returncode and "pip install -e" in result.stdout and str(REPOSITORY) in result.stdout and "Traceback" not in result.stdout
 
 
@@ -81,7 +81,7 @@ def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
 
 
 def test_more_processes_under_cpu_yaml_are_more_processes(inputs, tmp_path):
-    result = launch(config_launcher("cpu", 2), recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
+    result = launch(config_launcher("cpu", 2), recipe("sft"), *flags(inputs, tmp_path / "out"), check=False, fresh=True)
     assert "x 2 processes" in result.stdout and result.returncode == 0
 
 
