@@ -7,6 +7,7 @@ The file has a column `prompt`. Printed for each way and batch, in turns: the me
 - `recipes`: `common.generation.generate`: prompts sorted by length, ended responses dropped every 16 tokens
 - `plain`: transformers' `generate` on the same sorted batches, each until its last response ends
 - `static`: the same with a static cache, not compiled
+- `compiled`: the same, compiled (torch.compile, its default mode; the first run, which compiles, is not counted)
 - `continuous`: `generate_batch`, transformers' continuous batching; it samples by numbers of its own, so other tokens and lengths
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, GenerationConfig, logging
 
 from common.generation import SampleByUniform, generate
 from common.windows import pad
@@ -74,6 +75,9 @@ def main() -> None:
         ways[f"recipes {batch}"] = partial(generate, accelerator, model, model, tokenizer, prompts, batch, size, 1.0, uniforms)
         ways[f"plain {batch}"] = partial(plain, *what, batch)
         ways[f"static {batch}"] = partial(plain, *what, batch, cache_implementation="static", disable_compile=True)
+        settings = CompileConfig(fullgraph=False, mode="default")
+        settings._compile_all_devices = True  # transformers compiles for GPUs by itself, for a CPU when told so
+        ways[f"compiled {batch}"] = partial(plain, *what, batch, cache_implementation="static", compile_config=settings)
     ways["continuous"] = partial(continuous, paged, tokenizer, prompts, size)
     seconds, responses = {name: [] for name in ways}, {}
     with torch.no_grad():

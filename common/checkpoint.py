@@ -37,8 +37,7 @@ class Run(types.SimpleNamespace):
         extra: what else the recipe carries from update to update, the same on all ranks: tensors, numbers, lists and dicts of them.
     """
 
-    extra: dict | None = None
-    signal, signalled, saved = 0, 0.0, -1
+    extra, signal, signalled, saved = None, 0, 0.0, -1
 
     @property
     def folder(self) -> Path:

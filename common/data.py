@@ -135,8 +135,7 @@ def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict
     if stated and (not chosen or chosen[0]["role"] == "assistant"):
         return as_messages(prompt, "user"), chosen, rejected
     # The prompt stands inside both (UltraFeedback repeats it): it is what they share, up to an answer.
-    differ = (i for i, (a, b) in enumerate(zip(chosen[:-1], rejected[:-1])) if a != b)
-    cut = next(differ, min(len(chosen), len(rejected)) - 1)
+    cut = next((i for i, (a, b) in enumerate(zip(chosen[:-1], rejected[:-1])) if a != b), min(len(chosen), len(rejected)) - 1)
     while cut > 0 and not chosen[cut]["role"] == rejected[cut]["role"] == "assistant":
         cut -= 1
     inside = [message["content"].strip() for message in chosen[: max(cut, 0)]]

@@ -66,7 +66,9 @@ MUTATIONS = [
              "test_configs.py::test_deepspeed_knows_every_key_of_a_json[ds_zero1]"),
     Mutation("not_offloaded", "accelerate_configs/ds_zero3_offload.json", '"offload_optimizer": {"device": "cpu"', '"offload_optimizer": {"device": "none"',
              "test_configs.py::test_a_yaml_as_it_is_gives_the_numbers_of_fp32[ds_zero3_offload]"),
-    Mutation("silent_lock", "common/launch.py", '("cpu", "nvme") and', '("nvme",) and',
+    Mutation("silent_lock", "common/launch.py", 'in ("cpu", "nvme"):', 'in ("nvme",):',
+             "test_configs.py::test_a_yaml_as_it_is_gives_the_numbers_of_fp32[ds_zero3_offload]"),
+    Mutation("false_warning", "common/launch.py", '"ignore", "Detected call', '"ignore", "No call',
              "test_configs.py::test_a_yaml_as_it_is_gives_the_numbers_of_fp32[ds_zero3_offload]"),
     # ------------------------------------------------------------ test_counting.py
     Mutation("log_every_ga", "recipes/dpo.py", "progress.log_due(args.logging_steps)", "progress.log_due(args.logging_steps * len(micro_batches))",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,6 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
 CONFIGS = Path(__file__).resolve().parent / "configs"
 PYTHON = ["-m", "accelerate.commands.launch"]
-OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 TIMEOUT = 240  # seconds a launch may take: a hang is a failure
 
 
@@ -54,9 +54,14 @@ def command_of(launcher: list[str], script: Path, *flags) -> list[str]:
 
 
 def start(launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, env: dict | None = None, stdout=subprocess.PIPE):
-    """Starts a script under a launcher, offline, its stdout and stderr together."""
-    command, environment = [sys.executable, *command_of(launcher, script, *flags)], os.environ | OFFLINE | (env or {})
+    """Starts a script under a launcher as a user does, offline, its stdout and stderr together."""
+    command, environment = [sys.executable, *command_of(launcher, script, *flags)], os.environ | warm.OFFLINE | (env or {})
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def start_warm(launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, env: dict | None = None, output: str = os.devnull):
+    """The same in processes that have the libraries already, see warm.py."""
+    return warm.Process(command_of(launcher, script, *flags), cwd, os.environ | warm.OFFLINE | (env or {}), output)
 
 
 def workers(process: subprocess.Popen) -> list[int]:
@@ -86,10 +91,8 @@ def launch(
     """
     command = command_of(launcher, script, *flags)
     with tempfile.NamedTemporaryFile("w+", errors="replace") as console:
-        if fresh:
-            process = start(launcher, script, *flags, cwd=cwd, env=env, stdout=console)
-        else:
-            process = warm.Process(command, cwd, os.environ | OFFLINE | (env or {}), console.name)
+        way = partial(start, stdout=console) if fresh else partial(start_warm, output=console.name)
+        process = way(launcher, script, *flags, cwd=cwd, env=env)
         try:
             process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:

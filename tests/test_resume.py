@@ -15,7 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from runs import LAUNCHERS, kill, launch, lines, recipe, start, timeless, tiny_inputs, weights
+from runs import LAUNCHERS, kill, launch, lines, recipe, start_warm, timeless, tiny_inputs, weights
 
 CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "zero2"), ("sft", "zero3"), ("dpo", "fsdp2"), ("reward", "plain"), ("ppo", "zero3"),
          ("sft", "offload")]  # fmt: skip
@@ -37,7 +37,7 @@ def flags(inputs, name, output):
 
 def kill_when(inputs, name, launcher, output, ready):
     """Starts a run and kills all its processes as soon as `ready()` holds."""
-    process = start(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), stdout=subprocess.DEVNULL)
+    process = start_warm(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output))
     end = time.time() + 120
     while not ready() and process.poll() is None and time.time() < end:
         time.sleep(0.005)

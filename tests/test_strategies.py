@@ -39,7 +39,7 @@ def demo(tmp_path_factory):
         if way not in done:
             done[way] = tmp_path_factory.mktemp("strategies") / way
             half = way.startswith("ds_") or way in ("still", "fsdp2_bf16", "ddp_bf16")
-            launch(WAYS[way], recipe("dpo"), *(STILL if half else MOVING), "--output_dir", done[way], fresh=True)
+            launch(WAYS[way], recipe("dpo"), *(STILL if half else MOVING), "--output_dir", done[way], fresh=not half)
         return done[way]
 
     return run

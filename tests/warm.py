@@ -20,36 +20,37 @@ import traceback
 from functools import cache
 from multiprocessing.connection import Client, Connection
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # some are read when a library is imported
+
 
 @cache
-def server() -> tuple[str, subprocess.Popen]:
-    """The socket and the process, which ends with its stdin, of this interpreter's own server. The first call starts it."""
-    path = os.path.join(tempfile.mkdtemp(), "socket")
+def server() -> tuple[tempfile.TemporaryDirectory, subprocess.Popen]:
+    """The folder of the socket and the process, which ends with its stdin, of this interpreter's own server. The first call starts it."""
+    folder = tempfile.TemporaryDirectory()
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(f"{folder.name}/socket")
         listener.listen()
-        command, descriptor = [sys.executable, __file__, str(listener.fileno())], listener.fileno()
-        return path, subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.PIPE)
+        command, options = [sys.executable, __file__, str(listener.fileno())], dict(pass_fds=[listener.fileno()], env=os.environ | OFFLINE)
+        return folder, subprocess.Popen(command, stdin=subprocess.PIPE, **options)
 
 
 class Process:
     """A running `python *command`, its stdout and stderr going to the file `output`."""
 
     def __init__(self, command: list[str], cwd: str | os.PathLike, environment: dict[str, str], output: str):
-        self.connection, self.returncode = Client(server()[0]), None
+        self.connection, self.returncode = Client(f"{server()[0].name}/socket"), None
         self.connection.send((command, str(cwd), environment, output))
         self.pid = self.connection.recv()
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, as `subprocess.Popen.wait` gives it.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended.
-        """
-        if self.returncode is None:
-            if not self.connection.poll(timeout):
-                raise subprocess.TimeoutExpired("", timeout)
+    def poll(self, timeout: float | None = 0) -> int | None:
+        """Its exit status, as `subprocess.Popen` has it, or None if it has not ended within so many seconds."""
+        if self.returncode is None and self.connection.poll(timeout):
             self.returncode = self.connection.recv()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.poll(timeout) is None:
+            raise subprocess.TimeoutExpired("", timeout)
         return self.returncode
 
 
