@@ -2,7 +2,7 @@
 
 Such a process has the command line, environment, folder, process group and signals of its own; what it shares with the others are
 the libraries as they were imported, and the seed of Python's hashes. So a part of the tests starts everything as a user does: those of
-launchers, YAMLs, environments, signals and memory, and the demo under each strategy.
+launchers, YAMLs, several nodes, signals and memory, and the demo in fp32.
 """
 
 import atexit
