@@ -70,13 +70,13 @@ def main() -> None:
         prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for _, line in zip(range(args.prompts), lines)]
     size = args.max_new_tokens
     uniforms = np.random.default_rng(0).random((len(prompts), size))
+    settings = CompileConfig(fullgraph=False, mode="default")
+    settings._compile_all_devices = True  # transformers compiles for GPUs by itself, for a CPU when told so
     ways, what = {}, (model, tokenizer, prompts, uniforms)
     for batch in args.batch:
         ways[f"recipes {batch}"] = partial(generate, accelerator, model, model, tokenizer, prompts, batch, size, 1.0, uniforms)
         ways[f"plain {batch}"] = partial(plain, *what, batch)
         ways[f"static {batch}"] = partial(plain, *what, batch, cache_implementation="static", disable_compile=True)
-        settings = CompileConfig(fullgraph=False, mode="default")
-        settings._compile_all_devices = True  # transformers compiles for GPUs by itself, for a CPU when told so
         ways[f"compiled {batch}"] = partial(plain, *what, batch, cache_implementation="static", compile_config=settings)
     ways["continuous"] = partial(continuous, paged, tokenizer, prompts, size)
     seconds, responses = {name: [] for name in ways}, {}

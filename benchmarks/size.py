@@ -52,8 +52,8 @@ def run(args, data: Path, updates: int) -> dict:
     with open(args.folder / "run.log", "w") as log:
         process = subprocess.Popen([str(word) for word in command], env=env, stdout=log, stderr=subprocess.STDOUT, cwd=args.folder)
         while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            own = max(own, *(int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
+            status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            own = max([own, *(int(line.split()[1]) for line in status if line.startswith("RssAnon"))])
             time.sleep(0.05)
         _, process.returncode, usage = os.wait4(process.pid, 0)
     if process.returncode:
@@ -91,9 +91,9 @@ def main() -> None:
     print("| pairs | tokens/s | peak memory, MiB | own, MiB | command to end, s |\n| --- | --- | --- | --- | --- |")
     for rows, median in medians.items():
         print(f"| {rows:,} | {median['rate']:.0f} | {median['memory']:.0f} | {median['own']:.0f} | {median['seconds']:.1f} |")
-    first, *others = medians.values()
+    first = medians[args.rows[0]]
     for key in ("rate", "memory", "own"):
-        print(f"{key}: at most {max(abs(other[key] / first[key] - 1) for other in others):.1%} from that of {args.rows[0]:,} pairs")
+        print(f"{key}: at most {max(abs(one[key] / first[key] - 1) for one in medians.values()):.1%} from that of {args.rows[0]:,} pairs")
 
 
 if __name__ == "__main__":

@@ -183,12 +183,12 @@ def deepspeed_plugin(accumulation: int, args):
         sys.exit(f'the DeepSpeed config has "stage": {config["zero_optimization"]["stage"]}, expected 1, 2 or 3')
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # actors are saved from it
     if config["zero_optimization"].get("offload_optimizer", {}).get("device") in ("cpu", "nvme"):
-        # False: DeepSpeed's own optimizer steps in the place of the one that the scheduler watches.
+        # A false alarm: DeepSpeed's own optimizer steps in the place of the one that the scheduler watches.
         warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
-        # torch compiles without a word, and as silently waits, without end, for the lock of a compilation that was killed.
-        from torch.utils.cpp_extension import _get_build_directory as build_directory
-
         if os.getenv("LOCAL_RANK", "0") == "0":
+            # torch compiles without a word, and as silently waits, without end, for the lock of a compilation that was killed.
+            from torch.utils.cpp_extension import _get_build_directory as build_directory
+
             print(f"Adam runs on the CPU: DeepSpeed compiles its own at the first run, for some minutes. If nothing compiles and it waits here, a killed run left {build_directory('cpu_adam', False)}/lock: remove it", flush=True)  # fmt: skip
     config.setdefault("timers", {"throughput": {"enabled": False}})  # or it waits for the GPU before each forward pass
     hold_growth()

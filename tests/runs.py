@@ -89,21 +89,21 @@ def launch(
     Args:
         fresh: each process is a new interpreter, as a user's are; else see warm.py.
     """
-    command = command_of(launcher, script, *flags)
-    with tempfile.NamedTemporaryFile("w+", errors="replace") as console:
+    with tempfile.NamedTemporaryFile() as console:
         way = partial(start, stdout=console) if fresh else partial(start_warm, output=console.name)
         process = way(launcher, script, *flags, cwd=cwd, env=env)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
+        if hung := process.returncode is None:
             kill(process)
-            raise AssertionError(f"hung for {TIMEOUT} s: {' '.join(command)}\n{Path(console.name).read_text()[-4000:]}") from None
         output = Path(console.name).read_text(errors="replace")
+    if hung:
+        raise AssertionError(f"hung for {TIMEOUT} s: {' '.join(process.args)}\n{output[-4000:]}")
     # torch's gloo threads now and then abort a process that has finished, while it exits (seen with torch 2.13, on CPUs).
     aborted_at_exit = "\ndone: " in output and "terminate called without an active exception" in output
     if check and process.returncode and not aborted_at_exit:
-        raise AssertionError(f"exit {process.returncode}: {' '.join(command)}\n{output[-6000:]}")
-    return subprocess.CompletedProcess(command, process.returncode, output)
+        raise AssertionError(f"exit {process.returncode}: {' '.join(process.args)}\n{output[-6000:]}")
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
 def recipe(name: str) -> Path:

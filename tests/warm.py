@@ -38,7 +38,7 @@ class Process:
     """A running `python *command`, its stdout and stderr going to the file `output`."""
 
     def __init__(self, command: list[str], cwd: str | os.PathLike, environment: dict[str, str], output: str):
-        self.connection, self.returncode = Client(f"{server()[0].name}/socket"), None
+        self.connection, self.args, self.returncode = Client(f"{server()[0].name}/socket"), command, None
         self.connection.send((command, str(cwd), environment, output))
         self.pid = self.connection.recv()
 
@@ -50,7 +50,7 @@ class Process:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.poll(timeout) is None:
-            raise subprocess.TimeoutExpired("", timeout)
+            raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
 
