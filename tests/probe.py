@@ -1,4 +1,5 @@
-"""Runs the recipe named first and writes, as rank 0, what DeepSpeed's engine really is into the file that PROBE names."""
+"""Runs the recipe named first and writes, as rank 0, what DeepSpeed's engine really is into the file that PROBE names, and the
+parameters that it holds at the end beside it."""
 
 import json
 import os
@@ -6,12 +7,16 @@ import runpy
 import sys
 
 import deepspeed
+import torch
 
-initialize = deepspeed.initialize
+from common.metrics import Metrics
+
+initialize, engines = deepspeed.initialize, []
 
 
 def probed(*args, **kwargs):
     engine, *rest = initialize(*args, **kwargs)
+    engines.append(engine)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     parameter = next(engine.module.parameters())
     found = {
@@ -29,6 +34,16 @@ def probed(*args, **kwargs):
     return engine, *rest
 
 
+def dump(self):
+    """Before the last call of a recipe: all updates are made, and the processes still reach each other."""
+    parameters = dict(engines[0].module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=engines[0].zero_optimization_stage() == 3):
+        if engines[0].global_rank == 0:
+            torch.save({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}, f"{os.environ['PROBE']}.pt")
+    close(self)
+
+
 deepspeed.initialize = probed
+close, Metrics.close = Metrics.close, dump
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

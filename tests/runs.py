@@ -38,7 +38,7 @@ LAUNCHERS = {
     "ddp": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/ddp.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
     "fsdp2": [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/fsdp2.yaml"), "--num_processes", "2", "--mixed_precision", "no"],
     **{
-        name: deepspeed_launcher(CONFIGS / f"{name}.json", 2) for name in ("zero1", "zero2", "zero3", "offload")
+        name: deepspeed_launcher(CONFIGS / f"{name}.json", 2) for name in ("zero1", "zero2", "zero3", "offload", "growing")
     },
 }  # fmt: skip
 

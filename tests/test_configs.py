@@ -9,11 +9,13 @@ import argparse
 import json
 
 import pytest
+import torch
 import yaml
 from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import launch as accelerate_environment
 from deepspeed.runtime.config import DeepSpeedConfig
+from safetensors.torch import load_file
 
 from runs import REPOSITORY, config_launcher, launch, letters, recipe, training_lines, weights
 
@@ -153,5 +155,8 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
     if engine:
         real = json.loads(found.read_text())
         assert (real["stage"], real["dtype"], real["optimizer"], real["offloaded"]) == engine
+        held, saved = torch.load(f"{found}.pt"), load_file(output / "actor/model.safetensors")
+        assert {name.removeprefix("model.") for name in held} == set(saved)
+        assert all(saved[name.removeprefix("model.")].equal(parameter) for name, parameter in held.items())  # bit for bit, in its dtype
         if "fp16" in name:
             assert real["scaler"] == {"dynamic": True, "scale_window": 1000, "delayed_shift": 2, "min_scale": 1}

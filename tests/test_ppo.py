@@ -10,7 +10,8 @@ left on (`dropout_on`), the same minibatches in every epoch of a rollout (`same_
 scores let through (`nan_scores`), a loss that is not finite let through (`no_nan_check`), sizes rounded (`rollout_rounding`), norms of
 the parts not of the joint one (`own_norms`), the critic made anew though there is a reward model (`critic_from_actor`), Adam counting the
 critic's warm-up for the actor (`aged_adam`), a rollout made anew by a resume (`rollout_forgotten`), the coefficient not adapted
-(`old_coefficient`), the display one update early (`text_too_early`), what is not finite found after whitening (`late_nan_check`).
+(`old_coefficient`), the display one update early (`text_too_early`), what is not finite found after whitening (`late_nan_check`), GSM8K's mark not looked
+for in a response (`mark_ignored`).
 """
 
 import functools
@@ -380,10 +381,20 @@ def test_sizes_of_a_rollout_that_do_not_divide(processes, sizes, parts):
     names = ("rollout_batch_size", "n_samples_per_prompt", "micro_rollout_batch_size", "train_batch_size")
     args = ppo.Args(reward_function="a:b", **dict(zip(names, sizes)))
     refuses(*parts, call=lambda: ppo.check_settings(args, processes))
-    if "Nearest" in parts[-1] or "or" in parts[-1]:
+    if parts[-1].startswith("--rollout_batch_size "):
         for nearest in parts[-1].removeprefix("--rollout_batch_size ").rstrip(".").split(" or "):
             args.rollout_batch_size = int(nearest)
             ppo.check_settings(args, processes)  # what it names would do
+
+
+@pytest.mark.parametrize("response, answer, right", [
+    ("4", " 4\n", True), ("4", 4, True), ("2 + 2\n#### 4", "4", True), ("#### 4", "1 + 1 is 2, twice #### 4", True), ("#### 3 #### 4", "4", True),
+    ("1 #### 4", "1 #### 5", False), ("14", "4", False), ("4 #### 5", "4", False), ("4 ####", "4", False),
+])  # fmt: skip
+def test_a_response_is_right_where_it_ends_as_the_answer(response, answer, right):
+    """Behind the last `####`, GSM8K's mark, or whole without one."""
+    assert generation.is_right(response, answer) == right
+    assert generation.answer_reward(["", ""], [response, str(answer)], [answer, answer]) == [float(right), 1.0]
 
 
 @pytest.mark.parametrize("settings, parts", [
