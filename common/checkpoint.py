@@ -137,8 +137,7 @@ def resume(run: Run) -> None:
     choose_engine_state(run)  # and so lets a reference go that is no longer needed
     set_seed(run.args.seed, device_specific=True)  # models were made alike on all ranks; dropout differs between them
     on_main_process(run.accelerator, check_disk, run)
-
-    owner = os.getpid()
+    accelerator, owner, metrics_size = run.accelerator, os.getpid(), 0
 
     def note(number, _):
         forked, late = os.getpid() != owner, run.signal and time.monotonic() - run.signalled > 3
@@ -150,17 +149,15 @@ def resume(run: Run) -> None:
         signal.signal(number, note)
     if run.args.resume == "never":
         return run.metrics.start()
-    accelerator, metrics_size = run.accelerator, 0
     if path := on_main_process(accelerator, find_checkpoint, run):
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        load(run, path, state)
+        load(run, path, state := json.loads((path / "state.json").read_text(encoding="utf-8")))
         if path.parent.resolve() == run.folder.resolve():
             metrics_size, run.saved = state["metrics_bytes"], run.progress.global_step
-            # Like the lines beyond it, what was saved later is of the run that is left behind.
-            for folder in [*by_step(run.folder), *by_step(run.folder.parent / "actors")]:
-                if accelerator.is_main_process and int(folder.name.split("_")[-1]) > run.progress.global_step:
-                    shutil.rmtree(folder)
         accelerator.print(f"resumed from {path}: {run.progress.global_step} updates, {run.progress.windows_seen} windows seen")
+    # Like the lines beyond it, what was saved later is of the run that is left behind; where nothing was found all is.
+    for folder in [*by_step(run.folder), *by_step(run.folder.parent / "actors")]:
+        if accelerator.is_main_process and int(folder.name[12:]) > run.progress.global_step:
+            shutil.rmtree(folder)
     run.metrics.start(metrics_size)
     accelerator.wait_for_everyone()
 
@@ -209,14 +206,15 @@ def load(run: Run, path: Path, state: dict) -> None:
     # On a GPU Adam's step counts would be read back from it for each parameter.
     accelerator.load_state(str(path / "engine"), **({} if sharded(accelerator) else {"map_location": "cpu"}))
     run.scheduler.optimizer.param_groups = run.optimizer.param_groups  # new ones, which DeepSpeed's Adam for CPUs does not share
-    run.scheduler.load_state_dict(state["scheduler"])
+    (schedule := run.scheduler).load_state_dict(state["scheduler"])
+    # The next update's, by the horizon of now: --max_steps and --max_epochs may have changed.
+    schedule._last_lr = [base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas)]
     # DeepSpeed 0.19.8 gives all groups the settings of the first, and one shared step count, from a universal ZeRO-3 checkpoint.
-    for group, settings, learning_rate in zip(run.optimizer.param_groups, groups, run.scheduler.get_last_lr()):
+    for group, settings, learning_rate in zip(run.optimizer.param_groups, groups, schedule.get_last_lr()):
         group.update(settings, lr=learning_rate)
     for moments in (part for part in run.optimizer.state.values() if "step" in part):
         moments["step"] = moments["step"] + 0
-    run.metrics.last_update = state["last_update"]
-    run.extra = torch.load(path / "extra.pt", weights_only=True)
+    run.metrics.last_update, run.extra = state["last_update"], torch.load(path / "extra.pt", weights_only=True)
     vars(run.progress).update(state["progress"])
     for writer, sums in enumerate(state["open_sums"]):
         mine = rank == (writer if processes == accelerator.num_processes else 0)
@@ -268,7 +266,7 @@ def replace_directory(temporary: Path, directory: Path, keep: int = 0) -> None:
     flush(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
     for path in by_step(directory.parent)[:-keep] if keep else []:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # what someone still reads (NFS) goes the next time
 
 
 def flush(*paths: Path) -> None:
@@ -280,5 +278,5 @@ def flush(*paths: Path) -> None:
 
 
 def by_step(folder: Path) -> list[Path]:
-    """The `global_step_*` folders, the newest last."""
-    return sorted(folder.glob("global_step_*"), key=lambda path: (len(path.name), path.name))
+    """The `global_step_*` folders, the newest last. A copy of one under a longer name is the user's: it is neither taken nor deleted."""
+    return sorted((path for path in folder.glob("global_step_*") if path.name[12:].isdigit()), key=lambda path: int(path.name[12:]))

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import sys
+import zlib
 from pathlib import Path
 
 import datasets
@@ -106,7 +107,7 @@ def as_messages(value: str | list[dict], role: str) -> list[dict]:
 
 
 def has_text(value: str | list[dict]) -> bool:
-    return any(message["content"] for message in value) if isinstance(value, list) else bool(value)
+    return any(message["content"] or message.get("tool_calls") for message in value) if isinstance(value, list) else bool(value)
 
 
 def require(row: dict, *columns: str, expected: str) -> None:
@@ -250,7 +251,8 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
         row = {k: v for k, v in row.items() if k not in hidden} | {name: row[own] for name, own in columns.items() if own in row}
         try:
             answer = {"answer": "" if row["answer"] is None else str(row["answer"])} if "answer" in row else {}
-            values = {"row": index + 1, **answer, **function(row, tokenizer=tokenizer, **settings)}
+            values = function(row, tokenizer=tokenizer, **settings)
+            values |= {"row": index + 1, **answer, "crc": zlib.crc32(repr(values).encode())}
             # Typed, as the first thousand rows, from which `datasets` takes the types, may all be left out, with empty lists.
             return {k: np.array(v, bool if k == "targets" else int) if isinstance(v, list) else v for k, v in values.items()}
         except BadRow as error:
@@ -266,14 +268,15 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
         done = rows.map(convert, with_indices=True, remove_columns=rows.column_names, new_fingerprint=datasets.fingerprint.Hasher.hash(key))
     except UnicodeDecodeError as error:
         sys.exit(f"data set {name!r} is not UTF-8: {error}")
-    reasons = column(done, "reason")
-    usable = done.select(np.flatnonzero(reasons == ""))
+    # Named by its content: the same rows from another path, or written at another time, are the same data.
+    reasons, content = column(done, "reason"), datasets.fingerprint.Hasher.hash_bytes(column(done, "crc").tobytes())
+    usable = done.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
     left_out, truncated = np.unique(reasons[reasons != ""], return_counts=True), int((column(done, "truncated") & (reasons == "")).sum())
     notes = [f"{count} left out ({reason})" for reason, count in zip(*left_out)] + [f"{truncated} truncated"] * (truncated > 0)
     if len(usable) == 0:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
     unanswered = "answer" in usable.column_names and not any(usable["answer"])  # read until one is found
-    return usable.remove_columns("answer") if unanswered else usable, notes
+    return usable.remove_columns(["crc"] + ["answer"] * unanswered), notes
 
 
 def column(dataset: datasets.Dataset, name: str) -> np.ndarray:

@@ -129,9 +129,9 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     asked, got = (world, accumulation, fsdp), (accelerator.num_processes, accelerator.gradient_accumulation_steps, accelerator.is_fsdp2)
     if got != asked:
         sys.exit(f"settings not honoured: asked for processes, accumulation steps, FSDP2 (fsdp_version 2) {asked}, got {got}")
-    if fsdp and accelerator.mixed_precision == "bf16":
-        # accelerate would round what each shard returns, log-probs too, and add up gradients, in bf16.
-        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if fsdp and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
+        # accelerate would round what each shard returns, log-probs too, and add up gradients, in half precision.
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(policy.param_dtype, reduce_dtype=torch.float32)
     args.output_dir = on_main_process(accelerator, decide_output_dir, args, recipe)
     if not all(gather_object([Path(args.output_dir).is_dir()])):
         sys.exit(f"--output_dir {args.output_dir} is not visible to every process: several nodes need a shared file system")
@@ -247,8 +247,8 @@ def decide_output_dir(args, recipe: str) -> str:
     if not own and path.is_dir() and any(path.iterdir()):
         sys.exit(f"--output_dir {path} already holds another run. Take another, or --resume auto to go on from its last checkpoint.")
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # a file of that name, no permission ...
+        path.mkdir(parents=True, exist_ok=bool(args.output_dir) or own)
+    except OSError as error:  # a file of that name, no permission, a run that began in the same second ...
         sys.exit(f"--output_dir {path} cannot be made: {error}")
     return str(path)
 

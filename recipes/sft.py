@@ -121,7 +121,7 @@ def encode_conversation(tokenizer, prompt, completion, loss_on: str) -> tuple[li
         pieces = encode(tokenizer, [prompt, completion], plain=True)
     else:
         messages = prompt + completion
-        turns = [(i, i + 1) for i, m in enumerate(messages) if m["role"] == "assistant" and m["content"] and i >= len(prompt)]
+        turns = [(i, i + 1) for i, m in enumerate(messages) if m["role"] == "assistant" and has_text([m]) and i >= len(prompt)]
         pieces = encode_turns(tokenizer, messages, turns[-1:] if loss_on == "completion" else turns)
     prompt_ids, targets = [token for piece in pieces[:-1] for token in piece], []
     for context, answer in zip(pieces[::2], pieces[1::2]):

@@ -2,7 +2,7 @@
 
 Mutations that turn it red: EOS not put after plain text (`no_eos`), BOS put where the text has it (`double_bos`), targets that go on
 after EOS (`newline_learned`), a turn ended by EOS alone (`eos_ends_turns`), the actor's own end of turns forgotten (`not_aligned`), `--loss_on completion` learning every turn (`every_turn`), a merged boundary cut out of the whole text
-(`merged_boundary`), a message list's prompt stated twice (`prompt_twice`), the hh-rlhf prompt cut at its first answer (`hh_first_turn`),
+(`merged_boundary`), tool calls not learned (`calls_not_learned`), a message list's prompt stated twice (`prompt_twice`), the hh-rlhf prompt cut at its first answer (`hh_first_turn`),
 pairs equal only after truncation kept (`equal_after_cut`), lists without a type (`untyped_lists`), reasons swapped (`wrong_reason`), CSV cells read as numbers (`csv_numbers`),
 the cache's key without the tokenizer (`stale_tokenizer`) or the settings (`stale_settings`), one permutation for all epochs
 (`same_epochs`), fillers of weight one (`filler_weight`), micro-batches of the last processes missing (`uneven_processes`).
@@ -328,6 +328,20 @@ def test_prompt_and_completion_lists_learn_the_completion_only(tokenizer):
         assert (row["input_ids"], row["targets"]) == reference_targets(tokenizer, CHAT, [4])
     trailing = sft(tokenizer, {"messages": [*CHAT, user("thanks")]})
     assert trailing["input_ids"] == sft(tokenizer, {"messages": CHAT})["input_ids"]
+
+
+def test_a_tool_call_is_learned_though_it_has_no_text():
+    calls = CHATML.replace("+ m['content']", "+ m['content'] + (m.tool_calls | string if m.tool_calls else '')")
+    tokenizer, call = make_tokenizer(calls), {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    chat = [user("two and two?"), call, {"role": "tool", "content": "4"}, assistant("four")]
+    shown = [chat[0], assistant(str(call["tool_calls"])), *chat[2:]]
+    for loss_on, learned in (("assistant", [1, 3]), ("completion", [3])):
+        row = sft(tokenizer, {"messages": chat}, loss_on=loss_on)
+        assert (row["input_ids"], row["targets"]) == reference_targets(tokenizer, shown, learned)
+    last = sft(tokenizer, {"messages": chat[:2]}, loss_on="completion")
+    assert (last["input_ids"], last["targets"]) == reference_targets(tokenizer, shown[:2], [1]) and last["reason"] == ""
+    chosen = preference_row({"prompt": chat[:1], "chosen": [call], "rejected": [assistant("5")]}, tokenizer, 128)
+    assert "add" in tokenizer.decode(chosen["chosen_ids"]) and chosen["reason"] == ""
 
 
 def test_a_template_that_rewrites_earlier_turns(tokenizer):

@@ -1,15 +1,21 @@
 """Launching: every YAML, any directory, the right world; what cannot be honoured is refused; what is not finite stops.
 
 Mutations that turn it red: clipping left to DeepSpeed's default (`ds_clip`), the JSON looked up from the current directory only
-(`cwd_json`), the package of another clone taken (`any_common`), the check for finite losses dropped (`no_nan_check`), clipping off (`no_clip`).
+(`cwd_json`), the package of another clone taken (`any_common`), the check for finite losses dropped (`no_nan_check`), clipping off (`no_clip`), all
+saved actors kept (`all_actors`), a folder that some process does not see taken (`unseen_folder`), a folder shared by runs
+of the same second (`same_second`).
 """
 
+import argparse
+import datetime
 import json
 import shutil
+import types
 
 import pytest
 import yaml
 
+import common.launch
 from runs import (
     CONFIGS,
     LAUNCHERS,
@@ -20,6 +26,7 @@ from runs import (
     launch,
     letters,
     recipe,
+    refuses,
     training_lines,
     weights,
 )
@@ -64,6 +71,41 @@ def test_another_common_is_refused(inputs, tmp_path):
         shutil.copytree(REPOSITORY / part, tmp_path / "clone" / part)
     result = launch([], tmp_path / "clone/recipes/sft.py", *flags(inputs, tmp_path / "out"), cwd=tmp_path, check=False, fresh=True)
     assert result.returncode and "pip install -e" in result.stdout and str(REPOSITORY) in result.stdout and "Traceback" not in result.stdout
+
+
+def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
+    """Two processes, one folder, named after the recipe and the time."""
+    some = [flag for flag in flags(inputs, "", "--save_actor_steps", 1, "--save_actor_limit", 2) if flag not in ("--output_dir", "")]
+    launch(LAUNCHERS["ddp"], recipe("sft"), *some, cwd=tmp_path)
+    (output,) = (tmp_path / "runs/sft").iterdir()
+    datetime.datetime.strptime(output.name, "%Y%m%d-%H%M%S")
+    assert sorted(path.name for path in output.iterdir()) == ["actor", "actors", "metrics.jsonl"]
+    assert sorted(path.name for path in (output / "actors").iterdir()) == ["global_step_000002", "global_step_000003"]
+    assert weights(output).equal(weights(output, "actors/global_step_000003"))
+
+
+def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    now = types.SimpleNamespace(now=lambda: datetime.datetime(2030, 1, 2, 3, 4, 5))
+    monkeypatch.setattr(common.launch, "datetime", types.SimpleNamespace(datetime=now))
+    args = argparse.Namespace(output_dir=None, resume="never")
+    assert common.launch.decide_output_dir(args, "dpo") == "runs/dpo/20300102-030405"
+    refuses("runs/dpo/20300102-030405 cannot be made", "exists", call=lambda: common.launch.decide_output_dir(args, "dpo"))
+    args.output_dir = "mine"
+    for _ in range(2):  # an empty folder that is named may be there
+        assert common.launch.decide_output_dir(args, "dpo") == "mine"
+
+
+def test_an_output_dir_that_a_process_does_not_see_is_refused(inputs, tmp_path):
+    """Another node's disk, as the processes tell each other."""
+    (tmp_path / "unseen.py").write_text(
+        "import runpy, sys\nimport common.launch\ntold = common.launch.gather_object\n"
+        "common.launch.gather_object = lambda found: [*told(found), False] if found == [True] else told(found)\n"
+        "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    result = launch([], tmp_path / "unseen.py", recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
+    assert result.returncode and f"{tmp_path / 'out'} is not visible to every process: several nodes" in result.stdout
+    assert "Traceback" not in result.stdout and not [*(tmp_path / "out").iterdir()]
 
 
 def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
