@@ -70,6 +70,9 @@ MUTATIONS = [
              "test_configs.py::test_a_yaml_as_it_is_gives_the_numbers_of_fp32[ds_zero3_offload]"),
     Mutation("false_warning", "common/launch.py", '"ignore", "Detected call', '"ignore", "No call',
              "test_configs.py::test_a_yaml_as_it_is_gives_the_numbers_of_fp32[ds_zero3_offload]"),
+    Mutation("rounded_actor", "common/checkpoint.py", 'value for name, value in weights.items() if name.startswith("model.")',
+             'value.bfloat16().to(value.dtype) for name, value in weights.items() if name.startswith("model.")',
+             "test_configs.py::test_a_yaml_as_it_is_gives_the_numbers_of_fp32[ds_zero1_fp16]"),
     # ------------------------------------------------------------ test_counting.py
     Mutation("log_every_ga", "recipes/dpo.py", "progress.log_due(args.logging_steps)", "progress.log_due(args.logging_steps * len(micro_batches))",
              "test_counting.py::test_accumulation_changes_no_number"),
