@@ -169,8 +169,8 @@ def find_checkpoint(run: Run) -> Path | None:
         if not (fault := fault_of(path)):
             return path
         run.accelerator.print(f"passed over {path}: {fault}")
-    if candidates:
-        sys.exit(f"--resume {run.args.resume}: none of the {len(candidates)} checkpoints is whole; to start anew take another --output_dir")
+    if found := candidates or [*run.folder.glob("global_step_*")]:
+        sys.exit(f"--resume {run.args.resume}: none of the {len(found)} checkpoints is whole and named as written; to start anew take another --output_dir")  # fmt: skip
     if (run.folder.parent / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint")
     run.accelerator.print(f"no checkpoint in {run.folder}: starting from the beginning")

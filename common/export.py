@@ -107,6 +107,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; default: as they were trained")
     parser.add_argument("--universal", action="store_true", help="a whole checkpoint for another number of processes, not the actor")
     args = parser.parse_args()
+    if args.universal and args.dtype:
+        parser.error("--dtype is for the actor, --universal keeps every weight as it is")
     if args.universal:
         universal(args.checkpoint, args.out)
     else:

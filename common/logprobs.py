@@ -191,7 +191,7 @@ def can_pack(models: list[nn.Module], longest: int, device) -> bool:
     """
     for prepared in models:
         for config in (module.config.get_text_config() for module in prepared.modules() if isinstance(module, PreTrainedModel)):
-            window = getattr(config, "sliding_window", None) or longest
+            window = min(getattr(config, name, None) or longest for name in ("sliding_window", "attention_chunk_size"))
             if config._attn_implementation != "sdpa" or window < longest or getattr(config, "alibi", False):
                 return False
         prepared.eval()

@@ -32,7 +32,7 @@ class Setup(NamedTuple):
     precision: str  # "fp16", "bf16" or "no"
     processes: int
     stage: int = 0
-    bucket: int = 0  # what DeepSpeed reduces at once
+    bucket: int = 0  # what DeepSpeed reduces at once; -1 is accelerate's "auto", the square of the hidden size
     buckets: int = 1
     live: int = 0  # what ZeRO-3 holds gathered at most
     sub_group: int = 0  # what ZeRO-3 updates at once
@@ -108,8 +108,9 @@ def read_deepspeed(name: str, processes: int) -> Setup:
     if not set(on_cpu.values()) <= {"none", "cpu"}:
         sys.exit(f"{name}: offloading to {on_cpu} is not estimated, to the CPU it is")
     size = lambda key, default: int(float(default if zero.get(key, "auto") == "auto" else zero[key]))
+    bucket = -1 if zero.get("reduce_bucket_size") == "auto" else size("reduce_bucket_size", 5e8)
     return Setup(
-        "zero", halves[0] if halves else "no", processes, zero["stage"], size("reduce_bucket_size", 5e8),
+        "zero", halves[0] if halves else "no", processes, zero["stage"], bucket,
         2 if zero.get("overlap_comm") is True and zero["stage"] < 3 else 1, size("stage3_max_live_parameters", 1e9),
         size("sub_group_size", 1e9), on_cpu["optimizer"] == "cpu", on_cpu["param"] == "cpu" and zero["stage"] == 3,
     )  # fmt: skip
@@ -210,6 +211,8 @@ def main() -> None:
     args = parser.parse_args()
     setup = read_setup(args.config, args.num_processes)._replace(accumulates=args.accumulation_steps > 1)
     parameters, unit, buffers = count_parameters(args.model)
+    if setup.bucket < 0:
+        setup = setup._replace(bucket=AutoConfig.from_pretrained(args.model).hidden_size ** 2)
     kind = {"plain": "one process", "ddp": "DDP", "fsdp2": "FSDP2", "zero": f"DeepSpeed ZeRO-{setup.stage}"}[setup.kind]
     print(f"{args.model}: {parameters:,} parameters, tied ones once; buffers {buffers / GIB:.2f} GiB")
     print(

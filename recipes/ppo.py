@@ -349,11 +349,9 @@ def check_settings(args: Args, processes: int) -> None:
     if min(prompts, per_prompt, args.micro_rollout_batch_size, args.num_epochs_per_rollout) < 1:
         sys.exit("--rollout_batch_size, --n_samples_per_prompt, --micro_rollout_batch_size and --num_epochs_per_rollout must be at least 1")
     rollout = f"--rollout_batch_size {prompts} x --n_samples_per_prompt {per_prompt} = {prompts * per_prompt} samples"
-    for what, unit in (
-        (f"--micro_rollout_batch_size {args.micro_rollout_batch_size} x {processes} processes", args.micro_rollout_batch_size * processes),
-        (f"--train_batch_size {args.train_batch_size}", args.train_batch_size),
-    ):
-        step = math.lcm(unit, per_prompt) // per_prompt
+    many = f"--micro_rollout_batch_size {args.micro_rollout_batch_size} x {processes} processes", args.micro_rollout_batch_size * processes
+    for what, unit in (many, (f"--train_batch_size {args.train_batch_size}", args.train_batch_size)):
+        step = math.lcm(max(unit, 1), per_prompt) // per_prompt  # a --train_batch_size of 0 is refused like any other recipe's
         if prompts % step:
             nearest = " or ".join(str(size) for size in (prompts // step * step, prompts // step * step + step) if size)
             sys.exit(f"{rollout} are not a multiple of {what}. Nearest that would do: --rollout_batch_size {nearest}.")
@@ -363,7 +361,8 @@ def check_settings(args: Args, processes: int) -> None:
         (args.kl_in == "loss" and args.kl_estimator == "k1", "--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3"),
         (args.temperature <= 0, f"--temperature {args.temperature}: expected more than 0 (evaluation is greedy whatever it is)"),
         (args.dual_clip and args.dual_clip <= 1, f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none"),
-        (args.kl_target and min(args.kl_coef, args.kl_horizon) <= 0, "--kl_target needs --kl_coef and --kl_horizon above 0"),
+        (args.kl_target and args.kl_coef <= 0, f"--kl_target {args.kl_target} needs --kl_coef above 0"),
+        (args.kl_target and args.kl_horizon <= prompts * per_prompt / 5, f"{rollout}: --kl_target needs --kl_horizon above a fifth"),
     ):
         if wrong:
             sys.exit(message)
@@ -403,7 +402,7 @@ def main():
     disable_dropout(policy)
     actor_groups = optimizer_groups(policy.model, args.weight_decay, lr=args.learning_rate, name="actor", learns=True)
     critic_groups = optimizer_groups(policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic", learns=True)
-    optimizer = torch.optim.AdamW(actor_groups + critic_groups, eps=args.adam_epsilon)
+    optimizer = torch.optim.AdamW(actor_groups + critic_groups, lr=args.learning_rate, eps=args.adam_epsilon)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
     scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
     model, optimizer = prepare(accelerator, policy, optimizer, args.debug_overflow)
@@ -430,7 +429,7 @@ def main():
     metrics = Metrics(accelerator, args, progress, bar_metric="objective/scores")
     run = Run(
         accelerator=accelerator, args=args, model=model, unwrapped=policy, optimizer=optimizer, scheduler=scheduler, tokenizer=tokenizer,
-        progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint, extra={"kl_coef": args.kl_coef, "rollout": None},
+        progress=progress, metrics=metrics, data_fingerprint=f"{train_set._fingerprint} {limits}", extra={"kl_coef": args.kl_coef, "rollout": None},
     )  # fmt: skip
     resume(run)
     if progress.windows_seen == 0:
@@ -441,19 +440,19 @@ def main():
         epoch, place = divmod(progress.windows_seen, progress.windows_per_epoch)
         in_epoch, window_number = divmod(place, windows_per_rollout)
         number = epoch * rollouts_per_epoch + in_epoch
-        if run.extra["rollout"] is None:
+        actor_learns = number >= args.critic_warmup_rollouts  # only then is there a KL to adapt to
+        if (rollout := run.extra["rollout"]) is None:
             prompts = window_rows(len(train_set), args.rollout_batch_size, args.seed, number)
             columns = train_set[np.repeat(prompts, args.n_samples_per_prompt)]
             state = number, run.extra["kl_coef"], metrics, args
             rollout, kl = roll_out(accelerator, model, policy, reference, tokenizer, columns, score_of, *state)
-            kl_coef = next_kl_coef(run.extra["kl_coef"], kl, args.kl_target, args.kl_horizon, len(rollout["prompts"]))
+            kl_coef = next_kl_coef(run.extra["kl_coef"], kl, args.kl_target * actor_learns, args.kl_horizon, len(rollout["prompts"]))
             run.extra = {"kl_coef": kl_coef, "rollout": rollout}
-        rollout = run.extra["rollout"]
         lengths = np.array([len(prompt) + len(response) for prompt, response in zip(rollout["prompts"], rollout["responses"])])
         window = window_rows(len(lengths), args.train_batch_size, (args.seed, number, 2), window_number)
         micro_batches = arrange(accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens)
         divisor = begin_window(accelerator, model, micro_batches)
-        window_tokens, actor_learns = int(rollout["tensors"]["mask"][window].sum()), number >= args.critic_warmup_rollouts
+        window_tokens = int(rollout["tensors"]["mask"][window].sum())
         for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
             group["learns"] = actor_learns or group["name"] == "critic"
             group["lr"] = learning_rate * group["learns"]  # at zero, weight decay moves nothing either

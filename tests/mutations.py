@@ -203,6 +203,8 @@ MUTATIONS = [
     Mutation("kept_twice", "common/logprobs.py", "ctx.kept.pop(start, None) or", "next(iter(ctx.kept.values())) or", "test_logprobs.py::test_architectures[llama]"),
     Mutation("half_sum", "common/logprobs.py", "log_softmax(-1, dtype=torch.float32)", "log_softmax(-1).float()",
              "test_logprobs.py::test_the_head_under_half_precision"),
+    Mutation("chunks_packed", "common/logprobs.py", '("sliding_window", "attention_chunk_size"))', '("sliding_window",))',
+             "test_logprobs.py::test_attention_of_a_part_of_longer_rows_is_not_packed[attention_chunk_size]"),
     # ------------------------------------------------------------ test_memory.py
     Mutation("no_step_copies", "common/memory.py", '        trained += [State("fp32 gradients", 4, True, "s")]\n', '',
              "test_memory.py::test_the_estimate_is_what_two_processes_hold[ds_fp16]"),
@@ -212,6 +214,8 @@ MUTATIONS = [
              "test_memory.py::test_offload"),
     Mutation("tied_twice", "common/memory.py", "for p in module.parameters())", "for _, p in module.named_parameters(remove_duplicate=False))",
              "test_memory.py::test_parameters_are_counted_without_weights"),
+    Mutation("default_bucket", "common/memory.py", 'bucket = -1 if zero.get("reduce_bucket_size") == "auto" else', 'bucket = int(5e8) if zero.get("reduce_bucket_size") == "auto" else',
+             "test_memory.py::test_an_automatic_bucket_is_the_square_of_the_hidden_size"),
     # ------------------------------------------------------------ test_metrics.py
     Mutation("one_peak", "common/metrics.py", "/ (peak * self.accelerator.num_processes)", "/ peak",
              "test_metrics.py::test_the_share_of_the_gpu_that_is_used"),
@@ -284,6 +288,9 @@ MUTATIONS = [
              '', "test_ppo.py::test_the_critic_learns_before_the_actor"),
     Mutation("rollout_forgotten", "recipes/ppo.py", 'if run.extra["rollout"] is None:',
              'if run.extra["rollout"] is None or progress.windows_seen == 3:', "test_ppo.py::test_resumed_in_the_middle_of_a_rollout"),
+    Mutation("warmup_adapts", "recipes/ppo.py", "args.kl_target * actor_learns,", "args.kl_target,", "test_ppo.py::test_every_logged_number_of_a_run[critic first plain]"),
+    Mutation("default_rate", "recipes/ppo.py", "critic_groups, lr=args.learning_rate, eps", "critic_groups, eps", "test_ppo.py::test_the_end_of_a_polynomial_schedule_is_that_of_the_actors_rate"),
+    Mutation("other_length", "recipes/ppo.py", 'f"{train_set._fingerprint} {limits}"', "train_set._fingerprint", "test_ppo.py::test_resumed_in_the_middle_of_a_rollout"),
     Mutation("old_coefficient", "recipes/ppo.py", 'run.extra = {"kl_coef": kl_coef, "rollout": rollout}',
              'run.extra = {"kl_coef": args.kl_coef, "rollout": rollout}', "test_ppo.py::test_every_logged_number_of_a_run[kl in the reward plain]"),
     Mutation("text_too_early", "common/metrics.py", 'self.board.add_text("responses", table, self.progress.global_step + 1)',

@@ -3,7 +3,7 @@
 Mutations that turn it red: the soft cap or the logit scale forgotten (`no_softcap`, `no_multiplier`), log-softmax in half
 (`half_softmax`, `half_sum`), the gradient of the head's weight without its chunks' sum (`last_chunk`), what was kept of the last
 chunk taken for all (`kept_twice`). Packed: answers that see each other (`answers_meet`), positions that count what stands before in
-the row (`row_positions`), the first token of an answer predicted by the token to its left (`wrong_neighbour`). Products of oneDNN:
+the row (`row_positions`), the first token of an answer predicted by the token to its left (`wrong_neighbour`), chunked attention (`chunks_packed`). Products of oneDNN:
 though they are rounded (`rounded_products`), for small models (`small_products`), in the flash kernel where rows are short (`short_flash`).
 """
 
@@ -223,6 +223,14 @@ def test_what_passes_from_token_to_token_otherwise_is_not_packed(kind, changes):
     sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
     config = AutoConfig.for_model(kind, **{**sizes, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes})
     assert not can_pack([LogProbModel(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())], 30, "cpu")
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])  # Mistral's; Llama 4's
+def test_attention_of_a_part_of_longer_rows_is_not_packed(name):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **SIZES, **{name: 50})
+    wrapper = LogProbModel(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())
+    assert can_pack([wrapper], 50, "cpu") and not can_pack([wrapper], 51, "cpu")
 
 
 def test_rows_that_would_become_too_long_are_not_packed():

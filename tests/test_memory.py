@@ -1,7 +1,7 @@
 """`python -m common.memory` says what a launch really holds, and is refused where it does not know.
 
 Mutations that turn it red: the fp32 copies of the gradients in the step left out (`no_step_copies`), DDP's own buckets left out (`no_buckets`),
-masters that offloading leaves on the GPU (`masters_stay`), tied parameters counted twice (`tied_twice`).
+masters that offloading leaves on the GPU (`masters_stay`), tied parameters counted twice (`tied_twice`), DeepSpeed's own bucket in place of accelerate's (`default_bucket`).
 """
 
 import importlib.util
@@ -142,6 +142,21 @@ def test_the_printed_table(monkeypatch, capsys):
     total = next(line for line in lines if line.startswith("GPU sum")).split()[2:]
     fixed = 2 * 500_000_000
     assert [float(x) for x in total] == pytest.approx([(x * n + fixed) / 2**30 for x in (9 + 2 - 1 + 1 - 1, 9, 11)], abs=1e-3)
+
+
+def test_an_automatic_bucket_is_the_square_of_the_hidden_size(monkeypatch, capsys, tmp_path):
+    """As accelerate fills it in; in half precision two bytes each."""
+    LlamaConfig(
+        hidden_size=4096, intermediate_size=64, num_hidden_layers=1, vocab_size=100, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(tmp_path)
+    settings = json.loads((OWN / "ds_zero2.json").read_text())
+    settings["zero_optimization"]["reduce_bucket_size"] = "auto"
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    (tmp_path / "ds.yaml").write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {tmp_path / 'ds.json'}}}\n")
+    monkeypatch.setattr(sys, "argv", ["memory", "--model", str(tmp_path), "--config", str(tmp_path / "ds.yaml")])
+    main()
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "reduction buffer" in line)
+    assert f"{2 * 4096**2 / 2**30:.3f}" in row.split()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ scores let through (`nan_scores`), a loss that is not finite let through (`no_na
 the parts not of the joint one (`own_norms`), the critic made anew though there is a reward model (`critic_from_actor`), Adam counting the
 critic's warm-up for the actor (`aged_adam`), a rollout made anew by a resume (`rollout_forgotten`), the coefficient not adapted
 (`old_coefficient`), the display one update early (`text_too_early`), what is not finite found after whitening (`late_nan_check`), GSM8K's mark not looked
-for in a response (`mark_ignored`).
+for in a response (`mark_ignored`), the coefficient adapted before the actor learns (`warmup_adapts`), a schedule that takes torch's default rate
+(`default_rate`), responses of another length after a resume (`other_length`).
 """
 
 import functools
@@ -387,6 +388,11 @@ def test_sizes_of_a_rollout_that_do_not_divide(processes, sizes, parts):
             ppo.check_settings(args, processes)  # what it names would do
 
 
+def test_an_update_of_no_samples_is_left_to_the_common_refusal():
+    """By `accumulation_steps`, in the words of all recipes; here it must not divide by it."""
+    ppo.check_settings(ppo.Args(reward_function="a:b", train_batch_size=0), 1)
+
+
 @pytest.mark.parametrize("response, answer, right", [
     ("4", " 4\n", True), ("4", 4, True), ("2 + 2\n#### 4", "4", True), ("#### 4", "1 + 1 is 2, twice #### 4", True), ("#### 3 #### 4", "4", True),
     ("1 #### 4", "1 #### 5", False), ("14", "4", False), ("4 #### 5", "4", False), ("4 ####", "4", False),
@@ -404,6 +410,7 @@ def test_a_response_is_right_where_it_ends_as_the_answer(response, answer, right
     ({"temperature": 0.0}, ["--temperature 0.0", "more than 0"]),
     ({"dual_clip": 0.9}, ["--dual_clip 0.9", "more than 1"]),
     ({"kl_target": 6.0, "kl_coef": 0.0}, ["--kl_target", "--kl_coef", "above 0"]),
+    ({"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8}, ["= 128 samples", "--kl_horizon above a fifth"]),
     ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout", "at least 1"]),
 ])  # fmt: skip
 def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
@@ -454,7 +461,7 @@ WHOLE = {
     "kl in the loss": dict(SHARED, kl_coef=0.2, kl_estimator="k3", kl_in="loss", temperature=1.3, max_grad_norm=0.0, vf_coef=0.1, dual_clip=1.1,
                              value_clip_range=0.0, gae_lambda=1.0, ref="model", scored="function"),
     # One epoch, so 2 windows of each rollout; the actor learns from the fifth update on, and its Adam has not counted those before.
-    "critic first": dict(SHARED, num_epochs_per_rollout=1, critic_warmup_rollouts=2, max_steps=8, kl_coef=0.4, kl_estimator="k2", kl_in="loss",
+    "critic first": dict(SHARED, num_epochs_per_rollout=1, critic_warmup_rollouts=2, max_steps=8, kl_coef=0.4, kl_estimator="k2", kl_in="loss", kl_target=0.5, kl_horizon=100.0,
                          ref="reference", scored="function"),
 }  # fmt: skip
 
@@ -638,7 +645,7 @@ class Reference:
                 first, second = order[: of_rollout // 2], order[of_rollout // 2 :]
                 assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(len(samples)))  # noqa: RUF017
                 assert first != second or number  # of so few samples chance can repeat them
-            if s.kl_target:
+            if s.kl_target and number >= s.critic_warmup_rollouts:
                 error = min(max(line["objective/kl"] / s.kl_target - 1, -0.2), 0.2)
                 self.kl_coef *= 1 + error * len(samples) / s.kl_horizon
         return self
@@ -765,6 +772,15 @@ def test_a_run_does_not_depend_on_the_number_of_processes(finished):
     assert (one - two).norm() <= 1e-5 * one.norm()
 
 
+def test_the_end_of_a_polynomial_schedule_is_that_of_the_actors_rate(inputs):
+    """transformers takes it as 1e-7, by the optimizer's own rate; the critic's ends in proportion."""
+    output, settings = inputs / "polynomial", {**WHOLE["kl in the loss"], "warmup_steps": 0, "max_steps": 2}
+    run(inputs, output, settings, "--lr_scheduler_type", "polynomial")
+    half = (3e-3 - 1e-7) / 2 + 1e-7
+    assert [line["learning_rate"] for line in lines(output)] == pytest.approx([3e-3, half], rel=1e-6)
+    assert [line["critic_learning_rate"] for line in lines(output)] == pytest.approx([2e-2, half * 2e-2 / 3e-3], rel=1e-6)
+
+
 def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
     """From the third of the four updates of the first rollout: what is left of it, and an adapted coefficient after it."""
     (whole, _), output = finished("kl in the reward", "plain"), inputs / "resumed"
@@ -773,6 +789,8 @@ def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
     for step in (6, 9, 10):
         shutil.rmtree(output / f"checkpoints/global_step_{step:06d}")
     again = ["--save_steps", 3, "--save_total_limit", 0, "--resume", "auto"]
+    result = run(inputs, output, WHOLE["kl in the reward"], *again, "--max_new_tokens", 5, check=False)
+    assert result.returncode and "'max_new_tokens': 6}\" in the checkpoint" in result.stdout  # other draws would follow
     result = run(inputs, output, WHOLE["kl in the reward"], *again)
     assert "global_step_000003: 3 updates, 3 windows seen" in result.stdout
     assert timeless(output) == timeless(whole)

@@ -135,6 +135,10 @@ def test_export_gives_the_actor_the_run_saved(inputs, unbroken, tmp_path, name, 
         assert torch.equal(one, other.to(torch.bfloat16))
     taken = subprocess.run([*command, str(tmp_path / "out")], cwd=tmp_path, capture_output=True, text=True)
     assert taken.returncode and "is not an empty folder" in taken.stderr
+    both = subprocess.run(
+        [*command, str(tmp_path / "both"), "--universal", "--dtype", "bfloat16"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert both.returncode and "--dtype is for the actor" in both.stderr and not (tmp_path / "both").exists()
     torn = shutil.copytree(checkpoint, tmp_path / "torn")
     (torn / "actor/model.safetensors").write_bytes(b"x")
     refused = subprocess.run([*command[:-1], str(torn), str(tmp_path / "no")], cwd=tmp_path, capture_output=True, text=True)
@@ -183,6 +187,10 @@ def test_auto_does_not_begin_again_what_has_ended(inputs, tmp_path):
     output = tmp_path / "ended"
     few = [*flags(inputs, "dpo", output), "--max_steps", 1, "--save_steps", 0]
     (output / "actors/global_step_000300").mkdir(parents=True)  # of a run that was killed before its first checkpoint
+    (output / "checkpoints/global_step_000300_best").mkdir(parents=True)
+    result = launch([], recipe("dpo"), *few, "--resume", "auto", check=False)
+    assert result.returncode and "none of the 1 checkpoints is whole and named as written" in result.stdout
+    (output / "checkpoints/global_step_000300_best").rmdir()
     launch([], recipe("dpo"), *few, "--resume", "auto", "--save_actor_steps", 1, "--save_actor_limit", 1)
     assert [path.name for path in (output / "actors").iterdir()] == ["global_step_000001"]
     before = (output / "metrics.jsonl").read_bytes()
