@@ -263,7 +263,7 @@ def run(program, args, updates: int, micro: int, setting: str = "plain") -> dict
         line.setdefault("perf/seconds", args.window / line.get("perf/samples_per_second", float("nan")))
     tokens = [line.get("tokens", line.get("num_tokens", math.nan)) for line in lines]
     seconds = [line["perf/seconds"] for line in lines[2 * len(lines) // updates :]]  # PPO of ours has several lines an iteration
-    work = tokens[-1] - tokens[1] if args.recipe == "sft" and len(tokens) > 1 else args.window * (updates - 2)
+    work = tokens[-1] - tokens[1] if args.recipe == "sft" else args.window * (updates - 2)
     rate = work / sum(seconds) if seconds else 0.0
     return {"lines": lines, "first": first, "rate": rate, "seconds": seconds, "work": work, "tokens": tokens[-1],
             "memory": usage.ru_maxrss / 1024, "others": others}  # fmt: skip
