@@ -65,15 +65,12 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counting")
     tiny_llama(folder / "model", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    say = lambda role, text: [{"role": role, "content": text}]
-    pairs = [
-        {"prompt": say("user", str(n)), "chosen": say("assistant", str(n % 7)), "rejected": say("assistant", str(n % 7) + "b")}
-        for n in range(60_000)
-    ]
+    pairs = [{"prompt": str(n), "chosen": str(n % 7), "rejected": f"{n % 7}b"} for n in range(60_000)]  # texts: no template to write
     write_jsonl(folder / "60000.jsonl", pairs)
+    say = lambda role, text: [{"role": role, "content": text}]
+    texts = (("x" * (i % 23 + 1), "y" * (i * 7 % 19 + 1), f"{i % 7}b") for i in range(100))
     uneven = [  # no two windows have like means
-        {**row, "prompt": say("user", "x" * (i % 23 + 1)), "chosen": say("assistant", "y" * (i * 7 % 19 + 1))}
-        for i, row in enumerate(pairs[:100])
+        {"prompt": say("user", one), "chosen": say("assistant", two), "rejected": say("assistant", three)} for one, two, three in texts
     ]
     write_jsonl(folder / "100.jsonl", uneven)
     return folder

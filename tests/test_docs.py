@@ -18,7 +18,10 @@ GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 @pytest.fixture(scope="module", params=["sft", "dpo", "reward", "ppo"])
 def demo(request, tmp_path_factory):
     output = tmp_path_factory.mktemp("docs") / request.param
-    more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16]
+    held_out = {"sft": "sft", "ppo": "prompts"}.get(request.param, "preferences") + "_eval.jsonl"
+    few = output.with_name(held_out)
+    few.write_text("".join((REPOSITORY / "assets" / held_out).read_text().splitlines(keepends=True)[:20]))
+    more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16, "--eval_dataset_name", few]
     launch(config_launcher("ds_fp16"), recipe(request.param), *more, "--output_dir", output)
     return request.param, output
 
