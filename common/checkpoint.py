@@ -114,8 +114,7 @@ def stop_if_asked(run: Run) -> None:
     if number := int(run.accelerator.reduce(torch.tensor(run.signal, device=run.accelerator.device), "max")):
         save_checkpoint(run)
         run.metrics.bar.close()
-        done = f"stopped by {signal.Signals(number).name} after update {run.saved}"
-        run.accelerator.print(f"{done}, saved in {run.folder}: go on with --resume auto")
+        run.accelerator.print(f"stopped by {signal.Signals(number).name} after update {run.saved}, saved in {run.folder}: go on with --resume auto")  # fmt: skip
         sys.exit(128 + number)
 
 
@@ -159,7 +158,8 @@ def resume(run: Run) -> None:
         if accelerator.is_main_process and int(folder.name[12:]) > run.progress.global_step:
             shutil.rmtree(folder)
     run.metrics.start(metrics_size)
-    accelerator.wait_for_everyone()
+    # A run that goes on elsewhere has a checkpoint of its own from the start: killed before its first, it would begin anew.
+    save_checkpoint(run) if path and run.saved < 0 and run.args.save_steps else accelerator.wait_for_everyone()
 
 
 def find_checkpoint(run: Run) -> Path | None:
@@ -195,9 +195,10 @@ def load(run: Run, path: Path, state: dict) -> None:
         SystemExit: it is of other data, another algorithm's settings, or another world where that cannot be loaded.
     """
     before, now = state["arguments"], run.identity
+    now["world"] = now["world"][: len(before.get("world", ""))]  # a universal checkpoint's names stage and precision only
     if changed := [name for name in before if name not in MAY_CHANGE and now.get(name) != before[name]]:
         differences = (f"{name}: {before[name]!r} in the checkpoint, {now.get(name)!r} now" for name in changed)
-        sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}{' (common.export --universal)' * ('world' in changed)}")
+        sys.exit(f"--resume: {path} is of another run: {'; '.join(differences)}{' (common.export --universal is for another number of processes)' * ('world' in changed)}")  # fmt: skip
     accelerator, rank, processes = run.accelerator, run.accelerator.process_index, len(state["open_sums"])
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.print("NOTE: DeepSpeed's state is read as pickles, which can run code: resume from your own checkpoints only.")

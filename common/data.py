@@ -54,9 +54,8 @@ def load_rows(name: str, split: str) -> datasets.Dataset:
     except Exception as error:  # each reader raises what its library does
         why = " ".join(str(error.__cause__ or error).split())[:300]
         empty = isinstance(error, (StopIteration, pandas.errors.EmptyDataError)) or "corresponds to no data" in why
-        for file in files:
-            if reader_of(file) == "json" and not empty:
-                find_malformed_json(file)
+        for file in files if kinds == {"json"} and not empty else []:
+            find_malformed_json(file)
         sys.exit(f"data set {name!r}, split {split!r}, " + ("holds no rows" if empty else f"could not be read: {why}"))
 
 
@@ -96,14 +95,20 @@ def check(fits: bool, row: dict, column: str, expected: str) -> None:
 
 
 def is_messages(value) -> bool:
-    """Whether a value is a list of `{"role": ..., "content": ...}`, both strings."""
-    return isinstance(value, list) and all(isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in value)
+    """Whether a value is a list of `{"role": ..., "content": ...}`, both strings; a turn that calls tools needs no content."""
+    fits = lambda m: isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None if m.get("tool_calls") else str)
+    return isinstance(value, list) and all(isinstance(m, dict) and fits(m) for m in value)
 
 
 def as_messages(value: str | list[dict], role: str) -> list[dict]:
-    """A string becomes one message of that role; keys that only other rows' messages have, null here, are dropped."""
+    """A string becomes one message of that role."""
     messages = [{"role": role, "content": value}] if isinstance(value, str) else value
-    return [{key: part for key, part in message.items() if part is not None} for message in messages]
+    return [{"content": "", **message} for message in without_nulls(json.dumps(messages, default=str))]
+
+
+def without_nulls(text: str):
+    """The value of a JSON text without the keys, at any depth, that are null: in a parquet file each row has the keys of all."""
+    return json.loads(text, object_hook=lambda parts: {key: part for key, part in parts.items() if part is not None})
 
 
 def has_text(value: str | list[dict]) -> bool:
@@ -148,14 +153,15 @@ def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict
 # ---------------------------------------------------------------------------------------------- token ids
 
 
-def render(tokenizer, messages: list[dict], add_generation_prompt: bool = False) -> str:
-    """Messages as the chat template writes them."""
+def render(tokenizer, messages: list[dict], add_generation_prompt: bool = False, tools: list[dict] | str | None = None) -> str:
+    """Messages as the chat template writes them, and the tools they may call: JSON schemas, or a JSON text of them."""
     if tokenizer.chat_template is None:
         raise BadRow("messages, but the tokenizer has no chat template: set tokenizer.chat_template and save it, or give plain strings")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        tools = without_nulls(tools if isinstance(tools, str) else json.dumps(tools, default=str)) if tools else None
+        return tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt)
     except Exception as error:  # a template raises what it likes, such as that roles must alternate
-        raise BadRow(f"the tokenizer's chat template refuses the messages: {error}") from None
+        raise BadRow(f"the tokenizer's chat template refuses the messages{' or tools' * bool(tools)}: {error}") from None
 
 
 def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
@@ -180,15 +186,16 @@ def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
     return pieces
 
 
-def encode_turns(tokenizer, messages: list[dict], spans: list[tuple[int, int]]) -> list[list[int]]:
+def encode_turns(tokenizer, messages: list[dict], spans: list[tuple[int, int]], tools=None) -> list[list[int]]:
     """Token ids of a conversation up to its last answer, in pieces: what precedes an answer, the answer, and so on.
 
     Args:
         spans: for each answer its first message, and the one after its last.
+        tools: see `render`.
     """
     texts, done = [], ""
     for start, end in spans:
-        before, after = render(tokenizer, messages[:start], True) if start else "", render(tokenizer, messages[:end])
+        before, after = render(tokenizer, messages[:start], True, tools) if start else "", render(tokenizer, messages[:end], False, tools)
         if not before.startswith(done):
             raise BadRow("this chat template rewrites earlier turns when later ones follow: use --loss_on completion, or another template")
         if not after.startswith(before):
@@ -206,12 +213,12 @@ def turn_length(tokenizer, ids: list[int]) -> int:
     return max((n for n, i in enumerate(ids, 1) if i == eos or getattr(last.get(n), "special", False)), default=0)
 
 
-def encode_preference(tokenizer, prompt, chosen, rejected) -> tuple[list[int], list[int], list[int]]:
-    """Ids of prompt, chosen and rejected; the prompt's are the same for both."""
+def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> tuple[list[int], list[int], list[int]]:
+    """Ids of prompt, chosen and rejected; the prompt's are the same for both. `tools`: see `render`."""
     if isinstance(prompt, str):
         pairs = [encode(tokenizer, [prompt, answer], plain=True) for answer in (chosen, rejected)]
     else:
-        pairs = [encode_turns(tokenizer, prompt + a, [(len(prompt), len(prompt + a))]) for a in (chosen, rejected)]
+        pairs = [encode_turns(tokenizer, prompt + a, [(len(prompt), len(prompt + a))], tools) for a in (chosen, rejected)]
     return pairs[0][0], *(answer[: turn_length(tokenizer, answer) or None] for _, answer in pairs)
 
 
@@ -250,8 +257,9 @@ def tokenized(name: str, split: str, function, tokenizer, columns: dict, setting
         hidden = ["messages", "text"] if {"prompt", "completion"} & columns.keys() else ["messages"] if "text" in columns else []
         row = {k: v for k, v in row.items() if k not in hidden} | {name: row[own] for name, own in columns.items() if own in row}
         try:
-            answer = {"answer": "" if row["answer"] is None else str(row["answer"])} if "answer" in row else {}
             values = function(row, tokenizer=tokenizer, **settings)
+            # Nothing is asked where there is no prompt.
+            answer = {n: "" if row[n] is None or values.get("prompt_ids") == [] else str(row[n]) for n in {"answer"} & row.keys()}
             values |= {"row": index + 1, **answer, "crc": zlib.crc32(repr(values).encode())}
             # Typed, as the first thousand rows, from which `datasets` takes the types, may all be left out, with empty lists.
             return {k: np.array(v, bool if k == "targets" else int) if isinstance(v, list) else v for k, v in values.items()}

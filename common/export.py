@@ -6,8 +6,8 @@
 Every checkpoint, whatever recipe, strategy and ZeRO stage wrote it, holds the actor in safetensors beside the engine's own files. This
 verifies it against the checkpoint's manifest and copies it, bit for bit unless `--dtype` converts it.
 
-With `--universal` OUT is a whole checkpoint again, which another number of processes and another ZeRO stage can resume from: DeepSpeed's
-own is cut for the processes that wrote it. This reads DeepSpeed's pickles: only use it on checkpoints you trust.
+With `--universal` OUT is a whole checkpoint again, which another number of processes can resume from, in the same ZeRO stage and precision:
+DeepSpeed's own is cut for the processes that wrote it. This reads DeepSpeed's pickles: only use it on checkpoints you trust.
 """
 
 import argparse
@@ -83,7 +83,8 @@ def universal(checkpoint: Path, out: Path) -> None:
     if result.returncode:
         sys.exit(f"DeepSpeed could not convert {source}:\n{result.stderr[-2000:]}")
     state = json.loads((temporary / "state.json").read_text(encoding="utf-8"))
-    if state["arguments"].pop("world").startswith("DeepSpeed ZeRO-3"):
+    state["arguments"]["world"] = state["arguments"]["world"].partition(" on ")[0]  # stage and precision: these must stay
+    if state["arguments"]["world"].startswith("DeepSpeed ZeRO-3"):
         shared = torch.load(temporary / "engine/pytorch_model/zero/optimizer_state.pt", weights_only=False)
         steps = {float(part["step"]) for part in shared["optimizer_state_dict"]["state"].values()}
         if len(steps) > 1:

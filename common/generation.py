@@ -94,9 +94,11 @@ def generate(accelerator, prepared, model, tokenizer, prompts, batch_size, max_n
     return gather_rows(mine)
 
 
-def is_right(response: str, answer: str) -> bool:
-    """Whether both end alike: after the last `####` (GSM8K's mark), or all of a text without one."""
-    return response.split("####")[-1].strip() == str(answer).split("####")[-1].strip()
+def is_right(response: str, answer: str | float) -> bool:
+    """Whether both end alike: after the last `####` (GSM8K's mark), or all of a text without one. What was thought before does not
+    count, and 42.0 is 42, which a column of numbers may have become."""
+    end = lambda text: str(text).split("</think>")[-1].split("####")[-1].strip().removesuffix(".0")
+    return end(response) == end(answer)
 
 
 def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:

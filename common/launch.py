@@ -49,9 +49,8 @@ def parse_args(args_class: type, demo: Path, argv: list[str] | None = None):
     args, unknown = parser.parse_args_into_dataclasses(demo_flags + argv, look_for_args_file=False, return_remaining_strings=True)
     if unknown:
         parser.error(f"unknown argument {' '.join(unknown)}: --help lists all (none can be abbreviated, a file of defaults comes first)")
-    for name in ("model_name_or_path", "dataset_name"):
-        if getattr(args, name) is None:
-            parser.error(f"--{name} is missing (give both a model and a data set, or neither for the demo)")
+    if None in (args.model_name_or_path, args.dataset_name):
+        parser.error("--model_name_or_path or --dataset_name is missing (give both, or neither for the demo)")
     if demo_flags and os.environ.get("RANK", "0") == "0":
         print(f"no model and no data set given: running the demo, {demo}", flush=True)
     return args
@@ -74,14 +73,12 @@ def yaml_to_flags(path: str | Path, parser: transformers.HfArgumentParser) -> li
     return flags
 
 
-def load_function(argument: str, name: str | None):
-    """The function that an argument names as `MODULE:NAME`, or None; modules are looked for in the current directory, too.
+def load_function(argument: str, name: str):
+    """The function that an argument names as `MODULE:NAME`; modules are looked for in the current directory, too.
 
     Raises:
         SystemExit: no such module or name.
     """
-    if not name:
-        return None
     module, _, attribute = name.partition(":")
     sys.path.append(os.getcwd())
     try:
@@ -187,9 +184,7 @@ def deepspeed_plugin(accumulation: int, args):
         warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
         if os.getenv("LOCAL_RANK", "0") == "0":
             # torch compiles without a word, and as silently waits, without end, for the lock of a compilation that was killed.
-            from torch.utils.cpp_extension import _get_build_directory as build_directory
-
-            print(f"Adam runs on the CPU: DeepSpeed compiles its own at the first run, for some minutes. If nothing compiles and it waits here, a killed run left {build_directory('cpu_adam', False)}/lock: remove it", flush=True)  # fmt: skip
+            print("Adam runs on the CPU: DeepSpeed compiles its own at the first run, for some minutes. If nothing compiles and it waits here, a killed run left ~/.cache/torch_extensions/*/cpu_adam/lock: remove it", flush=True)  # fmt: skip
     config.setdefault("timers", {"throughput": {"enabled": False}})  # or it waits for the GPU before each forward pass
     hold_growth()
     return plugin

@@ -104,7 +104,6 @@ class Metrics:
         # By name: values of the last update alone; in the bar; see `timed`. The window of the last warning of skips.
         self.last_update, self.shown, self.seconds, self.warned = {}, {}, {}, -50
         self.parameters, self.board, self.with_board = 0, None, accelerator.is_main_process and args.report_to == "tensorboard"
-        self.start_interval()
 
     def start(self, metrics_bytes: int = 0) -> None:
         """Opens the files: a new run's empty, a resumed one's cut to what its checkpoint knows. All ranks must call it."""

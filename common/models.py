@@ -24,9 +24,8 @@ def load_tokenizer(name: str):
     tokenizer = from_pretrained(AutoTokenizer, "tokenizer", name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: set tokenizer.eos_token and save it")  # fmt: skip
-    if tokenizer.pad_token_id is None:
-        # Padding is never read by the loss here, so any id would do; a token of its own would resize the model.
-        tokenizer.pad_token = tokenizer.eos_token
+    # Padding is never read by the loss here, so any id would do; a token of its own would resize the model.
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
 
@@ -94,7 +93,8 @@ def load(auto_class, name: str, tokenizer, attn_implementation: str | None, grad
     kind = "causal language model" if auto_class is AutoModelForCausalLM else "reward model with one label"
     kwargs |= dict(attn_implementation=attn_implementation, dtype=torch.float32)
     model, info = from_pretrained(auto_class, kind, name, output_loading_info=True, **kwargs)
-    if len(tokenizer) > (size := model.config.get_text_config().vocab_size):
+    # Gemma 3's small models know no images, though their tokenizer has a token for them, beyond all others.
+    if len(tokenizer) - hasattr(tokenizer, "image_token") > (size := model.config.get_text_config().vocab_size):
         sys.exit(f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the vocab_size of {name!r} is {size}: use the model's own tokenizer, or resize the model's embeddings and save it")  # fmt: skip
     if not torch.cuda.is_available() and model.config.get_text_config().hidden_size > 128:
         use_onednn()
@@ -133,9 +133,10 @@ def whole(parameters: list[nn.Parameter], writer: int | None = None):
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turns dropout off for good, also while the model trains: what is compared, policies or answers, must differ in nothing else."""
+    """Turns dropout, and a router's jitter, off for good, also while the model trains: what is compared, policies or answers, must
+    differ in nothing else."""
     for module in model.modules():
-        found = [name for name in vars(module) if "dropout" in name or (name == "p" and isinstance(module, nn.Dropout))]
+        found = [n for n in vars(module) if "drop" in n or "jitter" in n or (n == "p" and isinstance(module, nn.Dropout))]
         vars(module).update({name: 0.0 for name in found if isinstance(getattr(module, name), float)})
 
 

@@ -209,7 +209,9 @@ class Progress:
 
 
 def check_intervals(args) -> None:
-    """Refuses an interval that is neither a number of updates nor a share of them."""
+    """Refuses an interval that is neither a number of updates nor a share of them, and answers of no token."""
     for name in ("logging_steps", "eval_steps", "save_steps", "save_actor_steps"):
         if (value := getattr(args, name)) < 0 or (value >= 1 and value != int(value)):
             sys.exit(f"--{name} {value}: expected 0 (never), a share below 1, or a whole number of updates")
+    if getattr(args, "max_new_tokens", 1) < 1:
+        sys.exit(f"--max_new_tokens {args.max_new_tokens}: expected at least 1")

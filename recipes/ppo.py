@@ -137,7 +137,7 @@ def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> di
     if isinstance(prompt, str):
         ids = encode(tokenizer, [prompt, ""], plain=True)[0]
     else:
-        ids = encode(tokenizer, [render(tokenizer, as_messages(prompt, "user"), add_generation_prompt=True)])[0]
+        ids = encode(tokenizer, [render(tokenizer, as_messages(prompt, "user"), True, row.get("tools"))])[0]
     if len(ids) + max_new_tokens > max_length:
         reason = reason or "prompt leaves no room for max_new_tokens within max_length"
     return {"prompt_ids": ids, "length": len(ids), "truncated": False, "columns": json.dumps(row, default=str), "reason": reason}
@@ -262,10 +262,11 @@ def score(accelerator, samples: dict, reward_model, reward_function, tokenizer, 
         if args.normalize_reward:
             scores = (scores - (config := accelerator.unwrap_model(reward_model).config).reward_mean) / config.reward_std
         if reward_function is not None and real:
-            columns = [json.loads(samples["columns"][row]) for row in real]
-            prompts = [row.pop("prompt") for row in columns]
+            rest = [json.loads(samples["columns"][row]) for row in real]
+            prompts = [row.pop("prompt") for row in rest]
             responses = tokenizer.batch_decode([samples["responses"][row] for row in real], skip_special_tokens=True)
-            values = reward_function(prompts, responses, **{name: [row[name] for row in columns] for name in columns[0]})
+            # Columns that have the names of what is given anyway would be given twice.
+            values = reward_function(prompts, responses, **{n: [row[n] for row in rest] for n in rest[0].keys() - {"prompts", "responses"}})
             if len(values) != len(real) or not np.isfinite(np.array(values, dtype=float)).all():
                 raise ValueError(f"--reward_function {args.reward_function}: expected {len(real)} finite scores, got {values!r:.200}")
             scores = scores + np.array(values, dtype=float)
@@ -362,6 +363,7 @@ def check_settings(args: Args, processes: int) -> None:
         (args.temperature <= 0, f"--temperature {args.temperature}: expected more than 0 (evaluation is greedy whatever it is)"),
         (args.dual_clip and args.dual_clip <= 1, f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none"),
         (args.kl_target and args.kl_coef <= 0, f"--kl_target {args.kl_target} needs --kl_coef above 0"),
+        (args.kl_target < 0 or args.reward_clip < 0, f"--kl_target {args.kl_target} or --reward_clip {args.reward_clip}: below 0"),
         (args.kl_target and args.kl_horizon <= prompts * per_prompt / 5, f"{rollout}: --kl_target needs --kl_horizon above a fifth"),
     ):
         if wrong:
@@ -413,7 +415,7 @@ def main():
     # ============================================================ reference and reward
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
     reference = prepare_frozen(accelerator, LogProbModel(load_causal_lm(ref_name, tokenizer, args.attn_implementation)))
-    reward_function, reward_model = load_function("reward_function", args.reward_function), None
+    reward_function, reward_model = load_function("reward_function", args.reward_function) if args.reward_function else None, None
     if args.reward_model_name_or_path:
         name = args.reward_model_name_or_path
         reward_model = ScoreModel(load_score_model(name, tokenizer, args.attn_implementation))
@@ -473,7 +475,7 @@ def main():
                 # The mean over the window's response tokens: the engine divides by micro-batches and processes.
                 accelerator.backward((losses * token_weights).sum() * divisor / window_tokens)
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max(args.max_grad_norm, 0) or math.inf)
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(values, token_weights)

@@ -94,7 +94,7 @@ def preference_row(row: dict, tokenizer, max_length: int) -> dict:
     """`prompt_ids chosen_ids rejected_ids length reason truncated` of one pair; length is of both sequences together."""
     prompt, chosen, rejected = preference(row)
     reason = "empty prompt" if not has_text(prompt) else "" if has_text(chosen) and has_text(rejected) else "empty answer"
-    ids, chosen_ids, rejected_ids = ([], [], []) if reason else encode_preference(tokenizer, prompt, chosen, rejected)
+    ids, chosen_ids, rejected_ids = ([], [], []) if reason else encode_preference(tokenizer, prompt, chosen, rejected, row.get("tools"))
     longest, room = len(ids) + max(len(chosen_ids), len(rejected_ids)), max(max_length - len(ids), 0)
     chosen_ids, rejected_ids = chosen_ids[:room], rejected_ids[:room]
     if not reason and chosen_ids == rejected_ids:
@@ -198,7 +198,7 @@ def main():
                 # The mean over the window's pairs: the engine divides by micro-batches and processes.
                 accelerator.backward((losses * weights).sum() * divisor / len(window))
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max(args.max_grad_norm, 0) or math.inf)
                 optimizer.step()
                 optimizer.zero_grad()
             for part, part_weights in values:

@@ -108,12 +108,13 @@ def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
     return as_messages(row["prompt"], "user"), as_messages(row["completion"], "assistant")
 
 
-def encode_conversation(tokenizer, prompt, completion, loss_on: str) -> tuple[list[int], list[bool], list[int]]:
+def encode_conversation(tokenizer, prompt, completion, loss_on: str, tools=None) -> tuple[list[int], list[bool], list[int]]:
     """Ids of an SFT row, which of them are targets, and the ids before the last answer; all empty where there is none.
 
     Args:
         loss_on: `assistant` (every assistant turn; of prompt and completion the completion), `completion` (the last
             turn only) or `all`.
+        tools: what the conversation's calls may be of, see `common.data.render`.
     """
     if not has_text(completion):
         pieces = []
@@ -122,7 +123,7 @@ def encode_conversation(tokenizer, prompt, completion, loss_on: str) -> tuple[li
     else:
         messages = prompt + completion
         turns = [(i, i + 1) for i, m in enumerate(messages) if m["role"] == "assistant" and has_text([m]) and i >= len(prompt)]
-        pieces = encode_turns(tokenizer, messages, turns[-1:] if loss_on == "completion" else turns)
+        pieces = encode_turns(tokenizer, messages, turns[-1:] if loss_on == "completion" else turns, tools)
     prompt_ids, targets = [token for piece in pieces[:-1] for token in piece], []
     for context, answer in zip(pieces[::2], pieces[1::2]):
         learned = turn_length(tokenizer, answer) or len(answer)
@@ -135,7 +136,7 @@ def encode_conversation(tokenizer, prompt, completion, loss_on: str) -> tuple[li
 def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
     """`input_ids targets length n_targets reason truncated prompt_ids` of one SFT row."""
     prompt, completion = conversation(row)
-    ids, targets, prompt_ids = encode_conversation(tokenizer, prompt, completion, loss_on)
+    ids, targets, prompt_ids = encode_conversation(tokenizer, prompt, completion, loss_on, row.get("tools"))
     reason = "empty answer" if not ids else "" if any(targets[:max_length]) else "nothing to learn within max_length"
     return {
         "input_ids": ids[:max_length], "targets": targets[:max_length], "prompt_ids": prompt_ids,
@@ -213,7 +214,7 @@ def main():
                 # The mean over the window's target tokens: the engine divides by micro-batches and processes.
                 accelerator.backward((losses * token_weights).sum() * divisor / int(targets[window].sum()))
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max(args.max_grad_norm, 0) or math.inf)
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(values, token_weights)

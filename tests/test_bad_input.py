@@ -4,7 +4,8 @@ Mutations that turn it red: sizes rounded in silence (`silent_rounding`), abbrev
 left to a traceback (`unknown_argument`), the YAML read after the flags (`yaml_wins`), row numbers from 0 (`row_from_zero`), the line of
 malformed JSON not looked for (`no_line`), a reader's exception let through (`reader_traceback`), a rank that leaves the others waiting
 (`rank_leaves`), a used output folder accepted (`output_reused`), a vocabulary too small accepted (`small_vocabulary`), weights that
-are missing drawn at random (`random_weights`).
+are missing drawn at random (`random_weights`), a token for images that no text holds (`image_counted`), answers of no token
+(`no_tokens_asked`).
 """
 
 import argparse
@@ -66,6 +67,8 @@ def test_sizes_that_do_not_divide(train, micro, processes, parts):
 def test_intervals(value):
     args = argparse.Namespace(logging_steps=0.1, eval_steps=0, save_steps=value, save_actor_steps=7)
     refuses(f"--save_steps {value}", "share below 1", "whole number", call=lambda: check_intervals(args))
+    args.save_steps, args.max_new_tokens = 0, 0
+    refuses("--max_new_tokens 0", "at least 1", call=lambda: check_intervals(args))
 
 
 # ---------------------------------------------------------------------------------------------- arguments
@@ -274,6 +277,18 @@ def test_models(model, tmp_path, monkeypatch):
     tokenizer.add_tokens([f"<{i}>" for i in range(5)])
     refuses(model, len(tokenizer), "264", "resize", call=lambda: load_causal_lm(str(model), tokenizer, None))
     assert len(tokenizer) > 264 and llama.dtype == torch.float32
+
+
+def test_a_text_model_may_have_the_tokenizer_of_one_that_knows_images(tmp_path):
+    """Gemma 3's 270M and 1B: 262,144 embeddings, and a tokenizer whose token for an image is beyond them."""
+    folder = tiny_llama(tmp_path, vocab_size=261)
+    image = {"image_token": "<image_soft_token>"}
+    AutoTokenizer.from_pretrained(folder, extra_special_tokens=image).save_pretrained(folder)
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.image_token_id == 261 and len(tokenizer) == 262
+    assert load_causal_lm(str(folder), tokenizer, None).config.vocab_size == 261
+    tokenizer.add_tokens(["more"])
+    refuses("263 tokens", "261", "resize", call=lambda: load_causal_lm(str(folder), tokenizer, None))
 
 
 # ---------------------------------------------------------------------------------------------- the recipes themselves

@@ -2,7 +2,8 @@
 
 Mutations that turn it red: EOS not put after plain text (`no_eos`), BOS put where the text has it (`double_bos`), targets that go on
 after EOS (`newline_learned`), a turn ended by EOS alone (`eos_ends_turns`), the actor's own end of turns forgotten (`not_aligned`), `--loss_on completion` learning every turn (`every_turn`), a merged boundary cut out of the whole text
-(`merged_boundary`), tool calls not learned (`calls_not_learned`), a message list's prompt stated twice (`prompt_twice`), the hh-rlhf prompt cut at its first answer (`hh_first_turn`),
+(`merged_boundary`), tool calls not learned (`calls_not_learned`), tools not rendered (`tools_unseen`), the null keys
+of other rows rendered (`nulls_below`), a call without content refused (`content_asked`), an answer without a prompt (`nothing_asked`), a message list's prompt stated twice (`prompt_twice`), the hh-rlhf prompt cut at its first answer (`hh_first_turn`),
 pairs equal only after truncation kept (`equal_after_cut`), lists without a type (`untyped_lists`), reasons swapped (`wrong_reason`), CSV cells read as numbers (`csv_numbers`),
 the cache's key without the tokenizer (`stale_tokenizer`) or the settings (`stale_settings`), one permutation for all epochs
 (`same_epochs`), fillers of weight one (`filler_weight`), micro-batches of the last processes missing (`uneven_processes`).
@@ -29,6 +30,7 @@ from runs import recipe, refuses, write_jsonl
 
 recipe_sft = runpy.run_path(str(recipe("sft")))
 sft_row, conversation = recipe_sft["sft_row"], recipe_sft["conversation"]
+prompt_row = runpy.run_path(str(recipe("ppo")))["prompt_row"]
 preference_row, the_same_of_reward = (runpy.run_path(str(recipe(name)))["preference_row"] for name in ("dpo", "reward"))
 
 CHATML = (
@@ -218,6 +220,22 @@ def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
     assert "answer" not in load("none", [None, None]).column_names
 
 
+def test_without_a_prompt_there_is_nothing_to_answer(tokenizer, accelerator, tmp_path):
+    """Generation cannot begin from no token at all, which a text without a prompt is to a tokenizer without BOS."""
+    load = lambda name, rows: load_tokenized(
+        accelerator,
+        str(write_jsonl(tmp_path / f"{name}.jsonl", rows)),
+        "train",
+        sft_row,
+        tokenizer,
+        {},
+        max_length=100,
+        loss_on="assistant",
+    )
+    rows = [{"text": U1, "answer": "4"}, {"prompt": U1, "completion": A1, "answer": "5"}]
+    assert load("both", rows)["answer"][:] == ["", "5"] and "answer" not in load("texts", rows[:1]).column_names
+
+
 def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
     paths = [str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": U1, "completion": name}])) for name in ("one", "two")]
     how = dict(function=sft_row, tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant")
@@ -342,6 +360,43 @@ def test_a_tool_call_is_learned_though_it_has_no_text():
     assert (last["input_ids"], last["targets"]) == reference_targets(tokenizer, shown[:2], [1]) and last["reason"] == ""
     chosen = preference_row({"prompt": chat[:1], "chosen": [call], "rejected": [assistant("5")]}, tokenizer, 128)
     assert "add" in tokenizer.decode(chosen["chosen_ids"]) and chosen["reason"] == ""
+
+
+SHOWS_TOOLS = "{% if tools %}{{ '<|im_start|>tools' + tools | tojson + '<|im_end|>\\n' }}{% endif %}" + CHATML.replace(
+    "+ m['content']", "+ m['content'] + (m.tool_calls | tojson if m.tool_calls else '')"
+)
+
+
+def schema(name: str, **kinds: str) -> list[dict]:
+    properties = {key: {"type": kind} for key, kind in kinds.items()}
+    return [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path, as_text):
+    """A parquet file gives each call the arguments of all, null; a message that calls has no content there, as in OpenAI's format."""
+    tokenizer, clean, raw = make_tokenizer(SHOWS_TOOLS), [], []
+    weather, search = {"city": "string"}, {"text": "string", "top": "number"}
+    for name, kinds, arguments in (("weather", weather, {"city": "Paris"}), ("search", search, {"text": "one", "top": 3})):
+        call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
+        chat, tools = [user(U1), {**call, "content": ""}, message("tool", "two"), assistant(A1)], schema(name, **kinds)
+        clean.append((chat, tools))
+        raw.append({"messages": [user(U1), {**call, "content": None}, *chat[2:]], "tools": json.dumps(tools) if as_text else tools})
+    path = tmp_path / "calls.parquet"
+    datasets.Dataset.from_list(raw).to_parquet(path)
+    data = load_tokenized(accelerator, str(path), "train", sft_row, tokenizer, {}, max_length=1000, loss_on="assistant")
+    for row, (chat, tools) in zip(data, clean, strict=True):
+        text = tokenizer.apply_chat_template(chat, tools, tokenize=False)
+        assert row["input_ids"] == plain(tokenizer, text.removesuffix("\n")) and "null" not in text and "tools[" in text
+        assert row["n_targets"] == sum(row["targets"])
+        # The same in the prompt of a preference and of a rollout.
+        before = plain(tokenizer, tokenizer.apply_chat_template(chat[:-1], tools, tokenize=False, add_generation_prompt=True))
+        given = {"prompt": chat[:-1], "tools": json.dumps(tools) if as_text else tools}
+        for function in (preference_row, the_same_of_reward):
+            assert function({**given, "chosen": chat[-1:], "rejected": [assistant(B2)]}, tokenizer, 1000)["prompt_ids"] == before
+        assert prompt_row(given, tokenizer, 1000, 8)["prompt_ids"] == before
+    with pytest.raises(BadRow, match="refuses the messages or tools: Expecting"):
+        sft(tokenizer, {"messages": clean[0][0], "tools": "[{"})
 
 
 def test_a_template_that_rewrites_earlier_turns(tokenizer):

@@ -3,7 +3,8 @@
 Mutations that turn it red: the soft cap or the logit scale forgotten (`no_softcap`, `no_multiplier`), log-softmax in half
 (`half_softmax`, `half_sum`), the gradient of the head's weight without its chunks' sum (`last_chunk`), what was kept of the last
 chunk taken for all (`kept_twice`). Packed: answers that see each other (`answers_meet`), positions that count what stands before in
-the row (`row_positions`), the first token of an answer predicted by the token to its left (`wrong_neighbour`), chunked attention (`chunks_packed`). Products of oneDNN:
+the row (`row_positions`), the first token of an answer predicted by the token to its left (`wrong_neighbour`), chunked attention (`chunks_packed`). A router's jitter
+in what is compared (`jitter_left`). Products of oneDNN:
 though they are rounded (`rounded_products`), for small models (`small_products`), in the flash kernel where rows are short (`short_flash`).
 """
 
@@ -16,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import logprobs
 from common.logprobs import ChunkedLogProbs, LogProbModel, can_pack, check_logprobs
-from common.models import load_causal_lm, sdpa_of_short_rows, use_onednn
+from common.models import disable_dropout, load_causal_lm, sdpa_of_short_rows, use_onednn
 from common.windows import lay_out
 from runs import tiny_llama, whole_rows
 
@@ -307,3 +308,16 @@ def test_attention_of_short_rows_is_attention(length, masked):
         results += [out.detach(), *(part.grad for part in inputs)]
     for one, other in zip(found, expected):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("noise", [{"attention_dropout": 0.3}, {"router_jitter_noise": 0.3}])
+def test_what_is_compared_meets_no_noise(noise):
+    """Nor that of a router: a policy that trains and its reference, which does not, begin with the same log-probs."""
+    torch.manual_seed(0)
+    experts = dict(num_local_experts=4, num_experts_per_tok=2)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SIZES, **experts, **noise))
+    ids = torch.arange(20).view(2, 10)
+    found = lambda: model(ids).logits
+    still, noisy = model.eval() and found(), model.train() and found()
+    disable_dropout(model)
+    assert not still.allclose(noisy, rtol=1e-3) and found().equal(still)

@@ -208,6 +208,7 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     metrics = Metrics(accelerator, types.SimpleNamespace(output_dir=tmp_path, report_to="none"), progress, "loss")
     metrics.bar = types.SimpleNamespace(update=lambda: None, set_postfix=lambda *args, **kwargs: None)
     metrics.parameters = 10**9
+    metrics.start_interval()
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
     metrics.pending.add({"loss": torch.ones(8)}, torch.ones(8))

@@ -3,7 +3,7 @@
 Mutations that turn it red: a learning rate frozen after resuming with CPU offload (`frozen_rate`), random states not restored (`no_rng`), sums of an open log line not saved (`no_open_sums`), metrics.jsonl
 not cut to the checkpoint (`no_truncate`), the position in the data lost (`no_position`), checksums not compared (`no_checksum`), a copy of a checkpoint counted as one (`copies_counted`),
 data known by path and time (`data_by_path`) or not at all (`any_data`), rates of the horizon before (`old_rate`), an old checkpoint that cannot be
-deleted ending the run (`must_delete`), the actors of a run begun anew kept (`actors_stay`).
+deleted ending the run (`must_delete`), the actors of a run begun anew kept (`actors_stay`), no checkpoint where a run goes on elsewhere (`no_way_back`).
 """
 
 import errno
@@ -19,7 +19,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from runs import LAUNCHERS, kill, launch, lines, recipe, start_warm, timeless, tiny_inputs, weights
+from runs import LAUNCHERS, kill, launch, lines, recipe, refuses, start_warm, timeless, tiny_inputs, weights
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.
 CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "growing"), ("sft", "zero3"), ("dpo", "fsdp2"), ("reward", "plain"), ("ppo", "zero3"),
@@ -40,9 +40,9 @@ def flags(inputs, name, output):
             "--save_steps", 2, "--save_total_limit", 2, *(PPO if name == "ppo" else [])]  # fmt: skip
 
 
-def kill_when(inputs, name, launcher, output, ready):
+def kill_when(inputs, name, launcher, output, ready, *more):
     """Starts a run and kills all its processes as soon as `ready()` holds."""
-    process = start_warm(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output))
+    process = start_warm(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), *more)
     end = time.time() + 120
     while not ready() and process.poll() is None and time.time() < end:
         time.sleep(0.005)
@@ -120,30 +120,33 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
 
 
 @pytest.mark.parametrize("name, launcher", [("dpo", "plain"), ("sft", "zero3")])
-def test_export_gives_the_actor_the_run_saved(inputs, unbroken, tmp_path, name, launcher):
+def test_export_gives_the_actor_the_run_saved(inputs, unbroken, tmp_path, monkeypatch, capsys, name, launcher):
+    from common import export
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["export", *map(str, words)])
+        export.main()
+
     reference = unbroken(name, launcher)
     checkpoint = reference / "checkpoints/global_step_000012"
-    command = [sys.executable, "-m", "common.export", str(checkpoint)]
-    subprocess.run([*command, str(tmp_path / "out")], check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, "-m", "common.export", checkpoint, tmp_path / "out"], check=True, cwd=tmp_path)
     files = sorted(path.name for path in (reference / "actor").iterdir())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files
     assert all((tmp_path / "out" / file).read_bytes() == (reference / "actor" / file).read_bytes() for file in files)
-    subprocess.run([*command, str(tmp_path / "half"), "--dtype", "bfloat16"], check=True, cwd=tmp_path)
+    call(checkpoint, tmp_path / "half", "--dtype", "bfloat16")
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     whole = AutoModelForCausalLM.from_pretrained(reference / "actor")
     assert half.dtype == torch.bfloat16
     for one, other in zip(half.parameters(), whole.parameters(), strict=True):
         assert torch.equal(one, other.to(torch.bfloat16))
-    taken = subprocess.run([*command, str(tmp_path / "out")], cwd=tmp_path, capture_output=True, text=True)
-    assert taken.returncode and "is not an empty folder" in taken.stderr
-    both = subprocess.run(
-        [*command, str(tmp_path / "both"), "--universal", "--dtype", "bfloat16"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert both.returncode and "--dtype is for the actor" in both.stderr and not (tmp_path / "both").exists()
+    refuses("is not an empty folder", call=lambda: call(checkpoint, tmp_path / "out"))
+    with pytest.raises(SystemExit):
+        call(checkpoint, tmp_path / "both", "--universal", "--dtype", "bfloat16")
+    assert "--dtype is for the actor" in capsys.readouterr().err and not (tmp_path / "both").exists()
     torn = shutil.copytree(checkpoint, tmp_path / "torn")
     (torn / "actor/model.safetensors").write_bytes(b"x")
-    refused = subprocess.run([*command[:-1], str(torn), str(tmp_path / "no")], cwd=tmp_path, capture_output=True, text=True)
-    assert refused.returncode and "actor/model.safetensors has 1 bytes" in refused.stderr and not (tmp_path / "no").exists()
+    refuses("actor/model.safetensors has 1 bytes", call=lambda: call(torn, tmp_path / "no"))
+    assert not (tmp_path / "no").exists()
 
 
 def test_going_back_leaves_behind_what_came_after(inputs, unbroken):
@@ -158,6 +161,16 @@ def test_going_back_leaves_behind_what_came_after(inputs, unbroken):
     left = ["global_step_000010", "global_step_000010_best", "global_step_000011"]
     assert [path.name for path in sorted((output / "checkpoints").iterdir())] == left
     assert [line["global_step"] for line in lines(output)] == [1, 3, 6, 9, 11]
+
+
+def test_a_run_that_goes_on_elsewhere_is_killed_at_once(inputs, unbroken):
+    """Before the first checkpoint that it would write: what it began with is its own, and `--resume auto` does not begin anew."""
+    reference, output = unbroken("dpo", "plain"), inputs / "elsewhere"
+    begun = lambda: (output / "checkpoints/global_step_000010").exists()
+    kill_when(inputs, "dpo", "plain", output, begun, "--resume", reference / "checkpoints/global_step_000010")
+    result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto")
+    assert f"resumed from {output}/checkpoints/global_step_0000" in result.stdout
+    assert timeless(output) == timeless(reference)[-1:] and torch.equal(weights(output), weights(reference))
 
 
 def test_a_longer_run_has_its_own_rates_from_the_first_update_on(inputs, unbroken):

@@ -4,7 +4,7 @@ Mutations that turn it red: a signal not heeded (`deaf`), only on the process th
 checkpoint that fails with a traceback (`raw_failure`), what was written of it left there (`leftovers`), the disk not looked at (`blind`),
 the engine's state taken as it was cut (`not_universal`), step counts of Adam that ZeRO-3 would mix (`one_count`), what a killed save left taken
 for used (`rubbish`), removed by any process (`all_remove`), a checkpoint written twice (`twice`), another run's folder taken
-(`over_another`), a reward function's workers ended by Ctrl-C (`pool_ends`).
+(`over_another`), a reward function's workers ended by Ctrl-C (`pool_ends`), a universal checkpoint for any stage (`any_stage`) or world (`any_world`).
 """
 
 import json
@@ -19,6 +19,7 @@ import types
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 
 from common import checkpoint
 from common.launch import decide_output_dir
@@ -175,7 +176,8 @@ def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, st
     universal = output / "checkpoints/global_step_000010"
     command = [sys.executable, "-m", "common.export", str(cut), str(universal), "--universal"]
     subprocess.run(command, check=True, cwd=REPOSITORY)
-    assert checkpoint.fault_of(universal) is None and "world" not in json.loads((universal / "state.json").read_text())["arguments"]
+    world = json.loads((universal / "state.json").read_text())["arguments"]["world"]
+    assert checkpoint.fault_of(universal) is None and world == f"DeepSpeed ZeRO-{stage} fp32"
     result = launch(alone, recipe("ppo"), *flags(inputs, output, *more, "--resume", "auto" if stage == 2 else universal), cwd=inputs)
     assert "10 updates, 10 windows seen" in result.stdout
     one, two = weights(output), weights(whole)
@@ -183,6 +185,20 @@ def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, st
     after = {line["global_step"]: line for line in timeless(output)}
     for line in timeless(whole)[10:]:  # the critic's values, too
         assert after[line["global_step"]] == pytest.approx(line, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("world, stage, precision", [
+    ("DeepSpeed ZeRO-2 fp16", 3, "fp16"), ("DeepSpeed ZeRO-3 bf16", 2, "bf16"), ("DeepSpeed ZeRO-2 bf16", 2, "fp16"),
+    ("DeepSpeed ZeRO-2 fp16 on cuda with 2 processes", 2, "fp16"), ("DeepSpeed ZeRO-2 fp16 on cuda with 80 processes", 2, "fp16"),
+])  # fmt: skip
+def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, world, stage, precision):
+    """Of a universal one stage and precision: DeepSpeed would look for other files, or take the loss scale of the other precision."""
+    plugin = types.SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage}})
+    accelerator = types.SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, num_processes=8, mixed_precision=precision,
+                                        device=torch.device("cuda"), state=types.SimpleNamespace(deepspeed_plugin=plugin))  # fmt: skip
+    run = checkpoint.Run(args=types.SimpleNamespace(beta=1), accelerator=accelerator, data_fingerprint="d")
+    state = {"arguments": {"beta": 1, "data": "d", "world": world}}
+    refuses(f"world: '{world}' in the checkpoint", "common.export --universal", call=lambda: checkpoint.load(run, tmp_path, state))
 
 
 def test_step_counts_that_differ_cannot_be_moved_under_zero3(inputs):
