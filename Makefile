@@ -37,8 +37,10 @@ install: $(VENV)/installed
 
 install-test: $(VENV)/installed-test
 
-# Looked for by pip, not by python: an interrupted `venv` leaves a python without pip.
+# Looked for by pip, not by python: an interrupted `venv` leaves a python without pip. What pip would compile on one core is compiled on
+# all; some packages hold templates that are no Python.
 $(VENV)/installed $(VENV)/installed-test: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --disable-pip-version-check -c constraints.txt -e '.$(if $(findstring test,$(@F)),[test])'
+	$(VENV)/bin/pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.$(if $(findstring test,$(@F)),[test])'
+	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
