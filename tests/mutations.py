@@ -324,7 +324,7 @@ MUTATIONS = [
     Mutation("must_delete", "common/checkpoint.py", "shutil.rmtree(path, ignore_errors=True)", "shutil.rmtree(path)", "test_resume.py::test_what_cannot_be_deleted_does_not_end_a_run"),
     Mutation("actors_stay", "common/checkpoint.py", ', *by_step(run.folder.parent / "actors")]', "]", "test_resume.py::test_auto_does_not_begin_again_what_has_ended"),
     Mutation("no_way_back", "common/checkpoint.py", "save_checkpoint(run) if path and run.saved < 0 and run.args.save_steps else", "",
-             "test_resume.py::test_a_run_that_goes_on_elsewhere_is_killed_at_once"),
+             "test_resume.py::test_a_run_that_goes_on_elsewhere_is_killed_at_once[dpo-plain]"),
     Mutation("frozen_rate", "common/checkpoint.py", "    run.scheduler.optimizer.param_groups = run.optimizer.param_groups", "    pass",
              "test_resume.py::test_killed_and_resumed_is_the_run_never_killed[sft-offload]"),
     Mutation("no_rng", "common/checkpoint.py", "    run.scheduler.optimizer.param_groups = ",

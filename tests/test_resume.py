@@ -163,12 +163,13 @@ def test_going_back_leaves_behind_what_came_after(inputs, unbroken):
     assert [line["global_step"] for line in lines(output)] == [1, 3, 6, 9, 11]
 
 
-def test_a_run_that_goes_on_elsewhere_is_killed_at_once(inputs, unbroken):
+@pytest.mark.parametrize("name, launcher", [("dpo", "plain"), ("sft", "zero3")])
+def test_a_run_that_goes_on_elsewhere_is_killed_at_once(inputs, unbroken, name, launcher):
     """Before the first checkpoint that it would write: what it began with is its own, and `--resume auto` does not begin anew."""
-    reference, output = unbroken("dpo", "plain"), inputs / "elsewhere"
+    reference, output = unbroken(name, launcher), inputs / f"elsewhere-{launcher}"
     begun = lambda: (output / "checkpoints/global_step_000010").exists()
-    kill_when(inputs, "dpo", "plain", output, begun, "--resume", reference / "checkpoints/global_step_000010")
-    result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto")
+    kill_when(inputs, name, launcher, output, begun, "--resume", reference / "checkpoints/global_step_000010")
+    result = launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), "--resume", "auto")
     assert f"resumed from {output}/checkpoints/global_step_0000" in result.stdout
     assert timeless(output) == timeless(reference)[-1:] and torch.equal(weights(output), weights(reference))
 
