@@ -166,6 +166,12 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def first_rows(path: Path, source: Path, rows: int) -> Path:
+    """The first rows of a file of JSON lines, as a file of their own."""
+    path.write_text("".join(source.read_text().splitlines(keepends=True)[:rows]))
+    return path
+
+
 def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
     """Rows of tokens and which of them are scored, `[rows, length]`, as `lay_out` gives them: entry t of what comes back is of token t."""
     before = (torch.arange(ids.numel(), device=ids.device).view(ids.shape) - 1).clamp(min=0)

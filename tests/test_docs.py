@@ -10,7 +10,7 @@ import shlex
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from runs import REPOSITORY, config_launcher, launch, lines, recipe, training_lines
+from runs import ASSETS, REPOSITORY, config_launcher, first_rows, launch, lines, recipe, training_lines
 
 GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 
@@ -19,8 +19,7 @@ GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 def demo(request, tmp_path_factory):
     output = tmp_path_factory.mktemp("docs") / request.param
     held_out = {"sft": "sft", "ppo": "prompts"}.get(request.param, "preferences") + "_eval.jsonl"
-    few = output.with_name(held_out)
-    few.write_text("".join((REPOSITORY / "assets" / held_out).read_text().splitlines(keepends=True)[:20]))
+    few = first_rows(output.with_name(held_out), ASSETS / held_out, 20)
     more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16, "--eval_dataset_name", few]
     launch(config_launcher("ds_fp16"), recipe(request.param), *more, "--output_dir", output)
     return request.param, output

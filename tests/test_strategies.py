@@ -12,7 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.models import prepare
-from runs import ASSETS, LAUNCHERS, config_launcher, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights
+from runs import ASSETS, LAUNCHERS, config_launcher, evaluation_lines, first_rows, launch, recipe, tiny_llama, training_lines, weights
 
 FEW_ROWS = 150  # held out: their answers are much of a run
 FEW = ["--warmup_steps", 0, "--micro_train_batch_size", 16, "--lr_scheduler_type", "constant"]
@@ -34,8 +34,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    done, held_out = {}, tmp_path_factory.mktemp("held_out") / "few.jsonl"
-    held_out.write_text("".join((ASSETS / "preferences_eval.jsonl").read_text().splitlines(keepends=True)[:FEW_ROWS]))
+    done, held_out = {}, first_rows(tmp_path_factory.mktemp("held_out") / "few.jsonl", ASSETS / "preferences_eval.jsonl", FEW_ROWS)
 
     def run(way):
         if way not in done:
