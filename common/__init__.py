@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns of it wherever it is imported
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # else DeepSpeed warns of it wherever it is imported
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
@@ -26,4 +28,6 @@ def check_recipe(recipe_file: str) -> None:
     """
     beside = Path(recipe_file).resolve().parent.parent
     if (beside / "common" / "__init__.py").is_file() and beside != REPOSITORY:
-        sys.exit(f"{recipe_file} would run with 'common' of {REPOSITORY}. Run `pip install -e {beside}` in this environment first.")
+        sys.exit(
+            f"{recipe_file} would run with 'common' of {REPOSITORY}. Run `pip install -e {beside}` in this environment first."
+        )

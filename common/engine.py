@@ -11,14 +11,22 @@ from tqdm import tqdm
 
 def zero_stage(accelerator) -> int:
     """The ZeRO stage; 0 without DeepSpeed."""
-    return plugin.deepspeed_config["zero_optimization"]["stage"] if (plugin := accelerator.state.deepspeed_plugin) else 0
+    return (
+        plugin.deepspeed_config["zero_optimization"]["stage"]
+        if (plugin := accelerator.state.deepspeed_plugin)
+        else 0
+    )
 
 
 def begin_window(accelerator, prepared: nn.Module, micro_batches: list) -> int:
     """Makes the engine's next update that of these micro-batches of each process; returns by what it divides their summed losses."""
     accelerator.step, accelerator.gradient_accumulation_steps = 0, len(micro_batches)
     if zero_stage(accelerator):
-        prepared.set_train_batch_size(len(micro_batches) * prepared.train_micro_batch_size_per_gpu() * accelerator.num_processes)
+        prepared.set_train_batch_size(
+            len(micro_batches)
+            * prepared.train_micro_batch_size_per_gpu()
+            * accelerator.num_processes
+        )
     return len(micro_batches) * accelerator.num_processes
 
 
@@ -59,10 +67,16 @@ def watch_overflow(model: nn.Module) -> None:
     def look(what: str, tensor: torch.Tensor) -> None:
         if not found and (bad := ~torch.isfinite(tensor)).any():
             found.append(what)
-            tqdm.write(f"OVERFLOW in process {os.environ.get('RANK', 0)}: {what}, {tensor.dtype}, {bad.sum()} of {bad.numel()} elements")
+            tqdm.write(
+                f"OVERFLOW in process {os.environ.get('RANK', 0)}: {what}, {tensor.dtype}, {bad.sum()} of {bad.numel()} elements"
+            )
 
     def hook(name: str, module, inputs, output) -> None:
-        for tensor in (leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf) and leaf.is_floating_point()):
+        for tensor in (
+            leaf
+            for leaf in tree_leaves(output)
+            if torch.is_tensor(leaf) and leaf.is_floating_point()
+        ):
             look(f"the output of {name}", tensor)
             if tensor.requires_grad:
                 tensor.register_hook(partial(look, f"the gradient of the output of {name}"))
@@ -91,11 +105,17 @@ def record_group_norms(accelerator, optimizer):
 
     def add(optimizer, *_):
         for group in optimizer.param_groups:
-            grads = [getattr(p.grad, "_local_tensor", p.grad) for p in group["params"] if p.grad is not None]
+            grads = [
+                getattr(p.grad, "_local_tensor", p.grad)
+                for p in group["params"]
+                if p.grad is not None
+            ]
             squares[group["name"]] += float(nn.utils.get_total_norm(grads)) ** 2
 
     def group_norms() -> dict[str, float]:
-        table = torch.tensor(list(squares.values()), device=accelerator.device)  # of this process's shards, or (DDP) of all
+        table = torch.tensor(
+            list(squares.values()), device=accelerator.device
+        )  # of this process's shards, or (DDP) of all
         squares.update(dict.fromkeys(squares, 0.0))
         return dict(zip(squares, accelerator.reduce(table).sqrt().tolist()))
 

@@ -55,10 +55,15 @@ def export(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata()
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            convert = {n: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for n, t in tensors.items()}
+            convert = {
+                n: t.to(getattr(torch, dtype)) if t.is_floating_point() else t
+                for n, t in tensors.items()
+            }
             save_file(convert, path, metadata=metadata)
         config = json.loads((temporary / "config.json").read_text(encoding="utf-8"))
-        (temporary / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+        (temporary / "config.json").write_text(
+            json.dumps({**config, "dtype": dtype}, indent=2) + "\n", encoding="utf-8"
+        )
     replace_directory(temporary, out)
 
 
@@ -76,37 +81,71 @@ def universal(checkpoint: Path, out: Path) -> None:
         )
     temporary = out.with_name(f".{out.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(checkpoint, temporary, ignore=lambda folder, names: ["pytorch_model"] if Path(folder).name == "engine" else [])
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", "--num_extract_workers", "1"]
-    command += ["--num_merge_workers", "1", "--input_folder", source, "--output_folder", temporary / "engine" / "pytorch_model"]
+    shutil.copytree(
+        checkpoint,
+        temporary,
+        ignore=lambda folder, names: ["pytorch_model"] if Path(folder).name == "engine" else [],
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--inject_missing_state",
+        "--num_extract_workers",
+        "1",
+    ]
+    command += [
+        "--num_merge_workers",
+        "1",
+        "--input_folder",
+        source,
+        "--output_folder",
+        temporary / "engine" / "pytorch_model",
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"DeepSpeed could not convert {source}:\n{result.stderr[-2000:]}")
     state = json.loads((temporary / "state.json").read_text(encoding="utf-8"))
-    state["arguments"]["world"] = state["arguments"]["world"].partition(" on ")[0]  # stage and precision: these must stay
+    state["arguments"]["world"] = state["arguments"]["world"].partition(" on ")[
+        0
+    ]  # stage and precision: these must stay
     if state["arguments"]["world"].startswith("DeepSpeed ZeRO-3"):
-        shared = torch.load(temporary / "engine/pytorch_model/zero/optimizer_state.pt", weights_only=False)
+        shared = torch.load(
+            temporary / "engine/pytorch_model/zero/optimizer_state.pt", weights_only=False
+        )
         steps = {float(part["step"]) for part in shared["optimizer_state_dict"]["state"].values()}
         if len(steps) > 1:
             shutil.rmtree(temporary)
-            sys.exit(f"{checkpoint}: Adam's step counts differ, {sorted(steps)} (PPO's critic had a warm-up), and from a universal checkpoint "
-                     "DeepSpeed's ZeRO-3 gives every parameter the same one. ZeRO-1 and ZeRO-2 keep them apart.")  # fmt: skip
+            sys.exit(
+                f"{checkpoint}: Adam's step counts differ, {sorted(steps)} (PPO's critic had a warm-up), and from a universal checkpoint "
+                "DeepSpeed's ZeRO-3 gives every parameter the same one. ZeRO-1 and ZeRO-2 keep them apart."
+            )
     (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     (temporary / "manifest.json").unlink()
     files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(temporary)): [path.stat().st_size, checksum(path)] for path in files}
+    manifest = {
+        str(path.relative_to(temporary)): [path.stat().st_size, checksum(path)] for path in files
+    }
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     replace_directory(temporary, out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m common.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m common.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("checkpoint", type=Path, help="folder .../checkpoints/global_step_...")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights; default: as they were trained")
-    parser.add_argument("--universal", action="store_true", help="a whole checkpoint for another number of processes, not the actor")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="convert the weights; default: as they were trained"
+    )
+    parser.add_argument(
+        "--universal",
+        action="store_true",
+        help="a whole checkpoint for another number of processes, not the actor",
+    )
     args = parser.parse_args()
     if args.universal and args.dtype:
         parser.error("--dtype is for the actor, --universal keeps every weight as it is")

@@ -8,10 +8,16 @@ from transformers import PreTrainedModel
 
 from .windows import lay_out
 
-CHUNK_ELEMENTS = 2**27  # logits held at once, in elements: 512 MiB in fp32, and as much again for their log-softmax
+CHUNK_ELEMENTS = (
+    2**27
+)  # logits held at once, in elements: 512 MiB in fp32, and as much again for their log-softmax
 EXTRAS = {  # what else may be asked of positions: of their logits, the log-softmax of these, and the targets
-    "mean_logits": lambda logits, logps, targets: logits.mean(-1, dtype=torch.float32),  # over the vocabulary
-    "correct": lambda logits, logps, targets: (logits.argmax(-1) == targets).float(),  # 1.0 where the target is the most probable token
+    "mean_logits": lambda logits, logps, targets: logits.mean(
+        -1, dtype=torch.float32
+    ),  # over the vocabulary
+    "correct": lambda logits, logps, targets: (
+        logits.argmax(-1) == targets
+    ).float(),  # 1.0 where the target is the most probable token
     "entropy": lambda logits, logps, targets: -logps.exp().mul_(logps).sum(-1),
 }
 
@@ -24,16 +30,35 @@ class ChunkedLogProbs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, multiplier: float, softcap: float, extras: tuple[str, ...]):
+    def forward(
+        ctx,
+        hidden,
+        weight,
+        bias,
+        targets,
+        multiplier: float,
+        softcap: float,
+        extras: tuple[str, ...],
+    ):
         """Args: hidden `[n, h]`, weight `[v, h]`, bias `[v]` or None, targets `[n]`; the architecture's logits are
         `softcap * tanh(multiplier * raw / softcap)`. Returns fp32 `[n]` each: log-prob of the target, and the `EXTRAS` asked for."""
         device = hidden.device.type
         # A custom function is not autocast by itself, and its backward runs outside of the context.
-        half = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        ctx.dtype = torch.float32 if device == "cpu" else half  # a CPU has no fast half product: fp32 is better and faster
-        ctx.multiplier, ctx.softcap, ctx.chunk = multiplier, softcap, max(1, CHUNK_ELEMENTS // weight.shape[0])
+        half = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        )
+        ctx.dtype = (
+            torch.float32 if device == "cpu" else half
+        )  # a CPU has no fast half product: fp32 is better and faster
+        ctx.multiplier, ctx.softcap, ctx.chunk = (
+            multiplier,
+            softcap,
+            max(1, CHUNK_ELEMENTS // weight.shape[0]),
+        )
         ctx.save_for_backward(hidden, weight, bias, targets)
-        logps, *others = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(1 + len(extras)))
+        logps, *others = (
+            hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(1 + len(extras))
+        )
         matrix = weight.to(ctx.dtype)
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -55,9 +80,13 @@ class ChunkedLogProbs(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in reversed(range(0, len(hidden), ctx.chunk)):
             part = slice(start, start + ctx.chunk)
-            logits, all_logps = ctx.kept.pop(start, None) or logits_of(ctx, hidden[part], matrix, bias)
+            logits, all_logps = ctx.kept.pop(start, None) or logits_of(
+                ctx, hidden[part], matrix, bias
+            )
             # d logp / d logits = one-hot(target) - softmax(logits)
-            grad = all_logps.exp_().scatter_add_(1, targets[part, None], -torch.ones_like(all_logps[:, :1]))
+            grad = all_logps.exp_().scatter_add_(
+                1, targets[part, None], -torch.ones_like(all_logps[:, :1])
+            )
             grad *= grad_logps[part, None] * -ctx.multiplier
             if ctx.softcap:
                 grad *= 1 - (logits / ctx.softcap) ** 2
@@ -67,7 +96,15 @@ class ChunkedLogProbs(torch.autograd.Function):
             grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
             grad_weight += grad.T @ hidden[part].to(ctx.dtype)
             del logits, all_logps, grad
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None  # autograd rounds to the dtype of each
+        return (
+            grad_hidden,
+            grad_weight,
+            grad_bias,
+            None,
+            None,
+            None,
+            None,
+        )  # autograd rounds to the dtype of each
 
 
 def logits_of(ctx, hidden, matrix, bias) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,10 +124,19 @@ class ScoringHead(nn.Linear):
     """
 
     @torch.compiler.disable  # a program of its own for each number of targets would be slower
-    def forward(self, hidden, targets=None, multiplier: float = 1.0, softcap: float = 0.0, extras: tuple[str, ...] = ()):
+    def forward(
+        self,
+        hidden,
+        targets=None,
+        multiplier: float = 1.0,
+        softcap: float = 0.0,
+        extras: tuple[str, ...] = (),
+    ):
         if targets is None:
             return super().forward(hidden)
-        return ChunkedLogProbs.apply(hidden, self.weight, self.bias, targets, multiplier, softcap, extras)
+        return ChunkedLogProbs.apply(
+            hidden, self.weight, self.bias, targets, multiplier, softcap, extras
+        )
 
 
 class ScoreHead(nn.Linear):
@@ -98,7 +144,11 @@ class ScoreHead(nn.Linear):
 
     def forward(self, hidden):
         with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+            return nn.functional.linear(
+                hidden.float(),
+                self.weight.float(),
+                None if self.bias is None else self.bias.float(),
+            )
 
 
 class Wrapper(nn.Module):
@@ -109,7 +159,10 @@ class Wrapper(nn.Module):
         self.model, self.config = model, model.config
         # What FSDP2 asks for: where to cut, and what is tied.
         self._no_split_modules, self.tie_weights = model._no_split_modules, model.tie_weights
-        self.get_input_embeddings, self.get_output_embeddings = model.get_input_embeddings, model.get_output_embeddings
+        self.get_input_embeddings, self.get_output_embeddings = (
+            model.get_input_embeddings,
+            model.get_output_embeddings,
+        )
 
 
 class ScoreModel(Wrapper):
@@ -121,8 +174,12 @@ class ScoreModel(Wrapper):
 
     def forward(self, batch: dict, places: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 scores, of the shape of `places`, of what precedes and includes the tokens there; by default the `last` of `lay_out`."""
-        hidden = self.model.base_model(**batch["inputs"], use_cache=False).last_hidden_state.flatten(0, 1)
-        return self.model.score(hidden.index_select(0, batch["last"] if places is None else places)).squeeze(-1)
+        hidden = self.model.base_model(
+            **batch["inputs"], use_cache=False
+        ).last_hidden_state.flatten(0, 1)
+        return self.model.score(
+            hidden.index_select(0, batch["last"] if places is None else places)
+        ).squeeze(-1)
 
 
 class LogProbModel(Wrapper):
@@ -136,13 +193,25 @@ class LogProbModel(Wrapper):
         super().__init__(model)
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
-            sys.exit(f"{type(model).__name__}: the output layer is {type(head).__name__}, only a plain nn.Linear is supported")  # fmt: skip
-        head.__class__ = ScoringHead  # same parameters and names: saving and generation do not notice
+            sys.exit(
+                f"{type(model).__name__}: the output layer is {type(head).__name__}, only a plain nn.Linear is supported"
+            )
+        head.__class__ = (
+            ScoringHead  # same parameters and names: saving and generation do not notice
+        )
         text = model.config.get_text_config()
         self.softcap = getattr(text, "final_logit_softcapping", None) or 0.0  # Gemma
-        self.multiplier = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)  # Cohere; Granite
+        self.multiplier = (getattr(text, "logit_scale", None) or 1.0) / (
+            getattr(text, "logits_scaling", None) or 1.0
+        )  # Cohere; Granite
 
-    def forward(self, batch: dict, temperature: float = 1.0, extras: tuple[str, ...] = (), check: bool = False) -> dict:
+    def forward(
+        self,
+        batch: dict,
+        temperature: float = 1.0,
+        extras: tuple[str, ...] = (),
+        check: bool = False,
+    ) -> dict:
         """Scores the targets of `lay_out` where its mask is true.
 
         Args:
@@ -153,11 +222,31 @@ class LogProbModel(Wrapper):
         Returns:
             dict of fp32 `[answers, longest]`, zero where not scored: `logps`, and the extras.
         """
-        hidden = self.model.base_model(**batch["inputs"], use_cache=False).last_hidden_state.flatten(0, 1).index_select(0, batch["before"])
+        hidden = (
+            self.model.base_model(**batch["inputs"], use_cache=False)
+            .last_hidden_state.flatten(0, 1)
+            .index_select(0, batch["before"])
+        )
         head, targets = self.model.get_output_embeddings(), batch["targets"]
-        values = dict(zip(("logps", *extras), head(hidden, targets, self.multiplier / temperature, self.softcap / temperature, extras)))
+        values = dict(
+            zip(
+                ("logps", *extras),
+                head(
+                    hidden,
+                    targets,
+                    self.multiplier / temperature,
+                    self.softcap / temperature,
+                    extras,
+                ),
+            )
+        )
         if check:
-            own = self.model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)[batch["before"]].float().log_softmax(-1)
+            own = (
+                self.model(**batch["inputs"], use_cache=False)
+                .logits.flatten(0, 1)[batch["before"]]
+                .float()
+                .log_softmax(-1)
+            )
             values["own_logps"] = own.gather(1, targets[:, None]).squeeze(1)
         empty = hidden.new_zeros(batch["mask"].shape, dtype=torch.float32)
         return {name: empty.masked_scatter(batch["mask"], value) for name, value in values.items()}
@@ -177,7 +266,9 @@ def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str)
     # The median: in half precision a single logit may be rounded the other way, by more than any bound would allow.
     worst = (scores["logps"] - scores["own_logps"]).abs().median().item()
     if not worst <= 0.01 * (1 + scores["own_logps"].abs().max().item()):
-        sys.exit(f"{model_name}: its head's log-probs differ from its own logits' by {worst:.3g}: this architecture is not supported yet")
+        sys.exit(
+            f"{model_name}: its head's log-probs differ from its own logits' by {worst:.3g}: this architecture is not supported yet"
+        )
 
 
 @torch.no_grad()
@@ -190,17 +281,40 @@ def can_pack(models: list[nn.Module], longest: int, device) -> bool:
         longest: tokens of the longest row.
     """
     for prepared in models:
-        for config in (module.config.get_text_config() for module in prepared.modules() if isinstance(module, PreTrainedModel)):
-            window = min(getattr(config, name, None) or longest for name in ("sliding_window", "attention_chunk_size"))
-            if config._attn_implementation != "sdpa" or window < longest or getattr(config, "alibi", False):
+        for config in (
+            module.config.get_text_config()
+            for module in prepared.modules()
+            if isinstance(module, PreTrainedModel)
+        ):
+            window = min(
+                getattr(config, name, None) or longest
+                for name in ("sliding_window", "attention_chunk_size")
+            )
+            if (
+                config._attn_implementation != "sdpa"
+                or window < longest
+                or getattr(config, "alibi", False)
+            ):
                 return False
         prepared.eval()
-        ids = [7 * i % config.vocab_size for i in range(40)]  # no two alike: else attention to the wrong ones would not show
-        prompts, answers = [ids[:16], ids[:16], ids[:8], ids[3:9]], [ids[20:32], ids[8:12], ids[2:6]]
+        ids = [
+            7 * i % config.vocab_size for i in range(40)
+        ]  # no two alike: else attention to the wrong ones would not show
+        prompts, answers = (
+            [ids[:16], ids[:16], ids[:8], ids[3:9]],
+            [ids[20:32], ids[8:12], ids[2:6]],
+        )
         ways = (False, ids[16:24]), (True, ids[16:24]), (True, ids[32:])
-        found = [prepared(lay_out(prompts, [first, *answers], pack, device)) for pack, first in ways]
-        alone, packed, other = (torch.stack(list(scores.values()), 1) if isinstance(scores, dict) else scores for scores in found)
+        found = [
+            prepared(lay_out(prompts, [first, *answers], pack, device)) for pack, first in ways
+        ]
+        alone, packed, other = (
+            torch.stack(list(scores.values()), 1) if isinstance(scores, dict) else scores
+            for scores in found
+        )
         # Another first answer changes nothing of the second, not in the last digit: what leaks may be small.
-        if (alone - packed).abs().mean() > 0.01 * (1 + alone.abs().max()) or not packed[1:].equal(other[1:]):
+        if (alone - packed).abs().mean() > 0.01 * (1 + alone.abs().max()) or not packed[1:].equal(
+            other[1:]
+        ):
             return False
     return True

@@ -38,7 +38,9 @@ class Setup(NamedTuple):
     sub_group: int = 0  # what ZeRO-3 updates at once
     optimizer_on_cpu: bool = False
     weights_on_cpu: bool = False
-    accumulates: bool = True  # several micro-batches make an update, so gradients stand there while they run
+    accumulates: bool = (
+        True  # several micro-batches make an update, so gradients stand there while they run
+    )
 
 
 class State(NamedTuple):
@@ -58,7 +60,9 @@ class State(NamedTuple):
 
     def bytes(self, parameters: int, processes: int) -> float:
         """What one process holds."""
-        elements = parameters / (processes if self.split else 1) if self.fixed is None else self.fixed
+        elements = (
+            parameters / (processes if self.split else 1) if self.fixed is None else self.fixed
+        )
         return self.size * (elements if self.limit is None else min(elements, self.limit))
 
 
@@ -81,16 +85,31 @@ def read_setup(path: Path, processes: int | None = None) -> Setup:
         sys.exit(f"--num_processes {processes}: expected at least 1")
     if kind == "FSDP":
         fsdp = config.get("fsdp_config", {})
-        if int(fsdp.get("fsdp_version", 1)) != 2 or fsdp.get("fsdp_reshard_after_forward") is not True:
-            sys.exit(f"{path}: estimated are fsdp_version 2 and fsdp_reshard_after_forward true only")
+        if (
+            int(fsdp.get("fsdp_version", 1)) != 2
+            or fsdp.get("fsdp_reshard_after_forward") is not True
+        ):
+            sys.exit(
+                f"{path}: estimated are fsdp_version 2 and fsdp_reshard_after_forward true only"
+            )
         on_cpu = fsdp.get("fsdp_offload_params") is True
-        return Setup("fsdp2", str(config.get("mixed_precision", "no")), processes, optimizer_on_cpu=on_cpu, weights_on_cpu=on_cpu)
+        return Setup(
+            "fsdp2",
+            str(config.get("mixed_precision", "no")),
+            processes,
+            optimizer_on_cpu=on_cpu,
+            weights_on_cpu=on_cpu,
+        )
     if kind != "DEEPSPEED":
         # What the YAML calls several GPUs becomes DDP, also with one process.
-        return Setup("plain" if kind == "NO" else "ddp", str(config.get("mixed_precision", "no")), processes)
+        return Setup(
+            "plain" if kind == "NO" else "ddp", str(config.get("mixed_precision", "no")), processes
+        )
     name = config.get("deepspeed_config", {}).get("deepspeed_config_file")
     if not name:
-        sys.exit(f"{path} names no deepspeed_config_file: estimated are configs with a DeepSpeed JSON only")
+        sys.exit(
+            f"{path} names no deepspeed_config_file: estimated are configs with a DeepSpeed JSON only"
+        )
     return read_deepspeed(name, processes)
 
 
@@ -101,19 +120,34 @@ def read_deepspeed(name: str, processes: int) -> Setup:
         SystemExit: see `read_setup`.
     """
     config = read_deepspeed_json(name)
-    zero, halves = config.get("zero_optimization", {}), [half for half in ("fp16", "bf16") if config.get(half, {}).get("enabled") is True]
+    zero, halves = (
+        config.get("zero_optimization", {}),
+        [half for half in ("fp16", "bf16") if config.get(half, {}).get("enabled") is True],
+    )
     if zero.get("stage") not in (1, 2, 3) or "data_types" in config:
         sys.exit(f"{name}: estimated are ZeRO stages 1, 2 and 3 without data_types")
-    on_cpu = {what: zero.get(f"offload_{what}", {}).get("device", "none") for what in ("optimizer", "param")}
+    on_cpu = {
+        what: zero.get(f"offload_{what}", {}).get("device", "none")
+        for what in ("optimizer", "param")
+    }
     if not set(on_cpu.values()) <= {"none", "cpu"}:
         sys.exit(f"{name}: offloading to {on_cpu} is not estimated, to the CPU it is")
-    size = lambda key, default: int(float(default if zero.get(key, "auto") == "auto" else zero[key]))
+    size = lambda key, default: int(
+        float(default if zero.get(key, "auto") == "auto" else zero[key])
+    )
     bucket = -1 if zero.get("reduce_bucket_size") == "auto" else size("reduce_bucket_size", 5e8)
     return Setup(
-        "zero", halves[0] if halves else "no", processes, zero["stage"], bucket,
-        2 if zero.get("overlap_comm") is True and zero["stage"] < 3 else 1, size("stage3_max_live_parameters", 1e9),
-        size("sub_group_size", 1e9), on_cpu["optimizer"] == "cpu", on_cpu["param"] == "cpu" and zero["stage"] == 3,
-    )  # fmt: skip
+        "zero",
+        halves[0] if halves else "no",
+        processes,
+        zero["stage"],
+        bucket,
+        2 if zero.get("overlap_comm") is True and zero["stage"] < 3 else 1,
+        size("stage3_max_live_parameters", 1e9),
+        size("sub_group_size", 1e9),
+        on_cpu["optimizer"] == "cpu",
+        on_cpu["param"] == "cpu" and zero["stage"] == 3,
+    )
 
 
 def states(setup: Setup, unit: int) -> tuple[list[State], State]:
@@ -125,20 +159,46 @@ def states(setup: Setup, unit: int) -> tuple[list[State], State]:
     many, half = setup.processes > 1, setup.precision != "no"
     adding = "f" if setup.accumulates else ""
     if setup.kind in ("plain", "ddp"):
-        trained = [State("weights", 4, False), State("gradients", 4, False, adding + "bs"), State("Adam", 8, False)]
-        trained += [State("DDP's buckets", 4, False)] if setup.kind == "ddp" else []  # DDP reduces copies of the gradients, and keeps them
+        trained = [
+            State("weights", 4, False),
+            State("gradients", 4, False, adding + "bs"),
+            State("Adam", 8, False),
+        ]
+        trained += (
+            [State("DDP's buckets", 4, False)] if setup.kind == "ddp" else []
+        )  # DDP reduces copies of the gradients, and keeps them
         trained += [State("half copies (autocast), at most", 2, False, "f")] if half else []
         return trained, State("weights", 4, False)
-    optimizer, weights = ("CPU" if there else "GPU" for there in (setup.optimizer_on_cpu, setup.weights_on_cpu))
+    optimizer, weights = (
+        "CPU" if there else "GPU" for there in (setup.optimizer_on_cpu, setup.weights_on_cpu)
+    )
     if setup.kind == "fsdp2":
         # Without synchronisation, before the last micro-batch, gradients add up whole on every GPU.
-        trained = [State("weights", 4, True, where=weights), State("gradients that add up", 4, False, adding)]
-        trained += [State("gradients", 4, True, "bs", optimizer), State("Adam", 8, True, where=optimizer)]
-        return [*trained, State("gathered, one layer", 2 if half else 4, False, "f", fixed=unit)], State("weights", 4, True, where=weights)  # fmt: skip
+        trained = [
+            State("weights", 4, True, where=weights),
+            State("gradients that add up", 4, False, adding),
+        ]
+        trained += [
+            State("gradients", 4, True, "bs", optimizer),
+            State("Adam", 8, True, where=optimizer),
+        ]
+        return [
+            *trained,
+            State("gathered, one layer", 2 if half else 4, False, "f", fixed=unit),
+        ], State("weights", 4, True, where=weights)
     size, three = 2 if half else 4, setup.stage == 3
-    trained = [State("weights", size, three, where=weights), State("fp32 masters", 4, True, where=optimizer)]
+    trained = [
+        State("weights", size, three, where=weights),
+        State("fp32 masters", 4, True, where=optimizer),
+    ]
     trained += [State("Adam", 8, True, where=optimizer)]
-    bucket = State("reduction buffer", size, False, {1: adding + "b", 2: "b", 3: "fbs"}[setup.stage], fixed=setup.bucket * setup.buckets)
+    bucket = State(
+        "reduction buffer",
+        size,
+        False,
+        {1: adding + "b", 2: "b", 3: "fbs"}[setup.stage],
+        fixed=setup.bucket * setup.buckets,
+    )
     if three:
         # From the start of the step the fp32 copies of one group of parameters stand beside the gradients.
         copies = State("fp32 gradients", 4, True, "s", limit=setup.sub_group)
@@ -152,11 +212,22 @@ def states(setup: Setup, unit: int) -> tuple[list[State], State]:
             if setup.stage == 1
             else State("gradients that add up", size, True, adding and "fbs", "CPU")
         )
-        trained += [summed, State("fp32 gradients", 4, True, where="CPU"), State("half copy", size, True, where="CPU")]
+        trained += [
+            summed,
+            State("fp32 gradients", 4, True, where="CPU"),
+            State("half copy", size, True, where="CPU"),
+        ]
     elif setup.stage == 1:  # whole gradients add up, and are split at the end
-        trained += [State("gradients", size, False, adding), State("gradients", size, True, "bs"), State("fp32 gradients", 4, True, "s")]
+        trained += [
+            State("gradients", size, False, adding),
+            State("gradients", size, True, "bs"),
+            State("fp32 gradients", 4, True, "s"),
+        ]
     else:  # parts of gradients add up, and that of the micro-batch stands beside them
-        trained += [State("gradients", size, True, adding + "bs"), State("gradients of this micro-batch", size, True, adding and "b")]
+        trained += [
+            State("gradients", size, True, adding + "bs"),
+            State("gradients of this micro-batch", size, True, adding and "b"),
+        ]
         trained += [State("fp32 gradients", 4, True, "s")]
     return [*trained, bucket], State("weights", size, three, where=weights)
 
@@ -169,58 +240,110 @@ def count_parameters(name: str) -> tuple[int, int, int]:
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(name), dtype=torch.float32
+            )
     except Exception as error:  # whatever transformers and the hub raise
-        sys.exit(f"no causal language model could be built from the config of {name!r}: {str(error).strip().splitlines()[0]}")
+        sys.exit(
+            f"no causal language model could be built from the config of {name!r}: {str(error).strip().splitlines()[0]}"
+        )
     count = lambda module: sum(p.numel() for p in module.parameters())
-    units = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
+    units = [
+        module
+        for module in model.modules()
+        if type(module).__name__ in (model._no_split_modules or [])
+    ]
     units += [model.get_input_embeddings(), model.get_output_embeddings()]
-    return count(model), max(count(unit) for unit in units if unit is not None), sum(b.numel() * b.element_size() for b in model.buffers())
+    return (
+        count(model),
+        max(count(unit) for unit in units if unit is not None),
+        sum(b.numel() * b.element_size() for b in model.buffers()),
+    )
 
 
-def table(setup: Setup, parameters: int, unit: int = 0, trained: int = 1, frozen: int = 0) -> list[tuple]:
+def table(
+    setup: Setup, parameters: int, unit: int = 0, trained: int = 1, frozen: int = 0
+) -> list[tuple]:
     """Rows `(where, state, formula, bytes in the forward, backward, step)` per process, and a sum for each place.
 
     The trained models are parts of one engine, as everywhere here, so what does not grow with the parameters is there once.
     """
     own, other = states(setup, unit)
-    rows = [(trained, state) for state in own] + ([(frozen, other._replace(name="frozen weights"))] if frozen else [])
+    rows = [(trained, state) for state in own] + (
+        [(frozen, other._replace(name="frozen weights"))] if frozen else []
+    )
     result = []
     for where in ("GPU", "CPU"):
         here = [
-            (where, state.name, state.formula() if times == 1 or state.fixed is not None else f"{times} x {state.formula()}",
-             *(state.bytes(times * parameters, setup.processes) * (moment in state.when) for moment in MOMENTS))
-            for times, state in rows if state.where == where and state.when
-        ]  # fmt: skip
-        result += [*here, (where, "sum", "", *map(sum, zip(*(row[3:] for row in here))))] if here else []
+            (
+                where,
+                state.name,
+                state.formula()
+                if times == 1 or state.fixed is not None
+                else f"{times} x {state.formula()}",
+                *(
+                    state.bytes(times * parameters, setup.processes) * (moment in state.when)
+                    for moment in MOMENTS
+                ),
+            )
+            for times, state in rows
+            if state.where == where and state.when
+        ]
+        result += (
+            [*here, (where, "sum", "", *map(sum, zip(*(row[3:] for row in here))))] if here else []
+        )
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m common.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m common.memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="Hugging Face folder or hub name; only its config is read")
+    parser.add_argument(
+        "--model", required=True, help="Hugging Face folder or hub name; only its config is read"
+    )
     parser.add_argument("--config", required=True, type=Path, help="accelerate YAML")
     parser.add_argument("--num_processes", type=int, help="default: the YAML's")
-    parser.add_argument("--trained", type=int, default=1, help="models of this size that are trained")
-    parser.add_argument("--frozen", type=int, default=0, help="models of this size that are only read")
     parser.add_argument(
-        "--accumulation_steps", type=int, default=2, help="1: no gradients stand there in the forward; any other number is alike"
+        "--trained", type=int, default=1, help="models of this size that are trained"
+    )
+    parser.add_argument(
+        "--frozen", type=int, default=0, help="models of this size that are only read"
+    )
+    parser.add_argument(
+        "--accumulation_steps",
+        type=int,
+        default=2,
+        help="1: no gradients stand there in the forward; any other number is alike",
     )
     args = parser.parse_args()
-    setup = read_setup(args.config, args.num_processes)._replace(accumulates=args.accumulation_steps > 1)
+    setup = read_setup(args.config, args.num_processes)._replace(
+        accumulates=args.accumulation_steps > 1
+    )
     parameters, unit, buffers = count_parameters(args.model)
     if setup.bucket < 0:
         setup = setup._replace(bucket=AutoConfig.from_pretrained(args.model).hidden_size ** 2)
-    kind = {"plain": "one process", "ddp": "DDP", "fsdp2": "FSDP2", "zero": f"DeepSpeed ZeRO-{setup.stage}"}[setup.kind]
-    print(f"{args.model}: {parameters:,} parameters, tied ones once; buffers {buffers / GIB:.2f} GiB")
+    kind = {
+        "plain": "one process",
+        "ddp": "DDP",
+        "fsdp2": "FSDP2",
+        "zero": f"DeepSpeed ZeRO-{setup.stage}",
+    }[setup.kind]
+    print(
+        f"{args.model}: {parameters:,} parameters, tied ones once; buffers {buffers / GIB:.2f} GiB"
+    )
     print(
         f"{kind} {'fp32' if setup.precision == 'no' else setup.precision}, N = {setup.processes}, {args.trained} trained, {args.frozen} frozen\n"
     )
-    print(f"{'for each process':40} {'bytes/parameter':>15} {'forward':>9} {'backward':>9} {'step':>9}  GiB")
+    print(
+        f"{'for each process':40} {'bytes/parameter':>15} {'forward':>9} {'backward':>9} {'step':>9}  GiB"
+    )
     for where, name, formula, *sizes in table(setup, parameters, unit, args.trained, args.frozen):
-        print(f"{where} {name:36} {formula:>15} " + " ".join(f"{size / GIB:9.3f}" for size in sizes))
+        print(
+            f"{where} {name:36} {formula:>15} " + " ".join(f"{size / GIB:9.3f}" for size in sizes)
+        )
     print(f"\n{OMITTED}")
 
 

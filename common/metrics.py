@@ -15,7 +15,12 @@ from tqdm import tqdm
 from .windows import Progress
 
 # Dense products in half precision a second, by NVIDIA's data sheets; of other GPUs no utilisation is logged.
-PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A100-SXM4-40GB": 312e12}
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+}
 NOTHING = (0.0, 0.0, math.inf, -math.inf)  # sum, count, minimum, maximum
 
 
@@ -36,29 +41,48 @@ class Means:
         """
         weights = weights.double()
         for name, value in values.items():
-            low, high = (torch.where(weights > 0, value.double(), bound) for bound in (math.inf, -math.inf))
-            total = (torch.where(weights > 0, low, 0.0) * weights).sum()  # a filler's inf must not become NaN
+            low, high = (
+                torch.where(weights > 0, value.double(), bound) for bound in (math.inf, -math.inf)
+            )
+            total = (
+                torch.where(weights > 0, low, 0.0) * weights
+            ).sum()  # a filler's inf must not become NaN
             self.merge(name, torch.stack([total, weights.sum(), low.amin(), high.amax()]))
 
     def merge(self, name: str, new: torch.Tensor) -> None:
         old = self.sums.get(name)  # a tensor made of `NOTHING` would make a GPU wait
-        self.sums[name] = new if old is None else torch.cat([old[:2] + new[:2], torch.minimum(old, new)[2:3], torch.maximum(old, new)[3:]])
+        self.sums[name] = (
+            new
+            if old is None
+            else torch.cat(
+                [old[:2] + new[:2], torch.minimum(old, new)[2:3], torch.maximum(old, new)[3:]]
+            )
+        )
 
     def reduce(self) -> dict[str, float]:
         """The means over all processes, in one collective; a name whose last part begins with min_ or max_ gives the minimum or the
         maximum. Empties the sums. All ranks must call it."""
         if not self.sums:
             return {}
-        table = self.accelerator.gather(torch.stack(list(self.sums.values()))[None])  # [processes, names, 4]
+        table = self.accelerator.gather(
+            torch.stack(list(self.sums.values()))[None]
+        )  # [processes, names, 4]
         sums, low, high = table.sum(0).tolist(), table.amin(0).tolist(), table.amax(0).tolist()
         names, self.sums, result = list(self.sums), {}, {}
         for name, (total, count, *_), (_, _, least, _), (*_, most) in zip(names, sums, low, high):
             if count:
-                result[name] = {"min_": least, "max_": most}.get(name.rpartition("/")[2][:4], total / count)
+                result[name] = {"min_": least, "max_": most}.get(
+                    name.rpartition("/")[2][:4], total / count
+                )
         return result
 
 
-def check_finite(losses: list[tuple], progress: Progress, output_dir: str, tensors: dict[str, torch.Tensor] | None = None) -> None:
+def check_finite(
+    losses: list[tuple],
+    progress: Progress,
+    output_dir: str,
+    tensors: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Stops a run whose loss, or what it comes from, is not a number: no loss scale cures that. An overflow of fp16 gradients is another thing: the
     engine skips that update.
 
@@ -69,20 +93,43 @@ def check_finite(losses: list[tuple], progress: Progress, output_dir: str, tenso
     Raises:
         FloatingPointError: with the step and the rows.
     """
-    finite = [(torch.isfinite(values) | (weights == 0)).reshape(len(rows), -1).all(1) for rows, values, weights in losses]
+    finite = [
+        (torch.isfinite(values) | (weights == 0)).reshape(len(rows), -1).all(1)
+        for rows, values, weights in losses
+    ]
     if torch.cat(finite).all():
         return
-    bad = [str(row) for (rows, *_), good in zip(losses, finite) for row, ok in zip(rows, good.tolist()) if not ok]
-    report = {"global_step": progress.global_step + 1, "window": progress.windows_seen, "rows": bad, "tensors": {}}
-    for name, tensor in {**(tensors or {}), **{f"loss of micro-batch {i}": values for i, (_, values, _) in enumerate(losses)}}.items():
+    bad = [
+        str(row)
+        for (rows, *_), good in zip(losses, finite)
+        for row, ok in zip(rows, good.tolist())
+        if not ok
+    ]
+    report = {
+        "global_step": progress.global_step + 1,
+        "window": progress.windows_seen,
+        "rows": bad,
+        "tensors": {},
+    }
+    for name, tensor in {
+        **(tensors or {}),
+        **{f"loss of micro-batch {i}": values for i, (_, values, _) in enumerate(losses)},
+    }.items():
         good = tensor[torch.isfinite(tensor)].double()
-        report["tensors"][name] = {"shape": list(tensor.shape), "not_finite": tensor.numel() - good.numel(),
-                                   "min, max, mean": [f(good).item() for f in (torch.amin, torch.amax, torch.mean)] if len(good) else []}  # fmt: skip
+        report["tensors"][name] = {
+            "shape": list(tensor.shape),
+            "not_finite": tensor.numel() - good.numel(),
+            "min, max, mean": [f(good).item() for f in (torch.amin, torch.amax, torch.mean)]
+            if len(good)
+            else [],
+        }
     file = Path(output_dir) / f"not_finite_{os.environ.get('RANK', 0)}.json"
     file.write_text(json.dumps(report, indent=1), encoding="utf-8")
     where = f"update {progress.global_step + 1} (window {progress.windows_seen}) is not finite, because of data rows {', '.join(bad)}"
-    raise FloatingPointError(f"{where}. Nothing was updated. Look at these rows and at {file}; lower --learning_rate if the loss had grown; "
-                             "fp16 activations overflow where bf16's do not.")  # fmt: skip
+    raise FloatingPointError(
+        f"{where}. Nothing was updated. Look at these rows and at {file}; lower --learning_rate if the loss had grown; "
+        "fp16 activations overflow where bf16's do not."
+    )
 
 
 class Metrics:
@@ -103,7 +150,11 @@ class Metrics:
         self.open, self.pending = Means(accelerator), Means(accelerator)
         # By name: values of the last update alone; in the bar; see `timed`. The window of the last warning of skips.
         self.last_update, self.shown, self.seconds, self.warned = {}, {}, {}, -50
-        self.parameters, self.board, self.with_board = 0, None, accelerator.is_main_process and args.report_to == "tensorboard"
+        self.parameters, self.board, self.with_board = (
+            0,
+            None,
+            accelerator.is_main_process and args.report_to == "tensorboard",
+        )
 
     def start(self, metrics_bytes: int = 0) -> None:
         """Opens the files: a new run's empty, a resumed one's cut to what its checkpoint knows. All ranks must call it."""
@@ -112,13 +163,25 @@ class Metrics:
         if self.with_board:  # it hides what a killed run wrote beyond the step it resumes from
             from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(self.file.with_name("tensorboard"), purge_step=(self.progress.global_step or -1) + 1)
-        self.bar = tqdm(total=self.progress.total_steps, initial=self.progress.global_step, desc="update", dynamic_ncols=True,
-                        disable=not self.accelerator.is_main_process, mininterval=0.5 if sys.stderr.isatty() else 10)  # fmt: skip
+            self.board = SummaryWriter(
+                self.file.with_name("tensorboard"), purge_step=(self.progress.global_step or -1) + 1
+            )
+        self.bar = tqdm(
+            total=self.progress.total_steps,
+            initial=self.progress.global_step,
+            desc="update",
+            dynamic_ncols=True,
+            disable=not self.accelerator.is_main_process,
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+        )
 
     def start_interval(self) -> None:
         """Begins the clock of the next line's `perf/*`."""
-        self.since, self.samples, self.tokens = time.perf_counter(), self.progress.samples, self.progress.tokens
+        self.since, self.samples, self.tokens = (
+            time.perf_counter(),
+            self.progress.samples,
+            self.progress.tokens,
+        )
         self.seconds = dict.fromkeys(self.seconds, 0.0)  # what one line shows all show
 
     @contextlib.contextmanager
@@ -138,27 +201,50 @@ class Metrics:
         if applied:
             if not math.isfinite(last_update.get("grad_norm") or 0.0):
                 where = f"the gradient of update {self.progress.global_step} is not finite though its loss is"
-                raise FloatingPointError(f"{where}: the weights are lost. Lower --learning_rate, or resume from a checkpoint.")
+                raise FloatingPointError(
+                    f"{where}: the weights are lost. Lower --learning_rate, or resume from a checkpoint."
+                )
             for name, sums in self.pending.sums.items():
                 self.open.merge(name, sums)
-            self.last_update = {name: float(value) for name, value in last_update.items() if value is not None}
+            self.last_update = {
+                name: float(value) for name, value in last_update.items() if value is not None
+            }
             self.bar.update()
         else:
-            self.explain_skip(last_update["loss_scale"])  # DeepSpeed skips what overflows in fp32 as well
+            self.explain_skip(
+                last_update["loss_scale"]
+            )  # DeepSpeed skips what overflows in fp32 as well
         self.pending.sums = {}
 
     def explain_skip(self, scale: float | None) -> None:
         """Ends a run whose second overflow in a row, or more, is at the smallest loss scale, or the hundredth; warns of more than a tenth."""
-        progress, main, plugin = self.progress, self.accelerator.is_main_process, self.accelerator.state.deepspeed_plugin
-        least, recent = plugin.deepspeed_config.get("fp16", {}).get("min_loss_scale", 1) if plugin else 0.0, len(progress.recent_skips)
-        where = f"at loss scale {scale:g}, the smallest being {least:g}" if scale else "where no loss scale is to blame"
+        progress, main, plugin = (
+            self.progress,
+            self.accelerator.is_main_process,
+            self.accelerator.state.deepspeed_plugin,
+        )
+        least, recent = (
+            plugin.deepspeed_config.get("fp16", {}).get("min_loss_scale", 1) if plugin else 0.0,
+            len(progress.recent_skips),
+        )
+        where = (
+            f"at loss scale {scale:g}, the smallest being {least:g}"
+            if scale
+            else "where no loss scale is to blame"
+        )
         if progress.skips_in_a_row >= (2 if (scale or 0.0) <= least else 100):
             end = f"update {progress.global_step + 1} overflowed {progress.skips_in_a_row} times in a row, the last time {where}"
-            sys.exit(f"{end}. Use bf16, a lower --learning_rate if the loss had grown; --debug_overflow names the module" if main else 1)
+            sys.exit(
+                f"{end}. Use bf16, a lower --learning_rate if the loss had grown; --debug_overflow names the module"
+                if main
+                else 1
+            )
         if main and recent > 5 and progress.windows_seen > self.warned + 50:
             self.warned = progress.windows_seen
-            self.bar.write(f"WARNING: {recent} of the last 50 updates overflowed, the last {where}. Raise loss_scale_window if the scale grows back "
-                           "into the overflow, hysteresis if single windows drive it down; near min_loss_scale use bf16. See docs/fp16.md.")  # fmt: skip
+            self.bar.write(
+                f"WARNING: {recent} of the last 50 updates overflowed, the last {where}. Raise loss_scale_window if the scale grows back "
+                "into the overflow, hysteresis if single windows drive it down; near min_loss_scale use bf16. See docs/fp16.md."
+            )
 
     def log(self) -> None:
         """Writes the training line of this `global_step`, if anything was applied since the last. All ranks must call it."""
@@ -167,18 +253,32 @@ class Metrics:
         elapsed = time.perf_counter() - self.since - self.seconds.pop("paused", 0.0)
         means, progress = self.open.reduce(), self.progress
         line = {
-            "loss": means.pop("loss"), **self.last_update, "epoch": progress.windows_seen / progress.windows_per_epoch, **means,
-            "samples": progress.samples, "tokens": progress.tokens, "skipped_steps": progress.skipped_steps,
+            "loss": means.pop("loss"),
+            **self.last_update,
+            "epoch": progress.windows_seen / progress.windows_per_epoch,
+            **means,
+            "samples": progress.samples,
+            "tokens": progress.tokens,
+            "skipped_steps": progress.skipped_steps,
             "perf/samples_per_second": (progress.samples - self.samples) / elapsed,
             "perf/tokens_per_second": (progress.tokens - self.tokens) / elapsed,
             **{f"perf/{name}_seconds": value for name, value in self.seconds.items()},
-        }  # fmt: skip
+        }
         if self.accelerator.device.type == "cuda":
             line["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
             if peak := PEAK_FLOPS.get(torch.cuda.get_device_name()):
-                line["perf/mfu"] = 6 * self.parameters * line["perf/tokens_per_second"] / (peak * self.accelerator.num_processes)
+                line["perf/mfu"] = (
+                    6
+                    * self.parameters
+                    * line["perf/tokens_per_second"]
+                    / (peak * self.accelerator.num_processes)
+                )
         self.write(line)
-        self.shown |= {name.split("/")[-1]: line[name] for name in ("loss", self.bar_metric, "perf/tokens_per_second") if name in line}
+        self.shown |= {
+            name.split("/")[-1]: line[name]
+            for name in ("loss", self.bar_metric, "perf/tokens_per_second")
+            if name in line
+        }
         self.bar.set_postfix(self.shown, refresh=False)
         self.start_interval()
 
@@ -195,7 +295,9 @@ class Metrics:
         self.write(values)
         if self.accelerator.is_main_process:
             shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-            self.bar.write("\n".join([f"global_step {self.progress.global_step}: {shown}", *samples]))
+            self.bar.write(
+                "\n".join([f"global_step {self.progress.global_step}: {shown}", *samples])
+            )
 
     def write(self, values: dict[str, float]) -> None:
         """One JSON object a line, and the same to TensorBoard."""

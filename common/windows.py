@@ -14,22 +14,34 @@ from accelerate.utils import gather_object
 from .data import column
 
 
-def window_rows(n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int) -> np.ndarray:
+def window_rows(
+    n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int
+) -> np.ndarray:
     """The rows of window `index`, counted over the whole run.
 
     A seeded permutation per epoch, cut into windows; the last of an epoch may be short. It depends on the seed and the
     epoch alone: not on processes, micro-batches or a resume.
     """
     epoch, window = divmod(index, math.ceil(n_rows / train_batch_size))
-    return epoch_order(n_rows, seed, epoch)[window * train_batch_size : (window + 1) * train_batch_size]
+    return epoch_order(n_rows, seed, epoch)[
+        window * train_batch_size : (window + 1) * train_batch_size
+    ]
 
 
-@functools.lru_cache(maxsize=2)  # PPO goes through prompts and, within a rollout, through its samples
+@functools.lru_cache(
+    maxsize=2
+)  # PPO goes through prompts and, within a rollout, through its samples
 def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
     return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
 
 
-def arrange(accelerator, rows: Sequence[int], lengths: np.ndarray, micro_batch_size: int, max_tokens: int = 0) -> list[tuple]:
+def arrange(
+    accelerator,
+    rows: Sequence[int],
+    lengths: np.ndarray,
+    micro_batch_size: int,
+    max_tokens: int = 0,
+) -> list[tuple]:
     """Cuts rows into micro-batches of like length, the same number on every process and as few as hold the rows.
 
     Order inside a window cannot change its update, so rows are sorted by length, longest first: little padding, processes in
@@ -50,7 +62,9 @@ def arrange(accelerator, rows: Sequence[int], lengths: np.ndarray, micro_batch_s
     if max_tokens:
         cut = functools.partial(cut_by_tokens, lengths[rows].tolist())
         number = math.ceil(len(cut(max_tokens)) / processes) * processes
-        least = bisect.bisect_left(range(max_tokens), True, key=lambda tokens: len(cut(tokens)) <= number)
+        least = bisect.bisect_left(
+            range(max_tokens), True, key=lambda tokens: len(cut(tokens)) <= number
+        )
         parts = np.split(rows, cut(least)[1:])
         parts += [rows[:0]] * (number - len(parts))
     filler, mine = (rows[-1:].tolist(), [0.0]), parts[accelerator.process_index :: processes]
@@ -68,11 +82,22 @@ def cut_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
 
 def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = False) -> torch.Tensor:
     """Sequences of ids as one tensor `[rows, longest]`, padded on the right (for generation on the left)."""
-    rows, side = [torch.tensor(sequence, dtype=torch.long) for sequence in sequences], "left" if left else "right"
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side).to(device, non_blocking=True)
+    rows, side = (
+        [torch.tensor(sequence, dtype=torch.long) for sequence in sequences],
+        "left" if left else "right",
+    )
+    return torch.nn.utils.rnn.pad_sequence(
+        rows, batch_first=True, padding_value=value, padding_side=side
+    ).to(device, non_blocking=True)
 
 
-def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bool, device, scored: Sequence[list] | None = None) -> dict:
+def lay_out(
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
+    pack: bool,
+    device,
+    scored: Sequence[list] | None = None,
+) -> dict:
     """Answers to prompts as a model reads them. Nothing here waits for a GPU: it computes one micro-batch while the next is laid out.
 
     Packed, a prompt that several have in common is computed once, and a row holds several prompts where they fit beside each other:
@@ -92,7 +117,10 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
     for number, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt) if pack and prompt else number, []).append(number)
     # A tree of pieces: their ids, the position of the first, and two numbers, the piece's own and its prompt's.
-    trees = [[(prompts[i[0]], 0, ~i[0], ~i[0]), *((answers[n], len(prompts[n]), n, ~i[0]) for n in i)] for i in groups.values()]
+    trees = [
+        [(prompts[i[0]], 0, ~i[0], ~i[0]), *((answers[n], len(prompts[n]), n, ~i[0]) for n in i)]
+        for i in groups.values()
+    ]
     size = lambda pieces: sum(len(piece) for piece, *_ in pieces)
     longest = max(map(size, trees))
     for tree in sorted(trees, key=size, reverse=True):
@@ -105,7 +133,9 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
     # nothing of the square is left out.
     if pack and len(rows) * longest * (2 * longest + 4096) > len(answers) * alone * (alone + 4096):
         return lay_out(prompts, answers, False, device, scored)
-    ids, positions, owns, parents = (np.full(len(rows) * longest, fill) for fill in (0, 0, len(answers), len(answers)))
+    ids, positions, owns, parents = (
+        np.full(len(rows) * longest, fill) for fill in (0, 0, len(answers), len(answers))
+    )
     before, last = [[]] * len(answers), [0] * len(answers)
     for number, row in enumerate(rows):
         end = number * longest
@@ -118,20 +148,35 @@ def lay_out(prompts: Sequence[list[int]], answers: Sequence[list[int]], pack: bo
             else:
                 before[own], last[own] = [end_of_prompt, *range(start, end - 1)], end - 1
     scored = [[True] * len(answer) for answer in answers] if scored is None else scored
-    chosen = lambda parts: [one for part, flags in zip(parts, scored) for one, flag in zip(part, flags) if flag]
+    chosen = lambda parts: [
+        one for part, flags in zip(parts, scored) for one, flag in zip(part, flags) if flag
+    ]
     send = lambda array: torch.as_tensor(array).to(device, non_blocking=True)
     of_rows = lambda array: send(array).view(len(rows), longest)
     inputs, mask = {"input_ids": of_rows(ids)}, pad(scored, False, device).bool()
     if len(rows) < len(answers):
         own, parent = (of_rows(array)[:, None, :, None] for array in (owns, parents))
-        inputs |= {"position_ids": of_rows(positions), "attention_mask": ((own.mT == own) | (own.mT == parent)).tril()}
-    return {"inputs": inputs, "mask": mask, "targets": send(chosen(answers)), "before": send(chosen(before)), "last": send(last)}
+        inputs |= {
+            "position_ids": of_rows(positions),
+            "attention_mask": ((own.mT == own) | (own.mT == parent)).tril(),
+        }
+    return {
+        "inputs": inputs,
+        "mask": mask,
+        "targets": send(chosen(answers)),
+        "before": send(chosen(before)),
+        "last": send(last),
+    }
 
 
-def evaluation_batches(accelerator, dataset, *sizes: int) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
+def evaluation_batches(
+    accelerator, dataset, *sizes: int
+) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
     """Every row of a data set once, over all processes, in micro-batches of these sizes (see `arrange`): row numbers, their columns,
     and weights `[rows]`, 0 for a filler."""
-    for rows, weights in arrange(accelerator, np.arange(len(dataset)), column(dataset, "length"), *sizes):
+    for rows, weights in arrange(
+        accelerator, np.arange(len(dataset)), column(dataset, "length"), *sizes
+    ):
         yield rows, dataset[rows], torch.tensor(weights, device=accelerator.device)
 
 
@@ -169,8 +214,12 @@ class Progress:
 
     def __post_init__(self):
         if self.max_steps < 0 or (self.max_steps == 0 and self.max_epochs < 1):
-            sys.exit(f"--max_epochs {self.max_epochs} and --max_steps {self.max_steps}: give at least one epoch, or a number of updates")  # fmt: skip
-        self.windows_per_epoch = self.windows_per_epoch or math.ceil(self.n_rows / self.train_batch_size)
+            sys.exit(
+                f"--max_epochs {self.max_epochs} and --max_steps {self.max_steps}: give at least one epoch, or a number of updates"
+            )
+        self.windows_per_epoch = self.windows_per_epoch or math.ceil(
+            self.n_rows / self.train_batch_size
+        )
 
     @property
     def total_steps(self) -> int:
@@ -180,7 +229,11 @@ class Progress:
     @property
     def finished(self) -> bool:
         """`max_steps` counts applied updates; an epoch run ends when its windows end."""
-        return self.global_step >= self.max_steps if self.max_steps else self.windows_seen >= self.max_epochs * self.windows_per_epoch
+        return (
+            self.global_step >= self.max_steps
+            if self.max_steps
+            else self.windows_seen >= self.max_epochs * self.windows_per_epoch
+        )
 
     def window_done(self, applied: bool, samples: int, tokens: int) -> None:
         """Counts one window; what a skipped one held was not trained on."""
@@ -190,14 +243,22 @@ class Progress:
         self.samples += samples * applied
         self.tokens += tokens * applied
         self.skips_in_a_row = 0 if applied else self.skips_in_a_row + 1
-        self.recent_skips = [w for w in self.recent_skips + [self.windows_seen] * (not applied) if w > self.windows_seen - 50]
+        self.recent_skips = [
+            w
+            for w in self.recent_skips + [self.windows_seen] * (not applied)
+            if w > self.windows_seen - 50
+        ]
 
     def due(self, interval: float) -> bool:
         """Whether to evaluate or save now: after an update at a multiple of the interval, and at the end (once, also where its last
         window was skipped). An interval below 1 is a share of all updates; 0 is the end only."""
         every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
         multiple = every > 0 and self.global_step % every == 0
-        return (multiple or self.finished) if self.skips_in_a_row == 0 else (self.finished and not multiple)
+        return (
+            (multiple or self.finished)
+            if self.skips_in_a_row == 0
+            else (self.finished and not multiple)
+        )
 
     def log_due(self, interval: float) -> bool:
         """Whether to log now: after the first update, too."""
@@ -212,6 +273,8 @@ def check_intervals(args) -> None:
     """Refuses an interval that is neither a number of updates nor a share of them, and answers of no token."""
     for name in ("logging_steps", "eval_steps", "save_steps", "save_actor_steps"):
         if (value := getattr(args, name)) < 0 or (value >= 1 and value != int(value)):
-            sys.exit(f"--{name} {value}: expected 0 (never), a share below 1, or a whole number of updates")
+            sys.exit(
+                f"--{name} {value}: expected 0 (never), a share below 1, or a whole number of updates"
+            )
     if getattr(args, "max_new_tokens", 1) < 1:
         sys.exit(f"--max_new_tokens {args.max_new_tokens}: expected at least 1")

@@ -32,14 +32,36 @@ from transformers.hf_argparser import HfArg
 
 import common
 from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
-from common.data import column, column_names, encode_preference, has_text, load_evaluation_sets, load_tokenized, preference
+from common.data import (
+    column,
+    column_names,
+    encode_preference,
+    has_text,
+    load_evaluation_sets,
+    load_tokenized,
+    preference,
+)
 from common.engine import begin_window, loss_scale
 from common.generation import generate, is_right
 from common.launch import make_accelerator, parse_args
 from common.logprobs import LogProbModel, can_pack, check_logprobs
 from common.metrics import Means, Metrics, check_finite
-from common.models import disable_dropout, load_causal_lm, load_tokenizer, optimizer_groups, prepare, prepare_frozen
-from common.windows import Progress, arrange, check_intervals, evaluation_batches, lay_out, window_rows
+from common.models import (
+    disable_dropout,
+    load_causal_lm,
+    load_tokenizer,
+    optimizer_groups,
+    prepare,
+    prepare_frozen,
+)
+from common.windows import (
+    Progress,
+    arrange,
+    check_intervals,
+    evaluation_batches,
+    lay_out,
+    window_rows,
+)
 
 common.check_recipe(__file__)
 
@@ -48,30 +70,53 @@ common.check_recipe(__file__)
 @dataclass
 class Args:
     model_name_or_path: str | None = HfArg(default=None, help="policy to train: hub name or folder")
-    ref_model_name_or_path: str | None = HfArg(default=None, help="reference policy; default: the policy as it starts")
-    dataset_name: str | None = HfArg(default=None, help="pairs: hub name, hub name:config, file or folder")
+    ref_model_name_or_path: str | None = HfArg(
+        default=None, help="reference policy; default: the policy as it starts"
+    )
+    dataset_name: str | None = HfArg(
+        default=None, help="pairs: hub name, hub name:config, file or folder"
+    )
     dataset_split: str = HfArg(default="train", help="split of --dataset_name")
-    eval_dataset_name: list[str] | None = HfArg(default=None, help="held-out pairs, one or several sets; a column answer adds exact match")
-    eval_dataset_split: str = HfArg(default="train", help="split of --eval_dataset_name (a local file's is train)")
-    columns: list[str] | None = HfArg(default=None, help="where a format's column stands in the data, such as prompt=question")
+    eval_dataset_name: list[str] | None = HfArg(
+        default=None, help="held-out pairs, one or several sets; a column answer adds exact match"
+    )
+    eval_dataset_split: str = HfArg(
+        default="train", help="split of --eval_dataset_name (a local file's is train)"
+    )
+    columns: list[str] | None = HfArg(
+        default=None, help="where a format's column stands in the data, such as prompt=question"
+    )
     output_dir: str | None = HfArg(default=None, help="default: runs/dpo/<date-time>")
 
     beta: float = HfArg(default=0.1, help="strength of the pull to the reference")
-    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = HfArg(default="sigmoid", help="see preference_loss")
-    label_smoothing: float = HfArg(default=0.0, help="probability that a label is wrong (sigmoid: cDPO; robust)")
-    share_prompts: bool = HfArg(default=True, help="compute a prompt once for both answers, where the architecture allows it")
-    precompute_ref_log_probs: bool = HfArg(default=False, help="reference log-probs once, cached on disk; no reference in memory")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = HfArg(
+        default="sigmoid", help="see preference_loss"
+    )
+    label_smoothing: float = HfArg(
+        default=0.0, help="probability that a label is wrong (sigmoid: cDPO; robust)"
+    )
+    share_prompts: bool = HfArg(
+        default=True,
+        help="compute a prompt once for both answers, where the architecture allows it",
+    )
+    precompute_ref_log_probs: bool = HfArg(
+        default=False, help="reference log-probs once, cached on disk; no reference in memory"
+    )
 
     train_batch_size: int = HfArg(default=64, help="pairs of one update, over all processes")
     micro_train_batch_size: int = HfArg(default=4, help="pairs one process runs at once")
-    micro_train_tokens: int = HfArg(default=0, help="tokens of pairs, prompts twice, that it runs at once, instead; 0: not used")
+    micro_train_tokens: int = HfArg(
+        default=0, help="tokens of pairs, prompts twice, that it runs at once, instead; 0: not used"
+    )
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
-    max_length: int = HfArg(default=1024, help="tokens of prompt and answer; what is longer is cut at the end")
-    learning_rate: float = HfArg(default=5e-7, help="peak learning rate")
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = HfArg(
-        default="linear", help="see transformers.get_scheduler"
+    max_length: int = HfArg(
+        default=1024, help="tokens of prompt and answer; what is longer is cut at the end"
     )
+    learning_rate: float = HfArg(default=5e-7, help="peak learning rate")
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
+    ] = HfArg(default="linear", help="see transformers.get_scheduler")
     warmup_steps: float = HfArg(default=0.1, help="updates of warm-up; below 1 a share of all")
     weight_decay: float = HfArg(default=0.0, help="on matrices, not on biases and norms")
     adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
@@ -80,23 +125,41 @@ class Args:
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
     seed: int = HfArg(default=0, help="data order")
 
-    logging_steps: float = HfArg(default=1, help="updates between log lines; below 1 a share of all")
-    eval_steps: float = HfArg(default=0, help="updates between evaluations; 0: only before and after")
+    logging_steps: float = HfArg(
+        default=1, help="updates between log lines; below 1 a share of all"
+    )
+    eval_steps: float = HfArg(
+        default=0, help="updates between evaluations; 0: only before and after"
+    )
     max_new_tokens: int = HfArg(default=256, help="longest answer in evaluation by exact match")
     save_steps: float = HfArg(default=0, help="updates between checkpoints to resume from; 0: none")
     save_total_limit: int = HfArg(default=2, help="checkpoints to keep; 0: all")
-    save_actor_steps: float = HfArg(default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor")
+    save_actor_steps: float = HfArg(
+        default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor"
+    )
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
-    resume: str = HfArg(default="never", help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path")
-    report_to: Literal["tensorboard", "none"] = HfArg(default="tensorboard", help="metrics.jsonl is always written")
-    debug_overflow: bool = HfArg(default=False, help="name the module and the tensor that overflow; slow")
+    resume: str = HfArg(
+        default="never",
+        help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
+    )
+    report_to: Literal["tensorboard", "none"] = HfArg(
+        default="tensorboard", help="metrics.jsonl is always written"
+    )
+    debug_overflow: bool = HfArg(
+        default=False, help="name the module and the tensor that overflow; slow"
+    )
 
 
 # ============================================================ the algorithm
 def preference_loss(
-    chosen_ratios: torch.Tensor, rejected_ratios: torch.Tensor, chosen_tokens: torch.Tensor, rejected_tokens: torch.Tensor,
-    beta: float, loss_type: str, label_smoothing: float = 0.0,
-) -> torch.Tensor:  # fmt: skip
+    chosen_ratios: torch.Tensor,
+    rejected_ratios: torch.Tensor,
+    chosen_tokens: torch.Tensor,
+    rejected_tokens: torch.Tensor,
+    beta: float,
+    loss_type: str,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
     """Loss of each pair, fp32 `[pairs]`.
 
     Args:
@@ -114,28 +177,48 @@ def preference_loss(
         return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
     if loss_type == "hinge":
         return torch.relu(1 - scaled)
-    return (chosen_ratios / chosen_tokens - rejected_ratios / rejected_tokens - 1 / (2 * beta)) ** 2  # ipo
+    return (
+        chosen_ratios / chosen_tokens - rejected_ratios / rejected_tokens - 1 / (2 * beta)
+    ) ** 2  # ipo
 
 
 def preference_row(row: dict, tokenizer, max_length: int) -> dict:
     """`prompt_ids chosen_ids rejected_ids length reason truncated` of one pair; length is of both sequences together."""
     prompt, chosen, rejected = preference(row)
-    reason = "empty prompt" if not has_text(prompt) else "" if has_text(chosen) and has_text(rejected) else "empty answer"
-    ids, chosen_ids, rejected_ids = ([], [], []) if reason else encode_preference(tokenizer, prompt, chosen, rejected, row.get("tools"))
-    longest, room = len(ids) + max(len(chosen_ids), len(rejected_ids)), max(max_length - len(ids), 0)
+    reason = (
+        "empty prompt"
+        if not has_text(prompt)
+        else ""
+        if has_text(chosen) and has_text(rejected)
+        else "empty answer"
+    )
+    ids, chosen_ids, rejected_ids = (
+        ([], [], [])
+        if reason
+        else encode_preference(tokenizer, prompt, chosen, rejected, row.get("tools"))
+    )
+    longest, room = (
+        len(ids) + max(len(chosen_ids), len(rejected_ids)),
+        max(max_length - len(ids), 0),
+    )
     chosen_ids, rejected_ids = chosen_ids[:room], rejected_ids[:room]
     if not reason and chosen_ids == rejected_ids:
         reason = "chosen equal to rejected" if room else "prompt fills max_length"
     return {
-        "prompt_ids": ids[:max_length], "chosen_ids": chosen_ids, "rejected_ids": rejected_ids,
+        "prompt_ids": ids[:max_length],
+        "chosen_ids": chosen_ids,
+        "rejected_ids": rejected_ids,
         "length": 2 * min(len(ids), max_length) + len(chosen_ids) + len(rejected_ids),
-        "truncated": longest > max_length, "reason": reason,
-    }  # fmt: skip
+        "truncated": longest > max_length,
+        "reason": reason,
+    }
 
 
 def collate(columns: dict, share: bool, device) -> dict:
     """Pairs as the model reads them, see `lay_out`: all chosen answers, then all rejected."""
-    return lay_out(columns["prompt_ids"] * 2, columns["chosen_ids"] + columns["rejected_ids"], share, device)
+    return lay_out(
+        columns["prompt_ids"] * 2, columns["chosen_ids"] + columns["rejected_ids"], share, device
+    )
 
 
 def compare(scores: dict, mask: torch.Tensor, ref_logps: torch.Tensor, args: Args):
@@ -153,15 +236,27 @@ def compare(scores: dict, mask: torch.Tensor, ref_logps: torch.Tensor, args: Arg
     (chosen, rejected), (chosen_tokens, rejected_tokens) = logps.chunk(2), tokens.chunk(2)
     chosen_ratios, rejected_ratios = (logps - ref_logps).chunk(2)
     losses = preference_loss(
-        chosen_ratios, rejected_ratios, chosen_tokens, rejected_tokens, args.beta, args.loss_type, args.label_smoothing
+        chosen_ratios,
+        rejected_ratios,
+        chosen_tokens,
+        rejected_tokens,
+        args.beta,
+        args.loss_type,
+        args.label_smoothing,
     )
     rewards = args.beta * chosen_ratios, args.beta * rejected_ratios
     metrics = {
-        "loss": losses, "rewards/chosen": rewards[0], "rewards/rejected": rewards[1],
-        "rewards/accuracies": (rewards[0] > rewards[1]).float(), "rewards/margins": rewards[0] - rewards[1],
-        "logps/chosen": chosen, "logps/rejected": rejected,
-    }  # fmt: skip
-    halves = zip(("logits/chosen", "logits/rejected"), scores["mean_logits"].chunk(2), mask.chunk(2))
+        "loss": losses,
+        "rewards/chosen": rewards[0],
+        "rewards/rejected": rewards[1],
+        "rewards/accuracies": (rewards[0] > rewards[1]).float(),
+        "rewards/margins": rewards[0] - rewards[1],
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+    }
+    halves = zip(
+        ("logits/chosen", "logits/rejected"), scores["mean_logits"].chunk(2), mask.chunk(2)
+    )
     return losses, metrics, list(halves)
 
 
@@ -169,10 +264,14 @@ def compare(scores: dict, mask: torch.Tensor, ref_logps: torch.Tensor, args: Arg
 def reference_logps(accelerator, reference, dataset, args: Args) -> np.ndarray:
     """The reference's log-probs of every pair's answers, fp32 `[rows, 2]`, the same on every rank."""
     table = torch.zeros(len(dataset), 2, device=accelerator.device)
-    for rows, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens):
+    for rows, columns, weights in evaluation_batches(
+        accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens
+    ):
         logps = reference(collate(columns, args.share_prompts, accelerator.device))["logps"].sum(1)
         real = weights > 0  # a filler is another process's row
-        table[torch.tensor(rows, device=accelerator.device)[real]] = torch.stack(logps.chunk(2), 1)[real]
+        table[torch.tensor(rows, device=accelerator.device)[real]] = torch.stack(logps.chunk(2), 1)[
+            real
+        ]
     return accelerator.reduce(table, reduction="sum").cpu().numpy()
 
 
@@ -181,7 +280,11 @@ def model_fingerprint(name: str, model) -> list:
     folder = Path(name)
     files = sorted(file for file in folder.glob("*") if file.is_file()) if folder.is_dir() else []
     stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    return [str(folder.resolve()) if files else name, getattr(model.config, "_commit_hash", None), stats]
+    return [
+        str(folder.resolve()) if files else name,
+        getattr(model.config, "_commit_hash", None),
+        stats,
+    ]
 
 
 def cached_array(accelerator, key: list, compute: Callable[[], np.ndarray]) -> np.ndarray:
@@ -193,7 +296,9 @@ def cached_array(accelerator, key: list, compute: Callable[[], np.ndarray]) -> n
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
     path = Path(datasets.config.HF_DATASETS_CACHE) / "computed" / f"{digest}.npy"
-    if all(gather_object([path.is_file()])):  # ranks may see different disks: all read it, or all compute
+    if all(
+        gather_object([path.is_file()])
+    ):  # ranks may see different disks: all read it, or all compute
         accelerator.print(f"taken from the cache: {path}")
         return np.load(path)
     array = compute()
@@ -211,82 +316,141 @@ def main():
     args = parse_args(Args, demo=common.ASSETS / "dpo.yaml")
     accelerator = make_accelerator(args, "dpo")
     check_intervals(args)
-    if args.label_smoothing and not (0 < args.label_smoothing < 0.5 and args.loss_type in ("sigmoid", "robust")):
-        raise SystemExit(f"--label_smoothing {args.label_smoothing}: expected 0 to below 0.5, and --loss_type sigmoid or robust")
+    if args.label_smoothing and not (
+        0 < args.label_smoothing < 0.5 and args.loss_type in ("sigmoid", "robust")
+    ):
+        raise SystemExit(
+            f"--label_smoothing {args.label_smoothing}: expected 0 to below 0.5, and --loss_type sigmoid or robust"
+        )
     if args.beta <= 0:
         raise SystemExit(f"--beta {args.beta}: expected more than 0")
 
     # ============================================================ data
     tokenizer = load_tokenizer(args.model_name_or_path)
-    how = dict(function=preference_row, tokenizer=tokenizer, columns=column_names(args.columns), max_length=args.max_length)
+    how = dict(
+        function=preference_row,
+        tokenizer=tokenizer,
+        columns=column_names(args.columns),
+        max_length=args.max_length,
+    )
     train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
-    eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
+    eval_sets = load_evaluation_sets(
+        accelerator, args.eval_dataset_name, args.eval_dataset_split, **how
+    )
     lengths = column(train_set, "length")
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
-    policy = LogProbModel(load_causal_lm(args.model_name_or_path, tokenizer, args.attn_implementation, args.gradient_checkpointing))
+    policy = LogProbModel(
+        load_causal_lm(
+            args.model_name_or_path,
+            tokenizer,
+            args.attn_implementation,
+            args.gradient_checkpointing,
+        )
+    )
     disable_dropout(policy)  # the reference has none
-    optimizer = torch.optim.AdamW(optimizer_groups(policy, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
-    warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
-    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
+    optimizer = torch.optim.AdamW(
+        optimizer_groups(policy, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon
+    )
+    warmup = (
+        args.warmup_steps
+        if args.warmup_steps >= 1
+        else math.ceil(args.warmup_steps * progress.total_steps)
+    )
+    scheduler = get_scheduler(
+        args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps
+    )  # not prepared: ours to step
     model, optimizer = prepare(accelerator, policy, optimizer, args.debug_overflow)
-    check_logprobs(model, train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"], accelerator.device, args.model_name_or_path)
+    check_logprobs(
+        model,
+        train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"],
+        accelerator.device,
+        args.model_name_or_path,
+    )
 
     # ============================================================ reference
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
     reference = LogProbModel(load_causal_lm(ref_name, tokenizer, args.attn_implementation))
     key = ["dpo reference", model_fingerprint(ref_name, reference), accelerator.mixed_precision]
     reference = prepare_frozen(accelerator, reference)
-    args.share_prompts = args.share_prompts and can_pack([model, reference], args.max_length, accelerator.device)
-    accelerator.print(f"prompts are computed {'once for both answers' if args.share_prompts else 'for each answer'}")
+    args.share_prompts = args.share_prompts and can_pack(
+        [model, reference], args.max_length, accelerator.device
+    )
+    accelerator.print(
+        f"prompts are computed {'once for both answers' if args.share_prompts else 'for each answer'}"
+    )
     ref_tables = {}
     if args.precompute_ref_log_probs:
         for name, dataset in {"train": train_set, **eval_sets}.items():
             ref_tables[name] = cached_array(
-                accelerator, [*key, dataset._fingerprint],
+                accelerator,
+                [*key, dataset._fingerprint],
                 partial(reference_logps, accelerator, reference, dataset, args),
-            )  # fmt: skip
+            )
         reference = None
 
     def reference_of(name: str, rows: list[int], batch: dict) -> torch.Tensor:
         """`[2 * pairs]`: the reference's log-probs of the answers, from the table or the model."""
         if reference is None:
-            return torch.from_numpy(ref_tables[name][rows].T.reshape(-1)).to(accelerator.device, non_blocking=True)
+            return torch.from_numpy(ref_tables[name][rows].T.reshape(-1)).to(
+                accelerator.device, non_blocking=True
+            )
         with torch.no_grad():
             return reference(batch)["logps"].sum(1)
 
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="rewards/accuracies")
     run = Run(
-        accelerator=accelerator, args=args, model=model, unwrapped=policy, optimizer=optimizer, scheduler=scheduler,
-        tokenizer=tokenizer, progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint,
-    )  # fmt: skip
+        accelerator=accelerator,
+        args=args,
+        model=model,
+        unwrapped=policy,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        tokenizer=tokenizer,
+        progress=progress,
+        metrics=metrics,
+        data_fingerprint=train_set._fingerprint,
+    )
     resume(run)
     if progress.windows_seen == 0:
-        metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args))
+        metrics.log_evaluation(
+            *evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args)
+        )
     model.train()
     metrics.start_interval()
     while not progress.finished:
-        window = window_rows(len(train_set), args.train_batch_size, args.seed, progress.windows_seen)
-        micro_batches = arrange(accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens)
+        window = window_rows(
+            len(train_set), args.train_batch_size, args.seed, progress.windows_seen
+        )
+        micro_batches = arrange(
+            accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens
+        )
         divisor = begin_window(accelerator, model, micro_batches)
         scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
-                columns, weights = train_set[rows], torch.tensor(weights).to(accelerator.device, non_blocking=True)
+                columns, weights = (
+                    train_set[rows],
+                    torch.tensor(weights).to(accelerator.device, non_blocking=True),
+                )
                 batch = collate(columns, args.share_prompts, accelerator.device)
             with accelerator.accumulate(model):
                 ref_logps = reference_of("train", rows, batch)
-                losses, values, logits = compare(model(batch, extras=("mean_logits",)), batch["mask"], ref_logps, args)
+                losses, values, logits = compare(
+                    model(batch, extras=("mean_logits",)), batch["mask"], ref_logps, args
+                )
                 seen.append((columns["row"], losses.detach(), weights))
                 if accelerator.sync_gradients:
                     check_finite(seen, progress, args.output_dir)
                 # The mean over the window's pairs: the engine divides by micro-batches and processes.
                 accelerator.backward((losses * weights).sum() * divisor / len(window))
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max(args.max_grad_norm, 0) or math.inf)
+                    grad_norm = accelerator.clip_grad_norm_(
+                        model.parameters(), max(args.max_grad_norm, 0) or math.inf
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(values, weights)
@@ -294,14 +458,18 @@ def main():
                 metrics.pending.add({name: value}, mask * weights[:, None])
         applied = not accelerator.optimizer_step_was_skipped
         progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
-        metrics.window_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale)
+        metrics.window_done(
+            applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale
+        )
         if applied:
             scheduler.step()
         if progress.log_due(args.logging_steps):
             metrics.log()
         if progress.due(args.eval_steps):
             with metrics.timed("paused"):
-                metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args))
+                metrics.log_evaluation(
+                    *evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args)
+                )
         if args.save_steps and progress.due(args.save_steps):
             with metrics.timed("paused"):
                 save_checkpoint(run)
@@ -312,33 +480,51 @@ def main():
         stop_if_asked(run)
     save_actor(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
-    accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor")
+    accelerator.print(
+        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor"
+    )
 
 
 # ============================================================ evaluation and saving
 @torch.no_grad()
-def evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args: Args) -> tuple[dict[str, float], list[str]]:
+def evaluate(
+    accelerator, model, policy, tokenizer, eval_sets, reference_of, args: Args
+) -> tuple[dict[str, float], list[str]]:
     """The training metrics over each held-out set, exact over all processes, exact match where it has answers; samples."""
     training, line, samples = model.training, {}, []
     model.eval()
     for prefix, dataset in eval_sets.items():
         means = Means(accelerator)
-        for rows, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens):
+        for rows, columns, weights in evaluation_batches(
+            accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens
+        ):
             batch = collate(columns, args.share_prompts, accelerator.device)
             ref_logps = reference_of(prefix, rows, batch)
-            _, values, logits = compare(model(batch, extras=("mean_logits",)), batch["mask"], ref_logps, args)
+            _, values, logits = compare(
+                model(batch, extras=("mean_logits",)), batch["mask"], ref_logps, args
+            )
             means.add(values, weights)
             for name, value, mask in logits:
                 means.add({name: value}, mask * weights[:, None])
         line |= {prefix + name: value for name, value in means.reduce().items()}
         if "answer" in dataset.column_names:
-            rows = dataset.select_columns(["prompt_ids", "answer"])[[i for i, answer in enumerate(dataset["answer"][:]) if answer]]
+            rows = dataset.select_columns(["prompt_ids", "answer"])[
+                [i for i, answer in enumerate(dataset["answer"][:]) if answer]
+            ]
             sizes = 8 * args.micro_train_batch_size, args.max_new_tokens
-            responses = generate(accelerator, model, policy.model, tokenizer, rows["prompt_ids"], *sizes)
-            texts, asked = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (responses, rows["prompt_ids"]))
+            responses = generate(
+                accelerator, model, policy.model, tokenizer, rows["prompt_ids"], *sizes
+            )
+            texts, asked = (
+                tokenizer.batch_decode(ids, skip_special_tokens=True)
+                for ids in (responses, rows["prompt_ids"])
+            )
             right = [is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
             line[f"{prefix}exact_match"] = sum(right) / len(right)
-            samples += [f"{'right' if ok else 'wrong'}: {ask[-80:]!r} -> {text[-80:]!r}" for ok, ask, text in zip(right, asked, texts)][:4]
+            samples += [
+                f"{'right' if ok else 'wrong'}: {ask[-80:]!r} -> {text[-80:]!r}"
+                for ok, ask, text in zip(right, asked, texts)
+            ][:4]
     model.train(training)
     return line, samples
 

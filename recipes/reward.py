@@ -23,13 +23,35 @@ from transformers.hf_argparser import HfArg
 
 import common
 from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
-from common.data import check, column, column_names, encode_preference, has_text, load_evaluation_sets, load_tokenized, preference
+from common.data import (
+    check,
+    column,
+    column_names,
+    encode_preference,
+    has_text,
+    load_evaluation_sets,
+    load_tokenized,
+    preference,
+)
 from common.engine import begin_window, loss_scale
 from common.launch import make_accelerator, parse_args
 from common.logprobs import ScoreModel, can_pack
 from common.metrics import Means, Metrics, check_finite
-from common.models import disable_dropout, load_score_model, load_tokenizer, optimizer_groups, prepare
-from common.windows import Progress, arrange, check_intervals, evaluation_batches, lay_out, window_rows
+from common.models import (
+    disable_dropout,
+    load_score_model,
+    load_tokenizer,
+    optimizer_groups,
+    prepare,
+)
+from common.windows import (
+    Progress,
+    arrange,
+    check_intervals,
+    evaluation_batches,
+    lay_out,
+    window_rows,
+)
 
 common.check_recipe(__file__)
 
@@ -37,27 +59,48 @@ common.check_recipe(__file__)
 # ============================================================ arguments
 @dataclass
 class Args:
-    model_name_or_path: str | None = HfArg(default=None, help="model to start from, usually the SFT model: hub name or folder")
-    dataset_name: str | None = HfArg(default=None, help="pairs: hub name, hub name:config, file or folder; a column margin is used")
+    model_name_or_path: str | None = HfArg(
+        default=None, help="model to start from, usually the SFT model: hub name or folder"
+    )
+    dataset_name: str | None = HfArg(
+        default=None,
+        help="pairs: hub name, hub name:config, file or folder; a column margin is used",
+    )
     dataset_split: str = HfArg(default="train", help="split of --dataset_name")
-    eval_dataset_name: list[str] | None = HfArg(default=None, help="held-out pairs, one or several sets")
-    eval_dataset_split: str = HfArg(default="train", help="split of --eval_dataset_name (a local file's is train)")
-    columns: list[str] | None = HfArg(default=None, help="where a format's column stands in the data, such as prompt=question")
+    eval_dataset_name: list[str] | None = HfArg(
+        default=None, help="held-out pairs, one or several sets"
+    )
+    eval_dataset_split: str = HfArg(
+        default="train", help="split of --eval_dataset_name (a local file's is train)"
+    )
+    columns: list[str] | None = HfArg(
+        default=None, help="where a format's column stands in the data, such as prompt=question"
+    )
     output_dir: str | None = HfArg(default=None, help="default: runs/reward/<date-time>")
 
-    center_coef: float = HfArg(default=0.0, help="weight of (r(chosen) + r(rejected))^2, which keeps scores around zero; 0.01 is usual")
+    center_coef: float = HfArg(
+        default=0.0,
+        help="weight of (r(chosen) + r(rejected))^2, which keeps scores around zero; 0.01 is usual",
+    )
 
-    share_prompts: bool = HfArg(default=True, help="a prompt computed once for both answers, where the architecture allows it")
+    share_prompts: bool = HfArg(
+        default=True,
+        help="a prompt computed once for both answers, where the architecture allows it",
+    )
     train_batch_size: int = HfArg(default=64, help="pairs of one update, over all processes")
     micro_train_batch_size: int = HfArg(default=4, help="pairs one process runs at once")
-    micro_train_tokens: int = HfArg(default=0, help="tokens of pairs, prompts twice, that it runs at once, instead; 0: not used")
+    micro_train_tokens: int = HfArg(
+        default=0, help="tokens of pairs, prompts twice, that it runs at once, instead; 0: not used"
+    )
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
-    max_length: int = HfArg(default=1024, help="tokens of prompt and answer; what is longer is cut at the end")
-    learning_rate: float = HfArg(default=1e-5, help="peak learning rate")
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = HfArg(
-        default="linear", help="see transformers.get_scheduler"
+    max_length: int = HfArg(
+        default=1024, help="tokens of prompt and answer; what is longer is cut at the end"
     )
+    learning_rate: float = HfArg(default=1e-5, help="peak learning rate")
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
+    ] = HfArg(default="linear", help="see transformers.get_scheduler")
     warmup_steps: float = HfArg(default=0.03, help="updates of warm-up; below 1 a share of all")
     weight_decay: float = HfArg(default=0.0, help="on matrices, not on biases and norms")
     adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
@@ -66,19 +109,34 @@ class Args:
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
     seed: int = HfArg(default=0, help="data order, and a new head")
 
-    logging_steps: float = HfArg(default=1, help="updates between log lines; below 1 a share of all")
-    eval_steps: float = HfArg(default=0, help="updates between evaluations; 0: only before and after")
+    logging_steps: float = HfArg(
+        default=1, help="updates between log lines; below 1 a share of all"
+    )
+    eval_steps: float = HfArg(
+        default=0, help="updates between evaluations; 0: only before and after"
+    )
     save_steps: float = HfArg(default=0, help="updates between checkpoints to resume from; 0: none")
     save_total_limit: int = HfArg(default=2, help="checkpoints to keep; 0: all")
-    save_actor_steps: float = HfArg(default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor")
+    save_actor_steps: float = HfArg(
+        default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor"
+    )
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
-    resume: str = HfArg(default="never", help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path")
-    report_to: Literal["tensorboard", "none"] = HfArg(default="tensorboard", help="metrics.jsonl is always written")
-    debug_overflow: bool = HfArg(default=False, help="name the module and the tensor that overflow; slow")
+    resume: str = HfArg(
+        default="never",
+        help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
+    )
+    report_to: Literal["tensorboard", "none"] = HfArg(
+        default="tensorboard", help="metrics.jsonl is always written"
+    )
+    debug_overflow: bool = HfArg(
+        default=False, help="name the module and the tensor that overflow; slow"
+    )
 
 
 # ============================================================ the algorithm
-def pairwise_loss(chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.Tensor, center_coef: float) -> torch.Tensor:
+def pairwise_loss(
+    chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.Tensor, center_coef: float
+) -> torch.Tensor:
     """Loss of each pair, fp32 `[pairs]`.
 
     Args:
@@ -93,17 +151,33 @@ def pairwise_loss(chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.T
 def preference_row(row: dict, tokenizer, max_length: int) -> dict:
     """`prompt_ids chosen_ids rejected_ids length reason truncated` of one pair; length is of both sequences together."""
     prompt, chosen, rejected = preference(row)
-    reason = "empty prompt" if not has_text(prompt) else "" if has_text(chosen) and has_text(rejected) else "empty answer"
-    ids, chosen_ids, rejected_ids = ([], [], []) if reason else encode_preference(tokenizer, prompt, chosen, rejected, row.get("tools"))
-    longest, room = len(ids) + max(len(chosen_ids), len(rejected_ids)), max(max_length - len(ids), 0)
+    reason = (
+        "empty prompt"
+        if not has_text(prompt)
+        else ""
+        if has_text(chosen) and has_text(rejected)
+        else "empty answer"
+    )
+    ids, chosen_ids, rejected_ids = (
+        ([], [], [])
+        if reason
+        else encode_preference(tokenizer, prompt, chosen, rejected, row.get("tools"))
+    )
+    longest, room = (
+        len(ids) + max(len(chosen_ids), len(rejected_ids)),
+        max(max_length - len(ids), 0),
+    )
     chosen_ids, rejected_ids = chosen_ids[:room], rejected_ids[:room]
     if not reason and chosen_ids == rejected_ids:
         reason = "chosen equal to rejected" if room else "prompt fills max_length"
     return {
-        "prompt_ids": ids[:max_length], "chosen_ids": chosen_ids, "rejected_ids": rejected_ids,
+        "prompt_ids": ids[:max_length],
+        "chosen_ids": chosen_ids,
+        "rejected_ids": rejected_ids,
         "length": 2 * min(len(ids), max_length) + len(chosen_ids) + len(rejected_ids),
-        "truncated": longest > max_length, "reason": reason,
-    }  # fmt: skip
+        "truncated": longest > max_length,
+        "reason": reason,
+    }
 
 
 def reward_row(row: dict, tokenizer, max_length: int) -> dict:
@@ -119,7 +193,9 @@ def reward_row(row: dict, tokenizer, max_length: int) -> dict:
 
 def collate(columns: dict, share: bool, device) -> dict:
     """Pairs as the model reads them, see `lay_out`: all chosen answers, then all rejected."""
-    return lay_out(columns["prompt_ids"] * 2, columns["chosen_ids"] + columns["rejected_ids"], share, device)
+    return lay_out(
+        columns["prompt_ids"] * 2, columns["chosen_ids"] + columns["rejected_ids"], share, device
+    )
 
 
 def compare(rewards: torch.Tensor, margins: list[float], weights: torch.Tensor, args: Args):
@@ -130,7 +206,12 @@ def compare(rewards: torch.Tensor, margins: list[float], weights: torch.Tensor, 
         weights: `[pairs]`, 0 for a filler.
     """
     chosen, rejected = rewards.chunk(2)
-    losses = pairwise_loss(chosen, rejected, torch.tensor(margins).to(rewards.device, non_blocking=True), args.center_coef)
+    losses = pairwise_loss(
+        chosen,
+        rejected,
+        torch.tensor(margins).to(rewards.device, non_blocking=True),
+        args.center_coef,
+    )
     pairs = {"loss": losses, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
     answers = {"mean_reward": rewards, "min_reward": rewards, "max_reward": rewards}
     return losses, [(pairs, weights), (answers, weights.repeat(2))]
@@ -151,30 +232,60 @@ def main():
             f"the tokenizer of {args.model_name_or_path!r} pads with its EOS, {tokenizer.eos_token!r}, or has no pad token: transformers would "
             "read a saved reward model's score before the EOS. Set tokenizer.pad_token to another token of its vocabulary and save it."
         )
-    how = dict(function=reward_row, tokenizer=tokenizer, columns=column_names(args.columns), max_length=args.max_length)
+    how = dict(
+        function=reward_row,
+        tokenizer=tokenizer,
+        columns=column_names(args.columns),
+        max_length=args.max_length,
+    )
     train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
-    eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
+    eval_sets = load_evaluation_sets(
+        accelerator, args.eval_dataset_name, args.eval_dataset_split, **how
+    )
     lengths = column(train_set, "length")
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
     loading = args.attn_implementation, args.gradient_checkpointing
-    scorer = ScoreModel(load_score_model(args.model_name_or_path, tokenizer, *loading, new_head=True))
+    scorer = ScoreModel(
+        load_score_model(args.model_name_or_path, tokenizer, *loading, new_head=True)
+    )
     disable_dropout(scorer)  # both answers are read by the same model
-    optimizer = torch.optim.AdamW(optimizer_groups(scorer, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
-    warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
-    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
+    optimizer = torch.optim.AdamW(
+        optimizer_groups(scorer, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon
+    )
+    warmup = (
+        args.warmup_steps
+        if args.warmup_steps >= 1
+        else math.ceil(args.warmup_steps * progress.total_steps)
+    )
+    scheduler = get_scheduler(
+        args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps
+    )  # not prepared: ours to step
     model, optimizer = prepare(accelerator, scorer, optimizer, args.debug_overflow)
-    args.share_prompts = args.share_prompts and can_pack([model], args.max_length, accelerator.device)
-    accelerator.print(f"prompts are computed {'once for both answers' if args.share_prompts else 'for each answer'}")
+    args.share_prompts = args.share_prompts and can_pack(
+        [model], args.max_length, accelerator.device
+    )
+    accelerator.print(
+        f"prompts are computed {'once for both answers' if args.share_prompts else 'for each answer'}"
+    )
 
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="accuracy")
     run = Run(
-        accelerator=accelerator, args=args, model=model, unwrapped=scorer, optimizer=optimizer, scheduler=scheduler,
-        tokenizer=tokenizer, progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint, extra={},
-    )  # fmt: skip
+        accelerator=accelerator,
+        args=args,
+        model=model,
+        unwrapped=scorer,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        tokenizer=tokenizer,
+        progress=progress,
+        metrics=metrics,
+        data_fingerprint=train_set._fingerprint,
+        extra={},
+    )
     resume(run)
     scorer.config.update(run.extra)
     if progress.windows_seen == 0:
@@ -182,13 +293,20 @@ def main():
     model.train()
     metrics.start_interval()
     while not progress.finished:
-        window = window_rows(len(train_set), args.train_batch_size, args.seed, progress.windows_seen)
-        micro_batches = arrange(accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens)
+        window = window_rows(
+            len(train_set), args.train_batch_size, args.seed, progress.windows_seen
+        )
+        micro_batches = arrange(
+            accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens
+        )
         divisor = begin_window(accelerator, model, micro_batches)
         scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
-                columns, weights = train_set[rows], torch.tensor(weights).to(accelerator.device, non_blocking=True)
+                columns, weights = (
+                    train_set[rows],
+                    torch.tensor(weights).to(accelerator.device, non_blocking=True),
+                )
                 batch = collate(columns, args.share_prompts, accelerator.device)
             with accelerator.accumulate(model):
                 losses, values = compare(model(batch), columns["margin"], weights, args)
@@ -198,17 +316,24 @@ def main():
                 # The mean over the window's pairs: the engine divides by micro-batches and processes.
                 accelerator.backward((losses * weights).sum() * divisor / len(window))
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max(args.max_grad_norm, 0) or math.inf)
+                    grad_norm = accelerator.clip_grad_norm_(
+                        model.parameters(), max(args.max_grad_norm, 0) or math.inf
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
             for part, part_weights in values:
                 metrics.pending.add(part, part_weights)
         applied = not accelerator.optimizer_step_was_skipped
         progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
-        metrics.window_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale)
+        metrics.window_done(
+            applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale
+        )
         if applied:
             scheduler.step()
-            run.extra = {"reward_mean": None, "reward_std": None}  # those found before are of other weights
+            run.extra = {
+                "reward_mean": None,
+                "reward_std": None,
+            }  # those found before are of other weights
             scorer.config.update(run.extra)
         if progress.log_due(args.logging_steps):
             metrics.log()
@@ -225,7 +350,9 @@ def main():
         stop_if_asked(run)
     save_actor(accelerator, model, scorer, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
-    accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; reward model in {args.output_dir}/actor")
+    accelerator.print(
+        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; reward model in {args.output_dir}/actor"
+    )
 
 
 # ============================================================ evaluation and saving
@@ -240,8 +367,15 @@ def evaluate(accelerator, model, eval_sets, moments: dict, args: Args) -> dict[s
     model.eval()
     for prefix, dataset in eval_sets.items():
         means = Means(accelerator)
-        for _, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens):
-            _, values = compare(model(collate(columns, args.share_prompts, accelerator.device)), columns["margin"], weights, args)
+        for _, columns, weights in evaluation_batches(
+            accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens
+        ):
+            _, values = compare(
+                model(collate(columns, args.share_prompts, accelerator.device)),
+                columns["margin"],
+                weights,
+                args,
+            )
             for part, part_weights in values:
                 means.add(part, part_weights)
             rewards = values[1][0]["mean_reward"].double()

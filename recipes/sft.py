@@ -42,7 +42,14 @@ from common.launch import make_accelerator, parse_args
 from common.logprobs import LogProbModel, can_pack, check_logprobs
 from common.metrics import Means, Metrics, check_finite
 from common.models import load_causal_lm, load_tokenizer, optimizer_groups, prepare
-from common.windows import Progress, arrange, check_intervals, evaluation_batches, lay_out, window_rows
+from common.windows import (
+    Progress,
+    arrange,
+    check_intervals,
+    evaluation_batches,
+    lay_out,
+    window_rows,
+)
 
 common.check_recipe(__file__)
 
@@ -51,28 +58,42 @@ common.check_recipe(__file__)
 @dataclass
 class Args:
     model_name_or_path: str | None = HfArg(default=None, help="model to train: hub name or folder")
-    dataset_name: str | None = HfArg(default=None, help="demonstrations: hub name, hub name:config, file or folder")
+    dataset_name: str | None = HfArg(
+        default=None, help="demonstrations: hub name, hub name:config, file or folder"
+    )
     dataset_split: str = HfArg(default="train", help="split of --dataset_name")
-    eval_dataset_name: list[str] | None = HfArg(default=None, help="held-out rows, one or several sets; a column answer adds exact match")
-    eval_dataset_split: str = HfArg(default="train", help="split of --eval_dataset_name (a local file's is train)")
-    columns: list[str] | None = HfArg(default=None, help="where a format's column stands in the data, such as prompt=question")
+    eval_dataset_name: list[str] | None = HfArg(
+        default=None, help="held-out rows, one or several sets; a column answer adds exact match"
+    )
+    eval_dataset_split: str = HfArg(
+        default="train", help="split of --eval_dataset_name (a local file's is train)"
+    )
+    columns: list[str] | None = HfArg(
+        default=None, help="where a format's column stands in the data, such as prompt=question"
+    )
     output_dir: str | None = HfArg(default=None, help="default: runs/sft/<date-time>")
 
     loss_on: Literal["assistant", "completion", "all"] = HfArg(
-        default="assistant", help="assistant: every assistant turn, or the completion; completion: the last turn; all: every token"
+        default="assistant",
+        help="assistant: every assistant turn, or the completion; completion: the last turn; all: every token",
     )
 
     train_batch_size: int = HfArg(default=64, help="rows of one update, over all processes")
     micro_train_batch_size: int = HfArg(default=4, help="rows one process runs at once")
-    micro_train_tokens: int = HfArg(default=0, help="tokens with padding it runs at once, instead; 0: not used")
-    packing: bool = HfArg(default=False, help="short rows beside each other, blind to each other, where the architecture allows it")
+    micro_train_tokens: int = HfArg(
+        default=0, help="tokens with padding it runs at once, instead; 0: not used"
+    )
+    packing: bool = HfArg(
+        default=False,
+        help="short rows beside each other, blind to each other, where the architecture allows it",
+    )
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
     max_length: int = HfArg(default=1024, help="tokens of a row; what is longer is cut at the end")
     learning_rate: float = HfArg(default=2e-5, help="peak learning rate")
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = HfArg(
-        default="linear", help="see transformers.get_scheduler"
-    )
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
+    ] = HfArg(default="linear", help="see transformers.get_scheduler")
     warmup_steps: float = HfArg(default=0.03, help="updates of warm-up; below 1 a share of all")
     weight_decay: float = HfArg(default=0.0, help="on matrices, not on biases and norms")
     adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
@@ -81,34 +102,56 @@ class Args:
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
     seed: int = HfArg(default=0, help="data order and dropout")
 
-    logging_steps: float = HfArg(default=1, help="updates between log lines; below 1 a share of all")
-    eval_steps: float = HfArg(default=0, help="updates between evaluations; 0: only before and after")
+    logging_steps: float = HfArg(
+        default=1, help="updates between log lines; below 1 a share of all"
+    )
+    eval_steps: float = HfArg(
+        default=0, help="updates between evaluations; 0: only before and after"
+    )
     max_new_tokens: int = HfArg(default=256, help="longest answer in evaluation by exact match")
     save_steps: float = HfArg(default=0, help="updates between checkpoints to resume from; 0: none")
     save_total_limit: int = HfArg(default=2, help="checkpoints to keep; 0: all")
-    save_actor_steps: float = HfArg(default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor")
+    save_actor_steps: float = HfArg(
+        default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor"
+    )
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
-    resume: str = HfArg(default="never", help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path")
-    report_to: Literal["tensorboard", "none"] = HfArg(default="tensorboard", help="metrics.jsonl is always written")
-    debug_overflow: bool = HfArg(default=False, help="name the module and the tensor that overflow; slow")
+    resume: str = HfArg(
+        default="never",
+        help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
+    )
+    report_to: Literal["tensorboard", "none"] = HfArg(
+        default="tensorboard", help="metrics.jsonl is always written"
+    )
+    debug_overflow: bool = HfArg(
+        default=False, help="name the module and the tensor that overflow; slow"
+    )
 
 
 # ============================================================ the algorithm
 def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
     """An SFT row as (prompt, completion), both strings or both message lists; `messages` and `text` have an empty prompt."""
     if row.get("messages") is not None:
-        check(is_messages(row["messages"]), row, "messages", "a list of messages with role and content")
+        check(
+            is_messages(row["messages"]),
+            row,
+            "messages",
+            "a list of messages with role and content",
+        )
         return [], as_messages(row["messages"], "user")
     if row.get("text") is not None:
         check(isinstance(row["text"], str), row, "text", "a string")
         return "", row["text"]
-    require(row, "prompt", "completion", expected="'messages', or 'prompt' and 'completion', or 'text'")
+    require(
+        row, "prompt", "completion", expected="'messages', or 'prompt' and 'completion', or 'text'"
+    )
     if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return row["prompt"], row["completion"]
     return as_messages(row["prompt"], "user"), as_messages(row["completion"], "assistant")
 
 
-def encode_conversation(tokenizer, prompt, completion, loss_on: str, tools=None) -> tuple[list[int], list[bool], list[int]]:
+def encode_conversation(
+    tokenizer, prompt, completion, loss_on: str, tools=None
+) -> tuple[list[int], list[bool], list[int]]:
     """Ids of an SFT row, which of them are targets, and the ids before the last answer; all empty where there is none.
 
     Args:
@@ -122,12 +165,22 @@ def encode_conversation(tokenizer, prompt, completion, loss_on: str, tools=None)
         pieces = encode(tokenizer, [prompt, completion], plain=True)
     else:
         messages = prompt + completion
-        turns = [(i, i + 1) for i, m in enumerate(messages) if m["role"] == "assistant" and has_text([m]) and i >= len(prompt)]
-        pieces = encode_turns(tokenizer, messages, turns[-1:] if loss_on == "completion" else turns, tools)
+        turns = [
+            (i, i + 1)
+            for i, m in enumerate(messages)
+            if m["role"] == "assistant" and has_text([m]) and i >= len(prompt)
+        ]
+        pieces = encode_turns(
+            tokenizer, messages, turns[-1:] if loss_on == "completion" else turns, tools
+        )
     prompt_ids, targets = [token for piece in pieces[:-1] for token in piece], []
     for context, answer in zip(pieces[::2], pieces[1::2]):
         learned = turn_length(tokenizer, answer) or len(answer)
-        targets += [loss_on == "all"] * len(context) + [True] * learned + [loss_on == "all"] * (len(answer) - learned)
+        targets += (
+            [loss_on == "all"] * len(context)
+            + [True] * learned
+            + [loss_on == "all"] * (len(answer) - learned)
+        )
     targets[:1] = [False] * bool(targets)  # nothing predicts the first token
     ids = [*prompt_ids, *(pieces[-1][:learned] if pieces else [])]
     return ids, targets[: len(ids)], prompt_ids
@@ -136,21 +189,37 @@ def encode_conversation(tokenizer, prompt, completion, loss_on: str, tools=None)
 def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
     """`input_ids targets length n_targets reason truncated prompt_ids` of one SFT row."""
     prompt, completion = conversation(row)
-    ids, targets, prompt_ids = encode_conversation(tokenizer, prompt, completion, loss_on, row.get("tools"))
-    reason = "empty answer" if not ids else "" if any(targets[:max_length]) else "nothing to learn within max_length"
+    ids, targets, prompt_ids = encode_conversation(
+        tokenizer, prompt, completion, loss_on, row.get("tools")
+    )
+    reason = (
+        "empty answer"
+        if not ids
+        else ""
+        if any(targets[:max_length])
+        else "nothing to learn within max_length"
+    )
     return {
-        "input_ids": ids[:max_length], "targets": targets[:max_length], "prompt_ids": prompt_ids,
-        "length": min(len(ids), max_length), "n_targets": sum(targets[:max_length]),
-        "truncated": len(ids) > max_length, "reason": reason,
-    }  # fmt: skip
+        "input_ids": ids[:max_length],
+        "targets": targets[:max_length],
+        "prompt_ids": prompt_ids,
+        "length": min(len(ids), max_length),
+        "n_targets": sum(targets[:max_length]),
+        "truncated": len(ids) > max_length,
+        "reason": reason,
+    }
 
 
 def collate(columns: dict, pack: bool, device) -> dict:
     """Rows as the model reads them, see `lay_out`: answers without a prompt, `mask` the target tokens `[rows, longest]`."""
-    return lay_out([[]] * len(columns["input_ids"]), columns["input_ids"], pack, device, columns["targets"])
+    return lay_out(
+        [[]] * len(columns["input_ids"]), columns["input_ids"], pack, device, columns["targets"]
+    )
 
 
-def compare(scores: dict, mask: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict, torch.Tensor]:
+def compare(
+    scores: dict, mask: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, dict, torch.Tensor]:
     """Losses of the target tokens, their metrics, and their weights, each `[rows, length]`.
 
     Args:
@@ -158,7 +227,11 @@ def compare(scores: dict, mask: torch.Tensor, weights: torch.Tensor) -> tuple[to
         weights: `[rows]`, 0 for a filler row.
     """
     losses = -scores["logps"]
-    return losses, {"loss": losses, "mean_token_accuracy": scores["correct"]}, mask * weights[:, None]
+    return (
+        losses,
+        {"loss": losses, "mean_token_accuracy": scores["correct"]},
+        mask * weights[:, None],
+    )
 
 
 def main():
@@ -169,18 +242,41 @@ def main():
 
     # ============================================================ data
     tokenizer = load_tokenizer(args.model_name_or_path)
-    how = dict(function=sft_row, tokenizer=tokenizer, columns=column_names(args.columns), max_length=args.max_length, loss_on=args.loss_on)
+    how = dict(
+        function=sft_row,
+        tokenizer=tokenizer,
+        columns=column_names(args.columns),
+        max_length=args.max_length,
+        loss_on=args.loss_on,
+    )
     train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
-    eval_sets = load_evaluation_sets(accelerator, args.eval_dataset_name, args.eval_dataset_split, **how)
+    eval_sets = load_evaluation_sets(
+        accelerator, args.eval_dataset_name, args.eval_dataset_split, **how
+    )
     lengths, targets = column(train_set, "length"), column(train_set, "n_targets")
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
-    actor = LogProbModel(load_causal_lm(args.model_name_or_path, tokenizer, args.attn_implementation, args.gradient_checkpointing))
-    optimizer = torch.optim.AdamW(optimizer_groups(actor, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon)
-    warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * progress.total_steps)
-    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps)  # not prepared: ours to step
+    actor = LogProbModel(
+        load_causal_lm(
+            args.model_name_or_path,
+            tokenizer,
+            args.attn_implementation,
+            args.gradient_checkpointing,
+        )
+    )
+    optimizer = torch.optim.AdamW(
+        optimizer_groups(actor, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon
+    )
+    warmup = (
+        args.warmup_steps
+        if args.warmup_steps >= 1
+        else math.ceil(args.warmup_steps * progress.total_steps)
+    )
+    scheduler = get_scheduler(
+        args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps
+    )  # not prepared: ours to step
     model, optimizer = prepare(accelerator, actor, optimizer, args.debug_overflow)
     check_logprobs(model, train_set[0]["input_ids"], accelerator.device, args.model_name_or_path)
     args.packing = args.packing and can_pack([model], args.max_length, accelerator.device)
@@ -189,45 +285,70 @@ def main():
     # ============================================================ the loop
     metrics = Metrics(accelerator, args, progress, bar_metric="mean_token_accuracy")
     run = Run(
-        accelerator=accelerator, args=args, model=model, unwrapped=actor, optimizer=optimizer, scheduler=scheduler,
-        tokenizer=tokenizer, progress=progress, metrics=metrics, data_fingerprint=train_set._fingerprint,
-    )  # fmt: skip
+        accelerator=accelerator,
+        args=args,
+        model=model,
+        unwrapped=actor,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        tokenizer=tokenizer,
+        progress=progress,
+        metrics=metrics,
+        data_fingerprint=train_set._fingerprint,
+    )
     resume(run)
     if progress.windows_seen == 0:
         metrics.log_evaluation(*evaluate(accelerator, model, actor, tokenizer, eval_sets, args))
     model.train()
     metrics.start_interval()
     while not progress.finished:
-        window = window_rows(len(train_set), args.train_batch_size, args.seed, progress.windows_seen)
-        micro_batches = arrange(accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens)
+        window = window_rows(
+            len(train_set), args.train_batch_size, args.seed, progress.windows_seen
+        )
+        micro_batches = arrange(
+            accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens
+        )
         divisor = begin_window(accelerator, model, micro_batches)
         scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
-                columns, weights = train_set[rows], torch.tensor(weights).to(accelerator.device, non_blocking=True)
+                columns, weights = (
+                    train_set[rows],
+                    torch.tensor(weights).to(accelerator.device, non_blocking=True),
+                )
                 batch = collate(columns, args.packing, accelerator.device)
             with accelerator.accumulate(model):
-                losses, values, token_weights = compare(model(batch, extras=("correct",)), batch["mask"], weights)
+                losses, values, token_weights = compare(
+                    model(batch, extras=("correct",)), batch["mask"], weights
+                )
                 seen.append((columns["row"], losses.detach(), token_weights))
                 if accelerator.sync_gradients:
                     check_finite(seen, progress, args.output_dir)
                 # The mean over the window's target tokens: the engine divides by micro-batches and processes.
-                accelerator.backward((losses * token_weights).sum() * divisor / int(targets[window].sum()))
+                accelerator.backward(
+                    (losses * token_weights).sum() * divisor / int(targets[window].sum())
+                )
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max(args.max_grad_norm, 0) or math.inf)
+                    grad_norm = accelerator.clip_grad_norm_(
+                        model.parameters(), max(args.max_grad_norm, 0) or math.inf
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(values, token_weights)
         applied = not accelerator.optimizer_step_was_skipped
         progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
-        metrics.window_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale)
+        metrics.window_done(
+            applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale
+        )
         if applied:
             scheduler.step()
         if progress.log_due(args.logging_steps):
             metrics.log()
         if progress.due(args.eval_steps):
             with metrics.timed("paused"):
-                metrics.log_evaluation(*evaluate(accelerator, model, actor, tokenizer, eval_sets, args))
+                metrics.log_evaluation(
+                    *evaluate(accelerator, model, actor, tokenizer, eval_sets, args)
+                )
         if args.save_steps and progress.due(args.save_steps):
             with metrics.timed("paused"):
                 save_checkpoint(run)
@@ -238,30 +359,48 @@ def main():
         stop_if_asked(run)
     save_actor(accelerator, model, actor, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
-    accelerator.print(f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor")
+    accelerator.print(
+        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor"
+    )
 
 
 # ============================================================ evaluation and saving
 @torch.no_grad()
-def evaluate(accelerator, model, actor, tokenizer, eval_sets, args: Args) -> tuple[dict[str, float], list[str]]:
+def evaluate(
+    accelerator, model, actor, tokenizer, eval_sets, args: Args
+) -> tuple[dict[str, float], list[str]]:
     """The training metrics over each held-out set, exact over all processes, exact match where it has answers; samples."""
     training, line, samples = model.training, {}, []
     model.eval()
     for prefix, dataset in eval_sets.items():
         means = Means(accelerator)
-        for _, columns, weights in evaluation_batches(accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens):
+        for _, columns, weights in evaluation_batches(
+            accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens
+        ):
             batch = collate(columns, args.packing, accelerator.device)
-            _, values, token_weights = compare(model(batch, extras=("correct",)), batch["mask"], weights)
+            _, values, token_weights = compare(
+                model(batch, extras=("correct",)), batch["mask"], weights
+            )
             means.add(values, token_weights)
         line |= {prefix + name: value for name, value in means.reduce().items()}
         if "answer" in dataset.column_names:
-            rows = dataset.select_columns(["prompt_ids", "answer"])[[i for i, answer in enumerate(dataset["answer"][:]) if answer]]
+            rows = dataset.select_columns(["prompt_ids", "answer"])[
+                [i for i, answer in enumerate(dataset["answer"][:]) if answer]
+            ]
             sizes = 8 * args.micro_train_batch_size, args.max_new_tokens
-            responses = generate(accelerator, model, actor.model, tokenizer, rows["prompt_ids"], *sizes)
-            texts, asked = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (responses, rows["prompt_ids"]))
+            responses = generate(
+                accelerator, model, actor.model, tokenizer, rows["prompt_ids"], *sizes
+            )
+            texts, asked = (
+                tokenizer.batch_decode(ids, skip_special_tokens=True)
+                for ids in (responses, rows["prompt_ids"])
+            )
             right = [is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
             line[f"{prefix}exact_match"] = sum(right) / len(right)
-            samples += [f"{'right' if ok else 'wrong'}: {ask[-80:]!r} -> {text[-80:]!r}" for ok, ask, text in zip(right, asked, texts)][:4]
+            samples += [
+                f"{'right' if ok else 'wrong'}: {ask[-80:]!r} -> {text[-80:]!r}"
+                for ok, ask, text in zip(right, asked, texts)
+            ][:4]
     model.train(training)
     return line, samples
 
