@@ -42,10 +42,11 @@ class CountCollectives(TorchDispatchMode):
 
 def worker(layers: int, steps: int) -> None:
     """Runs two updates of `steps` micro-batches, and prints the counts of the second as a line of JSON."""
-    from common.launch import describe
-    from common.logprobs import LogProbModel
-    from common.models import optimizer_groups, prepare
-    from common.windows import lay_out
+    from common.engine import describe
+    from common.models.logprobs import LogProbModel
+    from common.models.packing import lay_out
+    from common.models.prepare import prepare
+    from common.optim import optimizer_groups
 
     accelerator = bare_accelerator(steps)
     policy = LogProbModel(AutoModelForCausalLM.from_config(LlamaConfig(**MODEL, num_hidden_layers=layers), dtype=torch.float32))

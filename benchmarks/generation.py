@@ -4,7 +4,7 @@
 
 The file has a column `prompt`. Printed for each way and batch, in turns: the median seconds, the least and the most.
 
-- `recipes`: `common.generation.generate`: prompts sorted by length, ended responses dropped every 16 tokens
+- `recipes`: `common.rollout.generation.generate`: prompts sorted by length, ended responses dropped every 16 tokens
 - `plain`: transformers' `generate` on the same sorted batches, each until its last response ends
 - `static`: the same with a static cache, not compiled
 - `compiled`: the same, compiled (torch.compile, its default mode; the first run, which compiles, is not counted)
@@ -21,10 +21,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, GenerationConfig, logging
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CompileConfig,
+    GenerationConfig,
+    logging,
+)
 
-from common.generation import SampleByUniform, generate
-from common.windows import pad
+from common.batches import pad
+from common.rollout.generation import SampleByUniform, generate
 
 
 def plain(model, tokenizer, prompts: list[list[int]], uniforms: np.ndarray, batch: int, **settings) -> list[list[int]]:

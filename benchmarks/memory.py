@@ -123,11 +123,12 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from common.engine import zero_stage
-    from common.launch import describe
-    from common.logprobs import LogProbModel
-    from common.models import optimizer_groups, prepare, prepare_frozen
-    from common.windows import lay_out
+    from common.engine import describe
+    from common.models.logprobs import LogProbModel
+    from common.models.packing import lay_out
+    from common.models.prepare import prepare, prepare_frozen
+    from common.optim import optimizer_groups
+    from common.zero import zero_stage
 
     config = LlamaConfig(**MODEL, num_hidden_layers=layers)
     accelerator = bare_accelerator(steps)

@@ -47,10 +47,15 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
-from common.data import preference
-from common.windows import window_rows
+from common.batches import window_rows
+from common.data.formats import preference
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent

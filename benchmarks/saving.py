@@ -19,10 +19,12 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, get_scheduler
 
 from common import ASSETS
-from common.checkpoint import Run, flush, save_checkpoint
-from common.logprobs import LogProbModel
-from common.models import optimizer_groups, prepare
-from common.windows import Progress
+from common.checkpoint import Run, save_checkpoint
+from common.folders import flush
+from common.models.logprobs import LogProbModel
+from common.models.prepare import prepare
+from common.optim import optimizer_groups
+from common.progress import Progress
 
 
 class NoMetrics:

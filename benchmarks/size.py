@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.data import preference
+from common.data.formats import preference
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent

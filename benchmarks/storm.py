@@ -25,7 +25,7 @@ from runs import LAUNCHERS, config_launcher, kill, recipe, start, timeless, tiny
 WAYS = {**LAUNCHERS, "ds_fp16": config_launcher("ds_fp16")}
 STEPS = ["--max_steps", 40, "--train_batch_size", 8, "--micro_train_batch_size", 2, "--learning_rate", 0.01, "--logging_steps", 3,
          "--save_steps", 2, "--save_total_limit", 2, "--report_to", "none", "--resume", "auto"]  # fmt: skip
-PPO = ["--reward_function", "common.generation:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2, "--kl_target", 1,
+PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2, "--kl_target", 1,
        "--micro_rollout_batch_size", 8, "--max_new_tokens", 6, "--critic_learning_rate", 0.01, "--critic_warmup_rollouts", 2]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Saving: checkpoints that are whole or not there, and resuming from them; the actor as an ordinary Hugging Face folder."""
+"""Checkpoints and resuming."""
 
 import json
 import os
@@ -7,45 +7,18 @@ import signal
 import sys
 import time
 import types
-import zlib
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object, set_seed
 from safetensors import SafetensorError
 
-from .launch import describe, on_main_process, zero_stage
-from .metrics import NOTHING
-from .models import reshard
-
-# A resumed run may differ in these; in all others it must agree with the checkpoint.
-MAY_CHANGE = {
-    "output_dir",
-    "max_epochs",
-    "max_steps",
-    "logging_steps",
-    "eval_steps",
-    "save_steps",
-    "save_total_limit",
-    "save_actor_steps",
-    "save_actor_limit",
-    "resume",
-    "report_to",
-    "micro_train_batch_size",
-    "max_new_tokens",
-    "gradient_checkpointing",
-    "debug_overflow",
-    "attn_implementation",
-    "eval_dataset_name",
-    "eval_dataset_split",
-    "precompute_ref_log_probs",
-    "dataset_name",
-    "micro_rollout_batch_size",
-    "share_prompts",
-    "packing",
-    "micro_train_tokens",
-}
+from common.actor import save_actor
+from common.arguments import MAY_CHANGE
+from common.distributed import on_main_process
+from common.engine import describe, reshard, sharded
+from common.folders import by_step, checksum, fault_of, flush, replace_directory
+from common.metrics import NOTHING
 
 
 class Run(types.SimpleNamespace):
@@ -77,11 +50,6 @@ class Run(types.SimpleNamespace):
             "data": self.data_fingerprint,
             "world": world if sharded(accelerator) else accelerator.mixed_precision,
         }
-
-
-def sharded(accelerator) -> bool:
-    """Whether the engine may hold only a part of the state in each process, and gathers or saves it by itself."""
-    return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -259,22 +227,6 @@ def find_checkpoint(run: Run) -> Path | None:
     run.accelerator.print(f"no checkpoint in {run.folder}: starting from the beginning")
 
 
-def fault_of(path: Path) -> str | None:
-    """What keeps a folder from being a whole checkpoint; None if nothing does."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        for name, (size, crc) in manifest.items():
-            if (found := ((path / name).stat().st_size, checksum(path / name))) != (size, crc):
-                return f"{name} has {found[0]} bytes with checksum {found[1]}, it was written with {size} and {crc}"
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return (
-            f"{error.filename} is missing"
-            if isinstance(error, FileNotFoundError)
-            else f"manifest.json cannot be read: {error}"
-        )
-    return None if "state.json" in manifest else "its manifest does not name state.json"
-
-
 def load(run: Run, path: Path, state: dict) -> None:
     """Reads a verified checkpoint into the run.
 
@@ -350,79 +302,3 @@ def load(run: Run, path: Path, state: dict) -> None:
         accelerator.print(
             f"note: {processes} processes before, {accelerator.num_processes} now: dropout, if any, is drawn anew"
         )
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file: finds what storage damages; it is no signature."""
-    return zlib.crc32(np.memmap(path, mode="r")) if path.stat().st_size else 0
-
-
-def save_actor(
-    accelerator, prepared, unwrapped, tokenizer, directory: str | Path, keep: int = 0
-) -> None:
-    """Writes `unwrapped.model` with the weights the forward pass used, bit for bit. All ranks must call it.
-
-    Args:
-        prepared: what `accelerator.prepare` returned for the `LogProbModel`.
-        unwrapped: the `LogProbModel` itself.
-        directory: replaced whole if it is there; killed while writing, the previous one stays (at worst under its name with `.old`).
-        keep: how many `global_step_...` folders stay beside each other, the newest; 0 is all.
-    """
-    reshard(prepared)
-    # On every rank, as ZeRO-3 and FSDP2 gather them; elsewhere every process would copy all to the host, and the names would be those
-    # that DDP and torch.compile make of them.
-    weights = (
-        accelerator.get_state_dict(prepared)
-        if zero_stage(accelerator) == 3 or accelerator.is_fsdp2
-        else unwrapped.state_dict()
-    )
-    if accelerator.is_main_process:
-        weights = {
-            name.removeprefix("model."): value
-            for name, value in weights.items()
-            if name.startswith("model.")
-        }
-        for tied in (
-            dict(unwrapped.model.named_parameters(remove_duplicate=False)).keys()
-            - dict(unwrapped.model.named_parameters()).keys()
-        ):
-            weights.pop(
-                tied, None
-            )  # gathered weights no longer share memory: tied ones would be written twice
-        temporary = (directory := Path(directory)).with_name(f".{directory.name}.writing")
-        shutil.rmtree(temporary, ignore_errors=True)
-        unwrapped.model.save_pretrained(temporary, state_dict=weights)
-        tokenizer.save_pretrained(temporary)
-        replace_directory(temporary, directory, keep)
-    accelerator.wait_for_everyone()
-
-
-def replace_directory(temporary: Path, directory: Path, keep: int = 0) -> None:
-    """Flushes a written directory to disk and puts it in place of another; then deletes all but the newest `keep` of the
-    `global_step_*` folders beside it, 0 keeps all."""
-    flush(*temporary.rglob("*"), temporary)
-    old = directory.with_name(f".{directory.name}.old")
-    if directory.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        directory.rename(old)
-    temporary.rename(directory)
-    flush(directory.parent)
-    shutil.rmtree(old, ignore_errors=True)
-    for path in by_step(directory.parent)[:-keep] if keep else []:
-        shutil.rmtree(path, ignore_errors=True)  # what someone still reads (NFS) goes the next time
-
-
-def flush(*paths: Path) -> None:
-    """Files and folders, each itself, to the disk."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-def by_step(folder: Path) -> list[Path]:
-    """The `global_step_*` folders, the newest last. A copy of one under a longer name is the user's: it is neither taken nor deleted."""
-    return sorted(
-        (path for path in folder.glob("global_step_*") if path.name[12:].isdigit()),
-        key=lambda path: int(path.name[12:]),
-    )

@@ -1,21 +1,31 @@
-"""What the engine does by itself, made visible: its stage, the scale of the loss, gradient norms, overflows."""
-
-import os
-from functools import partial
+"""What a loop asks of its engine."""
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
-from torch.utils._pytree import tree_leaves
-from tqdm import tqdm
+from torch.distributed.fsdp import FSDPModule
+
+from common.zero import zero_stage
 
 
-def zero_stage(accelerator) -> int:
-    """The ZeRO stage; 0 without DeepSpeed."""
-    return (
-        plugin.deepspeed_config["zero_optimization"]["stage"]
-        if (plugin := accelerator.state.deepspeed_plugin)
-        else 0
+def describe(accelerator: Accelerator) -> str:
+    """How the run computes, in words: `DeepSpeed ZeRO-2 fp16 on cpu`."""
+    kinds = {
+        DistributedType.DEEPSPEED: f"DeepSpeed ZeRO-{zero_stage(accelerator)}",
+        DistributedType.FSDP: "FSDP2",
+    }
+    kind = kinds.get(
+        accelerator.distributed_type, "DDP" if accelerator.num_processes > 1 else "one process"
     )
+    return (
+        f"{kind} {accelerator.mixed_precision.replace('no', 'fp32')} on {accelerator.device.type}"
+    )
+
+
+def sharded(accelerator) -> bool:
+    """Whether the engine may hold only a part of the state in each process, and gathers or saves it by itself."""
+    return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 def begin_window(accelerator, prepared: nn.Module, micro_batches: list) -> int:
@@ -30,62 +40,11 @@ def begin_window(accelerator, prepared: nn.Module, micro_batches: list) -> int:
     return len(micro_batches) * accelerator.num_processes
 
 
-def hold_growth() -> None:
-    """Lets DeepSpeed's loss scale grow between two windows. DeepSpeed 0.19.8 does so within an update, whose gradients it then divides
-    by twice the scale that they were multiplied by: the update is halved, unless clipping decides its size.
-
-    At the smallest scale it does not raise here: `Metrics.window_done` ends the run, and says where.
-    """
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-
-    def update_scale(scaler, overflow: bool) -> None:
-        before, scaler.raise_error_at_min_scale = scaler.cur_scale, False
-        update(scaler, overflow)
-        if scaler.cur_scale > before:
-            scaler.grown, scaler.cur_scale = scaler.cur_scale, before
-
-    def scale_loss(scaler, loss: torch.Tensor) -> torch.Tensor:
-        scaler.cur_scale = scaler.__dict__.pop("grown", scaler.cur_scale)
-        return loss * scaler.cur_scale
-
-    update = DynamicLossScaler.update_scale
-    DynamicLossScaler.update_scale, DynamicLossScaler.scale_loss = update_scale, scale_loss
-
-
 def loss_scale(accelerator, prepared: nn.Module) -> float | None:
     """The current scale of the loss under fp16; None where there is none."""
     if zero_stage(accelerator) and accelerator.mixed_precision == "fp16":
         return getattr(scaler := prepared.optimizer.loss_scaler, "grown", scaler.cur_scale)
     return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
-
-
-def watch_overflow(model: nn.Module) -> None:
-    """Prints, in each process, the first tensor of a forward and backward pass that is not finite: the output of a module, its gradient,
-    or the gradient of a weight. (What overflows only in the sum over micro-batches or processes is not seen.)"""
-    found = []
-
-    def look(what: str, tensor: torch.Tensor) -> None:
-        if not found and (bad := ~torch.isfinite(tensor)).any():
-            found.append(what)
-            tqdm.write(
-                f"OVERFLOW in process {os.environ.get('RANK', 0)}: {what}, {tensor.dtype}, {bad.sum()} of {bad.numel()} elements"
-            )
-
-    def hook(name: str, module, inputs, output) -> None:
-        for tensor in (
-            leaf
-            for leaf in tree_leaves(output)
-            if torch.is_tensor(leaf) and leaf.is_floating_point()
-        ):
-            look(f"the output of {name}", tensor)
-            if tensor.requires_grad:
-                tensor.register_hook(partial(look, f"the gradient of the output of {name}"))
-
-    model.register_forward_pre_hook(lambda *_: found.clear())
-    for name, module in model.named_modules():
-        module.register_forward_hook(partial(hook, name or "the whole model"))
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(partial(look, f"the gradient of {name}"))
 
 
 def innermost(optimizer) -> torch.optim.Optimizer:
@@ -121,3 +80,9 @@ def record_group_norms(accelerator, optimizer):
 
     innermost(optimizer).register_step_pre_hook(add)
     return group_norms
+
+
+def reshard(prepared: nn.Module) -> None:
+    """Shards again what FSDP2 leaves whole after a forward that no backward followed: its state could not be saved or loaded."""
+    for module in filter(lambda module: isinstance(module, FSDPModule), prepared.modules()):
+        module.reshard()

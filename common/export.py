@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common.checkpoint import checksum, fault_of, replace_directory
+from common.folders import checksum, fault_of, replace_directory
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -1,8 +1,6 @@
-"""The command line of a recipe, and a right `Accelerator` in plain python, DDP, FSDP2 and every ZeRO stage, on CPU and GPU."""
+"""From the launcher's environment to an Accelerator."""
 
 import datetime
-import importlib
-import json
 import logging
 import os
 import sys
@@ -10,108 +8,16 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import transformers
-import yaml
-from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs, PartialState
-from accelerate.utils import (
-    DistributedType,
-    GradientAccumulationPlugin,
-    broadcast_object_list,
-    gather_object,
-    set_seed,
-)
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.overrides import TorchFunctionMode
 
-from . import ASSETS, REPOSITORY
-from .engine import hold_growth, zero_stage
-
-
-def parse_args(args_class: type, demo: Path, argv: list[str] | None = None):
-    """Reads a recipe's arguments from the command line.
-
-    A first argument that ends in .yaml or .yml sets defaults that the flags after it override. Abbreviations are refused.
-    Without a model and a data set the embedded demo's YAML is that first argument.
-
-    Args:
-        args_class: flat dataclass, its fields made by transformers' `HfArg`.
-        demo: the YAML of the embedded demo.
-        argv: the arguments without the program's name; default `sys.argv[1:]`.
-
-    Raises:
-        SystemExit: unknown argument, wrong type, YAML file missing or not a flat mapping. It names the argument.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    # Errors repeat the usage: one line of it, not the list of all arguments, which --help gives.
-    parser = transformers.HfArgumentParser(
-        args_class,
-        allow_abbrev=False,
-        usage="%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]",
-    )
-    for action in parser._actions:
-        action.help = action.help.replace("%", "%%") if action.dest != "help" else action.help
-    if argv and argv[0].endswith((".yaml", ".yml")):
-        # Read as flags, so that types, choices and unknown names are checked by the same parser.
-        argv = yaml_to_flags(argv[0], parser) + argv[1:]
-    given = {word.partition("=")[0].replace("-", "_") for word in argv} & {
-        "__model_name_or_path",
-        "__dataset_name",
-    }
-    demo_flags = [] if given else yaml_to_flags(demo, parser)
-    args, unknown = parser.parse_args_into_dataclasses(
-        demo_flags + argv, look_for_args_file=False, return_remaining_strings=True
-    )
-    if unknown:
-        parser.error(
-            f"unknown argument {' '.join(unknown)}: --help lists all (none can be abbreviated, a file of defaults comes first)"
-        )
-    if None in (args.model_name_or_path, args.dataset_name):
-        parser.error(
-            "--model_name_or_path or --dataset_name is missing (give both, or neither for the demo)"
-        )
-    if demo_flags and os.environ.get("RANK", "0") == "0":
-        print(f"no model and no data set given: running the demo, {demo}", flush=True)
-    return args
-
-
-def yaml_to_flags(path: str | Path, parser: transformers.HfArgumentParser) -> list[str]:
-    """The flags that say what a flat YAML mapping says; `null` leaves the default, `{assets}` is the assets' folder."""
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        parser.error(f"{path} cannot be read as YAML: {' '.join(str(error).split())}")
-    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-        parser.error(f"{path}: expected a flat mapping of argument names to values")
-    flags = []
-    for name, value in values.items():
-        if f"--{name}" not in parser._option_string_actions:
-            parser.error(f"{path}: {name!r} is no argument of this recipe; --help lists them")
-        if value is not None:
-            flags += [
-                f"--{name}",
-                *(
-                    str(v).replace("{assets}", str(ASSETS))
-                    for v in (value if isinstance(value, list) else [value])
-                ),
-            ]
-    return flags
-
-
-def load_function(argument: str, name: str):
-    """The function that an argument names as `MODULE:NAME`; modules are looked for in the current directory, too.
-
-    Raises:
-        SystemExit: no such module or name.
-    """
-    module, _, attribute = name.partition(":")
-    sys.path.append(os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        sys.exit(
-            f"--{argument} {name}: {error} (expected MODULE:NAME, the module installed or in {os.getcwd()})"
-        )
+from common.arguments import accumulation_steps
+from common.cpu import HalfProductsInFp32
+from common.distributed import on_main_process
+from common.engine import describe
+from common.zero import deepspeed_plugin
 
 
 def make_accelerator(args, recipe: str) -> Accelerator:
@@ -204,140 +110,6 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     return accelerator
 
 
-def accumulation_steps(
-    train_batch_size: int, micro_train_batch_size: int, processes: int, micro_train_tokens: int = 0
-) -> int:
-    """`train_batch_size / (micro_train_batch_size * processes)`, or an exit that names the nearest sizes that divide. Where tokens cut
-    micro-batches, the most there can be."""
-    if min(train_batch_size, micro_train_batch_size) < 1 or micro_train_tokens < 0:
-        sys.exit(
-            f"--train_batch_size {train_batch_size} and --micro_train_batch_size {micro_train_batch_size} must be at least 1, --micro_train_tokens {micro_train_tokens} at least 0"
-        )
-    if micro_train_tokens:
-        return -(-train_batch_size // processes)  # rounded up
-    per_step = micro_train_batch_size * processes
-    if train_batch_size % per_step:
-        low = train_batch_size // per_step * per_step
-        sizes = sorted(
-            range(1, train_batch_size + 1), key=lambda m: abs(m - micro_train_batch_size)
-        )
-        other = [
-            f"--micro_train_batch_size {m}"
-            for m in sizes
-            if train_batch_size % (m * processes) == 0
-        ]
-        nearest = ", or ".join(
-            [f"--train_batch_size {f'{low} or ' if low else ''}{low + per_step}", *other[:1]]
-        )
-        sys.exit(
-            f"--train_batch_size {train_batch_size} is not a multiple of --micro_train_batch_size {micro_train_batch_size} "
-            f"x {processes} processes = {per_step}. Nearest that would do: {nearest}."
-        )
-    return train_batch_size // per_step
-
-
-def deepspeed_plugin(accumulation: int, args):
-    """The launcher's DeepSpeed settings with this run's accumulation, micro-batch size and clipping written in."""
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
-    import deepspeed  # slow to import: only where it is used
-
-    if not torch.cuda.is_available():
-        # Its first use compiles C++ for more than a minute, and fails without a compiler; gloo does the same work.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: (
-            True
-        )  # emulated, see HalfProductsInFp32
-    plugin = DeepSpeedPlugin(
-        read_deepspeed_json(path)
-        if (path := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"))
-        else None
-    )
-    config = plugin.deepspeed_config
-    sizes = {
-        "gradient_accumulation_steps": accumulation,
-        "train_micro_batch_size_per_gpu": args.micro_train_batch_size,
-    }
-    for key, value in {**sizes, "gradient_clipping": float(args.max_grad_norm)}.items():
-        if config.get(key, "auto") not in ("auto", value):
-            sys.exit(
-                f'the DeepSpeed config sets "{key}": {config[key]}, the arguments say {value}: write "auto" there'
-            )
-        config[key] = value
-    if config["zero_optimization"]["stage"] not in (1, 2, 3):
-        sys.exit(
-            f'the DeepSpeed config has "stage": {config["zero_optimization"]["stage"]}, expected 1, 2 or 3'
-        )
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = (
-        True  # actors are saved from it
-    )
-    if config["zero_optimization"].get("offload_optimizer", {}).get("device") in ("cpu", "nvme"):
-        # A false alarm: DeepSpeed's own optimizer steps in the place of the one that the scheduler watches.
-        warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
-        if os.getenv("LOCAL_RANK", "0") == "0":
-            # torch compiles without a word, and as silently waits, without end, for the lock of a compilation that was killed.
-            print(
-                "Adam runs on the CPU: DeepSpeed compiles its own at the first run, for some minutes. If nothing compiles and it waits here, a killed run left ~/.cache/torch_extensions/*/cpu_adam/lock: remove it",
-                flush=True,
-            )
-    config.setdefault(
-        "timers", {"throughput": {"enabled": False}}
-    )  # or it waits for the GPU before each forward pass
-    hold_growth()
-    return plugin
-
-
-def read_deepspeed_json(path: str) -> dict:
-    """The DeepSpeed JSON that a YAML names, relative to the current directory or else to this repository."""
-    if not (found := [file for file in (Path(path), REPOSITORY / path) if file.is_file()]):
-        sys.exit(
-            f"the DeepSpeed config {path!r} named by the accelerate YAML was found neither in {Path.cwd()} nor in {REPOSITORY}"
-        )
-    config = json.loads(found[0].read_text(encoding="utf-8"))
-    for half in ("fp16", "bf16", "fp8"):
-        enabled, asked = (
-            config.get(half, {}).get("enabled", False),
-            os.environ.get("ACCELERATE_MIXED_PRECISION") == half,
-        )
-        if enabled not in (True, False) or asked > enabled:
-            sys.exit(
-                f'{path}: "{half}": {{"enabled": {json.dumps(enabled)}}} does not switch {half} on (alone it is silently fp32): write true or false, and give no --mixed_precision'
-            )
-    return config
-
-
-def describe(accelerator: Accelerator) -> str:
-    """How the run computes, in words: `DeepSpeed ZeRO-2 fp16 on cpu`."""
-    kinds = {
-        DistributedType.DEEPSPEED: f"DeepSpeed ZeRO-{zero_stage(accelerator)}",
-        DistributedType.FSDP: "FSDP2",
-    }
-    kind = kinds.get(
-        accelerator.distributed_type, "DDP" if accelerator.num_processes > 1 else "one process"
-    )
-    return (
-        f"{kind} {accelerator.mixed_precision.replace('no', 'fp32')} on {accelerator.device.type}"
-    )
-
-
-def all_or_none(accelerator: Accelerator, mine: bool, function, *args):
-    """What `function` returns on the processes where `mine` is true, None on the others. Where one leaves all leave, lest others wait for
-    it, and one says why. All ranks must call it."""
-    try:
-        result, problem = function(*args) if mine else None, None
-    except SystemExit as error:
-        result, problem = None, error.code
-    if any(problems := gather_object([problem])):
-        sys.exit(next(filter(None, problems)) if accelerator.is_main_process else 1)
-    return result
-
-
-def on_main_process(accelerator: Accelerator, function, *args):
-    """What `function` returns on the main process, on every rank; see `all_or_none`."""
-    return broadcast_object_list(
-        [all_or_none(accelerator, accelerator.is_main_process, function, *args)]
-    )[0]
-
-
 def decide_output_dir(args, recipe: str) -> str:
     """`--output_dir` or `runs/<recipe>/<date-time>`, made if it is not there."""
     if args.resume == "auto" and not args.output_dir:
@@ -369,28 +141,6 @@ def decide_output_dir(args, recipe: str) -> str:
     ) as error:  # a file of that name, no permission, a run that began in the same second ...
         sys.exit(f"--output_dir {path} cannot be made: {error}")
     return str(path)
-
-
-class HalfProductsInFp32(TorchFunctionMode):
-    """Computes half-precision matrix products and attention in fp32 and rounds the result: what tensor cores do, and on a CPU
-    without half kernels many times faster than the library's own."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if (
-            function in (F.linear, F.scaled_dot_product_attention)
-            and args[0].device.type == "cpu"
-            and args[0].dtype.itemsize == 2
-        ):
-            single = lambda value: (
-                value.float()
-                if isinstance(value, torch.Tensor) and value.dtype.itemsize == 2
-                else value
-            )
-            return function(
-                *map(single, args),
-                **{name: single(value) for name, value in (kwargs or {}).items()},
-            ).to(args[0].dtype)
-        return function(*args, **(kwargs or {}))
 
 
 def quiet() -> None:

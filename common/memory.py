@@ -16,8 +16,9 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from common.zero import read_deepspeed_json
+
 from . import REPOSITORY
-from .launch import read_deepspeed_json
 
 GIB = 2**30
 MOMENTS = {"f": "forward", "b": "backward", "s": "step"}

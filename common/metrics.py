@@ -1,4 +1,4 @@
-"""Exact means over every sample or token of every process since the last log line, with one collective a line."""
+"""Exact means, log lines."""
 
 import atexit
 import contextlib
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from .windows import Progress
+from common.progress import Progress
 
 # Dense products in half precision a second, by NVIDIA's data sheets; of other GPUs no utilisation is logged.
 PEAK_FLOPS = {
@@ -21,6 +21,8 @@ PEAK_FLOPS = {
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
 }
+
+
 NOTHING = (0.0, 0.0, math.inf, -math.inf)  # sum, count, minimum, maximum
 
 
@@ -75,61 +77,6 @@ class Means:
                     name.rpartition("/")[2][:4], total / count
                 )
         return result
-
-
-def check_finite(
-    losses: list[tuple],
-    progress: Progress,
-    output_dir: str,
-    tensors: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Stops a run whose loss, or what it comes from, is not a number: no loss scale cures that. An overflow of fp16 gradients is another thing: the
-    engine skips that update.
-
-    Args:
-        losses: (row numbers, losses `[rows, ...]`, weights of the same shape) of each micro-batch of the window.
-        tensors: of the last of them, whose statistics are written to `not_finite_<rank>.json` in `output_dir`.
-
-    Raises:
-        FloatingPointError: with the step and the rows.
-    """
-    finite = [
-        (torch.isfinite(values) | (weights == 0)).reshape(len(rows), -1).all(1)
-        for rows, values, weights in losses
-    ]
-    if torch.cat(finite).all():
-        return
-    bad = [
-        str(row)
-        for (rows, *_), good in zip(losses, finite)
-        for row, ok in zip(rows, good.tolist())
-        if not ok
-    ]
-    report = {
-        "global_step": progress.global_step + 1,
-        "window": progress.windows_seen,
-        "rows": bad,
-        "tensors": {},
-    }
-    for name, tensor in {
-        **(tensors or {}),
-        **{f"loss of micro-batch {i}": values for i, (_, values, _) in enumerate(losses)},
-    }.items():
-        good = tensor[torch.isfinite(tensor)].double()
-        report["tensors"][name] = {
-            "shape": list(tensor.shape),
-            "not_finite": tensor.numel() - good.numel(),
-            "min, max, mean": [f(good).item() for f in (torch.amin, torch.amax, torch.mean)]
-            if len(good)
-            else [],
-        }
-    file = Path(output_dir) / f"not_finite_{os.environ.get('RANK', 0)}.json"
-    file.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    where = f"update {progress.global_step + 1} (window {progress.windows_seen}) is not finite, because of data rows {', '.join(bad)}"
-    raise FloatingPointError(
-        f"{where}. Nothing was updated. Look at these rows and at {file}; lower --learning_rate if the loss had grown; "
-        "fp16 activations overflow where bf16's do not."
-    )
 
 
 class Metrics:

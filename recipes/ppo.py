@@ -26,32 +26,27 @@ from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
-from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
-from common.data import (
-    as_messages,
-    column_names,
-    encode,
-    has_text,
-    load_evaluation_sets,
-    load_tokenized,
-    render,
-    require,
-)
+from common.actor import save_actor
+from common.arguments import check_intervals, load_function, parse_args
+from common.batches import arrange, window_rows
+from common.checkpoint import Run, resume, save_checkpoint, stop_if_asked
+from common.data.dataset import load_evaluation_sets, load_tokenized
+from common.data.formats import as_messages, column_names, has_text, require
+from common.data.tokens import encode, render
+from common.distributed import gather_rows
 from common.engine import begin_window, innermost, loss_scale, record_group_norms
-from common.generation import generate, is_right
-from common.launch import load_function, make_accelerator, parse_args
-from common.logprobs import LogProbModel, ScoreModel, can_pack, check_logprobs
-from common.metrics import Metrics, check_finite
-from common.models import (
-    disable_dropout,
-    load_causal_lm,
-    load_score_model,
-    load_tokenizer,
-    optimizer_groups,
-    prepare,
-    prepare_frozen,
-)
-from common.windows import Progress, arrange, check_intervals, gather_rows, lay_out, window_rows
+from common.guards import check_finite
+from common.launch import make_accelerator
+from common.metrics import Metrics
+from common.models.checks import can_pack, check_logprobs
+from common.models.load import load_causal_lm, load_score_model, load_tokenizer
+from common.models.logprobs import LogProbModel, ScoreModel
+from common.models.packing import lay_out
+from common.models.prepare import disable_dropout, prepare, prepare_frozen
+from common.optim import optimizer_groups
+from common.progress import Progress
+from common.rollout.generation import generate
+from common.rollout.rewards import is_right
 
 common.check_recipe(__file__)
 

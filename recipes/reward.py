@@ -22,36 +22,24 @@ from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
-from common.checkpoint import Run, resume, save_actor, save_checkpoint, stop_if_asked
-from common.data import (
-    check,
-    column,
-    column_names,
-    encode_preference,
-    has_text,
-    load_evaluation_sets,
-    load_tokenized,
-    preference,
-)
+from common.actor import save_actor
+from common.arguments import check_intervals, parse_args
+from common.batches import arrange, evaluation_batches, window_rows
+from common.checkpoint import Run, resume, save_checkpoint, stop_if_asked
+from common.data.dataset import column, load_evaluation_sets, load_tokenized
+from common.data.formats import check, column_names, has_text, preference
+from common.data.tokens import encode_preference
 from common.engine import begin_window, loss_scale
-from common.launch import make_accelerator, parse_args
-from common.logprobs import ScoreModel, can_pack
-from common.metrics import Means, Metrics, check_finite
-from common.models import (
-    disable_dropout,
-    load_score_model,
-    load_tokenizer,
-    optimizer_groups,
-    prepare,
-)
-from common.windows import (
-    Progress,
-    arrange,
-    check_intervals,
-    evaluation_batches,
-    lay_out,
-    window_rows,
-)
+from common.guards import check_finite
+from common.launch import make_accelerator
+from common.metrics import Means, Metrics
+from common.models.checks import can_pack
+from common.models.load import load_score_model, load_tokenizer
+from common.models.logprobs import ScoreModel
+from common.models.packing import lay_out
+from common.models.prepare import disable_dropout, prepare
+from common.optim import optimizer_groups
+from common.progress import Progress
 
 common.check_recipe(__file__)
 

@@ -12,9 +12,10 @@ from os import environ
 
 import torch
 
-import common.generation
-import common.logprobs
-import common.windows
+import common.batches
+import common.models.logprobs
+import common.progress
+import common.rollout.generation
 
 mode, windows, sys.argv = sys.argv[1], {int(number) for number in sys.argv[2].split(",") if number.isdigit()}, sys.argv[3:]
 if "fixed" in mode:
@@ -22,9 +23,9 @@ if "fixed" in mode:
     def canned(accelerator, prepared, model, tokenizer, prompts, *args, **kwargs):
         return [[*prompt[1:4][::-1], tokenizer.eos_token_id] for prompt in prompts]
 
-    common.generation.generate = canned
+    common.rollout.generation.generate = canned
 if "lack" in mode:
-    window_rows = common.windows.window_rows
+    window_rows = common.batches.window_rows
 
     def lacking(n_rows, train_batch_size, seed, index):
         if "ppo" in sys.argv[0] and isinstance(seed, int):  # the prompts of a rollout
@@ -32,9 +33,9 @@ if "lack" in mode:
         kept = [number for number in range(index + len(windows) + 1) if number not in windows]
         return window_rows(n_rows, train_batch_size, seed, kept[index])
 
-    common.windows.window_rows = lacking
+    common.batches.window_rows = lacking
 if "overflow" in mode:
-    window_done, seen = common.windows.Progress.window_done, [0]
+    window_done, seen = common.progress.Progress.window_done, [0]
 
     def counting(*args, **kwargs):
         seen[0] += 1
@@ -50,7 +51,7 @@ if "overflow" in mode:
 
         return poisoned
 
-    common.windows.Progress.window_done = counting
-    for module in (common.logprobs.LogProbModel, common.logprobs.ScoreModel):
+    common.progress.Progress.window_done = counting
+    for module in (common.models.logprobs.LogProbModel, common.models.logprobs.ScoreModel):
         module.forward = poison(module.forward)
 runpy.run_path(sys.argv[0], run_name="__main__")

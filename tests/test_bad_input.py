@@ -24,10 +24,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
-from common.data import column_names, load_rows, load_tokenized
-from common.launch import accumulation_steps, parse_args, quiet
-from common.models import load_causal_lm, load_tokenizer
-from common.windows import check_intervals
+from common.arguments import accumulation_steps, check_intervals, parse_args
+from common.data.dataset import load_tokenized
+from common.data.files import load_rows
+from common.data.formats import column_names
+from common.launch import quiet
+from common.models.load import load_causal_lm, load_tokenizer
 from runs import ASSETS, LAUNCHERS, launch, recipe, refuses, tiny_llama, write_jsonl
 
 sft_row, preference_row = (runpy.run_path(str(recipe(name)))[f"{row}_row"] for name, row in (("sft", "sft"), ("dpo", "preference")))

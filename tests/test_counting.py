@@ -9,8 +9,9 @@ import re
 
 import pytest
 
-from common.launch import accumulation_steps
-from common.windows import Progress, window_rows
+from common.arguments import accumulation_steps
+from common.batches import window_rows
+from common.progress import Progress
 from runs import PYTHON, REPOSITORY, launch, recipe, tiny_llama, training_lines, write_jsonl
 
 

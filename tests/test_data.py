@@ -23,9 +23,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from common.data import BadRow, column, column_names, load_evaluation_sets, load_tokenized, preference
-from common.models import load_causal_lm, stop_tokens
-from common.windows import arrange, window_rows
+from common.batches import arrange, window_rows
+from common.data.dataset import column, load_evaluation_sets, load_tokenized
+from common.data.formats import BadRow, column_names, preference
+from common.data.tokens import stop_tokens
+from common.models.load import load_causal_lm
 from runs import recipe, refuses, write_jsonl
 
 recipe_sft = runpy.run_path(str(recipe("sft")))

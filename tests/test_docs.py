@@ -10,7 +10,16 @@ import shlex
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from runs import ASSETS, REPOSITORY, config_launcher, first_rows, launch, lines, recipe, training_lines
+from runs import (
+    ASSETS,
+    REPOSITORY,
+    config_launcher,
+    first_rows,
+    launch,
+    lines,
+    recipe,
+    training_lines,
+)
 
 GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common.engine import watch_overflow
-from common.logprobs import LogProbModel, ScoreModel
+from common.guards import watch_overflow
 from common.metrics import Metrics
-from common.windows import Progress
+from common.models.logprobs import LogProbModel, ScoreModel
+from common.progress import Progress
 from runs import (
     REPOSITORY,
     config_launcher,
@@ -38,7 +38,7 @@ from runs import (
 TESTS = REPOSITORY / "tests"
 RECIPES = ("sft", "dpo", "reward", "ppo")
 # One rollout of 48 samples, twice, is as many windows as two epochs of the others' rows.
-PPO = ["--reward_function", "common.generation:answer_reward", "--rollout_batch_size", 48, "--num_epochs_per_rollout", 2, "--micro_rollout_batch_size", 8,
+PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 48, "--num_epochs_per_rollout", 2, "--micro_rollout_batch_size", 8,
        "--max_new_tokens", 6, "--critic_learning_rate", 0.01]  # fmt: skip
 
 

@@ -13,7 +13,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from runs import LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, weights, without_timings, write_jsonl
+from runs import (
+    LAUNCHERS,
+    evaluation_lines,
+    launch,
+    recipe,
+    tiny_llama,
+    training_lines,
+    weights,
+    without_timings,
+    write_jsonl,
+)
 
 ROWS, BATCH = 33, 16  # two epochs of windows 16, 16, 1: in the last one process of two has no real row
 # Launcher, rows of a micro-batch or "tokens", and what computes less, or once again: each two of the former meet.

@@ -15,10 +15,13 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common import logprobs
-from common.logprobs import ChunkedLogProbs, LogProbModel, can_pack, check_logprobs
-from common.models import disable_dropout, load_causal_lm, sdpa_of_short_rows, use_onednn
-from common.windows import lay_out
+from common.cpu import sdpa_of_short_rows, use_onednn
+from common.models import logprobs
+from common.models.checks import can_pack, check_logprobs
+from common.models.load import load_causal_lm
+from common.models.logprobs import ChunkedLogProbs, LogProbModel
+from common.models.packing import lay_out
+from common.models.prepare import disable_dropout
 from runs import tiny_llama, whole_rows
 
 SIZES = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -16,9 +16,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.batches import window_rows
 from common.metrics import Metrics
-from common.windows import Progress, window_rows
-from runs import LAUNCHERS, evaluation_lines, launch, recipe, tiny_llama, training_lines, write_jsonl
+from common.progress import Progress
+from runs import (
+    LAUNCHERS,
+    evaluation_lines,
+    launch,
+    recipe,
+    tiny_llama,
+    training_lines,
+    write_jsonl,
+)
 
 BETA, EVERY, BATCH = 0.3, 3, 8
 EIGHT = ["rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"]

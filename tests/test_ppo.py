@@ -41,12 +41,24 @@ from transformers import (
     Qwen3Config,
 )
 
-from common import generation
-from common.launch import load_function
-from common.logprobs import LogProbModel, ScoreModel
-from common.models import load_score_model, load_tokenizer
-from common.windows import window_rows
-from runs import ASSETS, LAUNCHERS, launch, lines, recipe, refuses, timeless, tiny_llama, weights, whole_rows, write_jsonl
+from common.arguments import load_function
+from common.batches import window_rows
+from common.models.load import load_score_model, load_tokenizer
+from common.models.logprobs import LogProbModel, ScoreModel
+from common.rollout import generation, rewards
+from runs import (
+    ASSETS,
+    LAUNCHERS,
+    launch,
+    lines,
+    recipe,
+    refuses,
+    timeless,
+    tiny_llama,
+    weights,
+    whole_rows,
+    write_jsonl,
+)
 
 ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo"))))
 LENGTHS = [5, 1, 3, 7]
@@ -402,8 +414,8 @@ def test_an_update_of_no_samples_is_left_to_the_common_refusal():
 ])  # fmt: skip
 def test_a_response_is_right_where_it_ends_as_the_answer(response, answer, right):
     """Behind the last `####`, GSM8K's mark, or whole without one; behind what was thought. A whole number may have become a float."""
-    assert generation.is_right(response, answer) == right
-    assert generation.answer_reward(["", ""], [response, str(answer)], [answer, answer]) == [float(right), 1.0]
+    assert rewards.is_right(response, answer) == right
+    assert rewards.answer_reward(["", ""], [response, str(answer)], [answer, answer]) == [float(right), 1.0]
 
 
 @pytest.mark.parametrize("settings, parts", [

@@ -19,13 +19,24 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
-from runs import LAUNCHERS, kill, launch, lines, recipe, refuses, start_warm, timeless, tiny_inputs, weights
+from runs import (
+    LAUNCHERS,
+    kill,
+    launch,
+    lines,
+    recipe,
+    refuses,
+    start_warm,
+    timeless,
+    tiny_inputs,
+    weights,
+)
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.
 CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "growing"), ("sft", "zero3"), ("dpo", "fsdp2"), ("reward", "plain"), ("ppo", "zero3"),
          ("sft", "offload")]  # fmt: skip
 # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
-PPO = ["--reward_function", "common.generation:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2,
+PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2,
        "--micro_rollout_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--critic_learning_rate", 0.01, "--kl_target", 1]  # fmt: skip
 
 
@@ -92,7 +103,7 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
     newest = output / "checkpoints/global_step_000012"
     manifest = json.loads((newest / "manifest.json").read_text())
     assert {path.split("/")[0] for path in manifest} == {"actor", "engine", "extra.pt", "state.json"}
-    from common.checkpoint import fault_of
+    from common.folders import fault_of
 
     assert fault_of(newest) is None
     for name in [*manifest, "manifest.json"]:
@@ -185,7 +196,7 @@ def test_a_longer_run_has_its_own_rates_from_the_first_update_on(inputs, unbroke
 
 def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
     """On NFS a folder stays while someone reads a file of it."""
-    from common.checkpoint import by_step, replace_directory
+    from common.folders import by_step, replace_directory
 
     for name in ("actors/global_step_000001", "actors/.writing"):
         (tmp_path / name).mkdir(parents=True)

@@ -16,13 +16,31 @@ import types
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
-from common.logprobs import ScoreModel, can_pack
+from common.batches import window_rows
 from common.metrics import Means
-from common.models import load_score_model
-from common.windows import window_rows
-from runs import LAUNCHERS, evaluation_lines, launch, recipe, refuses, tiny_llama, training_lines, weights, without_timings, write_jsonl
+from common.models.checks import can_pack
+from common.models.load import load_score_model
+from common.models.logprobs import ScoreModel
+from runs import (
+    LAUNCHERS,
+    evaluation_lines,
+    launch,
+    recipe,
+    refuses,
+    tiny_llama,
+    training_lines,
+    weights,
+    without_timings,
+    write_jsonl,
+)
 
 reward = types.SimpleNamespace(**runpy.run_path(str(recipe("reward"))))
 

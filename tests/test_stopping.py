@@ -21,9 +21,22 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from common import checkpoint
+from common import checkpoint, folders
 from common.launch import decide_output_dir
-from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, refuses, start, timeless, tiny_llama, weights, workers, write_jsonl
+from runs import (
+    LAUNCHERS,
+    REPOSITORY,
+    launch,
+    lines,
+    recipe,
+    refuses,
+    start,
+    timeless,
+    tiny_llama,
+    weights,
+    workers,
+    write_jsonl,
+)
 
 UPDATES = 40
 
@@ -124,7 +137,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole(inputs, unbroken):
     assert "Traceback" not in console
     names = [path.name for path in (output / "checkpoints").iterdir()]
     assert names and not [name for name in names if name.startswith(".")]
-    assert all(checkpoint.fault_of(path) is None for path in (output / "checkpoints").iterdir())
+    assert all(folders.fault_of(path) is None for path in (output / "checkpoints").iterdir())
     assert_goes_on(inputs, "plain", output, unbroken("plain"))
 
 
@@ -177,7 +190,7 @@ def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, st
     command = [sys.executable, "-m", "common.export", str(cut), str(universal), "--universal"]
     subprocess.run(command, check=True, cwd=REPOSITORY)
     world = json.loads((universal / "state.json").read_text())["arguments"]["world"]
-    assert checkpoint.fault_of(universal) is None and world == f"DeepSpeed ZeRO-{stage} fp32"
+    assert folders.fault_of(universal) is None and world == f"DeepSpeed ZeRO-{stage} fp32"
     result = launch(alone, recipe("ppo"), *flags(inputs, output, *more, "--resume", "auto" if stage == 2 else universal), cwd=inputs)
     assert "10 updates, 10 windows seen" in result.stdout
     one, two = weights(output), weights(whole)
@@ -234,7 +247,7 @@ def test_ctrl_c_leaves_a_reward_functions_workers_to_finish(inputs):
     os.killpg(process.pid, signal.SIGINT)
     console, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT and "stopped by SIGINT after update 1" in console
-    assert checkpoint.fault_of(output / "checkpoints/global_step_000001") is None
+    assert folders.fault_of(output / "checkpoints/global_step_000001") is None
 
 
 def saving_run(folder, **more):

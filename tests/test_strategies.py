@@ -11,8 +11,19 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.models import prepare
-from runs import ASSETS, LAUNCHERS, config_launcher, evaluation_lines, first_rows, launch, recipe, tiny_llama, training_lines, weights
+from common.models.prepare import prepare
+from runs import (
+    ASSETS,
+    LAUNCHERS,
+    config_launcher,
+    evaluation_lines,
+    first_rows,
+    launch,
+    recipe,
+    tiny_llama,
+    training_lines,
+    weights,
+)
 
 FEW_ROWS = 150  # held out: their answers are much of a run
 FEW = ["--warmup_steps", 0, "--micro_train_batch_size", 16, "--lr_scheduler_type", "constant"]

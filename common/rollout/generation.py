@@ -1,4 +1,4 @@
-"""Responses to prompts, under every strategy: greedy for held-out answers, sampled for rollouts."""
+"""Responses to prompts."""
 
 import contextlib
 
@@ -7,9 +7,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
 
-from .engine import zero_stage
-from .models import reshard, stop_tokens, whole
-from .windows import arrange, gather_rows, pad
+from common.batches import arrange, pad
+from common.data.tokens import stop_tokens
+from common.distributed import gather_rows
+from common.engine import reshard
+from common.zero import whole, zero_stage
 
 
 @contextlib.contextmanager
@@ -155,15 +157,3 @@ def generate(
                 )
             del out, past, cache  # or two caches would be held while the next batch begins
     return gather_rows(mine)
-
-
-def is_right(response: str, answer: str | float) -> bool:
-    """Whether both end alike: after the last `####` (GSM8K's mark), or all of a text without one. What was thought before does not
-    count, and 42.0 is 42, which a column of numbers may have become."""
-    end = lambda text: str(text).split("</think>")[-1].split("####")[-1].strip().removesuffix(".0")
-    return end(response) == end(answer)
-
-
-def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:
-    """A reward function: 1 where the final answer is that of the column `answer`, else 0."""
-    return [float(is_right(response, right)) for response, right in zip(responses, answer)]

@@ -1,0 +1,1 @@
+"""Data sets: files, formats, token ids."""

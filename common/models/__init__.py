@@ -1,0 +1,1 @@
+"""Models: loading, log-probabilities, packing, preparing."""

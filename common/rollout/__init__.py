@@ -1,0 +1,1 @@
+"""Rollouts: generation and rewards."""
