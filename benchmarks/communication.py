@@ -42,18 +42,16 @@ class CountCollectives(TorchDispatchMode):
 
 def worker(layers: int, steps: int) -> None:
     """Runs two updates of `steps` micro-batches, and prints the counts of the second as a line of JSON."""
-    from common.engine import describe
+    from common import engine, optim
+    from common.models import packing, prepare
     from common.models.logprobs import LogProbModel
-    from common.models.packing import lay_out
-    from common.models.prepare import prepare
-    from common.optim import optimizer_groups
 
     accelerator = bare_accelerator(steps)
     policy = LogProbModel(AutoModelForCausalLM.from_config(LlamaConfig(**MODEL, num_hidden_layers=layers), dtype=torch.float32))
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
-    optimizer = torch.optim.AdamW(optimizer_groups(policy, 0.1), lr=1e-4)
-    model, optimizer = prepare(accelerator, policy, optimizer)
-    batch = lay_out([[1]], [torch.randint(0, MODEL["vocab_size"], (15,)).tolist()], False, accelerator.device)
+    optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.1), lr=1e-4)
+    model, optimizer = prepare.for_training.for_training(accelerator, policy, optimizer)
+    batch = packing.make_batch([[1]], [torch.randint(0, MODEL["vocab_size"], (15,)).tolist()], False, accelerator.device)
     for _update in range(2):
         with CountCollectives() as counted:
             for _ in range(steps):
@@ -64,7 +62,7 @@ def worker(layers: int, steps: int) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
     if accelerator.is_main_process:
-        print("COUNTED " + json.dumps({"launch": describe(accelerator), "parameters": parameters, "bytes": counted.bytes}), flush=True)
+        print("COUNTED " + json.dumps({"launch": engine.describe(accelerator), "parameters": parameters, "bytes": counted.bytes}), flush=True)
     accelerator.end_training()
 
 

@@ -29,8 +29,9 @@ from transformers import (
     logging,
 )
 
-from common.batches import pad
-from common.rollout.generation import SampleByUniform, generate
+from common import batches
+from common.rollout import generation
+from common.rollout.generation import SampleByUniform
 
 
 def plain(model, tokenizer, prompts: list[list[int]], uniforms: np.ndarray, batch: int, **settings) -> list[list[int]]:
@@ -38,8 +39,8 @@ def plain(model, tokenizer, prompts: list[list[int]], uniforms: np.ndarray, batc
     order, responses = sorted(range(len(prompts)), key=lambda row: -len(prompts[row])), {}
     for start in range(0, len(order), batch):
         rows = order[start : start + batch]
-        ids = pad([prompts[row] for row in rows], tokenizer.pad_token_id, model.device, left=True)
-        mask = pad([[1] * len(prompts[row]) for row in rows], 0, model.device, left=True)
+        ids = batches.pad([prompts[row] for row in rows], tokenizer.pad_token_id, model.device, left=True)
+        mask = batches.pad([[1] * len(prompts[row]) for row in rows], 0, model.device, left=True)
         draw = SampleByUniform(torch.from_numpy(uniforms[rows]).to(model.device), ids.shape[1], 1.0)
         config = GenerationConfig(
             do_sample=False, max_new_tokens=uniforms.shape[1], pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, **settings
@@ -80,7 +81,7 @@ def main() -> None:
     settings._compile_all_devices = True  # transformers compiles for GPUs by itself, for a CPU when told so
     ways, what = {}, (model, tokenizer, prompts, uniforms)
     for batch in args.batch:
-        ways[f"recipes {batch}"] = partial(generate, accelerator, model, model, tokenizer, prompts, batch, size, 1.0, uniforms)
+        ways[f"recipes {batch}"] = partial(generation.generate, accelerator, model, model, tokenizer, prompts, batch, size, 1.0, uniforms)
         ways[f"plain {batch}"] = partial(plain, *what, batch)
         ways[f"static {batch}"] = partial(plain, *what, batch, cache_implementation="static", disable_compile=True)
         ways[f"compiled {batch}"] = partial(plain, *what, batch, cache_implementation="static", compile_config=settings)

@@ -107,13 +107,13 @@ def count(seen: dict, *state) -> dict[str, int]:
 
 def bare_accelerator(steps: int):
     """The recipes' accelerator, for windows of `steps` micro-batches of one row a process; nothing it writes is kept."""
-    from common.launch import make_accelerator
+    from common import launch
 
     world = int(os.environ.get("WORLD_SIZE", 1))
     with tempfile.TemporaryDirectory() as folder:
         args = argparse.Namespace(train_batch_size=steps * world, micro_train_batch_size=1, micro_train_tokens=0, max_grad_norm=1.0, seed=0,
                                   resume="never", output_dir=f"{folder}/out")  # fmt: skip
-        accelerator = make_accelerator(args, "bare")
+        accelerator = launch.make_accelerator(args, "bare")
         accelerator.wait_for_everyone()
     return accelerator
 
@@ -123,12 +123,11 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from common import optim
     from common.engine import describe
+    from common.models import packing, prepare
     from common.models.logprobs import LogProbModel
-    from common.models.packing import lay_out
-    from common.models.prepare import prepare, prepare_frozen
-    from common.optim import optimizer_groups
-    from common.zero import zero_stage
+    from common.zero import stage
 
     config = LlamaConfig(**MODEL, num_hidden_layers=layers)
     accelerator = bare_accelerator(steps)
@@ -136,11 +135,11 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
     gc.collect()
     before = allocated()
     policy = LogProbModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    optimizer = torch.optim.AdamW(optimizer_groups(policy, 0.1), lr=1e-4)
+    optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.1), lr=1e-4)
     raw = optimizer
-    prepared, optimizer = prepare(accelerator, policy, optimizer)
+    prepared, optimizer = prepare.for_training.for_training(accelerator, policy, optimizer)
     others = [AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(frozen_models)]
-    others = [prepare_frozen(accelerator, LogProbModel(other)) for other in others]
+    others = [prepare.for_training.frozen(accelerator, LogProbModel(other)) for other in others]
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
     if hasattr(prepared, "register_comm_hook"):
 
@@ -167,7 +166,7 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
 
         prepared.step = step
         epilogue = getattr(prepared.optimizer, "independent_gradient_partition_epilogue", None)
-        if epilogue and zero_stage(accelerator) < 3:
+        if epilogue and stage(accelerator) < 3:
 
             def first_measure():
                 measure("backward")
@@ -175,7 +174,7 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
 
             prepared.optimizer.independent_gradient_partition_epilogue = first_measure
     raw.register_step_pre_hook(lambda *_: measure("step"))
-    batch = lay_out([[1]], [torch.randint(0, MODEL["vocab_size"], (15,)).tolist()], False, accelerator.device)
+    batch = packing.make_batch([[1]], [torch.randint(0, MODEL["vocab_size"], (15,)).tolist()], False, accelerator.device)
     for _update in range(2):
         tables.clear()
         for micro in range(steps):

@@ -54,8 +54,8 @@ from transformers import (
     AutoTokenizer,
 )
 
-from common.batches import window_rows
-from common.data.formats import preference
+from common import batches
+from common.data import formats
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
@@ -151,7 +151,7 @@ def make_data(folder: Path, data: Path, model: Path, work: str, window: int, upd
                 row = {"prompt": row["question"] + "\n", "completion" if work == "sft" else "answer": row["answer"]}
                 answers = [row.get("completion") or row["answer"]]
             else:
-                row = dict(zip(("prompt", "chosen", "rejected"), preference(row)))
+                row = dict(zip(("prompt", "chosen", "rejected"), formats.preference(row)))
                 answers = [row["chosen"], row["rejected"]]
             prompt = tokenizer(row["prompt"]).input_ids
             ids = [tokenizer(row["prompt"] + answer + tokenizer.eos_token).input_ids for answer in answers]
@@ -162,7 +162,7 @@ def make_data(folder: Path, data: Path, model: Path, work: str, window: int, upd
                 break
     if len(rows) < window * updates:
         sys.exit(f"{data}: {len(rows)} usable rows make {len(rows) // window} windows of {window}: --updates {updates} are too many")
-    order = [i for index in range(math.ceil(len(rows) / window)) for i in window_rows(len(rows), window, 0, index)]
+    order = [i for index in range(math.ceil(len(rows) / window)) for i in batches.rows_of_update(len(rows), window, 0, index)]
     files = [folder / f"{model.name}-{work}-{window}-{len(rows)}-{side}.jsonl" for side in ("ours", "trl")]
     for file, some in zip(files, (rows, [rows[i] for i in order])):
         text = "".join(json.dumps(row) + "\n" for row in some)

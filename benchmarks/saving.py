@@ -18,12 +18,10 @@ from accelerate import Accelerator
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, get_scheduler
 
-from common import ASSETS
-from common.checkpoint import Run, save_checkpoint
-from common.folders import flush
+from common import ASSETS, checkpoint, folders, optim
+from common.checkpoint import Run
+from common.models import prepare
 from common.models.logprobs import LogProbModel
-from common.models.prepare import prepare
-from common.optim import optimizer_groups
 from common.progress import Progress
 
 
@@ -44,9 +42,9 @@ def main() -> None:
     layers = max(1, round((args.parameters * 1e6 - 2 * 32000 * 512) / (4 * 512**2 + 3 * 512 * 1376)))
     config = LlamaConfig(vocab_size=32000, hidden_size=512, intermediate_size=1376, num_hidden_layers=layers, num_attention_heads=8)
     policy = LogProbModel(LlamaForCausalLM(config))
-    optimizer = torch.optim.AdamW(optimizer_groups(policy, 0.0), lr=1e-5)
+    optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.0), lr=1e-5)
     scheduler = get_scheduler("linear", optimizer, 0, 1000)
-    model, optimizer = prepare(accelerator, policy, optimizer)
+    model, optimizer = prepare.for_training.for_training(accelerator, policy, optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -60,7 +58,7 @@ def main() -> None:
             os.sync()
             run.progress.global_step = number
             start = time.perf_counter()
-            save_checkpoint(run)
+            checkpoint.save(run)
             ours.append(time.perf_counter() - start)
             files = [path for path in (run.folder / f"global_step_{number:06d}").rglob("*") if path.is_file()]
             size = sum(path.stat().st_size for path in files)
@@ -68,7 +66,7 @@ def main() -> None:
             os.sync()
             start = time.perf_counter()
             save_file(tensors, f"{folder}/plain.safetensors")
-            flush(Path(f"{folder}/plain.safetensors"))
+            folders.flush(Path(f"{folder}/plain.safetensors"))
             plain.append(time.perf_counter() - start)
             Path(f"{folder}/plain.safetensors").unlink()
             print(

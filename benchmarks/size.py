@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.data.formats import preference
+from common.data import formats
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
@@ -79,7 +79,7 @@ def main() -> None:
         sizes = ["--vocab_size=4096", "--hidden_size=128", "--layers=4"]
         subprocess.run([sys.executable, HERE / "make_model.py", args.folder / "model", "--data", args.data, *sizes], check=True)
     with (gzip.open if args.data.suffix == ".gz" else open)(args.data, "rt", encoding="utf-8") as lines:
-        pairs = [preference(json.loads(line)) for line in lines]
+        pairs = [formats.preference(json.loads(line)) for line in lines]
     files = {rows: make_data(args.folder / f"{rows}.jsonl", pairs, rows) for rows in args.rows}
     for rows, file in files.items():
         print(f"{rows:9,} pairs: first run, which tokenises them, {run(args, file, 1)['seconds']:.0f} s", flush=True)

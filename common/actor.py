@@ -3,14 +3,10 @@
 import shutil
 from pathlib import Path
 
-from common.engine import reshard
-from common.folders import replace_directory
-from common.zero import zero_stage
+from common import engine, folders, zero
 
 
-def save_actor(
-    accelerator, prepared, unwrapped, tokenizer, directory: str | Path, keep: int = 0
-) -> None:
+def save(accelerator, prepared, unwrapped, tokenizer, directory: str | Path, keep: int = 0) -> None:
     """Writes `unwrapped.model` with the weights the forward pass used, bit for bit. All ranks must call it.
 
     Args:
@@ -19,12 +15,12 @@ def save_actor(
         directory: replaced whole if it is there; killed while writing, the previous one stays (at worst under its name with `.old`).
         keep: how many `global_step_...` folders stay beside each other, the newest; 0 is all.
     """
-    reshard(prepared)
+    engine.reshard(prepared)
     # On every rank, as ZeRO-3 and FSDP2 gather them; elsewhere every process would copy all to the host, and the names would be those
     # that DDP and torch.compile make of them.
     weights = (
         accelerator.get_state_dict(prepared)
-        if zero_stage(accelerator) == 3 or accelerator.is_fsdp2
+        if zero.stage(accelerator) == 3 or accelerator.is_fsdp2
         else unwrapped.state_dict()
     )
     if accelerator.is_main_process:
@@ -44,5 +40,5 @@ def save_actor(
         shutil.rmtree(temporary, ignore_errors=True)
         unwrapped.model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
-        replace_directory(temporary, directory, keep)
+        folders.replace(temporary, directory, keep)
     accelerator.wait_for_everyone()

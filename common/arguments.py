@@ -39,7 +39,7 @@ MAY_CHANGE = {
 }
 
 
-def parse_args(args_class: type, demo: Path, argv: list[str] | None = None):
+def parse(args_class: type, demo: Path, argv: list[str] | None = None):
     """Reads a recipe's arguments from the command line.
 
     A first argument that ends in .yaml or .yml sets defaults that the flags after it override. Abbreviations are refused.

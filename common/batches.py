@@ -11,7 +11,7 @@ import torch
 from common.data.dataset import column
 
 
-def window_rows(
+def rows_of_update(
     n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int
 ) -> np.ndarray:
     """The rows of window `index`, counted over the whole run.
@@ -32,7 +32,7 @@ def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndar
     return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
 
 
-def arrange(
+def split(
     accelerator,
     rows: Sequence[int],
     lengths: np.ndarray,
@@ -93,7 +93,7 @@ def evaluation_batches(
 ) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
     """Every row of a data set once, over all processes, in micro-batches of these sizes (see `arrange`): row numbers, their columns,
     and weights `[rows]`, 0 for a filler."""
-    for rows, weights in arrange(
+    for rows, weights in split(
         accelerator, np.arange(len(dataset)), column(dataset, "length"), *sizes
     ):
         yield rows, dataset[rows], torch.tensor(weights, device=accelerator.device)

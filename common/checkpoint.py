@@ -13,11 +13,8 @@ import torch
 from accelerate.utils import DistributedType, gather_object, set_seed
 from safetensors import SafetensorError
 
-from common.actor import save_actor
+from common import actor, distributed, engine, folders
 from common.arguments import MAY_CHANGE
-from common.distributed import on_main_process
-from common.engine import describe, reshard, sharded
-from common.folders import by_step, checksum, fault_of, flush, replace_directory
 from common.metrics import NOTHING
 
 
@@ -43,16 +40,16 @@ class Run(types.SimpleNamespace):
         """What a run must share with the checkpoint it resumes from; a sharded state needs the same world, too."""
         accelerator, world = (
             self.accelerator,
-            f"{describe(self.accelerator)} with {self.accelerator.num_processes} processes",
+            f"{engine.describe(self.accelerator)} with {self.accelerator.num_processes} processes",
         )
         return {
             **vars(self.args),
             "data": self.data_fingerprint,
-            "world": world if sharded(accelerator) else accelerator.mixed_precision,
+            "world": world if engine.is_sharded(accelerator) else accelerator.mixed_precision,
         }
 
 
-def save_checkpoint(run: Run) -> None:
+def save(run: Run) -> None:
     """Writes `checkpoints/global_step_...` under another name, flushes it, renames it, then deletes the oldest. All ranks call it.
 
     Raises:
@@ -62,9 +59,12 @@ def save_checkpoint(run: Run) -> None:
         run.saved == run.progress.global_step
     ):  # a signal came meanwhile; updates skipped since then would be skipped again
         return
-    final, before = run.folder / f"global_step_{run.progress.global_step:06d}", by_step(run.folder)
+    final, before = (
+        run.folder / f"global_step_{run.progress.global_step:06d}",
+        folders.by_step(run.folder),
+    )
     try:
-        write_checkpoint(run, final, run.folder / f".{final.name}.writing")
+        write(run, final, run.folder / f".{final.name}.writing")
     except (
         OSError,
         RuntimeError,
@@ -79,7 +79,7 @@ def save_checkpoint(run: Run) -> None:
     run.saved = run.progress.global_step
 
 
-def write_checkpoint(run: Run, final: Path, temporary: Path) -> None:
+def write(run: Run, final: Path, temporary: Path) -> None:
     accelerator = run.accelerator
     choose_engine_state(run)
     accelerator.save_state(str(temporary / "engine"))  # makes the folder
@@ -87,7 +87,7 @@ def write_checkpoint(run: Run, final: Path, temporary: Path) -> None:
         "arguments": run.identity,
         "progress": {
             name: getattr(run.progress, name)
-            for name in ("global_step", "skipped_steps", "windows_seen", "samples", "tokens")
+            for name in ("global_step", "skipped_steps", "updates_seen", "samples", "tokens")
         },
         "scheduler": run.scheduler.state_dict(),
         "last_update": run.metrics.last_update,
@@ -99,10 +99,10 @@ def write_checkpoint(run: Run, final: Path, temporary: Path) -> None:
     if accelerator.is_main_process:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    save_actor(
+    actor.save(
         accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor"
     )  # and waits for all
-    flush(
+    folders.flush(
         *temporary.rglob("*"), temporary
     )  # on every rank: each flushes what its own node holds back
     mine = sorted(filter(Path.is_file, temporary.rglob("*")))[
@@ -111,7 +111,7 @@ def write_checkpoint(run: Run, final: Path, temporary: Path) -> None:
     manifest = dict(
         gather_object(
             [
-                (str(path.relative_to(temporary)), [path.stat().st_size, checksum(path)])
+                (str(path.relative_to(temporary)), [path.stat().st_size, folders.checksum(path)])
                 for path in mine
             ]
         )
@@ -120,7 +120,7 @@ def write_checkpoint(run: Run, final: Path, temporary: Path) -> None:
         (temporary / "manifest.json").write_text(
             json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8"
         )
-        replace_directory(temporary, final, run.args.save_total_limit)
+        folders.replace(temporary, final, run.args.save_total_limit)
     accelerator.wait_for_everyone()
 
 
@@ -136,7 +136,7 @@ def check_disk(run: Run) -> None:
     size = (
         run.metrics.parameters * (4 + 4 + 8 + 4) / 2**30
     )  # GiB at most: weights, fp32 masters, two moments, the actor
-    number = max(run.args.save_total_limit + 1 - len(by_step(run.folder)), 1)
+    number = max(run.args.save_total_limit + 1 - len(folders.by_step(run.folder)), 1)
     if (
         run.args.save_steps
         and (free := shutil.disk_usage(run.args.output_dir).free / 2**30) < number * size
@@ -151,7 +151,7 @@ def stop_if_asked(run: Run) -> None:
     if number := int(
         run.accelerator.reduce(torch.tensor(run.signal, device=run.accelerator.device), "max")
     ):
-        save_checkpoint(run)
+        save(run)
         run.metrics.bar.close()
         run.accelerator.print(
             f"stopped by {signal.Signals(number).name} after update {run.saved}, saved in {run.folder}: go on with --resume auto"
@@ -161,8 +161,8 @@ def stop_if_asked(run: Run) -> None:
 
 def choose_engine_state(run: Run) -> None:
     """What accelerate saves and loads: no frozen model, and names without DDP's `module.`, for another number of processes."""
-    reshard(run.model)
-    run.accelerator._models = [run.model if sharded(run.accelerator) else run.unwrapped]
+    engine.reshard(run.model)
+    run.accelerator._models = [run.model if engine.is_sharded(run.accelerator) else run.unwrapped]
 
 
 def resume(run: Run) -> None:
@@ -178,7 +178,7 @@ def resume(run: Run) -> None:
     set_seed(
         run.args.seed, device_specific=True
     )  # models were made alike on all ranks; dropout differs between them
-    on_main_process(run.accelerator, check_disk, run)
+    distributed.on_main_process(run.accelerator, check_disk, run)
     accelerator, owner, metrics_size = run.accelerator, os.getpid(), 0
 
     def note(number, _):
@@ -193,29 +193,29 @@ def resume(run: Run) -> None:
         signal.signal(number, note)
     if run.args.resume == "never":
         return run.metrics.start()
-    if path := on_main_process(accelerator, find_checkpoint, run):
+    if path := distributed.on_main_process(accelerator, find, run):
         load(run, path, state := json.loads((path / "state.json").read_text(encoding="utf-8")))
         if path.parent.resolve() == run.folder.resolve():
             metrics_size, run.saved = state["metrics_bytes"], run.progress.global_step
         accelerator.print(
-            f"resumed from {path}: {run.progress.global_step} updates, {run.progress.windows_seen} windows seen"
+            f"resumed from {path}: {run.progress.global_step} updates, {run.progress.updates_seen} windows seen"
         )
     # Like the lines beyond it, what was saved later is of the run that is left behind; where nothing was found all is.
-    for folder in [*by_step(run.folder), *by_step(run.folder.parent / "actors")]:
+    for folder in [*folders.by_step(run.folder), *folders.by_step(run.folder.parent / "actors")]:
         if accelerator.is_main_process and int(folder.name[12:]) > run.progress.global_step:
             shutil.rmtree(folder)
     run.metrics.start(metrics_size)
     # A run that goes on elsewhere has a checkpoint of its own from the start: killed before its first, it would begin anew.
-    save_checkpoint(
-        run
-    ) if path and run.saved < 0 and run.args.save_steps else accelerator.wait_for_everyone()
+    save(run) if path and run.saved < 0 and run.args.save_steps else accelerator.wait_for_everyone()
 
 
-def find_checkpoint(run: Run) -> Path | None:
+def find(run: Run) -> Path | None:
     """The checkpoint to take, the newest whole one with `--resume auto`, or None; names those passed over."""
-    candidates = by_step(run.folder)[::-1] if run.args.resume == "auto" else [Path(run.args.resume)]
+    candidates = (
+        folders.by_step(run.folder)[::-1] if run.args.resume == "auto" else [Path(run.args.resume)]
+    )
     for path in candidates:
-        if not (fault := fault_of(path)):
+        if not (fault := folders.fault_of(path)):
             return path
         run.accelerator.print(f"passed over {path}: {fault}")
     if found := candidates or [*run.folder.glob("global_step_*")]:
@@ -264,7 +264,7 @@ def load(run: Run, path: Path, state: dict) -> None:
     ]
     # On a GPU Adam's step counts would be read back from it for each parameter.
     accelerator.load_state(
-        str(path / "engine"), **({} if sharded(accelerator) else {"map_location": "cpu"})
+        str(path / "engine"), **({} if engine.is_sharded(accelerator) else {"map_location": "cpu"})
     )
     run.scheduler.optimizer.param_groups = (
         run.optimizer.param_groups

@@ -6,13 +6,13 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from common.zero import zero_stage
+from common import zero
 
 
 def describe(accelerator: Accelerator) -> str:
     """How the run computes, in words: `DeepSpeed ZeRO-2 fp16 on cpu`."""
     kinds = {
-        DistributedType.DEEPSPEED: f"DeepSpeed ZeRO-{zero_stage(accelerator)}",
+        DistributedType.DEEPSPEED: f"DeepSpeed ZeRO-{zero.stage(accelerator)}",
         DistributedType.FSDP: "FSDP2",
     }
     kind = kinds.get(
@@ -23,15 +23,15 @@ def describe(accelerator: Accelerator) -> str:
     )
 
 
-def sharded(accelerator) -> bool:
+def is_sharded(accelerator) -> bool:
     """Whether the engine may hold only a part of the state in each process, and gathers or saves it by itself."""
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
-def begin_window(accelerator, prepared: nn.Module, micro_batches: list) -> int:
+def begin_update(accelerator, prepared: nn.Module, micro_batches: list) -> int:
     """Makes the engine's next update that of these micro-batches of each process; returns by what it divides their summed losses."""
     accelerator.step, accelerator.gradient_accumulation_steps = 0, len(micro_batches)
-    if zero_stage(accelerator):
+    if zero.stage(accelerator):
         prepared.set_train_batch_size(
             len(micro_batches)
             * prepared.train_micro_batch_size_per_gpu()
@@ -42,12 +42,12 @@ def begin_window(accelerator, prepared: nn.Module, micro_batches: list) -> int:
 
 def loss_scale(accelerator, prepared: nn.Module) -> float | None:
     """The current scale of the loss under fp16; None where there is none."""
-    if zero_stage(accelerator) and accelerator.mixed_precision == "fp16":
+    if zero.stage(accelerator) and accelerator.mixed_precision == "fp16":
         return getattr(scaler := prepared.optimizer.loss_scaler, "grown", scaler.cur_scale)
     return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
 
 
-def innermost(optimizer) -> torch.optim.Optimizer:
+def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
     """The optimizer that updates: accelerate and DeepSpeed wrap it, and where it is offloaded to the CPU they put another in its place."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -78,7 +78,7 @@ def record_group_norms(accelerator, optimizer):
         squares.update(dict.fromkeys(squares, 0.0))
         return dict(zip(squares, accelerator.reduce(table).sqrt().tolist()))
 
-    innermost(optimizer).register_step_pre_hook(add)
+    innermost_optimizer(optimizer).register_step_pre_hook(add)
     return group_norms
 
 

@@ -21,13 +21,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common.folders import checksum, fault_of, replace_directory
+from common import folders
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check(checkpoint: Path, out: Path) -> None:
-    fault = fault_of(checkpoint)
+    fault = folders.fault_of(checkpoint)
     if fault:
         sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -64,7 +64,7 @@ def export(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
         (temporary / "config.json").write_text(
             json.dumps({**config, "dtype": dtype}, indent=2) + "\n", encoding="utf-8"
         )
-    replace_directory(temporary, out)
+    folders.replace(temporary, out)
 
 
 def universal(checkpoint: Path, out: Path) -> None:
@@ -124,10 +124,11 @@ def universal(checkpoint: Path, out: Path) -> None:
     (temporary / "manifest.json").unlink()
     files = sorted(path for path in temporary.rglob("*") if path.is_file())
     manifest = {
-        str(path.relative_to(temporary)): [path.stat().st_size, checksum(path)] for path in files
+        str(path.relative_to(temporary)): [path.stat().st_size, folders.checksum(path)]
+        for path in files
     }
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    replace_directory(temporary, out)
+    folders.replace(temporary, out)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 
-def replace_directory(temporary: Path, directory: Path, keep: int = 0) -> None:
+def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
     """Flushes a written directory to disk and puts it in place of another; then deletes all but the newest `keep` of the
     `global_step_*` folders beside it, 0 keeps all."""
     flush(*temporary.rglob("*"), temporary)

@@ -43,7 +43,7 @@ def check_finite(
     ]
     report = {
         "global_step": progress.global_step + 1,
-        "window": progress.windows_seen,
+        "window": progress.updates_seen,
         "rows": bad,
         "tensors": {},
     }
@@ -61,7 +61,7 @@ def check_finite(
         }
     file = Path(output_dir) / f"not_finite_{os.environ.get('RANK', 0)}.json"
     file.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    where = f"update {progress.global_step + 1} (window {progress.windows_seen}) is not finite, because of data rows {', '.join(bad)}"
+    where = f"update {progress.global_step + 1} (window {progress.updates_seen}) is not finite, because of data rows {', '.join(bad)}"
     raise FloatingPointError(
         f"{where}. Nothing was updated. Look at these rows and at {file}; lower --learning_rate if the loss had grown; "
         "fp16 activations overflow where bf16's do not."

@@ -13,11 +13,9 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common.arguments import accumulation_steps
+from common import arguments, distributed, zero
 from common.cpu import HalfProductsInFp32
-from common.distributed import on_main_process
 from common.engine import describe
-from common.zero import deepspeed_plugin
 
 
 def make_accelerator(args, recipe: str) -> Accelerator:
@@ -35,7 +33,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
             a world of another size than the launcher's, a non-empty `output_dir` with `--resume never`.
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
-    accumulation = accumulation_steps(
+    accumulation = arguments.accumulation_steps(
         args.train_batch_size, args.micro_train_batch_size, world, args.micro_train_tokens
     )
     on_cpu = (
@@ -70,7 +68,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation, sync_with_dataloader=False
         ),
-        deepspeed_plugin=deepspeed_plugin(accumulation, args) if deepspeed else None,
+        deepspeed_plugin=zero.plugin(accumulation, args) if deepspeed else None,
         kwargs_handlers=[InitProcessGroupKwargs(**group)] if "LOCAL_RANK" in os.environ else None,
         cpu=on_cpu and not deepspeed,
     )
@@ -87,7 +85,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             policy.param_dtype, reduce_dtype=torch.float32
         )
-    args.output_dir = on_main_process(accelerator, decide_output_dir, args, recipe)
+    args.output_dir = distributed.on_main_process(accelerator, decide_output_dir, args, recipe)
     if not all(gather_object([Path(args.output_dir).is_dir()])):
         sys.exit(
             f"--output_dir {args.output_dir} is not visible to every process: several nodes need a shared file system"

@@ -16,7 +16,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.zero import read_deepspeed_json
+from common.zero import read_json
 
 from . import REPOSITORY
 
@@ -120,7 +120,7 @@ def read_deepspeed(name: str, processes: int) -> Setup:
     Raises:
         SystemExit: see `read_setup`.
     """
-    config = read_deepspeed_json(name)
+    config = read_json(name)
     zero, halves = (
         config.get("zero_optimization", {}),
         [half for half in ("fp16", "bf16") if config.get(half, {}).get("enabled") is True],

@@ -139,7 +139,7 @@ class Metrics:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def window_done(self, applied: bool, **last_update: float | None) -> None:
+    def update_done(self, applied: bool, **last_update: float | None) -> None:
         """Keeps the window's sums if its update was applied, drops them if it was skipped.
 
         Args:
@@ -186,8 +186,8 @@ class Metrics:
                 if main
                 else 1
             )
-        if main and recent > 5 and progress.windows_seen > self.warned + 50:
-            self.warned = progress.windows_seen
+        if main and recent > 5 and progress.updates_seen > self.warned + 50:
+            self.warned = progress.updates_seen
             self.bar.write(
                 f"WARNING: {recent} of the last 50 updates overflowed, the last {where}. Raise loss_scale_window if the scale grows back "
                 "into the overflow, hysteresis if single windows drive it down; near min_loss_scale use bf16. See docs/fp16.md."
@@ -202,7 +202,7 @@ class Metrics:
         line = {
             "loss": means.pop("loss"),
             **self.last_update,
-            "epoch": progress.windows_seen / progress.windows_per_epoch,
+            "epoch": progress.updates_seen / progress.updates_per_epoch,
             **means,
             "samples": progress.samples,
             "tokens": progress.tokens,

@@ -14,7 +14,7 @@ from torch import nn
 from common import REPOSITORY
 
 
-def zero_stage(accelerator) -> int:
+def stage(accelerator) -> int:
     """The ZeRO stage; 0 without DeepSpeed."""
     return (
         plugin.deepspeed_config["zero_optimization"]["stage"]
@@ -23,7 +23,7 @@ def zero_stage(accelerator) -> int:
     )
 
 
-def deepspeed_plugin(accumulation: int, args):
+def plugin(accumulation: int, args):
     """The launcher's DeepSpeed settings with this run's accumulation, micro-batch size and clipping written in."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed  # slow to import: only where it is used
@@ -35,9 +35,7 @@ def deepspeed_plugin(accumulation: int, args):
             True
         )  # emulated, see HalfProductsInFp32
     plugin = DeepSpeedPlugin(
-        read_deepspeed_json(path)
-        if (path := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"))
-        else None
+        read_json(path) if (path := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")) else None
     )
     config = plugin.deepspeed_config
     sizes = {
@@ -69,11 +67,11 @@ def deepspeed_plugin(accumulation: int, args):
     config.setdefault(
         "timers", {"throughput": {"enabled": False}}
     )  # or it waits for the GPU before each forward pass
-    hold_growth()
+    delay_scale_growth()
     return plugin
 
 
-def read_deepspeed_json(path: str) -> dict:
+def read_json(path: str) -> dict:
     """The DeepSpeed JSON that a YAML names, relative to the current directory or else to this repository."""
     if not (found := [file for file in (Path(path), REPOSITORY / path) if file.is_file()]):
         sys.exit(
@@ -92,11 +90,11 @@ def read_deepspeed_json(path: str) -> dict:
     return config
 
 
-def hold_growth() -> None:
+def delay_scale_growth() -> None:
     """Lets DeepSpeed's loss scale grow between two windows. DeepSpeed 0.19.8 does so within an update, whose gradients it then divides
     by twice the scale that they were multiplied by: the update is halved, unless clipping decides its size.
 
-    At the smallest scale it does not raise here: `Metrics.window_done` ends the run, and says where.
+    At the smallest scale it does not raise here: `Metrics.update_done` ends the run, and says where.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
@@ -114,7 +112,7 @@ def hold_growth() -> None:
     DynamicLossScaler.update_scale, DynamicLossScaler.scale_loss = update_scale, scale_loss
 
 
-def whole(parameters: list[nn.Parameter], writer: int | None = None):
+def gathered(parameters: list[nn.Parameter], writer: int | None = None):
     """Under ZeRO-3 parameters are cut into shards: inside the block every rank holds the whole of these, and what rank `writer`
     writes into them lasts."""
     if not hasattr(parameters[0], "ds_id"):

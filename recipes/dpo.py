@@ -31,26 +31,15 @@ from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
-from common.actor import save_actor
-from common.arguments import check_intervals, parse_args
-from common.batches import arrange, evaluation_batches, window_rows
-from common.checkpoint import Run, resume, save_checkpoint, stop_if_asked
-from common.data.dataset import column, load_evaluation_sets, load_tokenized
-from common.data.formats import column_names, has_text, preference
+from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
+from common.checkpoint import Run
+from common.data import dataset, formats
 from common.data.tokens import encode_preference
-from common.engine import begin_window, loss_scale
-from common.guards import check_finite
-from common.launch import make_accelerator
 from common.metrics import Means, Metrics
-from common.models.checks import can_pack, check_logprobs
-from common.models.load import load_causal_lm, load_tokenizer
+from common.models import checks, load, packing, prepare
 from common.models.logprobs import LogProbModel
-from common.models.packing import lay_out
-from common.models.prepare import disable_dropout, prepare, prepare_frozen
-from common.optim import optimizer_groups
 from common.progress import Progress
-from common.rollout.generation import generate
-from common.rollout.rewards import is_right
+from common.rollout import answers, generation
 
 common.check_recipe(__file__)
 
@@ -173,12 +162,12 @@ def preference_loss(
 
 def preference_row(row: dict, tokenizer, max_length: int) -> dict:
     """`prompt_ids chosen_ids rejected_ids length reason truncated` of one pair; length is of both sequences together."""
-    prompt, chosen, rejected = preference(row)
+    prompt, chosen, rejected = formats.preference(row)
     reason = (
         "empty prompt"
-        if not has_text(prompt)
+        if not formats.has_text(prompt)
         else ""
-        if has_text(chosen) and has_text(rejected)
+        if formats.has_text(chosen) and formats.has_text(rejected)
         else "empty answer"
     )
     ids, chosen_ids, rejected_ids = (
@@ -205,7 +194,7 @@ def preference_row(row: dict, tokenizer, max_length: int) -> dict:
 
 def collate(columns: dict, share: bool, device) -> dict:
     """Pairs as the model reads them, see `lay_out`: all chosen answers, then all rejected."""
-    return lay_out(
+    return packing.make_batch(
         columns["prompt_ids"] * 2, columns["chosen_ids"] + columns["rejected_ids"], share, device
     )
 
@@ -250,11 +239,11 @@ def compare(scores: dict, mask: torch.Tensor, ref_logps: torch.Tensor, args: Arg
 
 
 @torch.no_grad()
-def reference_logps(accelerator, reference, dataset, args: Args) -> np.ndarray:
+def reference_logps(accelerator, reference, eval_set, args: Args) -> np.ndarray:
     """The reference's log-probs of every pair's answers, fp32 `[rows, 2]`, the same on every rank."""
-    table = torch.zeros(len(dataset), 2, device=accelerator.device)
-    for rows, columns, weights in evaluation_batches(
-        accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens
+    table = torch.zeros(len(eval_set), 2, device=accelerator.device)
+    for rows, columns, weights in batches.evaluation_batches(
+        accelerator, eval_set, args.micro_train_batch_size, args.micro_train_tokens
     ):
         logps = reference(collate(columns, args.share_prompts, accelerator.device))["logps"].sum(1)
         real = weights > 0  # a filler is another process's row
@@ -302,9 +291,9 @@ def cached_array(accelerator, key: list, compute: Callable[[], np.ndarray]) -> n
 
 def main():
     # ============================================================ accelerator
-    args = parse_args(Args, demo=common.ASSETS / "dpo.yaml")
-    accelerator = make_accelerator(args, "dpo")
-    check_intervals(args)
+    args = arguments.parse(Args, demo=common.ASSETS / "dpo.yaml")
+    accelerator = launch.make_accelerator(args, "dpo")
+    arguments.check_intervals(args)
     if args.label_smoothing and not (
         0 < args.label_smoothing < 0.5 and args.loss_type in ("sigmoid", "robust")
     ):
@@ -315,33 +304,35 @@ def main():
         raise SystemExit(f"--beta {args.beta}: expected more than 0")
 
     # ============================================================ data
-    tokenizer = load_tokenizer(args.model_name_or_path)
+    tokenizer = load.tokenizer_of(args.model_name_or_path)
     how = dict(
         function=preference_row,
         tokenizer=tokenizer,
-        columns=column_names(args.columns),
+        columns=formats.column_names(args.columns),
         max_length=args.max_length,
     )
-    train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
-    eval_sets = load_evaluation_sets(
+    train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **how)
+    eval_sets = dataset.load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, **how
     )
-    lengths = column(train_set, "length")
+    lengths = dataset.column(train_set, "length")
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
     policy = LogProbModel(
-        load_causal_lm(
+        load.causal_lm(
             args.model_name_or_path,
             tokenizer,
             args.attn_implementation,
             args.gradient_checkpointing,
         )
     )
-    disable_dropout(policy)  # the reference has none
+    prepare.disable_dropout(policy)  # the reference has none
     optimizer = torch.optim.AdamW(
-        optimizer_groups(policy, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon
+        optim.parameter_groups(policy, args.weight_decay),
+        lr=args.learning_rate,
+        eps=args.adam_epsilon,
     )
     warmup = (
         args.warmup_steps
@@ -351,8 +342,8 @@ def main():
     scheduler = get_scheduler(
         args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps
     )  # not prepared: ours to step
-    model, optimizer = prepare(accelerator, policy, optimizer, args.debug_overflow)
-    check_logprobs(
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    checks.check_logprobs(
         model,
         train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"],
         accelerator.device,
@@ -361,10 +352,10 @@ def main():
 
     # ============================================================ reference
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
-    reference = LogProbModel(load_causal_lm(ref_name, tokenizer, args.attn_implementation))
+    reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
     key = ["dpo reference", model_fingerprint(ref_name, reference), accelerator.mixed_precision]
-    reference = prepare_frozen(accelerator, reference)
-    args.share_prompts = args.share_prompts and can_pack(
+    reference = prepare.frozen(accelerator, reference)
+    args.share_prompts = args.share_prompts and checks.can_pack(
         [model, reference], args.max_length, accelerator.device
     )
     accelerator.print(
@@ -372,11 +363,11 @@ def main():
     )
     ref_tables = {}
     if args.precompute_ref_log_probs:
-        for name, dataset in {"train": train_set, **eval_sets}.items():
+        for name, eval_set in {"train": train_set, **eval_sets}.items():
             ref_tables[name] = cached_array(
                 accelerator,
-                [*key, dataset._fingerprint],
-                partial(reference_logps, accelerator, reference, dataset, args),
+                [*key, eval_set._fingerprint],
+                partial(reference_logps, accelerator, reference, eval_set, args),
             )
         reference = None
 
@@ -403,22 +394,26 @@ def main():
         metrics=metrics,
         data_fingerprint=train_set._fingerprint,
     )
-    resume(run)
-    if progress.windows_seen == 0:
+    checkpoint.resume(run)
+    if progress.updates_seen == 0:
         metrics.log_evaluation(
             *evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_of, args)
         )
     model.train()
     metrics.start_interval()
     while not progress.finished:
-        window = window_rows(
-            len(train_set), args.train_batch_size, args.seed, progress.windows_seen
+        window = batches.rows_of_update(
+            len(train_set), args.train_batch_size, args.seed, progress.updates_seen
         )
-        micro_batches = arrange(
+        micro_batches = batches.split(
             accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens
         )
-        divisor = begin_window(accelerator, model, micro_batches)
-        scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
+        divisor = engine.begin_update(accelerator, model, micro_batches)
+        scale, learning_rate, seen = (
+            engine.loss_scale(accelerator, model),
+            scheduler.get_last_lr()[0],
+            [],
+        )
         for rows, weights in micro_batches:
             with metrics.timed("data"):
                 columns, weights = (
@@ -433,7 +428,7 @@ def main():
                 )
                 seen.append((columns["row"], losses.detach(), weights))
                 if accelerator.sync_gradients:
-                    check_finite(seen, progress, args.output_dir)
+                    guards.check_finite(seen, progress, args.output_dir)
                 # The mean over the window's pairs: the engine divides by micro-batches and processes.
                 accelerator.backward((losses * weights).sum() * divisor / len(window))
                 if accelerator.sync_gradients:
@@ -446,8 +441,8 @@ def main():
             for name, value, mask in logits:
                 metrics.pending.add({name: value}, mask * weights[:, None])
         applied = not accelerator.optimizer_step_was_skipped
-        progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
-        metrics.window_done(
+        progress.update_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
+        metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale
         )
         if applied:
@@ -461,13 +456,13 @@ def main():
                 )
         if args.save_steps and progress.due(args.save_steps):
             with metrics.timed("paused"):
-                save_checkpoint(run)
+                checkpoint.save(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                save_actor(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
-        stop_if_asked(run)
-    save_actor(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
+                actor.save(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
+        checkpoint.stop_if_asked(run)
+    actor.save(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
     accelerator.print(
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor"
@@ -482,10 +477,10 @@ def evaluate(
     """The training metrics over each held-out set, exact over all processes, exact match where it has answers; samples."""
     training, line, samples = model.training, {}, []
     model.eval()
-    for prefix, dataset in eval_sets.items():
+    for prefix, eval_set in eval_sets.items():
         means = Means(accelerator)
-        for rows, columns, weights in evaluation_batches(
-            accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens
+        for rows, columns, weights in batches.evaluation_batches(
+            accelerator, eval_set, args.micro_train_batch_size, args.micro_train_tokens
         ):
             batch = collate(columns, args.share_prompts, accelerator.device)
             ref_logps = reference_of(prefix, rows, batch)
@@ -496,19 +491,19 @@ def evaluate(
             for name, value, mask in logits:
                 means.add({name: value}, mask * weights[:, None])
         line |= {prefix + name: value for name, value in means.reduce().items()}
-        if "answer" in dataset.column_names:
-            rows = dataset.select_columns(["prompt_ids", "answer"])[
-                [i for i, answer in enumerate(dataset["answer"][:]) if answer]
+        if "answer" in eval_set.column_names:
+            rows = eval_set.select_columns(["prompt_ids", "answer"])[
+                [i for i, answer in enumerate(eval_set["answer"][:]) if answer]
             ]
             sizes = 8 * args.micro_train_batch_size, args.max_new_tokens
-            responses = generate(
+            responses = generation.generate(
                 accelerator, model, policy.model, tokenizer, rows["prompt_ids"], *sizes
             )
             texts, asked = (
                 tokenizer.batch_decode(ids, skip_special_tokens=True)
                 for ids in (responses, rows["prompt_ids"])
             )
-            right = [is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
+            right = [answers.is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
             line[f"{prefix}exact_match"] = sum(right) / len(right)
             samples += [
                 f"{'right' if ok else 'wrong'}: {ask[-80:]!r} -> {text[-80:]!r}"

@@ -26,27 +26,14 @@ from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
-from common.actor import save_actor
-from common.arguments import check_intervals, load_function, parse_args
-from common.batches import arrange, window_rows
-from common.checkpoint import Run, resume, save_checkpoint, stop_if_asked
-from common.data.dataset import load_evaluation_sets, load_tokenized
-from common.data.formats import as_messages, column_names, has_text, require
-from common.data.tokens import encode, render
-from common.distributed import gather_rows
-from common.engine import begin_window, innermost, loss_scale, record_group_norms
-from common.guards import check_finite
-from common.launch import make_accelerator
+from common import actor, arguments, batches, checkpoint, distributed, engine, guards, launch, optim
+from common.checkpoint import Run
+from common.data import dataset, formats, tokens
 from common.metrics import Metrics
-from common.models.checks import can_pack, check_logprobs
-from common.models.load import load_causal_lm, load_score_model, load_tokenizer
+from common.models import checks, load, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
-from common.models.packing import lay_out
-from common.models.prepare import disable_dropout, prepare, prepare_frozen
-from common.optim import optimizer_groups
 from common.progress import Progress
-from common.rollout.generation import generate
-from common.rollout.rewards import is_right
+from common.rollout import answers, generation
 
 common.check_recipe(__file__)
 
@@ -189,10 +176,12 @@ class Args:
 class ActorCritic(LogProbModel):
     """Actor (`model`) and critic in one module: one engine, one backward, one checkpoint under every strategy."""
 
-    def __init__(self, actor, critic):
-        super().__init__(actor)
+    def __init__(self, policy_model, critic):
+        super().__init__(policy_model)
         self.critic = ScoreModel(critic)
-        self._no_split_modules = sorted({*actor._no_split_modules, *critic._no_split_modules})
+        self._no_split_modules = sorted(
+            {*policy_model._no_split_modules, *critic._no_split_modules}
+        )
 
     def forward(self, batch: dict, temperature: float = 1.0, check: bool = False):
         """`LogProbModel.forward` with `entropy`, and `values`: those of the states in which the targets are chosen."""
@@ -206,13 +195,14 @@ class ActorCritic(LogProbModel):
 
 def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> dict:
     """`prompt_ids length reason truncated columns` of one prompt; `columns` is the row as JSON, for a reward function."""
-    require(row, "prompt", expected="'prompt'")
-    prompt, reason = row["prompt"], "" if has_text(row["prompt"]) else "empty prompt"
+    formats.require(row, "prompt", expected="'prompt'")
+    prompt, reason = row["prompt"], "" if formats.has_text(row["prompt"]) else "empty prompt"
     if isinstance(prompt, str):
-        ids = encode(tokenizer, [prompt, ""], plain=True)[0]
+        ids = tokens.encode(tokenizer, [prompt, ""], plain=True)[0]
     else:
-        ids = encode(
-            tokenizer, [render(tokenizer, as_messages(prompt, "user"), True, row.get("tools"))]
+        ids = tokens.encode(
+            tokenizer,
+            [tokens.render(tokenizer, formats.as_messages(prompt, "user"), True, row.get("tools"))],
         )[0]
     if len(ids) + max_new_tokens > max_length:
         reason = reason or "prompt leaves no room for max_new_tokens within max_length"
@@ -315,7 +305,7 @@ def count_from_zero(optimizer, *_) -> None:
 def collate(samples: dict, rows: list[int], share: bool, device) -> dict:
     """Samples as the models read them, see `lay_out`."""
     prompts, responses = ([samples[part][row] for row in rows] for part in ("prompts", "responses"))
-    return lay_out(prompts, responses, share, device)
+    return packing.make_batch(prompts, responses, share, device)
 
 
 def compare(
@@ -359,7 +349,9 @@ def share_of(accelerator, samples: dict, args: Args):
     longest = (
         lengths.reshape(-1, n).max(1).repeat(n) if len(lengths) % n == 0 else lengths
     )  # evaluation has one a prompt
-    return arrange(accelerator, np.arange(len(longest)), longest, args.micro_rollout_batch_size)
+    return batches.split(
+        accelerator, np.arange(len(longest)), longest, args.micro_rollout_batch_size
+    )
 
 
 @torch.no_grad()
@@ -405,7 +397,7 @@ def score(
                 )
             scores = scores + np.array(values, dtype=float)
         mine |= dict(zip(real, np.broadcast_to(scores, len(real)).tolist()))
-    scores = torch.tensor(gather_rows(mine))
+    scores = torch.tensor(distributed.gather_rows(mine))
     scores = scores.clamp(-args.reward_clip, args.reward_clip) if args.reward_clip else scores
     return scores - args.missing_eos_penalty * ~samples["ended"]
 
@@ -414,7 +406,9 @@ def score(
 def respond(accelerator, model, policy, tokenizer, columns: dict, args: Args, **sampling) -> dict:
     """Prompts and their responses, the same on every rank; greedy unless `sampling` gives `temperature` and `uniforms`."""
     prompts, sizes = columns["prompt_ids"], (args.micro_rollout_batch_size, args.max_new_tokens)
-    responses = generate(accelerator, model, policy.model, tokenizer, prompts, *sizes, **sampling)
+    responses = generation.generate(
+        accelerator, model, policy.model, tokenizer, prompts, *sizes, **sampling
+    )
     stops = policy.model.generation_config.eos_token_id
     return {
         "prompts": prompts,
@@ -478,14 +472,14 @@ def roll_out(
                 if w
             }
         found = torch.nn.utils.rnn.pad_sequence(
-            gather_rows(mine), batch_first=True
+            distributed.gather_rows(mine), batch_first=True
         )  # [samples, longest, 3]
     mask = torch.arange(found.shape[1]) < torch.tensor(
         [[len(response)] for response in samples["responses"]]
     )
     logps, ref_logps, values = found.unbind(2)
     parts = {"scores": scores, "logps": logps, "ref_logps": ref_logps, "values": values}
-    check_finite(
+    guards.check_finite(
         [(samples["rows"], found.sum(2) + scores[:, None], mask)],
         metrics.progress,
         args.output_dir,
@@ -610,19 +604,22 @@ def check_settings(args: Args, processes: int) -> None:
 
 def main():
     # ============================================================ accelerator
-    args = parse_args(Args, demo=common.ASSETS / "ppo.yaml")
+    args = arguments.parse(Args, demo=common.ASSETS / "ppo.yaml")
     check_settings(args, int(os.environ.get("WORLD_SIZE", 1)))
-    accelerator = make_accelerator(args, "ppo")
-    check_intervals(args)
+    accelerator = launch.make_accelerator(args, "ppo")
+    arguments.check_intervals(args)
 
     # ============================================================ data
-    tokenizer = load_tokenizer(args.model_name_or_path)
+    tokenizer = load.tokenizer_of(args.model_name_or_path)
     limits = dict(max_length=args.max_length, max_new_tokens=args.max_new_tokens)
     how = dict(
-        function=prompt_row, tokenizer=tokenizer, columns=column_names(args.columns), **limits
+        function=prompt_row,
+        tokenizer=tokenizer,
+        columns=formats.column_names(args.columns),
+        **limits,
     )
-    train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
-    eval_sets = load_evaluation_sets(
+    train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **how)
+    eval_sets = dataset.load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, **how
     )
     rollouts_per_epoch = math.ceil(len(train_set) / args.rollout_batch_size)
@@ -638,7 +635,7 @@ def main():
         windows_of(last_prompts * args.n_samples_per_prompt),
     )
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
-    progress.windows_per_epoch = (rollouts_per_epoch - 1) * windows_per_rollout + last_windows
+    progress.updates_per_epoch = (rollouts_per_epoch - 1) * windows_per_rollout + last_windows
     accelerator.print(
         f"a rollout: {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = {samples} samples, "
         f"x {args.num_epochs_per_rollout} / train_batch_size = {windows_per_rollout} updates; {rollouts_per_epoch} rollouts an epoch, "
@@ -650,13 +647,15 @@ def main():
         args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
     )
     loading = args.attn_implementation, args.gradient_checkpointing
-    actor = load_causal_lm(args.model_name_or_path, tokenizer, *loading)
-    policy = ActorCritic(actor, load_score_model(critic_name, tokenizer, *loading, new_head=True))
-    disable_dropout(policy)
-    actor_groups = optimizer_groups(
+    policy_model = load.causal_lm(args.model_name_or_path, tokenizer, *loading)
+    policy = ActorCritic(
+        policy_model, load.score_model(critic_name, tokenizer, *loading, new_head=True)
+    )
+    prepare.disable_dropout(policy)
+    actor_groups = optim.parameter_groups(
         policy.model, args.weight_decay, lr=args.learning_rate, name="actor", learns=True
     )
-    critic_groups = optimizer_groups(
+    critic_groups = optim.parameter_groups(
         policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic", learns=True
     )
     optimizer = torch.optim.AdamW(
@@ -670,30 +669,34 @@ def main():
     scheduler = get_scheduler(
         args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps
     )  # not prepared: ours to step
-    model, optimizer = prepare(accelerator, policy, optimizer, args.debug_overflow)
-    group_norms = record_group_norms(accelerator, optimizer)
-    innermost(optimizer).register_step_post_hook(count_from_zero)
-    check_logprobs(model, train_set[0]["prompt_ids"], accelerator.device, args.model_name_or_path)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    group_norms = engine.record_group_norms(accelerator, optimizer)
+    engine.innermost_optimizer(optimizer).register_step_post_hook(count_from_zero)
+    checks.check_logprobs(
+        model, train_set[0]["prompt_ids"], accelerator.device, args.model_name_or_path
+    )
 
     # ============================================================ reference and reward
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
-    reference = prepare_frozen(
-        accelerator, LogProbModel(load_causal_lm(ref_name, tokenizer, args.attn_implementation))
+    reference = prepare.frozen(
+        accelerator, LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
     )
     reward_function, reward_model = (
-        load_function("reward_function", args.reward_function) if args.reward_function else None,
+        arguments.load_function("reward_function", args.reward_function)
+        if args.reward_function
+        else None,
         None,
     )
     if args.reward_model_name_or_path:
         name = args.reward_model_name_or_path
-        reward_model = ScoreModel(load_score_model(name, tokenizer, args.attn_implementation))
+        reward_model = ScoreModel(load.score_model(name, tokenizer, args.attn_implementation))
         if args.normalize_reward and not getattr(reward_model.config, "reward_std", None):
             sys.exit(
                 f"--normalize_reward: {name!r} has no reward_std in its config; recipes/reward.py with --eval_dataset_name writes it"
             )
-        reward_model = prepare_frozen(accelerator, reward_model)
+        reward_model = prepare.frozen(accelerator, reward_model)
     models = [one for one in (model, reference, reward_model) if one is not None]
-    args.share_prompts = args.share_prompts and can_pack(
+    args.share_prompts = args.share_prompts and checks.can_pack(
         models, args.max_length, accelerator.device
     )
     accelerator.print(
@@ -718,20 +721,22 @@ def main():
         data_fingerprint=f"{train_set._fingerprint} {limits}",
         extra={"kl_coef": args.kl_coef, "rollout": None},
     )
-    resume(run)
-    if progress.windows_seen == 0:
+    checkpoint.resume(run)
+    if progress.updates_seen == 0:
         metrics.log_evaluation(
             *evaluate(accelerator, model, policy, tokenizer, eval_sets, score_of, args)
         )
     model.train()
     metrics.start_interval()
     while not progress.finished:
-        epoch, place = divmod(progress.windows_seen, progress.windows_per_epoch)
+        epoch, place = divmod(progress.updates_seen, progress.updates_per_epoch)
         in_epoch, window_number = divmod(place, windows_per_rollout)
         number = epoch * rollouts_per_epoch + in_epoch
         actor_learns = number >= args.critic_warmup_rollouts  # only then is there a KL to adapt to
         if (rollout := run.extra["rollout"]) is None:
-            prompts = window_rows(len(train_set), args.rollout_batch_size, args.seed, number)
+            prompts = batches.rows_of_update(
+                len(train_set), args.rollout_batch_size, args.seed, number
+            )
             columns = train_set[np.repeat(prompts, args.n_samples_per_prompt)]
             state = number, run.extra["kl_coef"], metrics, args
             rollout, kl = roll_out(
@@ -751,13 +756,13 @@ def main():
                 for prompt, response in zip(rollout["prompts"], rollout["responses"])
             ]
         )
-        window = window_rows(
+        window = batches.rows_of_update(
             len(lengths), args.train_batch_size, (args.seed, number, 2), window_number
         )
-        micro_batches = arrange(
+        micro_batches = batches.split(
             accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens
         )
-        divisor = begin_window(accelerator, model, micro_batches)
+        divisor = engine.begin_update(accelerator, model, micro_batches)
         window_tokens = int(rollout["tensors"]["mask"][window].sum())
         for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
             group["learns"] = actor_learns or group["name"] == "critic"
@@ -768,7 +773,7 @@ def main():
             "learning_rate": optimizer.param_groups[0]["lr"],
             "critic_learning_rate": optimizer.param_groups[-1]["lr"],
         }
-        scale, seen = loss_scale(accelerator, model), []
+        scale, seen = engine.loss_scale(accelerator, model), []
         for rows, weights in micro_batches:
             with metrics.timed("data"):
                 sequences = collate(rollout, rows, args.share_prompts, accelerator.device)
@@ -787,7 +792,7 @@ def main():
                     ([rollout["rows"][row] for row in rows], losses.detach(), token_weights)
                 )
                 if accelerator.sync_gradients:
-                    check_finite(
+                    guards.check_finite(
                         seen,
                         progress,
                         args.output_dir,
@@ -805,13 +810,13 @@ def main():
         applied = not accelerator.optimizer_step_was_skipped
         if window_number + 1 == windows_of(len(lengths)):
             run.extra["rollout"] = None
-        progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
+        progress.update_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
         norms = group_norms()
         parts = {
             f"grad_norm/{name}": grad_norm * norm / (math.hypot(*norms.values()) or 1.0)
             for name, norm in norms.items()
         }
-        metrics.window_done(applied, grad_norm=grad_norm, loss_scale=scale, **parts, **rates)
+        metrics.update_done(applied, grad_norm=grad_norm, loss_scale=scale, **parts, **rates)
         if applied:
             scheduler.step()
         if progress.log_due(args.logging_steps):
@@ -823,13 +828,13 @@ def main():
                 )
         if args.save_steps and progress.due(args.save_steps):
             with metrics.timed("paused"):
-                save_checkpoint(run)
+                checkpoint.save(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                save_actor(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
-        stop_if_asked(run)
-    save_actor(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
+                actor.save(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
+        checkpoint.stop_if_asked(run)
+    actor.save(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
     accelerator.print(
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor"
@@ -843,8 +848,8 @@ def evaluate(
     """Greedy responses to each held-out set: their scores, length and share that ends, exact match where it has answers; samples."""
     training, line, shown = model.training, {}, []
     model.eval()
-    for prefix, dataset in eval_sets.items():
-        columns = dataset[:]
+    for prefix, eval_set in eval_sets.items():
+        columns = eval_set[:]
         samples = respond(accelerator, model, policy, tokenizer, columns, args)
         scores, texts = (
             score_of(samples),
@@ -857,7 +862,9 @@ def evaluate(
         }
         if "answer" in columns:
             values["exact_match"] = [
-                is_right(text, answer) for text, answer in zip(texts, columns["answer"]) if answer
+                answers.is_right(text, answer)
+                for text, answer in zip(texts, columns["answer"])
+                if answer
             ]
         line |= {
             prefix + name: float(np.mean(np.asarray(value, dtype=float)))

@@ -22,23 +22,12 @@ from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
-from common.actor import save_actor
-from common.arguments import check_intervals, parse_args
-from common.batches import arrange, evaluation_batches, window_rows
-from common.checkpoint import Run, resume, save_checkpoint, stop_if_asked
-from common.data.dataset import column, load_evaluation_sets, load_tokenized
-from common.data.formats import check, column_names, has_text, preference
-from common.data.tokens import encode_preference
-from common.engine import begin_window, loss_scale
-from common.guards import check_finite
-from common.launch import make_accelerator
+from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
+from common.checkpoint import Run
+from common.data import dataset, formats, tokens
 from common.metrics import Means, Metrics
-from common.models.checks import can_pack
-from common.models.load import load_score_model, load_tokenizer
+from common.models import checks, load, packing, prepare
 from common.models.logprobs import ScoreModel
-from common.models.packing import lay_out
-from common.models.prepare import disable_dropout, prepare
-from common.optim import optimizer_groups
 from common.progress import Progress
 
 common.check_recipe(__file__)
@@ -138,18 +127,18 @@ def pairwise_loss(
 
 def preference_row(row: dict, tokenizer, max_length: int) -> dict:
     """`prompt_ids chosen_ids rejected_ids length reason truncated` of one pair; length is of both sequences together."""
-    prompt, chosen, rejected = preference(row)
+    prompt, chosen, rejected = formats.preference(row)
     reason = (
         "empty prompt"
-        if not has_text(prompt)
+        if not formats.has_text(prompt)
         else ""
-        if has_text(chosen) and has_text(rejected)
+        if formats.has_text(chosen) and formats.has_text(rejected)
         else "empty answer"
     )
     ids, chosen_ids, rejected_ids = (
         ([], [], [])
         if reason
-        else encode_preference(tokenizer, prompt, chosen, rejected, row.get("tools"))
+        else tokens.encode_preference(tokenizer, prompt, chosen, rejected, row.get("tools"))
     )
     longest, room = (
         len(ids) + max(len(chosen_ids), len(rejected_ids)),
@@ -175,13 +164,13 @@ def reward_row(row: dict, tokenizer, max_length: int) -> dict:
         number = 0.0 if margin in (None, "") else float(str(margin))  # the cells of a CSV are text
     except ValueError:
         number = math.nan
-    check(math.isfinite(number), row, "margin", "a finite number")
+    formats.check(math.isfinite(number), row, "margin", "a finite number")
     return {**preference_row(row, tokenizer, max_length), "margin": number}
 
 
 def collate(columns: dict, share: bool, device) -> dict:
     """Pairs as the model reads them, see `lay_out`: all chosen answers, then all rejected."""
-    return lay_out(
+    return packing.make_batch(
         columns["prompt_ids"] * 2, columns["chosen_ids"] + columns["rejected_ids"], share, device
     )
 
@@ -207,14 +196,14 @@ def compare(rewards: torch.Tensor, margins: list[float], weights: torch.Tensor, 
 
 def main():
     # ============================================================ accelerator
-    args = parse_args(Args, demo=common.ASSETS / "reward.yaml")
-    accelerator = make_accelerator(args, "reward")
-    check_intervals(args)
+    args = arguments.parse(Args, demo=common.ASSETS / "reward.yaml")
+    accelerator = launch.make_accelerator(args, "reward")
+    arguments.check_intervals(args)
     if args.center_coef < 0:
         raise SystemExit(f"--center_coef {args.center_coef}: expected 0 or more")
 
     # ============================================================ data
-    tokenizer = load_tokenizer(args.model_name_or_path)
+    tokenizer = load.tokenizer_of(args.model_name_or_path)
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise SystemExit(
             f"the tokenizer of {args.model_name_or_path!r} pads with its EOS, {tokenizer.eos_token!r}, or has no pad token: transformers would "
@@ -223,25 +212,27 @@ def main():
     how = dict(
         function=reward_row,
         tokenizer=tokenizer,
-        columns=column_names(args.columns),
+        columns=formats.column_names(args.columns),
         max_length=args.max_length,
     )
-    train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
-    eval_sets = load_evaluation_sets(
+    train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **how)
+    eval_sets = dataset.load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, **how
     )
-    lengths = column(train_set, "length")
+    lengths = dataset.column(train_set, "length")
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
     loading = args.attn_implementation, args.gradient_checkpointing
     scorer = ScoreModel(
-        load_score_model(args.model_name_or_path, tokenizer, *loading, new_head=True)
+        load.score_model(args.model_name_or_path, tokenizer, *loading, new_head=True)
     )
-    disable_dropout(scorer)  # both answers are read by the same model
+    prepare.disable_dropout(scorer)  # both answers are read by the same model
     optimizer = torch.optim.AdamW(
-        optimizer_groups(scorer, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon
+        optim.parameter_groups(scorer, args.weight_decay),
+        lr=args.learning_rate,
+        eps=args.adam_epsilon,
     )
     warmup = (
         args.warmup_steps
@@ -251,8 +242,8 @@ def main():
     scheduler = get_scheduler(
         args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps
     )  # not prepared: ours to step
-    model, optimizer = prepare(accelerator, scorer, optimizer, args.debug_overflow)
-    args.share_prompts = args.share_prompts and can_pack(
+    model, optimizer = prepare.for_training(accelerator, scorer, optimizer, args.debug_overflow)
+    args.share_prompts = args.share_prompts and checks.can_pack(
         [model], args.max_length, accelerator.device
     )
     accelerator.print(
@@ -274,21 +265,25 @@ def main():
         data_fingerprint=train_set._fingerprint,
         extra={},
     )
-    resume(run)
+    checkpoint.resume(run)
     scorer.config.update(run.extra)
-    if progress.windows_seen == 0:
+    if progress.updates_seen == 0:
         metrics.log_evaluation(evaluate(accelerator, model, eval_sets, run.extra, args), [])
     model.train()
     metrics.start_interval()
     while not progress.finished:
-        window = window_rows(
-            len(train_set), args.train_batch_size, args.seed, progress.windows_seen
+        window = batches.rows_of_update(
+            len(train_set), args.train_batch_size, args.seed, progress.updates_seen
         )
-        micro_batches = arrange(
+        micro_batches = batches.split(
             accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens
         )
-        divisor = begin_window(accelerator, model, micro_batches)
-        scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
+        divisor = engine.begin_update(accelerator, model, micro_batches)
+        scale, learning_rate, seen = (
+            engine.loss_scale(accelerator, model),
+            scheduler.get_last_lr()[0],
+            [],
+        )
         for rows, weights in micro_batches:
             with metrics.timed("data"):
                 columns, weights = (
@@ -300,7 +295,7 @@ def main():
                 losses, values = compare(model(batch), columns["margin"], weights, args)
                 seen.append((columns["row"], losses.detach(), weights))
                 if accelerator.sync_gradients:
-                    check_finite(seen, progress, args.output_dir)
+                    guards.check_finite(seen, progress, args.output_dir)
                 # The mean over the window's pairs: the engine divides by micro-batches and processes.
                 accelerator.backward((losses * weights).sum() * divisor / len(window))
                 if accelerator.sync_gradients:
@@ -312,8 +307,8 @@ def main():
             for part, part_weights in values:
                 metrics.pending.add(part, part_weights)
         applied = not accelerator.optimizer_step_was_skipped
-        progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
-        metrics.window_done(
+        progress.update_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
+        metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale
         )
         if applied:
@@ -330,13 +325,13 @@ def main():
                 metrics.log_evaluation(evaluate(accelerator, model, eval_sets, run.extra, args), [])
         if args.save_steps and progress.due(args.save_steps):
             with metrics.timed("paused"):
-                save_checkpoint(run)
+                checkpoint.save(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                save_actor(accelerator, model, scorer, tokenizer, folder, args.save_actor_limit)
-        stop_if_asked(run)
-    save_actor(accelerator, model, scorer, tokenizer, f"{args.output_dir}/actor")
+                actor.save(accelerator, model, scorer, tokenizer, folder, args.save_actor_limit)
+        checkpoint.stop_if_asked(run)
+    actor.save(accelerator, model, scorer, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
     accelerator.print(
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; reward model in {args.output_dir}/actor"
@@ -353,10 +348,10 @@ def evaluate(accelerator, model, eval_sets, moments: dict, args: Args) -> dict[s
     """
     training, line, all_sets = model.training, {}, Means(accelerator)
     model.eval()
-    for prefix, dataset in eval_sets.items():
+    for prefix, eval_set in eval_sets.items():
         means = Means(accelerator)
-        for _, columns, weights in evaluation_batches(
-            accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens
+        for _, columns, weights in batches.evaluation_batches(
+            accelerator, eval_set, args.micro_train_batch_size, args.micro_train_tokens
         ):
             _, values = compare(
                 model(collate(columns, args.share_prompts, accelerator.device)),

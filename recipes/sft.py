@@ -21,26 +21,15 @@ from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
-from common.actor import save_actor
-from common.arguments import check_intervals, parse_args
-from common.batches import arrange, evaluation_batches, window_rows
-from common.checkpoint import Run, resume, save_checkpoint, stop_if_asked
-from common.data.dataset import column, load_evaluation_sets, load_tokenized
-from common.data.formats import as_messages, check, column_names, has_text, is_messages, require
-from common.data.tokens import encode, encode_turns, turn_length
-from common.engine import begin_window, loss_scale
-from common.guards import check_finite
-from common.launch import make_accelerator
+from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
+from common.checkpoint import Run
+from common.data import dataset, formats, tokens
 from common.metrics import Means, Metrics
-from common.models.checks import can_pack, check_logprobs
-from common.models.load import load_causal_lm, load_tokenizer
+from common.models import checks, load, prepare
 from common.models.logprobs import LogProbModel
-from common.models.packing import lay_out
-from common.models.prepare import prepare
-from common.optim import optimizer_groups
+from common.models.packing import make_batch
 from common.progress import Progress
-from common.rollout.generation import generate
-from common.rollout.rewards import is_right
+from common.rollout import answers, generation
 
 common.check_recipe(__file__)
 
@@ -122,22 +111,24 @@ class Args:
 def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
     """An SFT row as (prompt, completion), both strings or both message lists; `messages` and `text` have an empty prompt."""
     if row.get("messages") is not None:
-        check(
-            is_messages(row["messages"]),
+        formats.check(
+            formats.is_messages(row["messages"]),
             row,
             "messages",
             "a list of messages with role and content",
         )
-        return [], as_messages(row["messages"], "user")
+        return [], formats.as_messages(row["messages"], "user")
     if row.get("text") is not None:
-        check(isinstance(row["text"], str), row, "text", "a string")
+        formats.check(isinstance(row["text"], str), row, "text", "a string")
         return "", row["text"]
-    require(
+    formats.require(
         row, "prompt", "completion", expected="'messages', or 'prompt' and 'completion', or 'text'"
     )
     if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         return row["prompt"], row["completion"]
-    return as_messages(row["prompt"], "user"), as_messages(row["completion"], "assistant")
+    return formats.as_messages(row["prompt"], "user"), formats.as_messages(
+        row["completion"], "assistant"
+    )
 
 
 def encode_conversation(
@@ -150,23 +141,23 @@ def encode_conversation(
             turn only) or `all`.
         tools: what the conversation's calls may be of, see `common.data.render`.
     """
-    if not has_text(completion):
+    if not formats.has_text(completion):
         pieces = []
     elif isinstance(completion, str):
-        pieces = encode(tokenizer, [prompt, completion], plain=True)
+        pieces = tokens.encode(tokenizer, [prompt, completion], plain=True)
     else:
         messages = prompt + completion
         turns = [
             (i, i + 1)
             for i, m in enumerate(messages)
-            if m["role"] == "assistant" and has_text([m]) and i >= len(prompt)
+            if m["role"] == "assistant" and formats.has_text([m]) and i >= len(prompt)
         ]
-        pieces = encode_turns(
+        pieces = tokens.encode_turns(
             tokenizer, messages, turns[-1:] if loss_on == "completion" else turns, tools
         )
     prompt_ids, targets = [token for piece in pieces[:-1] for token in piece], []
     for context, answer in zip(pieces[::2], pieces[1::2]):
-        learned = turn_length(tokenizer, answer) or len(answer)
+        learned = tokens.turn_length(tokenizer, answer) or len(answer)
         targets += (
             [loss_on == "all"] * len(context)
             + [True] * learned
@@ -203,7 +194,7 @@ def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
 
 def collate(columns: dict, pack: bool, device) -> dict:
     """Rows as the model reads them, see `lay_out`: answers without a prompt, `mask` the target tokens `[rows, longest]`."""
-    return lay_out(
+    return make_batch(
         [[]] * len(columns["input_ids"]), columns["input_ids"], pack, device, columns["targets"]
     )
 
@@ -227,30 +218,30 @@ def compare(
 
 def main():
     # ============================================================ accelerator
-    args = parse_args(Args, demo=common.ASSETS / "sft.yaml")
-    accelerator = make_accelerator(args, "sft")
-    check_intervals(args)
+    args = arguments.parse(Args, demo=common.ASSETS / "sft.yaml")
+    accelerator = launch.make_accelerator(args, "sft")
+    arguments.check_intervals(args)
 
     # ============================================================ data
-    tokenizer = load_tokenizer(args.model_name_or_path)
+    tokenizer = load.tokenizer_of(args.model_name_or_path)
     how = dict(
         function=sft_row,
         tokenizer=tokenizer,
-        columns=column_names(args.columns),
+        columns=formats.column_names(args.columns),
         max_length=args.max_length,
         loss_on=args.loss_on,
     )
-    train_set = load_tokenized(accelerator, args.dataset_name, args.dataset_split, **how)
-    eval_sets = load_evaluation_sets(
+    train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **how)
+    eval_sets = dataset.load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, **how
     )
-    lengths, targets = column(train_set, "length"), column(train_set, "n_targets")
+    lengths, targets = dataset.column(train_set, "length"), dataset.column(train_set, "n_targets")
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
-    actor = LogProbModel(
-        load_causal_lm(
+    policy = LogProbModel(
+        load.causal_lm(
             args.model_name_or_path,
             tokenizer,
             args.attn_implementation,
@@ -258,7 +249,9 @@ def main():
         )
     )
     optimizer = torch.optim.AdamW(
-        optimizer_groups(actor, args.weight_decay), lr=args.learning_rate, eps=args.adam_epsilon
+        optim.parameter_groups(policy, args.weight_decay),
+        lr=args.learning_rate,
+        eps=args.adam_epsilon,
     )
     warmup = (
         args.warmup_steps
@@ -268,9 +261,11 @@ def main():
     scheduler = get_scheduler(
         args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps
     )  # not prepared: ours to step
-    model, optimizer = prepare(accelerator, actor, optimizer, args.debug_overflow)
-    check_logprobs(model, train_set[0]["input_ids"], accelerator.device, args.model_name_or_path)
-    args.packing = args.packing and can_pack([model], args.max_length, accelerator.device)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    checks.check_logprobs(
+        model, train_set[0]["input_ids"], accelerator.device, args.model_name_or_path
+    )
+    args.packing = args.packing and checks.can_pack([model], args.max_length, accelerator.device)
     accelerator.print(f"rows are {'packed' if args.packing else 'padded'}")
 
     # ============================================================ the loop
@@ -279,7 +274,7 @@ def main():
         accelerator=accelerator,
         args=args,
         model=model,
-        unwrapped=actor,
+        unwrapped=policy,
         optimizer=optimizer,
         scheduler=scheduler,
         tokenizer=tokenizer,
@@ -287,20 +282,24 @@ def main():
         metrics=metrics,
         data_fingerprint=train_set._fingerprint,
     )
-    resume(run)
-    if progress.windows_seen == 0:
-        metrics.log_evaluation(*evaluate(accelerator, model, actor, tokenizer, eval_sets, args))
+    checkpoint.resume(run)
+    if progress.updates_seen == 0:
+        metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, args))
     model.train()
     metrics.start_interval()
     while not progress.finished:
-        window = window_rows(
-            len(train_set), args.train_batch_size, args.seed, progress.windows_seen
+        window = batches.rows_of_update(
+            len(train_set), args.train_batch_size, args.seed, progress.updates_seen
         )
-        micro_batches = arrange(
+        micro_batches = batches.split(
             accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens
         )
-        divisor = begin_window(accelerator, model, micro_batches)
-        scale, learning_rate, seen = loss_scale(accelerator, model), scheduler.get_last_lr()[0], []
+        divisor = engine.begin_update(accelerator, model, micro_batches)
+        scale, learning_rate, seen = (
+            engine.loss_scale(accelerator, model),
+            scheduler.get_last_lr()[0],
+            [],
+        )
         for rows, weights in micro_batches:
             with metrics.timed("data"):
                 columns, weights = (
@@ -314,7 +313,7 @@ def main():
                 )
                 seen.append((columns["row"], losses.detach(), token_weights))
                 if accelerator.sync_gradients:
-                    check_finite(seen, progress, args.output_dir)
+                    guards.check_finite(seen, progress, args.output_dir)
                 # The mean over the window's target tokens: the engine divides by micro-batches and processes.
                 accelerator.backward(
                     (losses * token_weights).sum() * divisor / int(targets[window].sum())
@@ -327,8 +326,8 @@ def main():
                 optimizer.zero_grad()
             metrics.pending.add(values, token_weights)
         applied = not accelerator.optimizer_step_was_skipped
-        progress.window_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
-        metrics.window_done(
+        progress.update_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
+        metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale
         )
         if applied:
@@ -338,17 +337,17 @@ def main():
         if progress.due(args.eval_steps):
             with metrics.timed("paused"):
                 metrics.log_evaluation(
-                    *evaluate(accelerator, model, actor, tokenizer, eval_sets, args)
+                    *evaluate(accelerator, model, policy, tokenizer, eval_sets, args)
                 )
         if args.save_steps and progress.due(args.save_steps):
             with metrics.timed("paused"):
-                save_checkpoint(run)
+                checkpoint.save(run)
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                save_actor(accelerator, model, actor, tokenizer, folder, args.save_actor_limit)
-        stop_if_asked(run)
-    save_actor(accelerator, model, actor, tokenizer, f"{args.output_dir}/actor")
+                actor.save(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
+        checkpoint.stop_if_asked(run)
+    actor.save(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
     accelerator.print(
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor"
@@ -358,15 +357,15 @@ def main():
 # ============================================================ evaluation and saving
 @torch.no_grad()
 def evaluate(
-    accelerator, model, actor, tokenizer, eval_sets, args: Args
+    accelerator, model, policy, tokenizer, eval_sets, args: Args
 ) -> tuple[dict[str, float], list[str]]:
     """The training metrics over each held-out set, exact over all processes, exact match where it has answers; samples."""
     training, line, samples = model.training, {}, []
     model.eval()
-    for prefix, dataset in eval_sets.items():
+    for prefix, eval_set in eval_sets.items():
         means = Means(accelerator)
-        for _, columns, weights in evaluation_batches(
-            accelerator, dataset, args.micro_train_batch_size, args.micro_train_tokens
+        for _, columns, weights in batches.evaluation_batches(
+            accelerator, eval_set, args.micro_train_batch_size, args.micro_train_tokens
         ):
             batch = collate(columns, args.packing, accelerator.device)
             _, values, token_weights = compare(
@@ -374,19 +373,19 @@ def evaluate(
             )
             means.add(values, token_weights)
         line |= {prefix + name: value for name, value in means.reduce().items()}
-        if "answer" in dataset.column_names:
-            rows = dataset.select_columns(["prompt_ids", "answer"])[
-                [i for i, answer in enumerate(dataset["answer"][:]) if answer]
+        if "answer" in eval_set.column_names:
+            rows = eval_set.select_columns(["prompt_ids", "answer"])[
+                [i for i, answer in enumerate(eval_set["answer"][:]) if answer]
             ]
             sizes = 8 * args.micro_train_batch_size, args.max_new_tokens
-            responses = generate(
-                accelerator, model, actor.model, tokenizer, rows["prompt_ids"], *sizes
+            responses = generation.generate(
+                accelerator, model, policy.model, tokenizer, rows["prompt_ids"], *sizes
             )
             texts, asked = (
                 tokenizer.batch_decode(ids, skip_special_tokens=True)
                 for ids in (responses, rows["prompt_ids"])
             )
-            right = [is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
+            right = [answers.is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
             line[f"{prefix}exact_match"] = sum(right) / len(right)
             samples += [
                 f"{'right' if ok else 'wrong'}: {ask[-80:]!r} -> {text[-80:]!r}"

@@ -12,13 +12,13 @@ from filelock import FileLock
 from torch.utils import cpp_extension
 from transformers import AutoTokenizer
 
-from common.launch import quiet
+from common import launch
 from runs import ASSETS
 
 
 @pytest.fixture(scope="module")
 def accelerator():
-    quiet()
+    launch.quiet()
     return Accelerator(cpu=True)
 
 

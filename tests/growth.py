@@ -12,13 +12,15 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScalerBase
 
 update_scale = DynamicLossScaler.update_scale
 
-from common.engine import loss_scale  # noqa: E402
-from common.launch import make_accelerator  # noqa: E402
+from common import (  # noqa: E402
+    engine,
+    launch,
+)
 
 args = types.SimpleNamespace(
     train_batch_size=2, micro_train_batch_size=1, micro_train_tokens=0, max_grad_norm=0.0, output_dir=sys.argv[1], resume="never", seed=0
 )
-accelerator = make_accelerator(args, "growth")
+accelerator = launch.make_accelerator(args, "growth")
 
 
 class Weights(torch.nn.Module):
@@ -36,7 +38,7 @@ def updates() -> list[tuple[float, float, float]]:
     model, optimizer = accelerator.prepare(weights, torch.optim.SGD(weights.parameters(), lr=1.0))
     found, before = [], 8.0
     for _ in range(5):
-        scale = loss_scale(accelerator, model)
+        scale = engine.loss_scale(accelerator, model)
         for _ in range(2):
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.tensor(0.5, dtype=torch.float16)))

@@ -25,7 +25,7 @@ if "fixed" in mode:
 
     common.rollout.generation.generate = canned
 if "lack" in mode:
-    window_rows = common.batches.window_rows
+    window_rows = common.batches.rows_of_update
 
     def lacking(n_rows, train_batch_size, seed, index):
         if "ppo" in sys.argv[0] and isinstance(seed, int):  # the prompts of a rollout
@@ -33,13 +33,13 @@ if "lack" in mode:
         kept = [number for number in range(index + len(windows) + 1) if number not in windows]
         return window_rows(n_rows, train_batch_size, seed, kept[index])
 
-    common.batches.window_rows = lacking
+    common.batches.rows_of_update = lacking
 if "overflow" in mode:
-    window_done, seen = common.progress.Progress.window_done, [0]
+    update_done, seen = common.progress.Progress.update_done, [0]
 
     def counting(*args, **kwargs):
         seen[0] += 1
-        return window_done(*args, **kwargs)
+        return update_done(*args, **kwargs)
 
     def poison(forward):
         def poisoned(self, *args, **kwargs):
@@ -51,7 +51,7 @@ if "overflow" in mode:
 
         return poisoned
 
-    common.progress.Progress.window_done = counting
+    common.progress.Progress.update_done = counting
     for module in (common.models.logprobs.LogProbModel, common.models.logprobs.ScoreModel):
         module.forward = poison(module.forward)
 runpy.run_path(sys.argv[0], run_name="__main__")

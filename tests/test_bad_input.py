@@ -24,12 +24,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
-from common.arguments import accumulation_steps, check_intervals, parse_args
-from common.data.dataset import load_tokenized
-from common.data.files import load_rows
-from common.data.formats import column_names
+from common.arguments import accumulation_steps, check_intervals, parse
+from common.data import dataset, files, formats
 from common.launch import quiet
-from common.models.load import load_causal_lm, load_tokenizer
+from common.models import load
 from runs import ASSETS, LAUNCHERS, launch, recipe, refuses, tiny_llama, write_jsonl
 
 sft_row, preference_row = (runpy.run_path(str(recipe(name)))[f"{row}_row"] for name, row in (("sft", "sft"), ("dpo", "preference")))
@@ -86,13 +84,13 @@ class Args:
     gradient_checkpointing: bool = HfArg(default=False, help="less memory")
 
 
-def parse(*argv) -> Args:
-    return parse_args(Args, demo=ASSETS / "sft.yaml", argv=["--model_name_or_path", "m", "--dataset_name", "d", *argv])
+def parsed(*argv) -> Args:
+    return parse(Args, demo=ASSETS / "sft.yaml", argv=["--model_name_or_path", "m", "--dataset_name", "d", *argv])
 
 
 def parse_yaml(path, text: str, *argv) -> Args:
     path.write_text(text)
-    return parse_args(Args, demo=ASSETS / "sft.yaml", argv=[str(path), *argv])
+    return parse(Args, demo=ASSETS / "sft.yaml", argv=[str(path), *argv])
 
 
 def refuses_arguments(capsys, *parts, call) -> None:
@@ -104,25 +102,25 @@ def refuses_arguments(capsys, *parts, call) -> None:
 
 
 def test_flags(capsys):
-    assert parse("--beta", "0.5").beta == 0.5
-    refuses_arguments(capsys, "--bet 0.5", "abbreviated", "--help", call=lambda: parse("--bet", "0.5"))
-    refuses_arguments(capsys, "--foo", call=lambda: parse("--foo", "1"))
-    refuses_arguments(capsys, "--beta", "'strong'", "float", call=lambda: parse("--beta", "strong"))
-    refuses_arguments(capsys, "late.yaml", "first", call=lambda: parse("late.yaml"))
+    assert parsed("--beta", "0.5").beta == 0.5
+    refuses_arguments(capsys, "--bet 0.5", "abbreviated", "--help", call=lambda: parsed("--bet", "0.5"))
+    refuses_arguments(capsys, "--foo", call=lambda: parsed("--foo", "1"))
+    refuses_arguments(capsys, "--beta", "'strong'", "float", call=lambda: parsed("--beta", "strong"))
+    refuses_arguments(capsys, "late.yaml", "first", call=lambda: parsed("late.yaml"))
     refuses_arguments(
-        capsys, "--model_name_or_path", "missing", call=lambda: parse_args(Args, ASSETS / "sft.yaml", ["--dataset_name", "d"])
+        capsys, "--model_name_or_path", "missing", call=lambda: parse(Args, ASSETS / "sft.yaml", ["--dataset_name", "d"])
     )
 
 
 @pytest.mark.parametrize("argv", [["--model-name-or-path", "m", "--dataset-name", "d"], ["--model_name_or_path=m", "--dataset_name=d"]])
 def test_no_demo_where_a_model_is_given_in_another_spelling(capsys, argv):
     """The parser takes dashes, too; the demo's other settings must not slip in."""
-    assert parse_args(Args, ASSETS / "sft.yaml", argv) == Args("m", "d") and "demo" not in capsys.readouterr().out
+    assert parse(Args, ASSETS / "sft.yaml", argv) == Args("m", "d") and "demo" not in capsys.readouterr().out
 
 
 def test_help_with_a_percent_sign(capsys):
     with pytest.raises(SystemExit) as done:
-        parse("--help")
+        parsed("--help")
     text = capsys.readouterr().out
     assert done.value.code == 0 and "100% of it" in text and all(f"--{field.name}" in text for field in dataclasses.fields(Args))
 
@@ -142,12 +140,12 @@ def test_yaml_of_defaults(capsys, tmp_path):
     refuses_arguments(capsys, name, "cannot be read as YAML", "line 1", call=lambda: parse_yaml(path, "beta: [1\n"))
     refuses_arguments(capsys, "--beta", "'strong'", call=lambda: parse_yaml(path, text.replace("0.3", "strong")))
     path.unlink()
-    refuses_arguments(capsys, name, "No such file", call=lambda: parse_args(Args, ASSETS / "sft.yaml", [name]))
+    refuses_arguments(capsys, name, "No such file", call=lambda: parse(Args, ASSETS / "sft.yaml", [name]))
 
 
 @pytest.mark.parametrize("pairs", [["prompt"], ["prompt="], ["promt=question"], ["prompt=a", "prompt=b"]])
 def test_columns_argument(pairs):
-    refuses("--columns " + " ".join(pairs), "messages|prompt", "such as prompt=question", call=lambda: column_names(pairs))
+    refuses("--columns " + " ".join(pairs), "messages|prompt", "such as prompt=question", call=lambda: formats.column_names(pairs))
 
 
 # ---------------------------------------------------------------------------------------------- data files
@@ -174,29 +172,29 @@ def test_files_that_cannot_be_read(tmp_path, capfd, name, content, parts):
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     quiet()
-    refuses(path, *parts, call=lambda: load_rows(str(path), "train"))
+    refuses(path, *parts, call=lambda: files.load(str(path), "train"))
     assert "Failed" not in capfd.readouterr().err
 
 
 def test_torn_files_and_missing_ones(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(GOOD * 100)[:-20])
-    refuses(path, "end-of-stream", call=lambda: load_rows(str(path), "train"))
+    refuses(path, "end-of-stream", call=lambda: files.load(str(path), "train"))
     path.write_bytes(GOOD)
-    refuses(path, "Not a gzipped file", call=lambda: load_rows(str(path), "train"))
+    refuses(path, "Not a gzipped file", call=lambda: files.load(str(path), "train"))
     missing = str(tmp_path / "missing.jsonl")
-    refuses(missing, "does not exist", call=lambda: load_rows(missing, "train"))
-    refuses("someone/set", "could not be read", call=lambda: load_rows("someone/set", "train"))
+    refuses(missing, "does not exist", call=lambda: files.load(missing, "train"))
+    refuses("someone/set", "could not be read", call=lambda: files.load("someone/set", "train"))
     good = str(write_jsonl(tmp_path / "good.jsonl", [PAIR]))
-    refuses(good, "'test'", "['train']", call=lambda: load_rows(good, "test"))
+    refuses(good, "'test'", "['train']", call=lambda: files.load(good, "test"))
     datasets.Dataset.from_dict({"prompt": []}).to_parquet(tmp_path / "none.parquet")
-    refuses("none.parquet", "holds no rows", call=lambda: load_rows(str(tmp_path / "none.parquet"), "train"))
+    refuses("none.parquet", "holds no rows", call=lambda: files.load(str(tmp_path / "none.parquet"), "train"))
     folder = tmp_path / "folder"
     folder.mkdir()
-    refuses(folder, "data files", call=lambda: load_rows(str(folder), "train"))
+    refuses(folder, "data files", call=lambda: files.load(str(folder), "train"))
     shutil.copy(good, folder / "a.jsonl")
     (folder / "b.csv").write_text("prompt\na\n")
-    refuses(folder, "['csv', 'json']", "one kind", call=lambda: load_rows(str(folder), "train"))
+    refuses(folder, "['csv', 'json']", "one kind", call=lambda: files.load(str(folder), "train"))
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -221,7 +219,7 @@ def test_torn_files_and_missing_ones(tmp_path):
 def test_rows_that_do_not_fit(accelerator, model, tmp_path, recipe_name, rows, parts):
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     function, settings = {"dpo": (preference_row, {}), "sft": (sft_row, {"loss_on": "assistant"})}[recipe_name]
-    call = lambda: load_tokenized(accelerator, path, "train", function, AutoTokenizer.from_pretrained(model), {}, max_length=20, **settings)
+    call = lambda: dataset.load(accelerator, path, "train", function, AutoTokenizer.from_pretrained(model), {}, max_length=20, **settings)
     for _ in range(2):  # a refused set leaves nothing in the cache
         refuses(path, *parts, call=call)
 
@@ -230,7 +228,7 @@ def test_other_refusals_of_the_data(accelerator, model, tmp_path):
     path, tokenizer = str(write_jsonl(tmp_path / "rows.jsonl", [PAIR])), AutoTokenizer.from_pretrained(model)
 
     def load(columns=None, **settings):
-        load_tokenized(accelerator, path, "train", preference_row, tokenizer, columns or {}, **{"max_length": 20, **settings})
+        dataset.load(accelerator, path, "train", preference_row, tokenizer, columns or {}, **{"max_length": 20, **settings})
 
     refuses(path, "'winner'", "['prompt', 'chosen', 'rejected']", call=lambda: load({"chosen": "winner"}))
     refuses("--max_length -1", "at least 2", call=lambda: load(max_length=-1))
@@ -256,28 +254,28 @@ def copy(model, folder, **config):
 def test_models(model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in (str(tmp_path / "missing"), str(tmp_path)):
-        refuses(name, "tokenizer", "folder or a hub name", call=lambda name=name: load_tokenizer(name))
-    tokenizer = load_tokenizer(str(model))
+        refuses(name, "tokenizer", "folder or a hub name", call=lambda name=name: load.tokenizer_of(name))
+    tokenizer = load.tokenizer_of(str(model))
     unknown = str(copy(model, tmp_path / "unknown", model_type="foo", architectures=["Foo"]))
-    refuses(unknown, "`foo`", call=lambda: load_causal_lm(unknown, tokenizer, None))
+    refuses(unknown, "`foo`", call=lambda: load.causal_lm(unknown, tokenizer, None))
     bare = copy(model, tmp_path / "bare")
     (bare / "config.json").unlink()
-    refuses(bare, "config.json", call=lambda: load_causal_lm(str(bare), tokenizer, None))
+    refuses(bare, "config.json", call=lambda: load.causal_lm(str(bare), tokenizer, None))
     torn = copy(model, tmp_path / "torn")
     (torn / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
-    refuses(torn, "could be loaded", call=lambda: load_causal_lm(str(torn), tokenizer, None))
+    refuses(torn, "could be loaded", call=lambda: load.causal_lm(str(torn), tokenizer, None))
     state = load_file(model / "model.safetensors")
     save_file({name: value for name, value in state.items() if "lm_head" not in name}, torn / "model.safetensors", {"format": "pt"})
-    refuses(torn, "lm_head.weight", "at random", call=lambda: load_causal_lm(str(torn), tokenizer, None))
-    refuses(model, '"foo"', "eager", call=lambda: load_causal_lm(str(model), load_tokenizer(str(model)), "foo"))
+    refuses(torn, "lm_head.weight", "at random", call=lambda: load.causal_lm(str(torn), tokenizer, None))
+    refuses(model, '"foo"', "eager", call=lambda: load.causal_lm(str(model), load.tokenizer_of(str(model)), "foo"))
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "no_eos")
-    refuses("no_eos", "no EOS", "tokenizer.eos_token", call=lambda: load_tokenizer(str(tmp_path / "no_eos")))
-    tokenizer = load_tokenizer(str(model))
-    llama = load_causal_lm(str(model), tokenizer, None)
+    refuses("no_eos", "no EOS", "tokenizer.eos_token", call=lambda: load.tokenizer_of(str(tmp_path / "no_eos")))
+    tokenizer = load.tokenizer_of(str(model))
+    llama = load.causal_lm(str(model), tokenizer, None)
     tokenizer.add_tokens([f"<{i}>" for i in range(5)])
-    refuses(model, len(tokenizer), "264", "resize", call=lambda: load_causal_lm(str(model), tokenizer, None))
+    refuses(model, len(tokenizer), "264", "resize", call=lambda: load.causal_lm(str(model), tokenizer, None))
     assert len(tokenizer) > 264 and llama.dtype == torch.float32
 
 
@@ -286,11 +284,11 @@ def test_a_text_model_may_have_the_tokenizer_of_one_that_knows_images(tmp_path):
     folder = tiny_llama(tmp_path, vocab_size=261)
     image = {"image_token": "<image_soft_token>"}
     AutoTokenizer.from_pretrained(folder, extra_special_tokens=image).save_pretrained(folder)
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer = load.tokenizer_of(str(folder))
     assert tokenizer.image_token_id == 261 and len(tokenizer) == 262
-    assert load_causal_lm(str(folder), tokenizer, None).config.vocab_size == 261
+    assert load.causal_lm(str(folder), tokenizer, None).config.vocab_size == 261
     tokenizer.add_tokens(["more"])
-    refuses("263 tokens", "261", "resize", call=lambda: load_causal_lm(str(folder), tokenizer, None))
+    refuses("263 tokens", "261", "resize", call=lambda: load.causal_lm(str(folder), tokenizer, None))
 
 
 # ---------------------------------------------------------------------------------------------- the recipes themselves

@@ -9,8 +9,7 @@ import re
 
 import pytest
 
-from common.arguments import accumulation_steps
-from common.batches import window_rows
+from common import arguments, batches
 from common.progress import Progress
 from runs import PYTHON, REPOSITORY, launch, recipe, tiny_llama, training_lines, write_jsonl
 
@@ -19,7 +18,7 @@ def steps_logged(progress: Progress, interval: float) -> list[int]:
     """Where a run without skips logs."""
     logged = []
     while not progress.finished:
-        progress.window_done(True, 1, 1)
+        progress.update_done(True, 1, 1)
         if progress.log_due(interval):
             logged.append(progress.global_step)
     return logged
@@ -34,32 +33,32 @@ def test_log_lines_stand_at_the_first_the_multiples_and_the_last(interval, every
 
 def test_an_epoch_ends_with_its_windows_and_max_steps_counts_applied_updates():
     by_epochs, by_steps = Progress(100, 16, 2, 0), Progress(100, 16, 1, 10)
-    assert (by_epochs.windows_per_epoch, by_epochs.total_steps, by_steps.total_steps) == (7, 14, 10)
+    assert (by_epochs.updates_per_epoch, by_epochs.total_steps, by_steps.total_steps) == (7, 14, 10)
     for progress, seen in ((by_epochs, 14), (by_steps, 12)):
         for window in range(100):
             if progress.finished:
                 break
-            progress.window_done(applied=window not in (3, 5), samples=16, tokens=100)
-        assert (progress.windows_seen, progress.skipped_steps, progress.global_step) == (seen, 2, seen - 2)
+            progress.update_done(applied=window not in (3, 5), samples=16, tokens=100)
+        assert (progress.updates_seen, progress.skipped_steps, progress.global_step) == (seen, 2, seen - 2)
         assert (progress.samples, progress.tokens) == (16 * progress.global_step, 100 * progress.global_step)
-    assert by_epochs.windows_seen == 2 * by_epochs.windows_per_epoch
+    assert by_epochs.updates_seen == 2 * by_epochs.updates_per_epoch
 
 
 def test_the_end_is_evaluated_once_whether_or_not_its_window_is_skipped():
     for skipped, interval, expected in [({4}, 0, [4]), ({4}, 2, [2, 4]), ({4}, 3, [3, 4]), (set(), 2, [2, 4, 5]), ({1}, 2, [2, 4])]:
         progress, due = Progress(5, 1, 1, 0), []
         for window in range(5):
-            progress.window_done(window not in skipped, 1, 1)
+            progress.update_done(window not in skipped, 1, 1)
             due += [progress.global_step] * progress.due(interval)
         assert due == expected, (skipped, interval)
 
 
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
-    assert accumulation_steps(192, 6, 1) == 32 and accumulation_steps(200, 5, 1) == 40 and accumulation_steps(64, 4, 8) == 2
+    assert arguments.accumulation_steps(192, 6, 1) == 32 and arguments.accumulation_steps(200, 5, 1) == 40 and arguments.accumulation_steps(64, 4, 8) == 2
     with pytest.raises(SystemExit, match=r"--train_batch_size 200 .* 6 x 1 processes = 6.*198 or 204.*--micro_train_batch_size 5"):
-        accumulation_steps(200, 6, 1)
+        arguments.accumulation_steps(200, 6, 1)
     with pytest.raises(SystemExit, match=r"Nearest that would do: --train_batch_size 64"):
-        accumulation_steps(3, 8, 8)
+        arguments.accumulation_steps(3, 8, 8)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def test_sixty_thousand_pairs(inputs, batch, micro, updates, last):
     lines = training_lines(output)
     assert [line["global_step"] for line in lines] == list(range(1, updates + 1))
     assert lines[-1]["samples"] == 60_000 and lines[-1]["samples"] - lines[-2]["samples"] == last
-    assert accumulation_steps(batch, micro, 1) == {192: 32, 200: 40}[batch]
+    assert arguments.accumulation_steps(batch, micro, 1) == {192: 32, 200: 40}[batch]
     assert f"{updates} updates an epoch" in result.stdout
 
 
@@ -128,5 +127,5 @@ def test_a_skipped_update_leaves_no_trace(inputs):
     assert before >= 1 and first["loss_scale"] == 65536.0 / 2 ** (before - 1)  # hysteresis 2: the first overflow halves nothing
     assert first["logps/chosen"] == pytest.approx(exact[before + 1]["logps/chosen"], rel=2e-3)
     assert first["tokens"] == exact[before + 1]["tokens"] - exact[before]["tokens"]
-    sizes = [len(window_rows(100, 16, 0, window)) for window in range(7)]
+    sizes = [len(batches.rows_of_update(100, 16, 0, window)) for window in range(7)]
     assert sizes == [16] * 6 + [4] and lines[-1]["samples"] in (16 * applied, 16 * (applied - 1) + 4)

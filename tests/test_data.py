@@ -23,11 +23,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from common.batches import arrange, window_rows
-from common.data.dataset import column, load_evaluation_sets, load_tokenized
-from common.data.formats import BadRow, column_names, preference
+from common.batches import rows_of_update, split
+from common.data import dataset, formats
+from common.data.formats import BadRow
 from common.data.tokens import stop_tokens
-from common.models.load import load_causal_lm
+from common.models.load import causal_lm
 from runs import recipe, refuses, write_jsonl
 
 recipe_sft = runpy.run_path(str(recipe("sft")))
@@ -123,7 +123,7 @@ def test_preference_formats(prompt, as_list):
     inside = [user(U1)] if prompt is None else []
     chosen, rejected = ([*inside, assistant(A1)], [*inside, assistant(B2)]) if inside or as_list else (A1, B2)
     expected = (U1, A1, B2) if isinstance(prompt, str) and not as_list else ([user(U1)], [assistant(A1)], [assistant(B2)])
-    assert preference({"prompt": prompt, "chosen": chosen, "rejected": rejected}) == expected
+    assert formats.preference({"prompt": prompt, "chosen": chosen, "rejected": rejected}) == expected
 
 
 @pytest.mark.parametrize("prompt", [None, U1, [user(U1)], "  " + U1])
@@ -132,38 +132,38 @@ def test_a_prompt_inside_message_lists_is_stated_once(prompt, system):
     """UltraFeedback repeats its string prompt inside both lists; some sets put a system message before it."""
     context = [*system, user(U1)]
     row = {"prompt": prompt, "chosen": [*context, assistant(A1)], "rejected": [*context, assistant(B2)]}
-    assert preference(row) == (context, [assistant(A1)], [assistant(B2)])
+    assert formats.preference(row) == (context, [assistant(A1)], [assistant(B2)])
 
 
 def test_prompt_inside_conversations():
     context = [user(U1), assistant(A1), user(U2)]
     chosen, rejected = [*context, assistant(A2)], [*context, assistant(B2)]
-    assert preference({"chosen": chosen, "rejected": rejected}) == (context, [assistant(A2)], [assistant(B2)])
+    assert formats.preference({"chosen": chosen, "rejected": rejected}) == (context, [assistant(A2)], [assistant(B2)])
     # Equal answers: the prompt is not the whole conversation, so the pair is left out and not refused.
-    assert preference({"chosen": chosen, "rejected": chosen}) == (context, [assistant(A2)], [assistant(A2)])
+    assert formats.preference({"chosen": chosen, "rejected": chosen}) == (context, [assistant(A2)], [assistant(A2)])
     # They part at a user's message: the answer begins with the assistant's turn before it.
     other = [user(U1), assistant(A1), user("Why?"), assistant(B2)]
-    assert preference({"chosen": chosen, "rejected": other}) == ([user(U1)], chosen[1:], other[1:])
+    assert formats.preference({"chosen": chosen, "rejected": other}) == ([user(U1)], chosen[1:], other[1:])
     with pytest.raises(BadRow, match="do not begin with the same prompt"):
-        preference({"prompt": "something else", "chosen": chosen, "rejected": rejected})
+        formats.preference({"prompt": "something else", "chosen": chosen, "rejected": rejected})
     with pytest.raises(BadRow, match="do not begin with the same prompt"):
-        preference({"chosen": [user(U1), assistant(A1)], "rejected": [user(U2), assistant(A1)]})
+        formats.preference({"chosen": [user(U1), assistant(A1)], "rejected": [user(U2), assistant(A1)]})
 
 
 def test_hh_rlhf_transcripts():
     prompt = f"\n\nHuman: {U1}\n\nAssistant: {A1}\n\nHuman: {U2}\n\nAssistant:"
     row = {"chosen": f"{prompt} {A2}", "rejected": f"{prompt} two {B2}"}  # the answers, too, begin alike
-    assert preference(row) == (prompt, f" {A2}", f" two {B2}")
+    assert formats.preference(row) == (prompt, f" {A2}", f" two {B2}")
     with pytest.raises(BadRow, match="no column 'prompt'"):
-        preference({"chosen": A1, "rejected": B2})
+        formats.preference({"chosen": A1, "rejected": B2})
 
 
 def test_columns_name_the_users_own(tokenizer, accelerator, tmp_path):
     rows = [{"question": "2+2?", "answer": "So #### 4", "messages": [user("x"), assistant("y")]}, {"question": "3?", "answer": "3"}]
     path = str(write_jsonl(tmp_path / "gsm8k.jsonl", rows))
-    columns = column_names(["prompt=question", "completion=answer"])
+    columns = formats.column_names(["prompt=question", "completion=answer"])
     assert columns == {"prompt": "question", "completion": "answer"}
-    data = load_tokenized(accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant")
+    data = dataset.load(accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant")
     expected = [[*plain(tokenizer, row["question"] + row["answer"]), tokenizer.eos_token_id] for row in rows]
     assert data["input_ids"][:] == expected
     assert data["answer"][:] == ["So #### 4", "3"] and data["row"][:] == [1, 2]
@@ -173,12 +173,12 @@ def test_columns_name_the_users_own(tokenizer, accelerator, tmp_path):
 def test_columns_hide_what_goes_before_and_an_answer_is_for_held_out_sets(tokenizer, accelerator, tmp_path):
     rows = [{"body": "some text", "messages": [user("x"), assistant("y")]}] * 2
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    columns = column_names(["text=body", "answer=gold"])
-    data = load_tokenized(accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant")
+    columns = formats.column_names(["text=body", "answer=gold"])
+    data = dataset.load(accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant")
     assert data["input_ids"][:] == [[*plain(tokenizer, "some text"), tokenizer.eos_token_id]] * 2
     assert "answer" not in data.column_names
-    refuses("has no column 'other'", call=lambda: load_tokenized(
-        accelerator, path, "train", sft_row, tokenizer, column_names(["text=other"]), max_length=99, loss_on="assistant"))  # fmt: skip
+    refuses("has no column 'other'", call=lambda: dataset.load(
+        accelerator, path, "train", sft_row, tokenizer, formats.column_names(["text=other"]), max_length=99, loss_on="assistant"))  # fmt: skip
 
 
 WITHOUT_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -206,7 +206,7 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     settings = {"eos_token_id": 9, "temperature": 0.7, "do_sample": False}  # as published, though transformers would not let it be made
     (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
-    model = load_causal_lm(str(tmp_path / "model"), tokenizer, None)
+    model = causal_lm(str(tmp_path / "model"), tokenizer, None)
     assert model.generation_config.eos_token_id == sorted([9, *ids(*stops)]) and stop_tokens(tokenizer, model) == {9, *ids(*stops)}
     model.save_pretrained(tmp_path / "actor")
     assert json.loads((tmp_path / "actor/generation_config.json").read_text())["eos_token_id"] == sorted([9, *ids(*stops)])
@@ -216,7 +216,7 @@ def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
     def load(name, answers):
         rows = [{"prompt": U1, "completion": A1, "answer": answer} for answer in answers]
         path = str(write_jsonl(tmp_path / f"{name}.jsonl", rows))
-        return load_tokenized(accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant")
+        return dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant")
 
     assert load("some", [None, 4])["answer"][:] == ["", "4"]
     assert "answer" not in load("none", [None, None]).column_names
@@ -224,7 +224,7 @@ def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
 
 def test_without_a_prompt_there_is_nothing_to_answer(tokenizer, accelerator, tmp_path):
     """Generation cannot begin from no token at all, which a text without a prompt is to a tokenizer without BOS."""
-    load = lambda name, rows: load_tokenized(
+    load = lambda name, rows: dataset.load(
         accelerator,
         str(write_jsonl(tmp_path / f"{name}.jsonl", rows)),
         "train",
@@ -241,9 +241,9 @@ def test_without_a_prompt_there_is_nothing_to_answer(tokenizer, accelerator, tmp
 def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
     paths = [str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": U1, "completion": name}])) for name in ("one", "two")]
     how = dict(function=sft_row, tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant")
-    assert load_evaluation_sets(accelerator, None, "train", **how) == {}
-    assert list(load_evaluation_sets(accelerator, paths[:1], "train", **how)) == ["eval/"]
-    sets = load_evaluation_sets(accelerator, paths, "train", **how)
+    assert dataset.load_evaluation_sets(accelerator, None, "train", **how) == {}
+    assert list(dataset.load_evaluation_sets(accelerator, paths[:1], "train", **how)) == ["eval/"]
+    sets = dataset.load_evaluation_sets(accelerator, paths, "train", **how)
     texts = {prefix: tokenizer.decode(data[0]["input_ids"]) for prefix, data in sets.items()}
     assert texts == {f"eval/{name}/": f"{U1}{name}<|im_end|>" for name in ("one", "two")}
 
@@ -277,7 +277,7 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, s
     rows = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in strings]
 
     def load(path):
-        return load_tokenized(accelerator, path, "train", preference_row, tokenizer, {}, max_length=99)[:]
+        return dataset.load(accelerator, path, "train", preference_row, tokenizer, {}, max_length=99)[:]
 
     expected = [pair(tokenizer, row) for row in rows if row["chosen"]]
     for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"):
@@ -296,17 +296,17 @@ def test_message_lists_in_every_file_kind_that_holds_them(tokenizer, accelerator
     expected = [sft(tokenizer, row)["input_ids"] for row in rows]
     for name in ("a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"):
         path = write(tmp_path / name, rows)
-        data = load_tokenized(accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant")
+        data = dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant")
         assert data["input_ids"][:] == expected, name
 
 
 def test_a_folders_splits_are_those_of_its_file_names(tokenizer, accelerator, tmp_path):
     for name in ("train-0", "test-0"):
         write(tmp_path / "set" / f"{name}.jsonl", [{"prompt": U1, "completion": name}])
-    for split in ("train", "test"):
+    for part in ("train", "test"):
         how = dict(max_length=99, loss_on="assistant")
-        (ids,) = load_tokenized(accelerator, str(tmp_path / "set"), split, sft_row, tokenizer, {}, **how)["input_ids"][:]
-        assert tokenizer.decode(ids) == f"{U1}{split}-0<|im_end|>"
+        (ids,) = dataset.load(accelerator, str(tmp_path / "set"), part, sft_row, tokenizer, {}, **how)["input_ids"][:]
+        assert tokenizer.decode(ids) == f"{U1}{part}-0<|im_end|>"
 
 
 # ---------------------------------------------------------------------------------------------- token ids
@@ -386,7 +386,7 @@ def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path
         raw.append({"messages": [user(U1), {**call, "content": None}, *chat[2:]], "tools": json.dumps(tools) if as_text else tools})
     path = tmp_path / "calls.parquet"
     datasets.Dataset.from_list(raw).to_parquet(path)
-    data = load_tokenized(accelerator, str(path), "train", sft_row, tokenizer, {}, max_length=1000, loss_on="assistant")
+    data = dataset.load(accelerator, str(path), "train", sft_row, tokenizer, {}, max_length=1000, loss_on="assistant")
     for row, (chat, tools) in zip(data, clean, strict=True):
         text = tokenizer.apply_chat_template(chat, tools, tokenize=False)
         assert row["input_ids"] == plain(tokenizer, text.removesuffix("\n")) and "null" not in text and "tools[" in text
@@ -478,7 +478,7 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
         (prompt, "gg", "kk"),
     ]  # fmt: skip
     path = str(write_jsonl(tmp_path / "a.jsonl", [dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows]))
-    data = load_tokenized(accelerator, path, "train", preference_row, tokenizer, {}, max_length=12)
+    data = dataset.load(accelerator, path, "train", preference_row, tokenizer, {}, max_length=12)
     assert data["row"][:] == [1, 2, 17]
     assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [18, 21, 18]
     assert capsys.readouterr().out == (
@@ -497,7 +497,7 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
         {"messages": [user("a"), assistant("")]}, {"messages": [user("a")]}, {"messages": []},
     ]  # fmt: skip
     path = str(write_jsonl(tmp_path / "a.jsonl", rows))
-    data = load_tokenized(accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant")
+    data = dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant")
     assert data["row"][:] == [1, 2] and data["length"][:] == [12, 12] and data["n_targets"][:] == [6, 6]
     assert [ids[-1] == tokenizer.eos_token_id for ids in data["input_ids"]] == [True, False]
     assert capsys.readouterr().out == (
@@ -510,11 +510,11 @@ def test_rows_may_begin_with_a_thousand_empty_lists(tokenizer, accelerator, tmp_
     the types from the first thousand rows."""
     pairs = [{"prompt": "a" * 12, "chosen": "b", "rejected": "cc"}] * 1001 + [{"prompt": "a", "chosen": "b", "rejected": "cc"}]
     path = str(write_jsonl(tmp_path / "pairs.jsonl", pairs))
-    data = load_tokenized(accelerator, path, "train", preference_row, tokenizer, {}, max_length=12)
+    data = dataset.load(accelerator, path, "train", preference_row, tokenizer, {}, max_length=12)
     assert data["row"][:] == [1002] and data["chosen_ids"][:] == [[*plain(tokenizer, "b"), tokenizer.eos_token_id]]
     texts = [{"prompt": "", "completion": ""}] * 1001 + [{"prompt": "a", "completion": "b"}]
     path = str(write_jsonl(tmp_path / "texts.jsonl", texts))
-    data = load_tokenized(accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant")
+    data = dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant")
     assert data["row"][:] == [1002] and data["prompt_ids"][:] == [plain(tokenizer, "a")] and data["targets"][:] == [[False, True, True]]
 
 
@@ -537,7 +537,7 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
     def load(tokenizer=None, columns=None, **changes):
         settings = {"max_length": 50, "loss_on": "assistant", **changes}
         before = len(CALLS)
-        data = load_tokenized(accelerator, str(path), "train", counted, tokenizer or make_tokenizer(), columns or {}, **settings)
+        data = dataset.load(accelerator, str(path), "train", counted, tokenizer or make_tokenizer(), columns or {}, **settings)
         return len(CALLS) - before, data[0]["input_ids"], sum(data[0]["targets"])
 
     write_rows("aa")
@@ -564,15 +564,15 @@ def test_windows_are_a_permutation_of_each_epoch(n_rows, batch):
     per_epoch = -(-n_rows // batch)
     epochs = []
     for epoch in range(3):
-        windows = [window_rows(n_rows, batch, seed=5, index=epoch * per_epoch + k) for k in range(per_epoch)]
+        windows = [rows_of_update(n_rows, batch, seed=5, index=epoch * per_epoch + k) for k in range(per_epoch)]
         assert [len(window) for window in windows] == [batch] * (n_rows // batch) + [n_rows % batch] * (n_rows % batch > 0)
         epochs.append(np.concatenate(windows).tolist())
         assert sorted(epochs[-1]) == list(range(n_rows))
     if n_rows > 3:
         assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-        assert window_rows(n_rows, n_rows, 5, 0).tolist() == epochs[0]  # the cut alone depends on the batch size
-        assert window_rows(n_rows, n_rows, 6, 0).tolist() != epochs[0]
-        assert window_rows(n_rows, n_rows, 6, 0).tolist() != epochs[1]
+        assert rows_of_update(n_rows, n_rows, 5, 0).tolist() == epochs[0]  # the cut alone depends on the batch size
+        assert rows_of_update(n_rows, n_rows, 6, 0).tolist() != epochs[0]
+        assert rows_of_update(n_rows, n_rows, 6, 0).tolist() != epochs[1]
 
 
 @pytest.mark.parametrize("n_rows", [1, 5, 12, 24])
@@ -580,9 +580,9 @@ def test_windows_are_a_permutation_of_each_epoch(n_rows, batch):
 @pytest.mark.parametrize("tokens", [0, 8, 20, 1000])
 def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, tokens):
     lengths = np.random.default_rng(n_rows).integers(1, 10, 100)
-    window = window_rows(100, n_rows, 0, 1)
+    window = rows_of_update(100, n_rows, 0, 1)
     worlds = [types.SimpleNamespace(num_processes=processes, process_index=index) for index in range(processes)]
-    shares = [arrange(world, window, lengths, micro, tokens) for world in worlds]
+    shares = [split(world, window, lengths, micro, tokens) for world in worlds]
     assert {len(share) for share in shares} == {len(shares[0])}
     in_order = [(row, weight) for step in zip(*shares) for rows, weights in step for row, weight in zip(rows, weights)]
     real = [row for row, weight in in_order if weight == 1.0]
@@ -607,7 +607,7 @@ def test_micro_batches_by_tokens_hold_about_as_many():
     """Rows of 1 to 600 tokens, at most 2048 a micro-batch, 3 processes: no process waits long for another."""
     lengths, tokens = np.random.default_rng(0).integers(1, 601, 300), 2048
     worlds = [types.SimpleNamespace(num_processes=3, process_index=index) for index in range(3)]
-    shares = [[len(rows) * lengths[rows].max() for rows, _ in arrange(world, range(300), lengths, 8, tokens)] for world in worlds]
+    shares = [[len(rows) * lengths[rows].max() for rows, _ in split(world, range(300), lengths, 8, tokens)] for world in worlds]
     full = [size for step in list(zip(*shares))[:-1] for size in step]
     assert max(full) <= tokens and min(full) > 0.7 * tokens
     assert max(map(sum, shares)) < 1.06 * min(map(sum, shares))
@@ -621,4 +621,4 @@ def test_a_column_is_that_of_the_chosen_rows_in_their_order():
     rows = datasets.Dataset.from_dict({"number": range(25_000), "word": [str(n % 7) for n in range(25_000)]})
     order = np.random.default_rng(0).permutation(25_000)[:21_000]
     chosen = rows.select(order)
-    assert column(chosen, "number").tolist() == order.tolist() and column(chosen, "word").tolist() == [str(n % 7) for n in order]
+    assert dataset.column(chosen, "number").tolist() == order.tolist() and dataset.column(chosen, "word").tolist() == [str(n % 7) for n in order]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common.guards import watch_overflow
+from common import guards
 from common.metrics import Metrics
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.progress import Progress
@@ -144,11 +144,11 @@ def test_skips_without_end_end(tmp_path, scale, settings, ends):
     metrics = Metrics(accelerator, types.SimpleNamespace(output_dir=tmp_path, report_to="none"), progress, "loss")
     metrics.bar = types.SimpleNamespace(write=said.append, update=lambda: None)
     for _ in range(20):
-        progress.window_done(True, 1, 1)
+        progress.update_done(True, 1, 1)
     with pytest.raises(SystemExit, match=f"update 21 overflowed {ends} times in a row"):
         while True:
-            progress.window_done(applied=False, samples=1, tokens=1)
-            metrics.window_done(False, loss_scale=scale)
+            progress.update_done(applied=False, samples=1, tokens=1)
+            metrics.update_done(False, loss_scale=scale)
     assert progress.skipped_steps == ends and progress.global_step == 20
     assert [text[:30] for text in said] == (["WARNING: 6 of the last 50 upda", "WARNING: 50 of the last 50 upd"] if ends == 100 else [])
 
@@ -156,7 +156,7 @@ def test_skips_without_end_end(tmp_path, scale, settings, ends):
 def test_skips_far_apart_need_no_warning(tmp_path):
     progress = Progress(1000, 1, 1, 1000)
     for window in range(500):
-        progress.window_done(window % 10 != 0, 1, 1)  # a tenth, and not more
+        progress.update_done(window % 10 != 0, 1, 1)  # a tenth, and not more
         assert len(progress.recent_skips) <= 5
 
 
@@ -173,7 +173,7 @@ def test_the_tensor_that_overflows_is_named(capsys):
     def said(first, second, x, scale):
         model = Two()
         model.first.weight.data.fill_(first), model.second.weight.data.fill_(second)
-        watch_overflow(model)
+        guards.watch_overflow(model)
         (model(torch.full((3, 1), x)) * scale).sum().backward()
         return capsys.readouterr().out.strip()
 

@@ -15,13 +15,9 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common.cpu import sdpa_of_short_rows, use_onednn
-from common.models import logprobs
-from common.models.checks import can_pack, check_logprobs
-from common.models.load import load_causal_lm
+from common import cpu
+from common.models import checks, load, logprobs, packing, prepare
 from common.models.logprobs import ChunkedLogProbs, LogProbModel
-from common.models.packing import lay_out
-from common.models.prepare import disable_dropout
 from runs import tiny_llama, whole_rows
 
 SIZES = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -91,7 +87,7 @@ def test_architectures(name, monkeypatch):
     expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     wrapper = LogProbModel(model).eval()
-    check_logprobs(wrapper, ids[0].tolist(), "cpu", name)
+    checks.check_logprobs(wrapper, ids[0].tolist(), "cpu", name)
     scores = wrapper(whole_rows(ids, scored), extras=("mean_logits", "correct"))
     assert scores.keys() == {"logps", "mean_logits", "correct"}
     (scores["logps"] * weights).sum().backward()
@@ -119,13 +115,13 @@ def test_packed_answers_are_read_as_each_alone(name):
     shared, other, empty, single = some(5), some(3), [], some(1)
     prompts = [shared, other, shared, empty, shared, other, empty, single]
     answers = [some(n) for n in (2, 7, 9, 6, 1, 2, 1, 3)]
-    assert can_pack([wrapper], 30, "cpu") == (name not in NOT_PACKED)
+    assert checks.can_pack([wrapper], 30, "cpu") == (name not in NOT_PACKED)
     if name in NOT_PACKED:
         return
     found, gradients = {}, {}
     for pack in (False, True):
         scored = [[len(prompt) > 0 or t > 0 for t in range(len(answer))] for prompt, answer in zip(prompts, answers)]
-        batch = lay_out(prompts, answers, pack, "cpu", scored)
+        batch = packing.make_batch(prompts, answers, pack, "cpu", scored)
         wrapper.zero_grad()
         found[pack] = wrapper(batch)["logps"]
         (found[pack] * torch.linspace(-1, 1, 72).view(8, 9)).sum().backward()
@@ -147,7 +143,7 @@ def test_an_architecture_that_changes_its_logits_otherwise_is_refused():
 
     model.forward = doubled
     with pytest.raises(SystemExit, match=r"differ from its own logits.*not supported yet"):
-        check_logprobs(LogProbModel(model), list(range(3, 19)), "cpu", "doubled")
+        checks.check_logprobs(LogProbModel(model), list(range(3, 19)), "cpu", "doubled")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -226,7 +222,7 @@ def test_what_passes_from_token_to_token_otherwise_is_not_packed(kind, changes):
     torch.manual_seed(0)
     sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
     config = AutoConfig.for_model(kind, **{**sizes, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes})
-    assert not can_pack([LogProbModel(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())], 30, "cpu")
+    assert not checks.can_pack([LogProbModel(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())], 30, "cpu")
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])  # Mistral's; Llama 4's
@@ -234,12 +230,12 @@ def test_attention_of_a_part_of_longer_rows_is_not_packed(name):
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **SIZES, **{name: 50})
     wrapper = LogProbModel(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())
-    assert can_pack([wrapper], 50, "cpu") and not can_pack([wrapper], 51, "cpu")
+    assert checks.can_pack([wrapper], 50, "cpu") and not checks.can_pack([wrapper], 51, "cpu")
 
 
 def test_rows_that_would_become_too_long_are_not_packed():
     """Sixteen answers of 300 tokens to a prompt of 10: fewer tokens, and 15 times the attention."""
-    rows = lambda prompt, answer, n: len(lay_out([[5] * prompt] * n, [[6] * answer] * n, True, "cpu")["inputs"]["input_ids"])
+    rows = lambda prompt, answer, n: len(packing.make_batch([[5] * prompt] * n, [[6] * answer] * n, True, "cpu")["inputs"]["input_ids"])
     assert rows(10, 300, 16) == 16 and rows(300, 10, 16) == 1 and rows(100, 100, 2) == 1
 
 
@@ -257,11 +253,11 @@ def products():
 
 def test_products_of_a_wide_model_are_fp32(products, tokenizer, tmp_path):
     setting, attention = products
-    load_causal_lm(str(tiny_llama(tmp_path / "narrow", hidden_size=128)), tokenizer, None)
+    load.causal_lm(str(tiny_llama(tmp_path / "narrow", hidden_size=128)), tokenizer, None)
     assert (setting.fp32_precision, attention["sdpa"]) == ("ieee", sdpa_attention_forward)
-    load_causal_lm(str(tiny_llama(tmp_path / "wide", hidden_size=192)), tokenizer, None)
+    load.causal_lm(str(tiny_llama(tmp_path / "wide", hidden_size=192)), tokenizer, None)
     asked = setting.fp32_precision == "bf16"
-    assert asked == (attention["sdpa"] is sdpa_of_short_rows)
+    assert asked == (attention["sdpa"] is cpu.sdpa_of_short_rows)
     torch.manual_seed(0)
     for rows, length in ((3, 150), (700, 1)):
         x, weight, grad = torch.randn(rows, length, 256), torch.randn(512, 256), torch.randn(rows, length, 512)
@@ -281,7 +277,7 @@ def test_products_of_a_wide_model_are_fp32(products, tokenizer, tmp_path):
 def test_a_cpu_that_rounds_keeps_its_products(products, monkeypatch):
     setting, attention = products
     monkeypatch.setattr(torch, "full", lambda size, value: torch.ones(size))  # as a product in bf16 returns it
-    use_onednn()
+    cpu.use_onednn()
     assert (setting.fp32_precision, attention["sdpa"]) == ("ieee", sdpa_attention_forward)
 
 
@@ -298,7 +294,7 @@ def test_attention_of_short_rows_is_attention(length, masked):
     for results, dtype in (found, torch.float32), (expected, torch.float64):
         inputs = [part.to(dtype, copy=True).requires_grad_() for part in (query, key, value)]
         if dtype == torch.float32:
-            out, _ = sdpa_of_short_rows(module, *inputs, allowed[None, None] if masked else None)
+            out, _ = cpu.sdpa_of_short_rows(module, *inputs, allowed[None, None] if masked else None)
             names, nodes = set(), [out.grad_fn]
             while nodes:
                 names.add(type(node := nodes.pop()).__name__)
@@ -322,5 +318,5 @@ def test_what_is_compared_meets_no_noise(noise):
     ids = torch.arange(20).view(2, 10)
     found = lambda: model(ids).logits
     still, noisy = model.eval() and found(), model.train() and found()
-    disable_dropout(model)
+    prepare.for_training.disable_dropout(model)
     assert not still.allclose(noisy, rtol=1e-3) and found().equal(still)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.batches import window_rows
+from common import batches
 from common.metrics import Metrics
 from common.progress import Progress
 from runs import (
@@ -112,7 +112,7 @@ def expect_dpo(pairs):
 
 def log_intervals():
     """The windows of each training line: 1; 2, 3; 4, 5."""
-    windows = [window_rows(33, BATCH, 0, window).tolist() for window in range(5)]
+    windows = [batches.rows_of_update(33, BATCH, 0, window).tolist() for window in range(5)]
     return [windows[0], windows[1] + windows[2], windows[3] + windows[4]]
 
 
@@ -221,8 +221,8 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
     metrics.pending.add({"loss": torch.ones(8)}, torch.ones(8))
-    progress.window_done(True, 8, tokens=int(989e12 * 2 * 0.4 / 6e9))
-    metrics.window_done(True, grad_norm=1.0)
+    progress.update_done(True, 8, tokens=int(989e12 * 2 * 0.4 / 6e9))
+    metrics.update_done(True, grad_norm=1.0)
     clock = iter([metrics.since + 1.0, metrics.since + 1.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     metrics.log()

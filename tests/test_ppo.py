@@ -41,11 +41,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from common.arguments import load_function
-from common.batches import window_rows
-from common.models.load import load_score_model, load_tokenizer
+from common import arguments, batches
+from common.models.load import score_model, tokenizer_of
 from common.models.logprobs import LogProbModel, ScoreModel
-from common.rollout import generation, rewards
+from common.rollout import answers, generation, rewards
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -351,7 +350,7 @@ def test_a_score_is_model_plus_function_clipped_less_the_penalty(accelerator, to
     with torch.no_grad():
         rows = [torch.tensor([p + r]) for p, r in zip(samples["prompts"], samples["responses"])]
         modelled = [(plain(row).logits.item() - 0.4) / 1.6 for row in rows]  # one row, no padding
-    reward_model = ScoreModel(load_score_model(str(tmp_path), tokenizer, None)).eval()
+    reward_model = ScoreModel(score_model(str(tmp_path), tokenizer, None)).eval()
     common = dict(micro_rollout_batch_size=micro, reward_function="module:function")
     score = lambda model, function, **more: ppo.score(accelerator, samples, model, function, tokenizer, ppo.Args(**common, **more)).tolist()
     both = score(reward_model, function, normalize_reward=True, reward_clip=0.9, missing_eos_penalty=0.25)
@@ -376,7 +375,7 @@ def test_scores_that_cannot_be_used_are_refused(accelerator, tokenizer, values, 
 
 def test_a_new_head_begins_at_the_standard_deviation_of_the_papers(tmp_path, tokenizer):
     tiny_llama(tmp_path, hidden_size=2048, intermediate_size=8, num_hidden_layers=1)
-    head = load_score_model(str(tmp_path), tokenizer, None, new_head=True).score.weight.detach()
+    head = score_model(str(tmp_path), tokenizer, None, new_head=True).score.weight.detach()
     assert head.shape == (1, 2048) and head.std().item() * math.sqrt(2049) == pytest.approx(1, abs=0.06)
     assert abs(head.mean().item()) * math.sqrt(2049) < 0.08
 
@@ -414,7 +413,7 @@ def test_an_update_of_no_samples_is_left_to_the_common_refusal():
 ])  # fmt: skip
 def test_a_response_is_right_where_it_ends_as_the_answer(response, answer, right):
     """Behind the last `####`, GSM8K's mark, or whole without one; behind what was thought. A whole number may have become a float."""
-    assert rewards.is_right(response, answer) == right
+    assert answers.is_right(response, answer) == right
     assert rewards.answer_reward(["", ""], [response, str(answer)], [answer, answer]) == [float(right), 1.0]
 
 
@@ -438,17 +437,17 @@ def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
 def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine_of_test.py").write_text("def reward(prompts, responses):\n    return [0.0] * len(prompts)\n")
-    assert load_function("reward_function", "mine_of_test:reward")(["a"], ["b"]) == [0.0]
+    assert arguments.load_function("reward_function", "mine_of_test:reward")(["a"], ["b"]) == [0.0]
     for name in ("mine_of_test:other", "no_such_module:reward", "mine_of_test"):
-        refuses(f"--reward_function {name}", "MODULE:NAME", tmp_path, call=lambda name=name: load_function("reward_function", name))
+        refuses(f"--reward_function {name}", "MODULE:NAME", tmp_path, call=lambda name=name: arguments.load_function("reward_function", name))
     other = tiny_llama(tmp_path / "other")
     changed = AutoTokenizer.from_pretrained(other)
     changed.add_tokens(["more"])
     changed.save_pretrained(other)
-    call = lambda: load_score_model(str(other), load_tokenizer(str(ASSETS / "model")), None, new_head=True)
+    call = lambda: score_model(str(other), tokenizer_of(str(ASSETS / "model")), None, new_head=True)
     refuses(other, "another tokenizer", call=call)
     tiny = tiny_llama(tmp_path / "tiny")
-    refuses(tiny, "score.weight", "recipes/reward.py", call=lambda: load_score_model(str(tiny), tokenizer, None))
+    refuses(tiny, "score.weight", "recipes/reward.py", call=lambda: score_model(str(tiny), tokenizer, None))
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -560,7 +559,7 @@ class Reference:
     @torch.no_grad()
     def roll_out(self, number):
         s, samples = self.set, []
-        prompts = np.repeat(window_rows(len(self.rows), s.rollout_batch_size, s.seed, number), s.n_samples_per_prompt)
+        prompts = np.repeat(batches.rows_of_update(len(self.rows), s.rollout_batch_size, s.seed, number), s.n_samples_per_prompt)
         uniforms = np.random.default_rng([s.seed, number, 1]).random((len(prompts), s.max_new_tokens))
         for row, numbers in zip(prompts, uniforms):
             text = self.tokenizer.apply_chat_template(self.rows[row]["prompt"], add_generation_prompt=True, tokenize=False)
@@ -639,7 +638,7 @@ class Reference:
     def go(self):
         s = self.set
         per_pass = math.ceil(len(self.rows) / s.rollout_batch_size)
-        n_prompts = [len(window_rows(len(self.rows), s.rollout_batch_size, s.seed, i)) for i in range(per_pass)]
+        n_prompts = [len(batches.rows_of_update(len(self.rows), s.rollout_batch_size, s.seed, i)) for i in range(per_pass)]
         windows = [math.ceil(n * s.n_samples_per_prompt / s.train_batch_size) * s.num_epochs_per_rollout for n in n_prompts]
         total_steps, samples_seen, tokens_seen = s.max_steps or s.max_epochs * sum(windows), 0, 0
         while len(self.lines) < total_steps:
@@ -649,7 +648,7 @@ class Reference:
             self.begins.append(len(self.lines) + 1)
             coefficient, order, of_rollout = self.kl_coef, [], windows[number % per_pass]
             for index in range(min(of_rollout, total_steps - len(self.lines))):
-                rows = window_rows(len(samples), s.train_batch_size, (s.seed, number, 2), index)
+                rows = batches.rows_of_update(len(samples), s.train_batch_size, (s.seed, number, 2), index)
                 order.append(sorted(rows.tolist()))
                 self.update([samples[row] for row in rows], coefficient, number >= s.critic_warmup_rollouts, total_steps)
                 samples_seen += len(rows)
@@ -836,8 +835,8 @@ def test_the_critic_learns_before_the_actor(reference, inputs):
 def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(reference, inputs):
     """The scores of one prompt overflow in the value loss: its rows are named, no other."""
     output, settings, samples = inputs / "overflow", WHOLE["kl in the loss"], reference("kl in the loss").rollouts[0]
-    prompts = np.repeat(window_rows(7, 4, settings["seed"], 0), 2)
-    windows = [window_rows(8, 4, (settings["seed"], 0, 2), index) for index in (0, 1)]
+    prompts = np.repeat(batches.rows_of_update(7, 4, settings["seed"], 0), 2)
+    windows = [batches.rows_of_update(8, 4, (settings["seed"], 0, 2), index) for index in (0, 1)]
     bad = [[row for row in window if prompts[row] == 1] for window in windows]  # weight 2: of this rollout the second data row alone
     step = next(i for i, rows in enumerate(bad, 1) if rows)
     more = ["--reward_function", "rewarding_of_test:explosive", "--micro_train_batch_size", 4]
@@ -860,7 +859,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(
 def test_weights_that_are_not_finite_are_blamed_on_the_rows_that_use_them(inputs):
     """Before whitening spreads them over all rows, and though what they make the policy sample is no token."""
     output, settings = inputs / "poisoned", WHOLE["kl in the loss"]
-    row = int(window_rows(7, 4, settings["seed"], 0)[1])
+    row = int(batches.rows_of_update(7, 4, settings["seed"], 0)[1])
     prompts = [{"prompt": "ab3z" if number == row else "ab3", "weight": 1} for number in range(7)]
     model = AutoModelForCausalLM.from_pretrained(shutil.copytree(inputs / "model", inputs / "poisoned_model"))
     (token,) = AutoTokenizer.from_pretrained(inputs / "model")("z").input_ids

@@ -103,9 +103,9 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
     newest = output / "checkpoints/global_step_000012"
     manifest = json.loads((newest / "manifest.json").read_text())
     assert {path.split("/")[0] for path in manifest} == {"actor", "engine", "extra.pt", "state.json"}
-    from common.folders import fault_of
+    from common import folders
 
-    assert fault_of(newest) is None
+    assert folders.fault_of(newest) is None
     for name in [*manifest, "manifest.json"]:
         whole = (newest / name).read_bytes()
         middle = len(whole) // 2
@@ -115,7 +115,7 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
                 (newest / name).unlink()
             else:
                 (newest / name).write_bytes(damage)
-            fault = fault_of(newest)
+            fault = folders.fault_of(newest)
             (newest / name).write_bytes(whole)
             assert fault and (name in fault or name == "manifest.json"), (name, fault)
     (newest / "state.json").unlink()
@@ -196,17 +196,17 @@ def test_a_longer_run_has_its_own_rates_from_the_first_update_on(inputs, unbroke
 
 def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
     """On NFS a folder stays while someone reads a file of it."""
-    from common.folders import by_step, replace_directory
+    from common import folders
 
     for name in ("actors/global_step_000001", "actors/.writing"):
         (tmp_path / name).mkdir(parents=True)
     with monkeypatch.context() as busy:
         busy.setattr(os, "rmdir", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(errno.ENOTEMPTY, "Directory not empty")))
-        replace_directory(tmp_path / "actors/.writing", tmp_path / "actors/global_step_000002", keep=1)
-    assert [path.name for path in by_step(tmp_path / "actors")] == ["global_step_000001", "global_step_000002"]
+        folders.replace(tmp_path / "actors/.writing", tmp_path / "actors/global_step_000002", keep=1)
+    assert [path.name for path in folders.by_step(tmp_path / "actors")] == ["global_step_000001", "global_step_000002"]
     (tmp_path / "actors/.writing").mkdir()
-    replace_directory(tmp_path / "actors/.writing", tmp_path / "actors/global_step_000003", keep=1)
-    assert [path.name for path in by_step(tmp_path / "actors")] == ["global_step_000003"]
+    folders.replace(tmp_path / "actors/.writing", tmp_path / "actors/global_step_000003", keep=1)
+    assert [path.name for path in folders.by_step(tmp_path / "actors")] == ["global_step_000003"]
 
 
 def test_auto_does_not_begin_again_what_has_ended(inputs, tmp_path):

@@ -24,10 +24,9 @@ from transformers import (
     AutoTokenizer,
 )
 
-from common.batches import window_rows
+from common import batches
 from common.metrics import Means
-from common.models.checks import can_pack
-from common.models.load import load_score_model
+from common.models import checks, load
 from common.models.logprobs import ScoreModel
 from runs import (
     LAUNCHERS,
@@ -78,7 +77,7 @@ def test_metrics_of_pairs_and_of_answers(accelerator):
 def head(folder, tokenizer, seed: int, **settings) -> torch.Tensor:
     torch.manual_seed(seed)
     torch.randn(seed)  # whatever came before
-    return load_score_model(str(folder), tokenizer, None, **settings).score.weight.detach()
+    return load.score_model(str(folder), tokenizer, None, **settings).score.weight.detach()
 
 
 def test_a_new_head_is_drawn_from_the_seed_and_an_old_one_kept(tmp_path, tokenizer):
@@ -148,7 +147,7 @@ def test_the_score_is_that_of_each_answer_alone_at_its_eos(architecture):
             ends = torch.zeros(ids.numel()).index_fill(0, batch["last"], 1).view(ids.shape)
             batch["inputs"]["input_ids"] = ids.masked_fill(ends.flip(1).cumsum(1).flip(1) == 0, padding)
             torch.testing.assert_close(scorer(batch), alone, rtol=1e-5, atol=1e-5)
-    assert can_pack([scorer], 30, "cpu") == shares
+    assert checks.can_pack([scorer], 30, "cpu") == shares
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -227,7 +226,7 @@ class Reference:
         optimizer, seen, samples, tokens = torch.optim.AdamW(groups, eps=SETTINGS["adam_epsilon"]), [], 0, 0
         self.evaluate(0)
         for step in range(6):
-            rows = window_rows(TRAIN, 8, SETTINGS["seed"], step).tolist()
+            rows = batches.rows_of_update(TRAIN, 8, SETTINGS["seed"], step).tolist()
             pairs = self.read("train", rows)
             optimizer.zero_grad()
             torch.stack([p["loss"] for p in pairs]).mean().backward()

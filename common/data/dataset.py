@@ -8,13 +8,12 @@ from pathlib import Path
 import datasets
 import numpy as np
 
-from common.data.files import load_rows
+from common import distributed
+from common.data import files, tokens
 from common.data.formats import BadRow
-from common.data.tokens import tokenizer_fingerprint
-from common.distributed import all_or_none
 
 
-def load_tokenized(
+def load(
     accelerator, name: str, split: str, function, tokenizer, columns: dict[str, str], **settings
 ) -> datasets.Dataset:
     """Loads a data set and applies a row function such as `preference_row` once: the result is cached on disk by its content.
@@ -32,7 +31,9 @@ def load_tokenized(
     task = name, split, function, tokenizer, columns, settings
     # One process of each machine fills the cache, then the others read it.
     turns = [
-        all_or_none(accelerator, turn == accelerator.is_local_main_process, tokenized, *task)
+        distributed.all_or_none(
+            accelerator, turn == accelerator.is_local_main_process, tokenise, *task
+        )
         for turn in (True, False)
     ]
     result, notes = next(filter(None, turns))
@@ -40,7 +41,7 @@ def load_tokenized(
     return result
 
 
-def tokenized(
+def tokenise(
     name: str, split: str, function, tokenizer, columns: dict, settings: dict
 ) -> tuple[datasets.Dataset, list[str]]:
     """`load_tokenized` on one process: the usable rows, and what is to be said of the others."""
@@ -77,7 +78,7 @@ def tokenized(
         sys.exit(
             f"--max_length {settings['max_length']}: expected at least 2, a token of the prompt and one of the answer"
         )
-    rows = load_rows(name, split)
+    rows = files.load(name, split)
     if missing := [
         own for name, own in columns.items() if own not in rows.column_names and name != "answer"
     ]:  # held-out sets have that
@@ -88,7 +89,7 @@ def tokenized(
         rows._fingerprint,
         *(file.read_text("utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))),
         source_of(function),
-        tokenizer_fingerprint(tokenizer),
+        tokens.fingerprint(tokenizer),
         columns,
         settings,
     ]
@@ -148,7 +149,4 @@ def load_evaluation_sets(
     if len(set(stems)) < len(stems):
         sys.exit(f"--eval_dataset_name {names}: two sets would log under the same name")
     prefixes = [f"eval/{stem}/" for stem in stems] if len(stems) > 1 else ["eval/"]
-    return {
-        p: load_tokenized(accelerator, name, *rest, **settings)
-        for p, name in zip(prefixes, names or [])
-    }
+    return {p: load(accelerator, name, *rest, **settings) for p, name in zip(prefixes, names or [])}

@@ -11,7 +11,7 @@ import pandas
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def load_rows(name: str, split: str) -> datasets.Dataset:
+def load(name: str, split: str) -> datasets.Dataset:
     """Loads a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder of files.
 
     Files are `.jsonl .json .parquet .csv`, also gzipped. A file is the split `train`; the files of a folder are the splits

@@ -3,7 +3,8 @@
 import contextlib
 import json
 
-from common.data.formats import BadRow, without_nulls
+from common.data import formats
+from common.data.formats import BadRow
 
 
 def render(
@@ -19,7 +20,9 @@ def render(
         )
     try:
         tools = (
-            without_nulls(tools if isinstance(tools, str) else json.dumps(tools, default=str))
+            formats.without_nulls(
+                tools if isinstance(tools, str) else json.dumps(tools, default=str)
+            )
             if tools
             else None
         )
@@ -120,7 +123,7 @@ def encode_preference(
     return pairs[0][0], *(answer[: turn_length(tokenizer, answer) or None] for _, answer in pairs)
 
 
-def tokenizer_fingerprint(tokenizer) -> str:
+def fingerprint(tokenizer) -> str:
     """Changes when the tokenizer would write other ids."""
     content = (
         tokenizer.backend_tokenizer.to_str()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from common.models.packing import lay_out
+from common.models import packing
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str)
     """
     ids = (ids * 2)[:16]  # a prompt may be one token, which nothing predicts
     prepared.eval()
-    scores = prepared(lay_out([ids[:1]], [ids[1:]], False, device), check=True)
+    scores = prepared(packing.make_batch([ids[:1]], [ids[1:]], False, device), check=True)
     # The median: in half precision a single logit may be rounded the other way, by more than any bound would allow.
     worst = (scores["logps"] - scores["own_logps"]).abs().median().item()
     if not worst <= 0.01 * (1 + scores["own_logps"].abs().max().item()):
@@ -63,7 +63,8 @@ def can_pack(models: list[nn.Module], longest: int, device) -> bool:
         )
         ways = (False, ids[16:24]), (True, ids[16:24]), (True, ids[32:])
         found = [
-            prepared(lay_out(prompts, [first, *answers], pack, device)) for pack, first in ways
+            prepared(packing.make_batch(prompts, [first, *answers], pack, device))
+            for pack, first in ways
         ]
         alone, packed, other = (
             torch.stack(list(scores.values()), 1) if isinstance(scores, dict) else scores

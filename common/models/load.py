@@ -11,12 +11,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from common.cpu import use_onednn
-from common.data.tokens import stop_tokens
-from common.zero import whole
+from common import cpu, zero
+from common.data import tokens
 
 
-def load_tokenizer(name: str):
+def tokenizer_of(name: str):
     """The tokenizer of a model, with an EOS and a pad token.
 
     Raises:
@@ -42,7 +41,7 @@ def from_pretrained(auto_class, kind: str, name: str, **kwargs):
         )
 
 
-def load_causal_lm(
+def causal_lm(
     name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool = False
 ) -> PreTrainedModel:
     """A causal language model in fp32: autocast and FSDP2 round it to half for each forward pass; DeepSpeed rounds it once, and its
@@ -59,14 +58,14 @@ def load_causal_lm(
             f"{name!r} lacks weights, such as {min(missing)}: they would have started at random"
         )
     model.generation_config.eos_token_id = sorted(
-        stop_tokens(tokenizer, model)
+        tokens.stop_tokens(tokenizer, model)
     )  # so that the saved actor ends its answers as here
     # Else transformers would refuse to save a published one with faults of its own.
     model.generation_config._original_object_hash = hash(model.generation_config)
     return model
 
 
-def load_score_model(
+def score_model(
     name: str,
     tokenizer,
     attn_implementation: str | None,
@@ -82,7 +81,8 @@ def load_score_model(
     Raises:
         SystemExit: nothing there, another tokenizer, no score head though `new_head` is false, or an architecture whose head is of another kind.
     """
-    if load_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+    own_tokenizer = tokenizer_of(name)
+    if own_tokenizer.get_vocab() != tokenizer.get_vocab():
         sys.exit(
             f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: what is scored in tokens must share them"
         )
@@ -112,7 +112,7 @@ def load_score_model(
             )
             / (n + 1) ** 0.5
         )
-        with whole([model.score.weight], writer=0), torch.no_grad():
+        with zero.gathered([model.score.weight], writer=0), torch.no_grad():
             model.score.weight.copy_(start)
     model.config.get_text_config().pad_token_id = model.config.pad_token_id = (
         tokenizer.pad_token_id
@@ -144,7 +144,7 @@ def load(
             f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the vocab_size of {name!r} is {size}: use the model's own tokenizer, or resize the model's embeddings and save it"
         )
     if not torch.cuda.is_available() and model.config.get_text_config().hidden_size > 128:
-        use_onednn()
+        cpu.use_onednn()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, set(info["missing_keys"])

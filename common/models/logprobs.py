@@ -116,7 +116,7 @@ def logits_of(ctx, hidden, matrix, bias) -> tuple[torch.Tensor, torch.Tensor]:
         return logits, logits.log_softmax(-1, dtype=torch.float32)
 
 
-class ScoringHead(nn.Linear):
+class LogProbHead(nn.Linear):
     """A model's output layer that, given targets, returns their log-probs and no logits.
 
     It is called as the module it is, once a forward, so that ZeRO-3 gathers its weight once and on every rank alike.
@@ -150,7 +150,7 @@ class ScoreHead(nn.Linear):
             )
 
 
-class Wrapper(nn.Module):
+class ModelWrapper(nn.Module):
     """What the engine prepares, around a `transformers` model that is trained or read: its `model`."""
 
     def __init__(self, model: nn.Module):
@@ -164,7 +164,7 @@ class Wrapper(nn.Module):
         )
 
 
-class ScoreModel(Wrapper):
+class ScoreModel(ModelWrapper):
     """A sequence classifier with one label, see `load_score_model`."""
 
     def __init__(self, model: nn.Module):
@@ -181,7 +181,7 @@ class ScoreModel(Wrapper):
         ).squeeze(-1)
 
 
-class LogProbModel(Wrapper):
+class LogProbModel(ModelWrapper):
     """A causal language model whose forward returns log-probs of the tokens asked for: train and prepare this one.
 
     The backbone runs on whole rows, the head on the asked positions only. Rows are padded on the right, which under
@@ -196,7 +196,7 @@ class LogProbModel(Wrapper):
                 f"{type(model).__name__}: the output layer is {type(head).__name__}, only a plain nn.Linear is supported"
             )
         head.__class__ = (
-            ScoringHead  # same parameters and names: saving and generation do not notice
+            LogProbHead  # same parameters and names: saving and generation do not notice
         )
         text = model.config.get_text_config()
         self.softcap = getattr(text, "final_logit_softcapping", None) or 0.0  # Gemma

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.batches import pad
+from common import batches
 
 
-def lay_out(
+def make_batch(
     prompts: Sequence[list[int]],
     answers: Sequence[list[int]],
     pack: bool,
@@ -49,7 +49,7 @@ def lay_out(
     # The cost of rows: attention grows with the square of the length, and is as much as all else at some thousand tokens; under a mask
     # nothing of the square is left out.
     if pack and len(rows) * longest * (2 * longest + 4096) > len(answers) * alone * (alone + 4096):
-        return lay_out(prompts, answers, False, device, scored)
+        return make_batch(prompts, answers, False, device, scored)
     ids, positions, owns, parents = (
         np.full(len(rows) * longest, fill) for fill in (0, 0, len(answers), len(answers))
     )
@@ -70,7 +70,7 @@ def lay_out(
     ]
     send = lambda array: torch.as_tensor(array).to(device, non_blocking=True)
     of_rows = lambda array: send(array).view(len(rows), longest)
-    inputs, mask = {"input_ids": of_rows(ids)}, pad(scored, False, device).bool()
+    inputs, mask = {"input_ids": of_rows(ids)}, batches.pad(scored, False, device).bool()
     if len(rows) < len(answers):
         own, parent = (of_rows(array)[:, None, :, None] for array in (owns, parents))
         inputs |= {

@@ -6,8 +6,8 @@ import torch
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 
-from common.guards import watch_overflow
-from common.zero import zero_stage
+from common import guards
+from common.zero import stage
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -24,7 +24,7 @@ def disable_dropout(model: nn.Module) -> None:
         )
 
 
-def prepare(
+def for_training(
     accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, debug_overflow: bool = False
 ):
     """`accelerator.prepare`, then puts back the fp32 buffers that DeepSpeed's `module.half()` rounds.
@@ -36,24 +36,24 @@ def prepare(
         debug_overflow: see `watch_overflow`.
     """
     if debug_overflow:
-        watch_overflow(model)
+        guards.watch_overflow(model)
     with exact_buffers(accelerator, model):
         return accelerator.prepare(model, optimizer)
 
 
-def prepare_frozen(accelerator, model: nn.Module) -> nn.Module:
+def frozen(accelerator, model: nn.Module) -> nn.Module:
     """A model that is only read (a reference, a reward model): on the device, in evaluation mode, in the precision of the
     trained one; under ZeRO-3 and FSDP2 sharded like it, not replicated."""
     model.eval().requires_grad_(False)
     if accelerator.is_fsdp2:
         return fsdp2_prepare_model(accelerator, model)
-    if not zero_stage(accelerator):
+    if not stage(accelerator):
         return accelerator.prepare_model(
             model, evaluation_mode=True
         )  # under autocast as the trained one
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     with exact_buffers(accelerator, model):
-        if zero_stage(accelerator) < 3:
+        if stage(accelerator) < 3:
             # Where neither is asked for it stays as it was loaded, in fp32.
             return model.to(
                 accelerator.device,

@@ -7,11 +7,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
 
-from common.batches import arrange, pad
-from common.data.tokens import stop_tokens
-from common.distributed import gather_rows
-from common.engine import reshard
-from common.zero import whole, zero_stage
+from common import batches, distributed, engine, zero
+from common.data import tokens
 
 
 @contextlib.contextmanager
@@ -26,14 +23,14 @@ def ready_to_generate(accelerator, prepared, model):
         model.generation_config = (
             GenerationConfig()
         )  # what a call does not say is taken from there: other draws, cuts, caches
-        if zero_stage(accelerator) == 3:
+        if zero.stage(accelerator) == 3:
             offload = prepared.optimizer.parameter_offload
-            undo.enter_context(whole(list(model.parameters())))
+            undo.enter_context(zero.gathered(list(model.parameters())))
             offload._remove_module_hooks()
             offload.forward_hooks, offload.backward_hooks = [], []
             undo.callback(offload.setup_zero_stage3_hooks)
         elif accelerator.is_fsdp2:
-            undo.callback(reshard, prepared)
+            undo.callback(engine.reshard, prepared)
             undo.callback(prepared.set_reshard_after_forward, True)
             prepared.set_reshard_after_forward(False)
             for module in filter(lambda module: isinstance(module, FSDPModule), prepared.modules()):
@@ -87,7 +84,7 @@ def generate(
     Returns:
         token ids in the order of the prompts, on every rank.
     """
-    stops, mine = stop_tokens(tokenizer, model), {}
+    stops, mine = tokens.stop_tokens(tokenizer, model), {}
     # A batch drops its ended rows every few tokens, else it would compute them until the last one ends: where a cache can be picked by row.
     at_once = (
         16 if model._supports_default_dynamic_cache() and not model._is_stateful else max_new_tokens
@@ -97,7 +94,7 @@ def generate(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=sorted(stops),
     )
-    share = arrange(
+    share = batches.split(
         accelerator,
         np.arange(len(prompts)),
         np.array([len(prompt) for prompt in prompts]),
@@ -105,7 +102,7 @@ def generate(
     )
     with ready_to_generate(accelerator, prepared, model), accelerator.autocast():
         for rows in filter(None, ([row for row, weight in zip(*part) if weight] for part in share)):
-            ids = pad(
+            ids = batches.pad(
                 [prompts[row] for row in rows],
                 tokenizer.pad_token_id,
                 accelerator.device,
@@ -156,4 +153,4 @@ def generate(
                     out.past_key_values,
                 )
             del out, past, cache  # or two caches would be held while the next batch begins
-    return gather_rows(mine)
+    return distributed.gather_rows(mine)
