@@ -10,9 +10,13 @@ import yaml
 
 from common import ASSETS
 
-# A resumed run may differ in these; in all others it must agree with the checkpoint.
+# Arguments of all recipes that a resumed run may change. In the others it must agree with the checkpoint, but for those that its recipe
+# names in `Args.may_change`.
 MAY_CHANGE = {
     "output_dir",
+    "resume",
+    "report_to",
+    # How long the run is, and when it logs, evaluates and saves.
     "max_epochs",
     "max_steps",
     "logging_steps",
@@ -21,21 +25,17 @@ MAY_CHANGE = {
     "save_total_limit",
     "save_actor_steps",
     "save_actor_limit",
-    "resume",
-    "report_to",
+    # What changes the speed and the memory, not the update.
     "micro_train_batch_size",
-    "max_new_tokens",
+    "micro_train_tokens",
     "gradient_checkpointing",
-    "debug_overflow",
     "attn_implementation",
+    "debug_overflow",
+    # Data is compared by its content, not by its name.
+    "dataset_name",
     "eval_dataset_name",
     "eval_dataset_split",
-    "precompute_ref_log_probs",
-    "dataset_name",
-    "micro_rollout_batch_size",
-    "share_prompts",
-    "packing",
-    "micro_train_tokens",
+    "max_new_tokens",
 }
 
 

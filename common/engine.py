@@ -86,3 +86,8 @@ def reshard(prepared: nn.Module) -> None:
     """Shards again what FSDP2 leaves whole after a forward that no backward followed: its state could not be saved or loaded."""
     for module in filter(lambda module: isinstance(module, FSDPModule), prepared.modules()):
         module.reshard()
+
+
+def count_parameters(model: nn.Module) -> int:
+    """How many numbers the model's parameters hold in all, also where ZeRO-3 leaves each process a part of them."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())

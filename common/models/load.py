@@ -1,6 +1,7 @@
 """Loading a tokenizer and models."""
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -148,3 +149,17 @@ def load(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, set(info["missing_keys"])
+
+
+def fingerprint(name: str, model) -> list:
+    """What identifies a model's weights, as JSON values.
+
+    For a local folder these are its path and the name, size and time of each file in it; for a hub name, the commit.
+    """
+    folder = Path(name)
+    files = []
+    if folder.is_dir():
+        files = sorted(file for file in folder.glob("*") if file.is_file())
+    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    where = str(folder.resolve()) if files else name
+    return [where, getattr(model.config, "_commit_hash", None), stats]
