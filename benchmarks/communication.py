@@ -50,7 +50,7 @@ def worker(layers: int, steps: int) -> None:
     policy = LogProbModel(AutoModelForCausalLM.from_config(LlamaConfig(**MODEL, num_hidden_layers=layers), dtype=torch.float32))
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
     optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.1), lr=1e-4)
-    model, optimizer = prepare.for_training.for_training(accelerator, policy, optimizer)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     batch = packing.make_batch([[1]], [torch.randint(0, MODEL["vocab_size"], (15,)).tolist()], False, accelerator.device)
     for _update in range(2):
         with CountCollectives() as counted:

@@ -137,9 +137,9 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
     policy = LogProbModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.1), lr=1e-4)
     raw = optimizer
-    prepared, optimizer = prepare.for_training.for_training(accelerator, policy, optimizer)
+    prepared, optimizer = prepare.for_training(accelerator, policy, optimizer)
     others = [AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(frozen_models)]
-    others = [prepare.for_training.frozen(accelerator, LogProbModel(other)) for other in others]
+    others = [prepare.frozen(accelerator, LogProbModel(other)) for other in others]
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
     if hasattr(prepared, "register_comm_hook"):
 
@@ -236,9 +236,9 @@ def estimated(config: Path, processes: int, frozen: int, layers: int, steps: int
     """Bytes of each state at each moment, by the names used here."""
     LlamaConfig(**MODEL, num_hidden_layers=layers, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     parameters, unit, _ = count_parameters(str(folder))
-    result = {moment: dict.fromkeys(STATES, 0.0) for moment in MOMENTS.values()}
+    result = {moment: dict.fromkeys(STATES, 0.0) for moment in MOMENTS}
     for _where, name, _formula, *sizes in table(read_setup(config, processes)._replace(accumulates=steps > 1), parameters, unit, 1, frozen):
-        for moment, size in zip(MOMENTS.values(), sizes):
+        for moment, size in zip(MOMENTS, sizes):
             # The half copies of autocast live in C++, and stand under `other`.
             state = next((state for state in ("frozen", *STATES[3:], "gathered", "weights") if state in name), None)
             state = "masters" if name == "half copy" else state
@@ -280,7 +280,7 @@ def main() -> None:
             n = result["parameters"]
             print(f"\n{config.name}: {result['launch']}, N = {processes}, {n:,} parameters; bytes per parameter, measured | estimated")
             print(f"{'':10}" + "".join(f"{state:>18}" for state in (*STATES, "sum")) + f"{'deviation':>11}{'other':>8}")
-            for moment in MOMENTS.values():
+            for moment in MOMENTS:
                 measured, guess = result["measured"][moment], result["estimated"][moment]
                 other = measured.pop("other")
                 cells = [(measured[state], guess[state]) for state in STATES] + [(sum(measured.values()), sum(guess.values()))]

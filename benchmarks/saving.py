@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, get_sched
 
 from common import ASSETS, checkpoint, folders, optim
 from common.checkpoint import Run
+from common.metrics import Means
 from common.models import prepare
 from common.models.logprobs import LogProbModel
 from common.progress import Progress
@@ -29,7 +30,7 @@ class NoMetrics:
     """What of the metrics a checkpoint asks for."""
 
     def __init__(self):
-        self.last_update, self.file, self.open = {}, Path("/nonexistent"), argparse.Namespace(sums={})
+        self.last_update, self.file, self.open = {}, Path("/nonexistent"), Means(None)
 
 
 def main() -> None:
@@ -44,7 +45,7 @@ def main() -> None:
     policy = LogProbModel(LlamaForCausalLM(config))
     optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.0), lr=1e-5)
     scheduler = get_scheduler("linear", optimizer, 0, 1000)
-    model, optimizer = prepare.for_training.for_training(accelerator, policy, optimizer)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""What every recipe must do alike and no forker wants to change: counting, reducing, saving, launching, data order, log-probs."""
+"""Where this repository stands, and whether a recipe found the `common` that belongs to it."""
 
 import os
 import sys
@@ -7,16 +7,15 @@ from pathlib import Path
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # else DeepSpeed warns of it wherever it is imported
+    # DeepSpeed would warn about the missing GPU wherever it is imported.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
 
 
 def check_recipe(recipe_file: str) -> None:
-    """Stops a recipe of one clone that imported the `common` of another: the two may disagree silently.
+    """Stops a recipe of one clone that imported the `common` of another: the two may differ.
 
     A copy of a recipe outside any clone is fine: it runs with the installed `common`.
 
@@ -24,10 +23,11 @@ def check_recipe(recipe_file: str) -> None:
         recipe_file: the recipe's `__file__`.
 
     Raises:
-        SystemExit: naming both folders and the way out.
+        SystemExit: with both folders and the way out.
     """
-    beside = Path(recipe_file).resolve().parent.parent
-    if (beside / "common" / "__init__.py").is_file() and beside != REPOSITORY:
+    clone = Path(recipe_file).resolve().parent.parent
+    if (clone / "common" / "__init__.py").is_file() and clone != REPOSITORY:
         sys.exit(
-            f"{recipe_file} would run with 'common' of {REPOSITORY}. Run `pip install -e {beside}` in this environment first."
+            f"{recipe_file} would run with 'common' of {REPOSITORY}. "
+            f"Run `pip install -e {clone}` in this environment first."
         )

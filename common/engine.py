@@ -1,4 +1,4 @@
-"""What a loop asks of its engine."""
+"""What a loop asks of its engine: accumulation, the loss scale, gradient norms, shards."""
 
 import torch
 from accelerate import Accelerator
@@ -11,83 +11,101 @@ from common import zero
 
 def describe(accelerator: Accelerator) -> str:
     """How the run computes, in words: `DeepSpeed ZeRO-2 fp16 on cpu`."""
-    kinds = {
-        DistributedType.DEEPSPEED: f"DeepSpeed ZeRO-{zero.stage(accelerator)}",
-        DistributedType.FSDP: "FSDP2",
-    }
-    kind = kinds.get(
-        accelerator.distributed_type, "DDP" if accelerator.num_processes > 1 else "one process"
-    )
-    return (
-        f"{kind} {accelerator.mixed_precision.replace('no', 'fp32')} on {accelerator.device.type}"
-    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        engine = f"DeepSpeed ZeRO-{zero.stage(accelerator)}"
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        engine = "FSDP2"
+    elif accelerator.num_processes > 1:
+        engine = "DDP"
+    else:
+        engine = "one process"
+    precision = accelerator.mixed_precision.replace("no", "fp32")
+    return f"{engine} {precision} on {accelerator.device.type}"
 
 
 def is_sharded(accelerator) -> bool:
-    """Whether the engine may hold only a part of the state in each process, and gathers or saves it by itself."""
+    """Whether a process may hold only a part of the state, which the engine gathers or saves."""
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 def begin_update(accelerator, prepared: nn.Module, micro_batches: list) -> int:
-    """Makes the engine's next update that of these micro-batches of each process; returns by what it divides their summed losses."""
-    accelerator.step, accelerator.gradient_accumulation_steps = 0, len(micro_batches)
+    """Tells the engine that the next update consists of these micro-batches of each process.
+
+    Returns:
+        The number by which the engine divides the summed losses: micro-batches times processes.
+    """
+    accelerator.step = 0
+    accelerator.gradient_accumulation_steps = len(micro_batches)
+    divisor = len(micro_batches) * accelerator.num_processes
     if zero.stage(accelerator):
-        prepared.set_train_batch_size(
-            len(micro_batches)
-            * prepared.train_micro_batch_size_per_gpu()
-            * accelerator.num_processes
-        )
-    return len(micro_batches) * accelerator.num_processes
+        prepared.set_train_batch_size(divisor * prepared.train_micro_batch_size_per_gpu())
+    return divisor
 
 
 def loss_scale(accelerator, prepared: nn.Module) -> float | None:
     """The current scale of the loss under fp16; None where there is none."""
     if zero.stage(accelerator) and accelerator.mixed_precision == "fp16":
-        return getattr(scaler := prepared.optimizer.loss_scaler, "grown", scaler.cur_scale)
-    return accelerator.scaler.get_scale() if accelerator.scaler is not None else None
+        return zero.loss_scale(prepared)
+    if accelerator.scaler is not None:
+        return accelerator.scaler.get_scale()
+    return None
 
 
 def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
-    """The optimizer that updates: accelerate and DeepSpeed wrap it, and where it is offloaded to the CPU they put another in its place."""
+    """The optimizer that really steps.
+
+    accelerate and DeepSpeed wrap it. Where it is offloaded to the CPU they replace it by another.
+    """
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def record_group_norms(accelerator, optimizer):
-    """Lets the gradient norm of each parameter group `name` be known in the update just made: the function returned gives them, up to
-    one common factor. Call this after `prepare`, and it after every `optimizer.step()` that updates, on all ranks.
+    """Records the gradient norm of each parameter group at every step.
 
-    The gradients are those that the optimizer itself is given: DeepSpeed has no others left by then, and gives each process a part.
+    The gradients are those that the innermost optimizer gets. DeepSpeed has no others left by then,
+    and gives each process a part of them.
+
+    Args:
+        optimizer: what `prepare` returned; each of its groups has a `name`.
+
+    Returns:
+        A function without arguments that returns the norms of the update just made, by the group's
+        name and up to one common factor. All ranks must call it, after every `optimizer.step()`
+        that updates.
     """
     squares = {group["name"]: 0.0 for group in optimizer.param_groups}
 
-    def add(optimizer, *_):
+    def add_squares(optimizer, *_) -> None:
         for group in optimizer.param_groups:
-            grads = [
-                getattr(p.grad, "_local_tensor", p.grad)
-                for p in group["params"]
-                if p.grad is not None
-            ]
-            squares[group["name"]] += float(nn.utils.get_total_norm(grads)) ** 2
+            grads = [parameter.grad for parameter in group["params"]]
+            # FSDP2's gradients hold this process's shard under another name.
+            local = [getattr(grad, "_local_tensor", grad) for grad in grads if grad is not None]
+            squares[group["name"]] += float(nn.utils.get_total_norm(local)) ** 2
 
     def group_norms() -> dict[str, float]:
-        table = torch.tensor(
-            list(squares.values()), device=accelerator.device
-        )  # of this process's shards, or (DDP) of all
-        squares.update(dict.fromkeys(squares, 0.0))
-        return dict(zip(squares, accelerator.reduce(table).sqrt().tolist()))
+        # Of this process's shards. Under DDP each process has them all: the factor is common.
+        table = torch.tensor(list(squares.values()), device=accelerator.device)
+        for name in squares:
+            squares[name] = 0.0
+        norms = accelerator.reduce(table).sqrt().tolist()
+        return dict(zip(squares, norms))
 
-    innermost_optimizer(optimizer).register_step_pre_hook(add)
+    innermost_optimizer(optimizer).register_step_pre_hook(add_squares)
     return group_norms
 
 
 def reshard(prepared: nn.Module) -> None:
-    """Shards again what FSDP2 leaves whole after a forward that no backward followed: its state could not be saved or loaded."""
-    for module in filter(lambda module: isinstance(module, FSDPModule), prepared.modules()):
-        module.reshard()
+    """Shards again what FSDP2 leaves whole after a forward pass without a backward pass.
+
+    Without this its state could not be saved or loaded.
+    """
+    for module in prepared.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def count_parameters(model: nn.Module) -> int:
-    """How many numbers the model's parameters hold in all, also where ZeRO-3 leaves each process a part of them."""
+    """The number of the model's parameters, also where ZeRO-3 leaves a process only a part."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())

@@ -1,4 +1,4 @@
-"""From the launcher's environment to an Accelerator."""
+"""From the launcher's environment to an Accelerator and an output directory."""
 
 import datetime
 import logging
@@ -6,151 +6,252 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
+import datasets
 import torch
 import transformers
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, distributed, zero
-from common.cpu import HalfProductsInFp32
-from common.engine import describe
+from common import arguments, cpu, distributed, engine, zero
+
+
+class Launcher(NamedTuple):
+    """What the launcher's environment asks for."""
+
+    processes: int
+    on_cpu: bool
+    deepspeed: bool
+    fsdp: bool
 
 
 def make_accelerator(args, recipe: str) -> Accelerator:
-    """Builds the `Accelerator` that the launcher's environment asks for, and checks that it is what was asked for.
+    """Builds the `Accelerator` that the launcher's environment asks for, and checks the result.
 
-    Derives `gradient_accumulation_steps`, writes accumulation, micro-batch size and clipping into the DeepSpeed
-    config, decides `args.output_dir` once for all ranks, and seeds Python, NumPy and torch with `args.seed`.
+    Derives `gradient_accumulation_steps`, writes the accumulation, the micro-batch size and the
+    clipping into the DeepSpeed config, decides `args.output_dir` once for all ranks, and seeds
+    Python, NumPy and torch with `args.seed`.
 
     Args:
-        args: needs `train_batch_size micro_train_batch_size micro_train_tokens max_grad_norm output_dir resume seed`.
+        args: needs `train_batch_size micro_train_batch_size micro_train_tokens max_grad_norm
+            output_dir resume seed`.
         recipe: the recipe's name, for the default of `output_dir`.
 
     Raises:
-        SystemExit: batch sizes that do not divide, a missing DeepSpeed JSON, settings that would be silently ignored,
-            a world of another size than the launcher's, a non-empty `output_dir` with `--resume never`.
+        SystemExit: batch sizes that do not divide, a missing DeepSpeed JSON, settings that would be
+            silently ignored, another number of processes than the launcher's, a non-empty
+            `output_dir` with `--resume never`.
     """
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    launcher = read_environment()
     accumulation = arguments.accumulation_steps(
-        args.train_batch_size, args.micro_train_batch_size, world, args.micro_train_tokens
-    )
-    on_cpu = (
-        not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
-    )
-    deepspeed, fsdp = (
-        os.environ.get(f"ACCELERATE_USE_{engine}", "false") == "true"
-        for engine in ("DEEPSPEED", "FSDP")
+        args.train_batch_size,
+        args.micro_train_batch_size,
+        launcher.processes,
+        args.micro_train_tokens,
     )
     quiet()
-    # accelerate's own default address without a world: it was asked for several processes, and starts one in silence.
-    if (
-        "WORLD_SIZE" not in os.environ
-        and os.environ.get("MASTER_ADDR") == "127.0.0.1"
-        and "ACCELERATE_MIXED_PRECISION" in os.environ
-    ):
-        sys.exit(
-            "accelerate launch was asked for several processes and started one: use accelerate_configs/ddp.yaml or the like"
-        )
-    if on_cpu and not deepspeed and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "fp16":
-        sys.exit(
-            "fp16 without DeepSpeed needs a GPU (accelerate would run fp32 in silence): use ds_fp16.yaml or cpu.yaml"
-        )
-    # Without gloo on a CPU each process believes that it is alone. On GPUs NCCL's 10 minutes are too short for those that wait
-    # while one tokenises, checks or writes files.
-    group = {"backend": "gloo"} if on_cpu else {"timeout": datetime.timedelta(hours=12)}
-    if on_cpu and fsdp:
-        # On a CPU accelerate falls back to DDP in silence; only a GPU world goes on to become FSDP.
-        PartialState(cpu=True, backend="gloo")
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    accelerator = Accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=accumulation, sync_with_dataloader=False
-        ),
-        deepspeed_plugin=zero.plugin(accumulation, args) if deepspeed else None,
-        kwargs_handlers=[InitProcessGroupKwargs(**group)] if "LOCAL_RANK" in os.environ else None,
-        cpu=on_cpu and not deepspeed,
-    )
-    asked, got = (
-        (world, accumulation, fsdp),
-        (accelerator.num_processes, accelerator.gradient_accumulation_steps, accelerator.is_fsdp2),
-    )
-    if got != asked:
-        sys.exit(
-            f"settings not honoured: asked for processes, accumulation steps, FSDP2 (fsdp_version 2) {asked}, got {got}"
-        )
-    if fsdp and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
-        # accelerate would round what each shard returns, log-probs too, and add up gradients, in half precision.
-        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            policy.param_dtype, reduce_dtype=torch.float32
-        )
-    args.output_dir = distributed.on_main_process(accelerator, decide_output_dir, args, recipe)
-    if not all(gather_object([Path(args.output_dir).is_dir()])):
-        sys.exit(
-            f"--output_dir {args.output_dir} is not visible to every process: several nodes need a shared file system"
-        )
+    refuse_what_would_be_ignored(launcher)
+    accelerator = build(args, launcher, accumulation)
+    check_built(accelerator, launcher, accumulation)
+    if launcher.fsdp:
+        keep_sums_in_fp32(accelerator)
+    make_output_dir(accelerator, args, recipe)
     set_seed(args.seed)
-    if accelerator.mixed_precision != "no" and on_cpu:
-        HalfProductsInFp32().__enter__()  # for the life of the process
-        accelerator.print(
-            f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only (half weights, fp32 products)"
-        )
-    rows = f"= micro_train_batch_size {args.micro_train_batch_size} x {world} processes x {accumulation} gradient accumulation steps"
-    parts = (
-        f"in micro-batches of up to {args.micro_train_tokens} tokens on {world} processes"
-        if args.micro_train_tokens
-        else rows
-    )
-    accelerator.print(
-        f"train_batch_size {args.train_batch_size} {parts}; {describe(accelerator)}; output in {args.output_dir}"
-    )
+    if launcher.on_cpu and accelerator.mixed_precision != "no":
+        emulate_half_precision(accelerator)
+    print_arithmetic(accelerator, args)
     return accelerator
 
 
-def decide_output_dir(args, recipe: str) -> str:
-    """`--output_dir` or `runs/<recipe>/<date-time>`, made if it is not there."""
-    if args.resume == "auto" and not args.output_dir:
-        sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
-    path, own = (
-        Path(args.output_dir or f"runs/{recipe}/{datetime.datetime.now():%Y%m%d-%H%M%S}"),
-        args.resume == "auto",
+def read_environment() -> Launcher:
+    """What `accelerate launch` or `torchrun` told this process in its environment."""
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+    return Launcher(
+        processes=int(os.environ.get("WORLD_SIZE", 1)),
+        on_cpu=use_cpu or not torch.cuda.is_available(),
+        deepspeed=os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true",
+        fsdp=os.environ.get("ACCELERATE_USE_FSDP") == "true",
     )
-    if args.resume not in ("never", "auto"):
-        if not (Path(args.resume) / "manifest.json").is_file():
-            sys.exit(
-                f"--resume {args.resume}: not a checkpoint, it holds no manifest.json. Give never, auto or .../global_step_..."
-            )
-        folder = Path(args.resume).resolve().parent
-        if not args.output_dir and folder.name != "checkpoints":
-            sys.exit(
-                f"--resume {args.resume} is not in the checkpoints of a run: give --output_dir, too"
-            )
-        path = Path(args.output_dir or folder.parent)  # without one the run goes on where it was
-        own = path.resolve() / "checkpoints" == folder
-    if not own and path.is_dir() and any(path.iterdir()):
+
+
+def refuse_what_would_be_ignored(launcher: Launcher) -> None:
+    """Refuses settings that accelerate would drop in silence."""
+    # accelerate sets this address where it was asked for several processes. It then starts only one
+    # unless the YAML names a way to start more.
+    started_by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+    asked_for_several = os.environ.get("MASTER_ADDR") == "127.0.0.1"
+    if started_by_accelerate and asked_for_several and "WORLD_SIZE" not in os.environ:
         sys.exit(
-            f"--output_dir {path} already holds another run. Take another, or --resume auto to go on from its last checkpoint."
+            "accelerate launch was asked for several processes and started one: "
+            "use accelerate_configs/ddp.yaml or the like"
+        )
+    wants_fp16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
+    if wants_fp16 and launcher.on_cpu and not launcher.deepspeed:
+        sys.exit(
+            "fp16 without DeepSpeed needs a GPU (accelerate would run fp32 in silence): "
+            "use ds_fp16.yaml or cpu.yaml"
+        )
+
+
+def build(args, launcher: Launcher, accumulation: int) -> Accelerator:
+    """The Accelerator itself, with the plugins of its engine."""
+    deepspeed_plugin = None
+    if launcher.deepspeed:
+        deepspeed_plugin = zero.make_plugin(accumulation, args)
+    if launcher.on_cpu and launcher.fsdp:
+        # On a CPU accelerate falls back to DDP in silence. Only what it takes for a world of GPUs
+        # becomes FSDP.
+        PartialState(cpu=True, backend="gloo")
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=accumulation, sync_with_dataloader=False
+        ),
+        deepspeed_plugin=deepspeed_plugin,
+        kwargs_handlers=process_group_settings(launcher),
+        cpu=launcher.on_cpu and not launcher.deepspeed,
+    )
+
+
+def process_group_settings(launcher: Launcher) -> list[InitProcessGroupKwargs] | None:
+    """How processes find and wait for each other; None for one that no launcher started."""
+    if "LOCAL_RANK" not in os.environ:
+        return None
+    if launcher.on_cpu:
+        # Without gloo each process on a CPU would believe that it is alone.
+        return [InitProcessGroupKwargs(backend="gloo")]
+    # NCCL gives up after 10 minutes. That is too short for processes that wait while one of them
+    # tokenises, checks or writes files.
+    return [InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12))]
+
+
+def check_built(accelerator: Accelerator, launcher: Launcher, accumulation: int) -> None:
+    """Refuses an Accelerator that is not what the launcher and the arguments asked for."""
+    asked = {
+        "processes": launcher.processes,
+        "gradient accumulation steps": accumulation,
+        "FSDP2 (fsdp_version 2)": launcher.fsdp,
+    }
+    got = {
+        "processes": accelerator.num_processes,
+        "gradient accumulation steps": accelerator.gradient_accumulation_steps,
+        "FSDP2 (fsdp_version 2)": accelerator.is_fsdp2,
+    }
+    if got != asked:
+        sys.exit(f"the launcher's settings were not honoured: asked for {asked}, got {got}")
+
+
+def keep_sums_in_fp32(accelerator: Accelerator) -> None:
+    """Lets FSDP2 add up gradients, and return outputs such as log-probs, in fp32.
+
+    accelerate would round both to half precision.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.mixed_precision_policy:
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            plugin.mixed_precision_policy.param_dtype, reduce_dtype=torch.float32
+        )
+
+
+def emulate_half_precision(accelerator: Accelerator) -> None:
+    """Computes the products of half-precision weights in fp32, for the life of the process."""
+    cpu.HalfProductsInFp32().__enter__()
+    accelerator.print(
+        f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only "
+        "(half weights, fp32 products)"
+    )
+
+
+def print_arithmetic(accelerator: Accelerator, args) -> None:
+    """Prints how an update is divided, how the run computes, and where it writes."""
+    if args.micro_train_tokens:
+        division = (
+            f"in micro-batches of up to {args.micro_train_tokens} tokens "
+            f"on {accelerator.num_processes} processes"
+        )
+    else:
+        division = (
+            f"= micro_train_batch_size {args.micro_train_batch_size} "
+            f"x {accelerator.num_processes} processes "
+            f"x {accelerator.gradient_accumulation_steps} gradient accumulation steps"
+        )
+    accelerator.print(
+        f"train_batch_size {args.train_batch_size} {division}; "
+        f"{engine.describe(accelerator)}; output in {args.output_dir}"
+    )
+
+
+def make_output_dir(accelerator: Accelerator, args, recipe: str) -> None:
+    """Decides `args.output_dir` on the main process, and checks that all processes see it."""
+    args.output_dir = distributed.on_main_process(accelerator, decide_output_dir, args, recipe)
+    if not all(gather_object([Path(args.output_dir).is_dir()])):
+        sys.exit(
+            f"--output_dir {args.output_dir} is not visible to every process: "
+            "several nodes need a shared file system"
+        )
+
+
+def decide_output_dir(args, recipe: str) -> str:
+    """The folder that `--output_dir` and `--resume` ask for, made if it is not there.
+
+    Returns:
+        `--output_dir`, the folder of the run that is resumed, or `runs/<recipe>/<date-time>`.
+
+    Raises:
+        SystemExit: nothing to resume, or a folder that holds another run or cannot be made.
+    """
+    continues = False  # whether the folder is that of the run which goes on
+    if args.resume == "never":
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        path = Path(args.output_dir or f"runs/{recipe}/{now}")
+    elif args.resume == "auto":
+        if not args.output_dir:
+            sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
+        path = Path(args.output_dir)
+        continues = True
+    else:
+        path = output_dir_of_checkpoint(args)
+        continues = path.resolve() / "checkpoints" == Path(args.resume).resolve().parent
+
+    if not continues and path.is_dir() and any(path.iterdir()):
+        sys.exit(
+            f"--output_dir {path} already holds another run. "
+            "Take another, or --resume auto to go on from its last checkpoint."
         )
     try:
-        path.mkdir(parents=True, exist_ok=bool(args.output_dir) or own)
-    except (
-        OSError
-    ) as error:  # a file of that name, no permission, a run that began in the same second ...
+        # A folder named after the time must be new: another run may begin in the same second.
+        path.mkdir(parents=True, exist_ok=bool(args.output_dir) or continues)
+    except OSError as error:  # also a file of that name, or no permission
         sys.exit(f"--output_dir {path} cannot be made: {error}")
     return str(path)
 
 
+def output_dir_of_checkpoint(args) -> Path:
+    """`--output_dir`, or, without it, the folder of the run whose checkpoint `--resume` names."""
+    checkpoint = Path(args.resume)
+    if not (checkpoint / "manifest.json").is_file():
+        sys.exit(
+            f"--resume {args.resume}: not a checkpoint, it holds no manifest.json. "
+            "Give never, auto or .../global_step_..."
+        )
+    if args.output_dir:
+        return Path(args.output_dir)
+    folder = checkpoint.resolve().parent
+    if folder.name != "checkpoints":
+        sys.exit(
+            f"--resume {args.resume} is not in the checkpoints of a run: give --output_dir, too"
+        )
+    return folder.parent
+
+
 def quiet() -> None:
     """Leaves the console to the run: libraries report warnings and errors only."""
-    import datasets
-
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # it logs, too, what it raises
+    datasets.logging.set_verbosity(logging.CRITICAL)  # it also logs the errors that it raises
     transformers.logging.disable_progress_bar()
-    for name in (
-        "torch.distributed",
-        "accelerate.utils.other",
-    ):  # the other warns of tied weights, which are saved once
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    # It warns of tied weights, which are saved once.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed")

@@ -1,4 +1,4 @@
-"""What the optimizers of all recipes share: parameter groups, the length of the warm-up, held step counts."""
+"""Parameter groups, the length of the warm-up, and step counts that are held at zero."""
 
 import math
 
@@ -30,17 +30,18 @@ def parameter_groups(model: nn.Module, weight_decay: float, **settings) -> list[
 
 
 def warmup_updates(warmup_steps: float, total_updates: int) -> int:
-    """The updates of warm-up: `warmup_steps` itself, or, if it is below 1, that share of all updates, rounded up."""
+    """The updates of warm-up: `warmup_steps`, or, below 1, that share of all, rounded up."""
     if warmup_steps >= 1:
         return int(warmup_steps)
     return math.ceil(warmup_steps * total_updates)
 
 
 def hold_step_counts(optimizer: torch.optim.Optimizer, *_) -> None:
-    """Keeps Adam's step count at zero in parameter groups that do not learn yet (`group["learns"]` is false).
+    """Keeps Adam's step count at zero in parameter groups whose `learns` is false.
 
-    Register it with `register_step_post_hook`. The gradients of such a group are zero, and so are its moments. If its count went on,
-    Adam would not correct the bias of the moments when the group begins to learn.
+    Register it with `register_step_post_hook`. The gradients of such a group are zero, and so are
+    its moments. If its count went on, Adam would not correct the bias of the moments when the group
+    begins to learn.
     """
     for group in optimizer.param_groups:
         if group["learns"]:

@@ -1,4 +1,4 @@
-"""DeepSpeed's internals."""
+"""DeepSpeed's internals: its settings, its loss scale and its shards, with what must be mended."""
 
 import contextlib
 import json
@@ -16,107 +16,183 @@ from common import REPOSITORY
 
 def stage(accelerator) -> int:
     """The ZeRO stage; 0 without DeepSpeed."""
-    return (
-        plugin.deepspeed_config["zero_optimization"]["stage"]
-        if (plugin := accelerator.state.deepspeed_plugin)
-        else 0
-    )
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is None:
+        return 0
+    return plugin.deepspeed_config["zero_optimization"]["stage"]
 
 
-def plugin(accumulation: int, args):
-    """The launcher's DeepSpeed settings with this run's accumulation, micro-batch size and clipping written in."""
+def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
+    """The launcher's DeepSpeed settings, with the run's own sizes and clipping written in.
+
+    Args:
+        accumulation: micro-batches of an update in each process.
+        args: needs `micro_train_batch_size max_grad_norm`.
+
+    Raises:
+        SystemExit: the JSON is missing, contradicts the arguments, or has no ZeRO stage.
+    """
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
-    import deepspeed  # slow to import: only where it is used
-
     if not torch.cuda.is_available():
-        # Its first use compiles C++ for more than a minute, and fails without a compiler; gloo does the same work.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: (
-            True
-        )  # emulated, see HalfProductsInFp32
-    plugin = DeepSpeedPlugin(
-        read_json(path) if (path := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")) else None
-    )
+        prepare_for_cpu()
+    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    plugin = DeepSpeedPlugin(read_json(path) if path else None)
     config = plugin.deepspeed_config
-    sizes = {
-        "gradient_accumulation_steps": accumulation,
-        "train_micro_batch_size_per_gpu": args.micro_train_batch_size,
-    }
-    for key, value in {**sizes, "gradient_clipping": float(args.max_grad_norm)}.items():
-        if config.get(key, "auto") not in ("auto", value):
-            sys.exit(
-                f'the DeepSpeed config sets "{key}": {config[key]}, the arguments say {value}: write "auto" there'
-            )
-        config[key] = value
-    if config["zero_optimization"]["stage"] not in (1, 2, 3):
-        sys.exit(
-            f'the DeepSpeed config has "stage": {config["zero_optimization"]["stage"]}, expected 1, 2 or 3'
-        )
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = (
-        True  # actors are saved from it
-    )
-    if config["zero_optimization"].get("offload_optimizer", {}).get("device") in ("cpu", "nvme"):
-        # A false alarm: DeepSpeed's own optimizer steps in the place of the one that the scheduler watches.
-        warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
-        if os.getenv("LOCAL_RANK", "0") == "0":
-            # torch compiles without a word, and as silently waits, without end, for the lock of a compilation that was killed.
-            print(
-                "Adam runs on the CPU: DeepSpeed compiles its own at the first run, for some minutes. If nothing compiles and it waits here, a killed run left ~/.cache/torch_extensions/*/cpu_adam/lock: remove it",
-                flush=True,
-            )
-    config.setdefault(
-        "timers", {"throughput": {"enabled": False}}
-    )  # or it waits for the GPU before each forward pass
+
+    fill_in(config, "gradient_accumulation_steps", accumulation)
+    fill_in(config, "train_micro_batch_size_per_gpu", args.micro_train_batch_size)
+    fill_in(config, "gradient_clipping", float(args.max_grad_norm))
+    # Else DeepSpeed waits for the GPU before each forward pass, to measure the time.
+    config.setdefault("timers", {"throughput": {"enabled": False}})
+
+    zero = config["zero_optimization"]
+    if zero["stage"] not in (1, 2, 3):
+        sys.exit(f'the DeepSpeed config has "stage": {zero["stage"]}, expected 1, 2 or 3')
+    # Actors are saved from the gathered weights.
+    zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if zero.get("offload_optimizer", {}).get("device") in ("cpu", "nvme"):
+        announce_cpu_adam()
     delay_scale_growth()
     return plugin
 
 
-def read_json(path: str) -> dict:
-    """The DeepSpeed JSON that a YAML names, relative to the current directory or else to this repository."""
-    if not (found := [file for file in (Path(path), REPOSITORY / path) if file.is_file()]):
+def prepare_for_cpu() -> None:
+    """Lets DeepSpeed run without a GPU: no compilation, and fp16 (see `HalfProductsInFp32`)."""
+    import deepspeed  # slow to import: only where it is used
+
+    # The first use of this operation compiles C++ for more than a minute, and fails without a
+    # compiler. gloo does the same work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    accelerator = deepspeed.accelerator.get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+
+
+def fill_in(config: dict, key: str, value: int | float) -> None:
+    """Writes a value in the place of "auto", and refuses a config that says something else."""
+    if config.get(key, "auto") not in ("auto", value):
         sys.exit(
-            f"the DeepSpeed config {path!r} named by the accelerate YAML was found neither in {Path.cwd()} nor in {REPOSITORY}"
+            f'the DeepSpeed config sets "{key}": {config[key]}, the arguments say {value}: '
+            'write "auto" there'
+        )
+    config[key] = value
+
+
+def announce_cpu_adam() -> None:
+    """Says why a run with an offloaded optimizer may wait at its start."""
+    # A false alarm: DeepSpeed's own optimizer steps instead of the one that the scheduler watches.
+    warnings.filterwarnings("ignore", "Detected call of .lr_scheduler.step")
+    if os.getenv("LOCAL_RANK", "0") == "0":
+        # torch says nothing while it compiles. It says nothing, either, while it waits for the lock
+        # of a compilation that was killed, and that wait has no end.
+        print(
+            "Adam runs on the CPU: DeepSpeed compiles its own at the first run, for some minutes. "
+            "If nothing compiles and it waits here, a killed run left "
+            "~/.cache/torch_extensions/*/cpu_adam/lock: remove it",
+            flush=True,
+        )
+
+
+def read_json(path: str) -> dict:
+    """The DeepSpeed JSON that a YAML names, relative to the current directory or the repository.
+
+    Raises:
+        SystemExit: no such file, or it does not switch on the half precision that was asked for.
+    """
+    found = [file for file in (Path(path), REPOSITORY / path) if file.is_file()]
+    if not found:
+        sys.exit(
+            f"the DeepSpeed config {path!r} named by the accelerate YAML was found "
+            f"neither in {Path.cwd()} nor in {REPOSITORY}"
         )
     config = json.loads(found[0].read_text(encoding="utf-8"))
     for half in ("fp16", "bf16", "fp8"):
-        enabled, asked = (
-            config.get(half, {}).get("enabled", False),
-            os.environ.get("ACCELERATE_MIXED_PRECISION") == half,
-        )
-        if enabled not in (True, False) or asked > enabled:
+        enabled = config.get(half, {}).get("enabled", False)
+        asked_for = os.environ.get("ACCELERATE_MIXED_PRECISION") == half
+        if enabled not in (True, False) or (asked_for and not enabled):
             sys.exit(
-                f'{path}: "{half}": {{"enabled": {json.dumps(enabled)}}} does not switch {half} on (alone it is silently fp32): write true or false, and give no --mixed_precision'
+                f'{path}: "{half}": {{"enabled": {json.dumps(enabled)}}} does not switch {half} on '
+                "(alone it is silently fp32): write true or false, and give no --mixed_precision"
             )
     return config
 
 
 def delay_scale_growth() -> None:
-    """Lets DeepSpeed's loss scale grow between two windows. DeepSpeed 0.19.8 does so within an update, whose gradients it then divides
-    by twice the scale that they were multiplied by: the update is halved, unless clipping decides its size.
+    """Lets DeepSpeed's loss scale grow between two updates only.
 
-    At the smallest scale it does not raise here: `Metrics.update_done` ends the run, and says where.
+    DeepSpeed 0.19.8 lets it grow within an update, and then divides gradients by twice the scale
+    that they were multiplied by. That update is halved, unless clipping decides its size.
+
+    DeepSpeed also raises an error at the smallest scale. Here it does not: `Metrics.update_done`
+    ends the run, and says where.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
+    original_update_scale = DynamicLossScaler.update_scale
+
     def update_scale(scaler, overflow: bool) -> None:
-        before, scaler.raise_error_at_min_scale = scaler.cur_scale, False
-        update(scaler, overflow)
+        before = scaler.cur_scale
+        scaler.raise_error_at_min_scale = False
+        original_update_scale(scaler, overflow)
         if scaler.cur_scale > before:
-            scaler.grown, scaler.cur_scale = scaler.cur_scale, before
+            scaler.grown = scaler.cur_scale
+            scaler.cur_scale = before
 
     def scale_loss(scaler, loss: torch.Tensor) -> torch.Tensor:
         scaler.cur_scale = scaler.__dict__.pop("grown", scaler.cur_scale)
         return loss * scaler.cur_scale
 
-    update = DynamicLossScaler.update_scale
-    DynamicLossScaler.update_scale, DynamicLossScaler.scale_loss = update_scale, scale_loss
+    DynamicLossScaler.update_scale = update_scale
+    DynamicLossScaler.scale_loss = scale_loss
+
+
+def loss_scale(prepared: nn.Module) -> float:
+    """The scale of the next loss under fp16; see `delay_scale_growth`."""
+    scaler = prepared.optimizer.loss_scaler
+    return getattr(scaler, "grown", scaler.cur_scale)
+
+
+def shard_frozen(accelerator, model: nn.Module) -> nn.Module:
+    """Shards a model that is only read, as ZeRO-3 shards the trained one."""
+    import deepspeed
+
+    # A model without an optimizer has none to offload.
+    config = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
+    config["zero_optimization"] = dict(config["zero_optimization"])
+    config["zero_optimization"].pop("offload_optimizer", None)
+    return deepspeed.initialize(model=model, config=config)[0]
 
 
 def gathered(parameters: list[nn.Parameter], writer: int | None = None):
-    """Under ZeRO-3 parameters are cut into shards: inside the block every rank holds the whole of these, and what rank `writer`
-    writes into them lasts."""
+    """A context in which every process holds the whole of these parameters.
+
+    ZeRO-3 cuts parameters into shards. Without ZeRO-3 this does nothing.
+
+    Args:
+        writer: the rank whose changes of the parameters last beyond the block; by default none.
+    """
     if not hasattr(parameters[0], "ds_id"):
         return contextlib.nullcontext()
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=writer)
+
+
+@contextlib.contextmanager
+def gathered_for_generation(prepared: nn.Module, model: nn.Module):
+    """Inside the block every process holds the whole `model` and runs it without ZeRO-3's hooks.
+
+    The hooks would gather and release the weights again at every token, and all processes together.
+
+    Args:
+        prepared: the engine.
+        model: the part of it that generates.
+    """
+    offload = prepared.optimizer.parameter_offload
+    with gathered(list(model.parameters())):
+        offload._remove_module_hooks()
+        offload.forward_hooks = []
+        offload.backward_hooks = []
+        try:
+            yield
+        finally:
+            offload.setup_zero_stage3_hooks()

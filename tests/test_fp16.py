@@ -107,7 +107,7 @@ def test_losses_are_those_of_fp32(inputs, name):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
-    """DeepSpeed 0.19.8 halves it. Where the last assertion fails, a newer one does not, and `common.engine.hold_growth` can go."""
+    """DeepSpeed 0.19.8 halves it. Where the last assertion fails, a newer one does not, and `zero.delay_scale_growth` can go."""
     launcher = fp16_launcher(tmp_path, stage, 1, initial_scale_power=4, loss_scale_window=2)
     output = launch(launcher, TESTS / "growth.py", tmp_path / "out").stdout
     guarded, unguarded = (ast.literal_eval(re.search(rf"^{name} (.*)$", output, re.MULTILINE)[1]) for name in ("guarded", "unguarded"))

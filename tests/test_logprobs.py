@@ -173,16 +173,21 @@ def test_the_head_under_half_precision(dtype, softcap):
     hidden, weight, bias = torch.randn(23, 16).to(dtype), torch.randn(300, 16).to(dtype), torch.randn(300).to(dtype)
     targets, weights = torch.randint(300, (23,)), torch.rand(23)
     ctx = types.SimpleNamespace(
-        dtype=dtype, multiplier=0.7, softcap=softcap, chunk=7, kept={}, saved_tensors=(hidden, weight, bias, targets)
+        dtype=dtype,
+        multiplier=0.7,
+        softcap=softcap,
+        chunk=7,
+        last_chunk=None,  # all are computed again
+        saved_tensors=(hidden, weight, bias, targets),
     )
     raw = ((hidden @ weight.T).double() + bias.double()).requires_grad_()
     exact = softcap * torch.tanh(0.7 * raw / softcap) if softcap else 0.7 * raw
     exact_logps = exact.log_softmax(-1)
-    logits, logps = logprobs.logits_of(ctx, hidden, weight, bias)
+    logits, logps = logprobs.logits_of(hidden, weight, bias, 0.7, softcap)
     torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=1e-6)
     assert logps.dtype == torch.float32
     torch.testing.assert_close(logps.double(), exact_logps, rtol=1e-6, atol=1e-6)
-    plain = logprobs.logits_of(types.SimpleNamespace(dtype=dtype, multiplier=1.0, softcap=0.0), hidden, weight, None)
+    plain = logprobs.logits_of(hidden, weight, None, 1.0, 0.0)
     torch.testing.assert_close(plain[1].double(), plain[0].double().log_softmax(-1), rtol=1e-6, atol=1e-6)
     (exact_logps.gather(1, targets[:, None]).squeeze(1) * weights).sum().backward()
     ours = ChunkedLogProbs.backward(ctx, weights)[:3]
@@ -318,5 +323,5 @@ def test_what_is_compared_meets_no_noise(noise):
     ids = torch.arange(20).view(2, 10)
     found = lambda: model(ids).logits
     still, noisy = model.eval() and found(), model.train() and found()
-    prepare.for_training.disable_dropout(model)
+    prepare.disable_dropout(model)
     assert not still.allclose(noisy, rtol=1e-3) and found().equal(still)

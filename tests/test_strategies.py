@@ -88,7 +88,7 @@ def test_buffers_are_not_rounded_with_the_weights(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_llama(tmp_path))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     engine = types.SimpleNamespace(device="cpu", prepare=lambda model, optimizer: (model.half(), optimizer))
-    prepared, _ = prepare.for_training.for_training(engine, model, None)
+    prepared, _ = prepare.for_training(engine, model, None)
     assert before and {parameter.dtype for parameter in prepared.parameters()} == {torch.float16}
     for name, buffer in prepared.named_buffers():
         assert buffer.dtype == torch.float32 and torch.equal(buffer, before[name])

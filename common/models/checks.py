@@ -1,5 +1,6 @@
-"""Whether an architecture is read rightly."""
+"""Whether a model is read rightly: its own log-probs, and several answers in a row."""
 
+import contextlib
 import sys
 
 import torch
@@ -11,68 +12,99 @@ from common.models import packing
 
 @torch.no_grad()
 def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str) -> None:
-    """Compares our log-probs with those of the architecture's own logits on one short row, inside the prepared forward. Leaves the
-    model in evaluation mode.
+    """Compares our log-probs with those of the architecture's own logits, on one short row.
+
+    All ranks must call it.
+
+    Args:
+        prepared: what `accelerator.prepare` returned for a `LogProbModel`.
+        ids: some tokens of the data, at least one.
 
     Raises:
         SystemExit: the architecture does something to its logits that `LogProbModel` does not know.
     """
-    ids = (ids * 2)[:16]  # a prompt may be one token, which nothing predicts
-    prepared.eval()
-    scores = prepared(packing.make_batch([ids[:1]], [ids[1:]], False, device), check=True)
-    # The median: in half precision a single logit may be rounded the other way, by more than any bound would allow.
-    worst = (scores["logps"] - scores["own_logps"]).abs().median().item()
-    if not worst <= 0.01 * (1 + scores["own_logps"].abs().max().item()):
+    row = (ids * 2)[:16]  # twice, because ids may be one token, which nothing predicts
+    batch = packing.make_batch([row[:1]], [row[1:]], False, device)
+    with evaluation_mode(prepared):
+        output = prepared(batch, check=True)
+    differences = (output["logps"] - output["own_logps"]).abs()
+    # The median, because half precision may round a single logit the other way, by any amount.
+    typical = differences.median().item()
+    largest = output["own_logps"].abs().max().item()
+    if not typical <= 0.01 * (1 + largest):  # also where it is not a number
         sys.exit(
-            f"{model_name}: its head's log-probs differ from its own logits' by {worst:.3g}: this architecture is not supported yet"
+            f"{model_name}: its head's log-probs differ from its own logits' by {typical:.3g}: "
+            "this architecture is not supported yet"
         )
 
 
 @torch.no_grad()
 def can_pack(models: list[nn.Module], longest: int, device) -> bool:
-    """Whether all models read several answers in a row as they read each alone (see `lay_out`): not where attention, positions or what
-    passes from token to token are of another kind. Leaves them in evaluation mode. All ranks must call it.
+    """Whether all models read several answers in one row as they read each alone.
+
+    They do not where attention or positions are of another kind than usual, or where more than
+    attention passes from token to token. All ranks must call it.
 
     Args:
-        models: prepared ones, that give scores or log-probs.
+        models: prepared ones, whose output is scores or log-probs.
         longest: tokens of the longest row.
     """
     for prepared in models:
-        for config in (
+        configs = [
             module.config.get_text_config()
             for module in prepared.modules()
             if isinstance(module, PreTrainedModel)
-        ):
-            window = min(
-                getattr(config, name, None) or longest
-                for name in ("sliding_window", "attention_chunk_size")
-            )
-            if (
-                config._attn_implementation != "sdpa"
-                or window < longest
-                or getattr(config, "alibi", False)
-            ):
-                return False
-        prepared.eval()
-        ids = [
-            7 * i % config.vocab_size for i in range(40)
-        ]  # no two alike: else attention to the wrong ones would not show
-        prompts, answers = (
-            [ids[:16], ids[:16], ids[:8], ids[3:9]],
-            [ids[20:32], ids[8:12], ids[2:6]],
-        )
-        ways = (False, ids[16:24]), (True, ids[16:24]), (True, ids[32:])
-        found = [
-            prepared(packing.make_batch(prompts, [first, *answers], pack, device))
-            for pack, first in ways
         ]
-        alone, packed, other = (
-            torch.stack(list(scores.values()), 1) if isinstance(scores, dict) else scores
-            for scores in found
-        )
-        # Another first answer changes nothing of the second, not in the last digit: what leaks may be small.
-        if (alone - packed).abs().mean() > 0.01 * (1 + alone.abs().max()) or not packed[1:].equal(
-            other[1:]
-        ):
+        if not all(attends_to_whole_rows(config, longest) for config in configs):
+            return False
+        vocab_size = min(config.vocab_size for config in configs)
+        if not reads_packed_alike(prepared, vocab_size, device):
             return False
     return True
+
+
+def attends_to_whole_rows(config, longest: int) -> bool:
+    """Whether attention reaches over a whole row, and takes a mask and positions as usual."""
+    window = longest
+    for name in ("sliding_window", "attention_chunk_size"):
+        window = min(window, getattr(config, name, None) or longest)
+    return (
+        config._attn_implementation == "sdpa"
+        and window >= longest
+        and not getattr(config, "alibi", False)
+    )
+
+
+def reads_packed_alike(prepared: nn.Module, vocab_size: int, device) -> bool:
+    """Whether a model's output for some answers is the same alone and packed into rows."""
+    # No two tokens are alike: otherwise attention to the wrong ones would not show.
+    ids = [7 * i % vocab_size for i in range(40)]
+    prompts = [ids[:16], ids[:16], ids[:8], ids[3:9]]
+    others = [ids[20:32], ids[8:12], ids[2:6]]
+
+    def read(first_answer: list[int], pack: bool) -> torch.Tensor:
+        output = prepared(packing.make_batch(prompts, [first_answer, *others], pack, device))
+        if isinstance(output, dict):
+            return torch.stack(list(output.values()), 1)
+        return output
+
+    with evaluation_mode(prepared):
+        alone = read(ids[16:24], pack=False)
+        packed = read(ids[16:24], pack=True)
+        beside_another = read(ids[32:], pack=True)
+    if (alone - packed).abs().mean() > 0.01 * (1 + alone.abs().max()):
+        return False
+    # Another first answer must not change the others at all: what leaks may be small.
+    return packed[1:].equal(beside_another[1:])
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module):
+    """Puts all modules into evaluation mode inside the block, and afterwards back as they were."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,31 +1,42 @@
-"""Log-probabilities."""
+"""Models whose output is log-probabilities of given tokens, or scores, instead of logits."""
 
 import sys
 
 import torch
 from torch import nn
 
-CHUNK_ELEMENTS = (
-    2**27
-)  # logits held at once, in elements: 512 MiB in fp32, and as much again for their log-softmax
+# Logits held at once, in elements: 512 MiB in fp32, and as much again for their log-softmax.
+CHUNK_ELEMENTS = 2**27
 
 
-EXTRAS = {  # what else may be asked of positions: of their logits, the log-softmax of these, and the targets
-    "mean_logits": lambda logits, logps, targets: logits.mean(
-        -1, dtype=torch.float32
-    ),  # over the vocabulary
-    "correct": lambda logits, logps, targets: (
-        logits.argmax(-1) == targets
-    ).float(),  # 1.0 where the target is the most probable token
-    "entropy": lambda logits, logps, targets: -logps.exp().mul_(logps).sum(-1),
-}
+def mean_logits(logits, all_logps, targets) -> torch.Tensor:
+    """Mean of the logits over the vocabulary, fp32 `[n]`."""
+    return logits.mean(-1, dtype=torch.float32)
+
+
+def correct(logits, all_logps, targets) -> torch.Tensor:
+    """1.0 where the target is the most probable token, fp32 `[n]`."""
+    return (logits.argmax(-1) == targets).float()
+
+
+def entropy(logits, all_logps, targets) -> torch.Tensor:
+    """Entropy of the distribution over the vocabulary, fp32 `[n]`."""
+    return -all_logps.exp().mul_(all_logps).sum(-1)
+
+
+# What else a caller may ask of positions. Each is given logits `[n, v]`, their log-softmax, and the
+# targets `[n]`.
+EXTRAS = {"mean_logits": mean_logits, "correct": correct, "entropy": entropy}
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """log-softmax of `hidden @ weight.T`, gathered at the targets, some positions at a time, in fp32.
+    """Log-probs of the targets under `softmax(hidden @ weight.T)`, a chunk of positions at a time.
 
-    The logits are computed again in the backward pass but for the last of them, so the memory it needs is constant. Under half
-    precision the product is half, everything after it fp32.
+    The logits of all positions are never held together. The forward pass keeps those of its last
+    chunk only. The backward pass begins with that chunk and computes the others again. So the
+    memory for logits does not grow with the number of positions.
+
+    Under half precision the product is computed in half, and everything after it in fp32.
     """
 
     @staticmethod
@@ -39,55 +50,71 @@ class ChunkedLogProbs(torch.autograd.Function):
         softcap: float,
         extras: tuple[str, ...],
     ):
-        """Args: hidden `[n, h]`, weight `[v, h]`, bias `[v]` or None, targets `[n]`; the architecture's logits are
-        `softcap * tanh(multiplier * raw / softcap)`. Returns fp32 `[n]` each: log-prob of the target, and the `EXTRAS` asked for."""
-        device = hidden.device.type
-        # A custom function is not autocast by itself, and its backward runs outside of the context.
-        half = (
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        )
-        ctx.dtype = (
-            torch.float32 if device == "cpu" else half
-        )  # a CPU has no fast half product: fp32 is better and faster
-        ctx.multiplier, ctx.softcap, ctx.chunk = (
-            multiplier,
-            softcap,
-            max(1, CHUNK_ELEMENTS // weight.shape[0]),
-        )
+        """The log-prob of each target, and the extras.
+
+        Args:
+            hidden: `[n, h]`.
+            weight: `[v, h]`.
+            bias: `[v]` or None.
+            targets: `[n]`.
+            multiplier, softcap: the architecture's logits are
+                `softcap * tanh(multiplier * raw / softcap)`; a softcap of 0 is none.
+            extras: names of `EXTRAS`.
+
+        Returns:
+            fp32 `[n]` each: the log-probs, then the extras in their order.
+        """
+        ctx.dtype = product_dtype(hidden)
+        ctx.multiplier = multiplier
+        ctx.softcap = softcap
+        ctx.chunk = max(1, CHUNK_ELEMENTS // weight.shape[0])
         ctx.save_for_backward(hidden, weight, bias, targets)
-        logps, *others = (
-            hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(1 + len(extras))
-        )
+
+        logps = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        others = [torch.zeros_like(logps) for _ in extras]
         matrix = weight.to(ctx.dtype)
+        ctx.last_chunk = None
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            ctx.kept = logits = all_logps = None  # the chunk before: one is held at a time
-            logits, all_logps = logits_of(ctx, hidden[part], matrix, bias)
+            ctx.last_chunk = None  # frees the chunk before: only one is held at a time
+            logits, all_logps = logits_of(hidden[part], matrix, bias, multiplier, softcap)
             logps[part] = all_logps.gather(1, targets[part, None]).squeeze(1)
             for name, values in zip(extras, others):
                 values[part] = EXTRAS[name](logits, all_logps, targets[part])
-            ctx.kept = {start: (logits if softcap else None, all_logps)}
+            # The gradient needs the logits themselves for the soft cap only.
+            ctx.last_chunk = (logits if softcap else None, all_logps)
+            del logits, all_logps
         ctx.mark_non_differentiable(*others)
         return logps, *others
 
     @staticmethod
     def backward(ctx, grad_logps, *_):
+        """The gradients of hidden states, weight and bias, summed over the chunks in fp32."""
         hidden, weight, bias, targets = ctx.saved_tensors
         matrix = weight.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        grad_bias = None
+        if bias is not None:
+            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+
+        # What the forward pass kept is overwritten here. A second backward pass computes it again.
+        kept = ctx.last_chunk
+        ctx.last_chunk = None
         for start in reversed(range(0, len(hidden), ctx.chunk)):
             part = slice(start, start + ctx.chunk)
-            logits, all_logps = ctx.kept.pop(start, None) or logits_of(
-                ctx, hidden[part], matrix, bias
-            )
-            # d logp / d logits = one-hot(target) - softmax(logits)
-            grad = all_logps.exp_().scatter_add_(
-                1, targets[part, None], -torch.ones_like(all_logps[:, :1])
-            )
+            if kept is None:
+                kept = logits_of(hidden[part], matrix, bias, ctx.multiplier, ctx.softcap)
+            logits, all_logps = kept
+            kept = None
+
+            # d logp / d logits = one_hot(target) - softmax(logits). Its negative is made here, in the
+            # memory of the log-softmax. The minus before the multiplier turns the sign.
+            minus_one = -torch.ones_like(all_logps[:, :1])
+            grad = all_logps.exp_().scatter_add_(1, targets[part, None], minus_one)
             grad *= grad_logps[part, None] * -ctx.multiplier
             if ctx.softcap:
+                # d tanh(x) / dx = 1 - tanh(x)^2, and tanh(x) = logits / softcap.
                 grad *= 1 - (logits / ctx.softcap) ** 2
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
@@ -95,34 +122,47 @@ class ChunkedLogProbs(torch.autograd.Function):
             grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
             grad_weight += grad.T @ hidden[part].to(ctx.dtype)
             del logits, all_logps, grad
-        return (
-            grad_hidden,
-            grad_weight,
-            grad_bias,
-            None,
-            None,
-            None,
-            None,
-        )  # autograd rounds to the dtype of each
+        # autograd rounds each to the dtype of what it belongs to.
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def logits_of(ctx, hidden, matrix, bias) -> tuple[torch.Tensor, torch.Tensor]:
+def product_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """The precision of the product of hidden states and output weights.
+
+    autocast neither reaches into a custom function by itself, nor into its backward pass, so the
+    precision is decided here.
+    """
+    device = hidden.device.type
+    if device == "cpu":
+        return torch.float32  # a CPU has no fast half product: fp32 is better and faster
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
+
+
+def logits_of(
+    hidden, matrix, bias, multiplier: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits `[n, v]` of some positions, and their log-softmax in fp32."""
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = hidden.to(ctx.dtype) @ matrix.T
-        logits = logits if bias is None else logits.float() + bias.float()
-        logits = logits if ctx.multiplier == 1.0 else logits.float() * ctx.multiplier
-        logits = ctx.softcap * torch.tanh(logits.float() / ctx.softcap) if ctx.softcap else logits
+        logits = hidden.to(matrix.dtype) @ matrix.T
+        if bias is not None:
+            logits = logits.float() + bias.float()
+        if multiplier != 1.0:
+            logits = logits.float() * multiplier
+        if softcap:
+            logits = softcap * torch.tanh(logits.float() / softcap)
         return logits, logits.log_softmax(-1, dtype=torch.float32)
 
 
 class LogProbHead(nn.Linear):
     """A model's output layer that, given targets, returns their log-probs and no logits.
 
-    It is called as the module it is, once a forward, so that ZeRO-3 gathers its weight once and on every rank alike.
+    It is called as the module that it is, once in a forward pass. So ZeRO-3 gathers its weight
+    once, and on every rank alike.
     """
 
-    @torch.compiler.disable  # a program of its own for each number of targets would be slower
+    @torch.compiler.disable  # compiled once for each number of targets, it would be slower
     def forward(
         self,
         hidden,
@@ -131,6 +171,7 @@ class LogProbHead(nn.Linear):
         softcap: float = 0.0,
         extras: tuple[str, ...] = (),
     ):
+        """Logits, or, given targets, what `ChunkedLogProbs.forward` returns."""
         if targets is None:
             return super().forward(hidden)
         return ChunkedLogProbs.apply(
@@ -139,53 +180,63 @@ class LogProbHead(nn.Linear):
 
 
 class ScoreHead(nn.Linear):
-    """A reward model's or critic's output layer, in fp32 whatever the model computes in: half precision would round the scores."""
+    """A reward model's or critic's output layer, in fp32 whatever the model computes in.
+
+    Half precision would round the scores.
+    """
 
     def forward(self, hidden):
+        """fp32 scores `[n, 1]` of hidden states `[n, h]`."""
+        bias = None if self.bias is None else self.bias.float()
         with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(
-                hidden.float(),
-                self.weight.float(),
-                None if self.bias is None else self.bias.float(),
-            )
+            return nn.functional.linear(hidden.float(), self.weight.float(), bias)
 
 
 class ModelWrapper(nn.Module):
-    """What the engine prepares, around a `transformers` model that is trained or read: its `model`."""
+    """What the engine prepares: a module around a `transformers` model, which is its `model`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.model, self.config = model, model.config
-        # What FSDP2 asks for: where to cut, and what is tied.
-        self._no_split_modules, self.tie_weights = model._no_split_modules, model.tie_weights
-        self.get_input_embeddings, self.get_output_embeddings = (
-            model.get_input_embeddings,
-            model.get_output_embeddings,
-        )
+        self.model = model
+        self.config = model.config
+        # What FSDP2 asks for: where to cut, and which weights are tied.
+        self._no_split_modules = model._no_split_modules
+        self.tie_weights = model.tie_weights
+        self.get_input_embeddings = model.get_input_embeddings
+        self.get_output_embeddings = model.get_output_embeddings
 
 
 class ScoreModel(ModelWrapper):
-    """A sequence classifier with one label, see `load_score_model`."""
+    """A sequence classifier with one label whose forward returns scores; see `load.score_model`."""
 
     def __init__(self, model: nn.Module):
         super().__init__(model)
-        model.score.__class__ = ScoreHead
+        model.score.__class__ = ScoreHead  # same parameters and names: saving does not notice
 
     def forward(self, batch: dict, places: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 scores, of the shape of `places`, of what precedes and includes the tokens there; by default the `last` of `lay_out`."""
-        hidden = self.model.base_model(
-            **batch["inputs"], use_cache=False
-        ).last_hidden_state.flatten(0, 1)
-        return self.model.score(
-            hidden.index_select(0, batch["last"] if places is None else places)
-        ).squeeze(-1)
+        """Scores what ends with certain tokens.
+
+        Args:
+            batch: of `packing.make_batch`.
+            places: of these tokens, counted through the rows one after the other; by default the
+                last token of each answer.
+
+        Returns:
+            fp32 scores, of the shape of `places`.
+        """
+        if places is None:
+            places = batch["last"]
+        output = self.model.base_model(**batch["inputs"], use_cache=False)
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, places)
+        return self.model.score(hidden).squeeze(-1)
 
 
 class LogProbModel(ModelWrapper):
-    """A causal language model whose forward returns log-probs of the tokens asked for: train and prepare this one.
+    """A causal language model whose forward returns log-probs of the tokens asked for.
 
-    The backbone runs on whole rows, the head on the asked positions only. Rows are padded on the right, which under
-    causal attention needs no mask: no real token sees a token to its right.
+    This is the model to train and prepare. The backbone runs on whole rows, the head on the asked
+    positions only. Rows are padded on the right. Under causal attention that needs no mask: no real
+    token sees a token to its right.
     """
 
     def __init__(self, model: nn.Module):
@@ -193,16 +244,16 @@ class LogProbModel(ModelWrapper):
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
             sys.exit(
-                f"{type(model).__name__}: the output layer is {type(head).__name__}, only a plain nn.Linear is supported"
+                f"{type(model).__name__}: the output layer is {type(head).__name__}, "
+                "only a plain nn.Linear is supported"
             )
-        head.__class__ = (
-            LogProbHead  # same parameters and names: saving and generation do not notice
-        )
-        text = model.config.get_text_config()
-        self.softcap = getattr(text, "final_logit_softcapping", None) or 0.0  # Gemma
-        self.multiplier = (getattr(text, "logit_scale", None) or 1.0) / (
-            getattr(text, "logits_scaling", None) or 1.0
-        )  # Cohere; Granite
+        # Same parameters and names: saving and generation do not notice.
+        head.__class__ = LogProbHead
+        config = model.config.get_text_config()
+        self.softcap = getattr(config, "final_logit_softcapping", None) or 0.0  # Gemma
+        scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+        divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+        self.multiplier = scale / divisor
 
     def forward(
         self,
@@ -211,41 +262,37 @@ class LogProbModel(ModelWrapper):
         extras: tuple[str, ...] = (),
         check: bool = False,
     ) -> dict:
-        """Scores the targets of `lay_out` where its mask is true.
+        """Log-probs of the targets of a batch.
 
         Args:
+            batch: of `packing.make_batch`.
             temperature: the logits are divided by it.
             extras: names of `EXTRAS` to return as well.
-            check: run the architecture's own forward too, for `check_logprobs`: adds `own_logps`.
+            check: run the architecture's own forward too, for `checks.check_logprobs`; this adds
+                `own_logps`.
 
         Returns:
-            dict of fp32 `[answers, longest]`, zero where not scored: `logps`, and the extras.
+            dict of fp32 `[answers, longest]`: `logps`, and the extras. They are zero where
+            `batch["mask"]` is false.
         """
-        hidden = (
-            self.model.base_model(**batch["inputs"], use_cache=False)
-            .last_hidden_state.flatten(0, 1)
-            .index_select(0, batch["before"])
+        output = self.model.base_model(**batch["inputs"], use_cache=False)
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch["before"])
+        head = self.model.get_output_embeddings()
+        values = head(
+            hidden,
+            batch["targets"],
+            self.multiplier / temperature,
+            self.softcap / temperature,
+            extras,
         )
-        head, targets = self.model.get_output_embeddings(), batch["targets"]
-        values = dict(
-            zip(
-                ("logps", *extras),
-                head(
-                    hidden,
-                    targets,
-                    self.multiplier / temperature,
-                    self.softcap / temperature,
-                    extras,
-                ),
-            )
-        )
+        by_name = dict(zip(("logps", *extras), values))
         if check:
-            own = (
-                self.model(**batch["inputs"], use_cache=False)
-                .logits.flatten(0, 1)[batch["before"]]
-                .float()
-                .log_softmax(-1)
-            )
-            values["own_logps"] = own.gather(1, targets[:, None]).squeeze(1)
+            by_name["own_logps"] = self.own_logps(batch)
         empty = hidden.new_zeros(batch["mask"].shape, dtype=torch.float32)
-        return {name: empty.masked_scatter(batch["mask"], value) for name, value in values.items()}
+        return {name: empty.masked_scatter(batch["mask"], value) for name, value in by_name.items()}
+
+    def own_logps(self, batch: dict) -> torch.Tensor:
+        """Log-probs `[targets]` from the logits of the architecture's own forward."""
+        logits = self.model(**batch["inputs"], use_cache=False).logits
+        logits = logits.flatten(0, 1)[batch["before"]].float()
+        return logits.log_softmax(-1).gather(1, batch["targets"][:, None]).squeeze(1)
