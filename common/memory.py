@@ -1,154 +1,234 @@
-"""How much memory a model's states take under a launch config: an estimate to choose a config by, before anything is downloaded.
+"""Estimates the memory that a model's states take under a launch config, without its weights.
 
-    python -m common.memory --model assets/model --config accelerate_configs/ds_zero3.yaml --num_processes 8 [--trained 2] [--frozen 2]
+    python -m common.memory --model assets/model --config accelerate_configs/ds_zero3.yaml \\
+        --num_processes 8 [--trained 2] [--frozen 2]
 
-The model is built without weights, from its config alone: a folder's or a hub name's. The table gives each state in bytes per parameter and
-in GiB, on each GPU, at three moments: `forward`, at its end, when activations are at their largest; `backward`, as the last micro-batch's
-ends; `step`, inside the optimizer. What the formulas rest on, and how far they were from what was measured: docs/memory.md.
+The model is built from its config alone: that of a folder or of a hub name. The table gives each
+state in bytes per parameter and in GiB, for each process, at three moments: `forward`, at its end,
+when activations are at their largest; `backward`, at the end of the last micro-batch's; `step`,
+inside the optimizer. What the formulas rest on, and how far they were from what was measured:
+docs/memory.md.
 """
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import yaml
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from common import REPOSITORY
 from common.zero import read_json
 
-from . import REPOSITORY
-
 GIB = 2**30
-MOMENTS = {"f": "forward", "b": "backward", "s": "step"}
-OMITTED = """Not in the estimate: activations, the cache of generation, further layers that are gathered or in flight, the optimizer's temporary
-buffers, the CUDA context (about 0.5 GiB) and fragmentation. docs/memory.md has a formula for activations."""
+FORWARD = "forward"
+BACKWARD = "backward"
+STEP = "step"
+MOMENTS = (FORWARD, BACKWARD, STEP)
+OMITTED = """\
+Not in the estimate: activations, the cache of generation, further layers that are gathered or in
+flight, the optimizer's temporary buffers, the CUDA context (about 0.5 GiB) and fragmentation.
+docs/memory.md has a formula for activations."""
 
 
 class Setup(NamedTuple):
-    """What of a launch config decides on memory; sizes are in elements."""
+    """What of a launch config decides on memory. Sizes are in elements.
 
-    kind: str  # "plain" (one process), "ddp", "fsdp2" or "zero"
-    precision: str  # "fp16", "bf16" or "no"
+    Attributes:
+        kind: `plain` (one process), `ddp`, `fsdp2` or `zero`.
+        precision: `fp16`, `bf16` or `no`.
+        stage: of ZeRO.
+        bucket: what DeepSpeed reduces at once. -1 stands for accelerate's `auto`, the square of the
+            hidden size.
+        buckets: how many of them there are.
+        live: what ZeRO-3 holds gathered at most.
+        sub_group: what ZeRO-3 updates at once.
+        accumulates: several micro-batches make an update, so gradients are there while they run.
+    """
+
+    kind: str
+    precision: str
     processes: int
     stage: int = 0
-    bucket: int = 0  # what DeepSpeed reduces at once; -1 is accelerate's "auto", the square of the hidden size
+    bucket: int = 0
     buckets: int = 1
-    live: int = 0  # what ZeRO-3 holds gathered at most
-    sub_group: int = 0  # what ZeRO-3 updates at once
+    live: int = 0
+    sub_group: int = 0
     optimizer_on_cpu: bool = False
     weights_on_cpu: bool = False
-    accumulates: bool = (
-        True  # several micro-batches make an update, so gradients stand there while they run
-    )
+    accumulates: bool = True
+
+    @property
+    def is_half(self) -> bool:
+        return self.precision != "no"
+
+    @property
+    def place_of_optimizer(self) -> str:
+        return "CPU" if self.optimizer_on_cpu else "GPU"
+
+    @property
+    def place_of_weights(self) -> str:
+        return "CPU" if self.weights_on_cpu else "GPU"
+
+    @property
+    def while_adding(self) -> tuple[str, ...]:
+        """When the gradients of earlier micro-batches wait for those of the next."""
+        return (FORWARD,) if self.accumulates else ()
 
 
 class State(NamedTuple):
-    """One row: `size` bytes for each parameter, over N if `split`, at the moments `when`; of at most `limit` parameters, or of `fixed`."""
+    """A state of a model, such as its gradients.
+
+    Attributes:
+        size: bytes of an element.
+        split: whether each process holds a part of it only.
+        moments: when it is there.
+        place: `GPU` or `CPU`.
+        limit: elements that it has at most; None for as many as parameters.
+        fixed: elements that it has whatever the model; None for one a parameter.
+    """
 
     name: str
     size: int
     split: bool
-    when: str = "fbs"
-    where: str = "GPU"
+    moments: tuple[str, ...] = MOMENTS
+    place: str = "GPU"
     limit: int | None = None
     fixed: int | None = None
 
-    def formula(self) -> str:
-        """Bytes per parameter, such as `8 / N`."""
-        return "fixed" if self.fixed is not None else f"{self.size}{' / N' if self.split else ''}"
+    def formula(self, models: int = 1) -> str:
+        """Bytes per parameter, such as `8 / N`, or `2 x 8 / N` for two models."""
+        if self.fixed is not None:
+            return "fixed"
+        times = f"{models} x " if models != 1 else ""
+        return f"{times}{self.size}{' / N' if self.split else ''}"
 
     def bytes(self, parameters: int, processes: int) -> float:
         """What one process holds."""
-        elements = (
-            parameters / (processes if self.split else 1) if self.fixed is None else self.fixed
-        )
-        return self.size * (elements if self.limit is None else min(elements, self.limit))
+        if self.fixed is not None:
+            elements = self.fixed
+        elif self.split:
+            elements = parameters / processes
+        else:
+            elements = parameters
+        if self.limit is not None:
+            elements = min(elements, self.limit)
+        return self.size * elements
+
+
+class Row(NamedTuple):
+    """A line of the table: a state, or the sum of all in one place. Bytes of one process."""
+
+    place: str
+    state: str
+    formula: str
+    forward: float
+    backward: float
+    step: float
+
+
+# ============================================================ the launch config
 
 
 def read_setup(path: Path, processes: int | None = None) -> Setup:
-    """Reads an accelerate YAML, and the DeepSpeed JSON it names, relative to the current directory or else to this repository.
+    """Reads an accelerate YAML and the DeepSpeed JSON that it names.
+
+    Args:
+        path: relative to the current directory or else to this repository.
+        processes: by default those of the YAML.
 
     Raises:
-        SystemExit: a file that is missing or no such config, settings whose memory is not known here.
+        SystemExit: a file is missing or no such config, or its settings are not estimated here.
     """
+    config = read_yaml(path)
+    kind = config["distributed_type"]
+    processes = processes or int(config.get("num_processes", 1))
+    if processes < 1:
+        sys.exit(f"--num_processes {processes}: expected at least 1")
+    if kind == "DEEPSPEED":
+        name = config.get("deepspeed_config", {}).get("deepspeed_config_file")
+        if not name:
+            sys.exit(
+                f"{path} names no deepspeed_config_file: estimated are configs with a DeepSpeed "
+                "JSON only"
+            )
+        return read_deepspeed(name, processes)
+
+    precision = str(config.get("mixed_precision", "no"))
+    if kind == "FSDP":
+        fsdp = config.get("fsdp_config", {})
+        version = int(fsdp.get("fsdp_version", 1))
+        if version != 2 or fsdp.get("fsdp_reshard_after_forward") is not True:
+            sys.exit(
+                f"{path}: estimated are fsdp_version 2 and fsdp_reshard_after_forward true only"
+            )
+        on_cpu = fsdp.get("fsdp_offload_params") is True
+        return Setup("fsdp2", precision, processes, optimizer_on_cpu=on_cpu, weights_on_cpu=on_cpu)
+    if kind == "NO":
+        return Setup("plain", precision, processes)
+    # Where the YAML speaks of several GPUs accelerate makes DDP, also with one process.
+    return Setup("ddp", precision, processes)
+
+
+def read_yaml(path: Path) -> dict:
+    """Reads an accelerate YAML; see `read_setup`."""
     found = [file for file in (path, REPOSITORY / path) if file.is_file()]
     if not found:
         sys.exit(f"the config {str(path)!r} was found neither in {Path.cwd()} nor in {REPOSITORY}")
     try:
         config = yaml.safe_load(found[0].read_text(encoding="utf-8"))
-        kind = config["distributed_type"]
+        config["distributed_type"]
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError):
         sys.exit(f"{path} is no accelerate config: it has no distributed_type")
-    processes = processes or int(config.get("num_processes", 1))
-    if processes < 1:
-        sys.exit(f"--num_processes {processes}: expected at least 1")
-    if kind == "FSDP":
-        fsdp = config.get("fsdp_config", {})
-        if (
-            int(fsdp.get("fsdp_version", 1)) != 2
-            or fsdp.get("fsdp_reshard_after_forward") is not True
-        ):
-            sys.exit(
-                f"{path}: estimated are fsdp_version 2 and fsdp_reshard_after_forward true only"
-            )
-        on_cpu = fsdp.get("fsdp_offload_params") is True
-        return Setup(
-            "fsdp2",
-            str(config.get("mixed_precision", "no")),
-            processes,
-            optimizer_on_cpu=on_cpu,
-            weights_on_cpu=on_cpu,
-        )
-    if kind != "DEEPSPEED":
-        # What the YAML calls several GPUs becomes DDP, also with one process.
-        return Setup(
-            "plain" if kind == "NO" else "ddp", str(config.get("mixed_precision", "no")), processes
-        )
-    name = config.get("deepspeed_config", {}).get("deepspeed_config_file")
-    if not name:
-        sys.exit(
-            f"{path} names no deepspeed_config_file: estimated are configs with a DeepSpeed JSON only"
-        )
-    return read_deepspeed(name, processes)
+    return config
 
 
 def read_deepspeed(name: str, processes: int) -> Setup:
-    """The setup of a DeepSpeed JSON; what is not said there has DeepSpeed 0.19.8's default.
+    """Reads a DeepSpeed JSON. What it does not say has DeepSpeed 0.19.8's default.
 
     Raises:
-        SystemExit: see `read_setup`.
+        SystemExit: as `read_setup`.
     """
     config = read_json(name)
-    zero, halves = (
-        config.get("zero_optimization", {}),
-        [half for half in ("fp16", "bf16") if config.get(half, {}).get("enabled") is True],
-    )
-    if zero.get("stage") not in (1, 2, 3) or "data_types" in config:
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage")
+    if stage not in (1, 2, 3) or "data_types" in config:
         sys.exit(f"{name}: estimated are ZeRO stages 1, 2 and 3 without data_types")
-    on_cpu = {
+    places = {
         what: zero.get(f"offload_{what}", {}).get("device", "none")
         for what in ("optimizer", "param")
     }
-    if not set(on_cpu.values()) <= {"none", "cpu"}:
-        sys.exit(f"{name}: offloading to {on_cpu} is not estimated, to the CPU it is")
-    size = lambda key, default: int(
-        float(default if zero.get(key, "auto") == "auto" else zero[key])
-    )
-    bucket = -1 if zero.get("reduce_bucket_size") == "auto" else size("reduce_bucket_size", 5e8)
+    if not set(places.values()) <= {"none", "cpu"}:
+        sys.exit(f"{name}: offloading to {places} is not estimated, to the CPU it is")
+
+    halves = [half for half in ("fp16", "bf16") if config.get(half, {}).get("enabled") is True]
+
+    def elements(key: str, default: float) -> int:
+        value = zero.get(key, "auto")
+        return int(float(default if value == "auto" else value))
+
+    bucket = elements("reduce_bucket_size", 5e8)
+    if zero.get("reduce_bucket_size") == "auto":
+        bucket = -1  # accelerate fills it in
     return Setup(
         "zero",
         halves[0] if halves else "no",
         processes,
-        zero["stage"],
+        stage,
         bucket,
-        2 if zero.get("overlap_comm") is True and zero["stage"] < 3 else 1,
-        size("stage3_max_live_parameters", 1e9),
-        size("sub_group_size", 1e9),
-        on_cpu["optimizer"] == "cpu",
-        on_cpu["param"] == "cpu" and zero["stage"] == 3,
+        buckets=2 if zero.get("overlap_comm") is True and stage < 3 else 1,
+        live=elements("stage3_max_live_parameters", 1e9),
+        sub_group=elements("sub_group_size", 1e9),
+        optimizer_on_cpu=places["optimizer"] == "cpu",
+        weights_on_cpu=places["param"] == "cpu" and stage == 3,
     )
+
+
+# ============================================================ the states
 
 
 def states(setup: Setup, unit: int) -> tuple[list[State], State]:
@@ -157,153 +237,232 @@ def states(setup: Setup, unit: int) -> tuple[list[State], State]:
     Args:
         unit: parameters of the largest layer or embedding, which FSDP2 gathers at once.
     """
-    many, half = setup.processes > 1, setup.precision != "no"
-    adding = "f" if setup.accumulates else ""
-    if setup.kind in ("plain", "ddp"):
-        trained = [
-            State("weights", 4, False),
-            State("gradients", 4, False, adding + "bs"),
-            State("Adam", 8, False),
-        ]
-        trained += (
-            [State("DDP's buckets", 4, False)] if setup.kind == "ddp" else []
-        )  # DDP reduces copies of the gradients, and keeps them
-        trained += [State("half copies (autocast), at most", 2, False, "f")] if half else []
-        return trained, State("weights", 4, False)
-    optimizer, weights = (
-        "CPU" if there else "GPU" for there in (setup.optimizer_on_cpu, setup.weights_on_cpu)
-    )
+    if setup.kind == "zero":
+        return zero_states(setup)
     if setup.kind == "fsdp2":
-        # Without synchronisation, before the last micro-batch, gradients add up whole on every GPU.
-        trained = [
-            State("weights", 4, True, where=weights),
-            State("gradients that add up", 4, False, adding),
-        ]
-        trained += [
-            State("gradients", 4, True, "bs", optimizer),
-            State("Adam", 8, True, where=optimizer),
-        ]
-        return [
-            *trained,
-            State("gathered, one layer", 2 if half else 4, False, "f", fixed=unit),
-        ], State("weights", 4, True, where=weights)
-    size, three = 2 if half else 4, setup.stage == 3
+        return fsdp2_states(setup, unit)
+    return ddp_states(setup)
+
+
+def ddp_states(setup: Setup) -> tuple[list[State], State]:
+    """See `states`; also of a single process without DDP."""
     trained = [
-        State("weights", size, three, where=weights),
-        State("fp32 masters", 4, True, where=optimizer),
+        State("weights", 4, split=False),
+        State("gradients", 4, split=False, moments=(*setup.while_adding, BACKWARD, STEP)),
+        State("Adam", 8, split=False),
     ]
-    trained += [State("Adam", 8, True, where=optimizer)]
-    bucket = State(
-        "reduction buffer",
-        size,
-        False,
-        {1: adding + "b", 2: "b", 3: "fbs"}[setup.stage],
-        fixed=setup.bucket * setup.buckets,
-    )
-    if three:
-        # From the start of the step the fp32 copies of one group of parameters stand beside the gradients.
-        copies = State("fp32 gradients", 4, True, "s", limit=setup.sub_group)
-        if setup.optimizer_on_cpu:
-            copies = State("fp32 gradients", 4, True, where="CPU")
-        trained += [State("gradients", size, True), copies]
-        trained += [State("gathered, at most", size, False, "f", limit=setup.live)] if many else []
+    if setup.kind == "ddp":
+        # DDP reduces copies of the gradients, and keeps them.
+        trained += [State("DDP's buckets", 4, split=False)]
+    if setup.is_half:
+        trained += [
+            State("half copies (autocast), at most", 2, split=False, moments=(FORWARD,)),
+        ]
+    return trained, State("weights", 4, split=False)
+
+
+def fsdp2_states(setup: Setup, unit: int) -> tuple[list[State], State]:
+    """See `states`."""
+    weights = State("weights", 4, split=True, place=setup.place_of_weights)
+    trained = [
+        weights,
+        # FSDP2 reduces gradients after the last micro-batch only. Before, they add up whole on
+        # every GPU.
+        State("gradients that add up", 4, split=False, moments=setup.while_adding),
+        State(
+            "gradients",
+            4,
+            split=True,
+            moments=(BACKWARD, STEP),
+            place=setup.place_of_optimizer,
+        ),
+        State("Adam", 8, split=True, place=setup.place_of_optimizer),
+        State(
+            "gathered, one layer",
+            2 if setup.is_half else 4,
+            split=False,
+            moments=(FORWARD,),
+            fixed=unit,
+        ),
+    ]
+    return trained, weights
+
+
+def zero_states(setup: Setup) -> tuple[list[State], State]:
+    """See `states`."""
+    size = 2 if setup.is_half else 4
+    weights = State("weights", size, split=setup.stage == 3, place=setup.place_of_weights)
+    if setup.stage == 3:
+        gradients = zero3_gradients(setup, size)
     elif setup.optimizer_on_cpu:
-        summed = (
-            State("gradients", size, False, adding)
-            if setup.stage == 1
-            else State("gradients that add up", size, True, adding and "fbs", "CPU")
+        gradients = offloaded_gradients(setup, size)
+    else:
+        gradients = zero1_or_2_gradients(setup, size)
+    moments_of_buffer = {
+        1: (*setup.while_adding, BACKWARD),
+        2: (BACKWARD,),
+        3: MOMENTS,
+    }
+    trained = [
+        weights,
+        State("fp32 masters", 4, split=True, place=setup.place_of_optimizer),
+        State("Adam", 8, split=True, place=setup.place_of_optimizer),
+        *gradients,
+        State(
+            "reduction buffer",
+            size,
+            split=False,
+            moments=moments_of_buffer[setup.stage],
+            fixed=setup.bucket * setup.buckets,
+        ),
+    ]
+    return trained, weights
+
+
+def zero3_gradients(setup: Setup, size: int) -> list[State]:
+    """Gradients under ZeRO-3, and the weights that it keeps gathered; `size` bytes an element."""
+    # From the start of the step the fp32 copies of one group of parameters are there beside the
+    # gradients.
+    copies = State("fp32 gradients", 4, split=True, moments=(STEP,), limit=setup.sub_group)
+    if setup.optimizer_on_cpu:
+        copies = State("fp32 gradients", 4, split=True, place="CPU")
+    result = [State("gradients", size, split=True), copies]
+    if setup.processes > 1:
+        result += [
+            State("gathered, at most", size, split=False, moments=(FORWARD,), limit=setup.live)
+        ]
+    return result
+
+
+def offloaded_gradients(setup: Setup, size: int) -> list[State]:
+    """Gradients under ZeRO-1 and 2 where Adam runs on the CPU; `size` bytes an element."""
+    if setup.stage == 1:
+        adding = State("gradients", size, split=False, moments=setup.while_adding)
+    else:
+        adding = State(
+            "gradients that add up",
+            size,
+            split=True,
+            moments=MOMENTS if setup.accumulates else (),
+            place="CPU",
         )
-        trained += [
-            summed,
-            State("fp32 gradients", 4, True, where="CPU"),
-            State("half copy", size, True, where="CPU"),
+    return [
+        adding,
+        State("fp32 gradients", 4, split=True, place="CPU"),
+        State("half copy", size, split=True, place="CPU"),
+    ]
+
+
+def zero1_or_2_gradients(setup: Setup, size: int) -> list[State]:
+    """Gradients under ZeRO-1 and 2 where Adam runs on the GPU; `size` bytes an element."""
+    if setup.stage == 1:
+        # Whole gradients add up, and are split at the end.
+        halves = [
+            State("gradients", size, split=False, moments=setup.while_adding),
+            State("gradients", size, split=True, moments=(BACKWARD, STEP)),
         ]
-    elif setup.stage == 1:  # whole gradients add up, and are split at the end
-        trained += [
-            State("gradients", size, False, adding),
-            State("gradients", size, True, "bs"),
-            State("fp32 gradients", 4, True, "s"),
+    else:
+        # Parts of gradients add up. Beside them is the part of the micro-batch that just ran.
+        halves = [
+            State("gradients", size, split=True, moments=(*setup.while_adding, BACKWARD, STEP)),
+            State(
+                "gradients of this micro-batch",
+                size,
+                split=True,
+                moments=(BACKWARD,) if setup.accumulates else (),
+            ),
         ]
-    else:  # parts of gradients add up, and that of the micro-batch stands beside them
-        trained += [
-            State("gradients", size, True, adding + "bs"),
-            State("gradients of this micro-batch", size, True, adding and "b"),
-        ]
-        trained += [State("fp32 gradients", 4, True, "s")]
-    return [*trained, bucket], State("weights", size, three, where=weights)
+    return [*halves, State("fp32 gradients", 4, split=True, moments=(STEP,))]
+
+
+# ============================================================ the model
 
 
 def count_parameters(name: str) -> tuple[int, int, int]:
-    """Parameters (tied ones once), those of the largest layer or embedding, and bytes of buffers, of a causal language model.
+    """Counts a causal language model without reading its weights.
+
+    Returns:
+        Its parameters (tied ones once), those of its largest layer or embedding, and the bytes of
+        its buffers.
 
     Raises:
-        SystemExit: nothing there, or an architecture that transformers does not know.
+        SystemExit: there is no model of that name, or transformers does not know its architecture.
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(name), dtype=torch.float32
-            )
+            config = AutoConfig.from_pretrained(name)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # whatever transformers and the hub raise
-        sys.exit(
-            f"no causal language model could be built from the config of {name!r}: {str(error).strip().splitlines()[0]}"
-        )
-    count = lambda module: sum(p.numel() for p in module.parameters())
-    units = [
-        module
-        for module in model.modules()
-        if type(module).__name__ in (model._no_split_modules or [])
-    ]
-    units += [model.get_input_embeddings(), model.get_output_embeddings()]
-    return (
-        count(model),
-        max(count(unit) for unit in units if unit is not None),
-        sum(b.numel() * b.element_size() for b in model.buffers()),
-    )
+        reason = str(error).strip().splitlines()[0]
+        sys.exit(f"no causal language model could be built from the config of {name!r}: {reason}")
+    names_of_layers = model._no_split_modules or []
+    units = [module for module in model.modules() if type(module).__name__ in names_of_layers]
+    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if embedding is not None:
+            units.append(embedding)
+    largest = max(count(unit.parameters()) for unit in units)
+    buffer_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
+    return count(model.parameters()), largest, buffer_bytes
+
+
+def count(parameters: Iterable[nn.Parameter]) -> int:
+    """How many numbers the parameters hold."""
+    return sum(p.numel() for p in parameters)
+
+
+# ============================================================ the table
 
 
 def table(
     setup: Setup, parameters: int, unit: int = 0, trained: int = 1, frozen: int = 0
-) -> list[tuple]:
-    """Rows `(where, state, formula, bytes in the forward, backward, step)` per process, and a sum for each place.
+) -> list[Row]:
+    """What one process holds: the states on its GPU and their sum, then those on its CPU if any.
 
-    The trained models are parts of one engine, as everywhere here, so what does not grow with the parameters is there once.
+    The trained models are parts of one engine, as in all recipes. So what does not grow with the
+    parameters is there once.
+
+    Args:
+        parameters: of one model.
+        unit: see `states`.
+        trained: number of trained models.
+        frozen: number of frozen models.
     """
-    own, other = states(setup, unit)
-    rows = [(trained, state) for state in own] + (
-        [(frozen, other._replace(name="frozen weights"))] if frozen else []
-    )
-    result = []
-    for where in ("GPU", "CPU"):
-        here = [
-            (
-                where,
-                state.name,
-                state.formula()
-                if times == 1 or state.fixed is not None
-                else f"{times} x {state.formula()}",
-                *(
-                    state.bytes(times * parameters, setup.processes) * (moment in state.when)
-                    for moment in MOMENTS
-                ),
-            )
-            for times, state in rows
-            if state.where == where and state.when
-        ]
-        result += (
-            [*here, (where, "sum", "", *map(sum, zip(*(row[3:] for row in here))))] if here else []
-        )
-    return result
+    trained_states, frozen_state = states(setup, unit)
+    models_and_states = [(trained, state) for state in trained_states]
+    if frozen:
+        models_and_states += [(frozen, frozen_state._replace(name="frozen weights"))]
+    rows = []
+    for place in ("GPU", "CPU"):
+        here = []
+        for models, state in models_and_states:
+            if state.place == place and state.moments:
+                size = state.bytes(models * parameters, setup.processes)
+                sizes = [size if moment in state.moments else 0 for moment in MOMENTS]
+                here.append(Row(place, state.name, state.formula(models), *sizes))
+        if here:
+            sums = [sum(sizes) for sizes in zip(*(row[3:] for row in here))]
+            rows += [*here, Row(place, "sum", "", *sums)]
+    return rows
 
 
-def main() -> None:
+def print_table(rows: list[Row]) -> None:
+    moments = " ".join(f"{moment:>9}" for moment in MOMENTS)
+    print(f"{'for each process':40} {'bytes/parameter':>15} {moments}  GiB")
+    for place, name, formula, *sizes in rows:
+        in_gib = " ".join(f"{size / GIB:9.3f}" for size in sizes)
+        print(f"{place} {name:36} {formula:>15} {in_gib}")
+
+
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m common.memory",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", required=True, help="Hugging Face folder or hub name; only its config is read"
+        "--model",
+        required=True,
+        help="Hugging Face folder or hub name; only its config is read",
     )
     parser.add_argument("--config", required=True, type=Path, help="accelerate YAML")
     parser.add_argument("--num_processes", type=int, help="default: the YAML's")
@@ -317,34 +476,36 @@ def main() -> None:
         "--accumulation_steps",
         type=int,
         default=2,
-        help="1: no gradients stand there in the forward; any other number is alike",
+        help="1: no gradients are there in the forward; any other number gives the same",
     )
-    args = parser.parse_args()
-    setup = read_setup(args.config, args.num_processes)._replace(
-        accumulates=args.accumulation_steps > 1
-    )
-    parameters, unit, buffers = count_parameters(args.model)
-    if setup.bucket < 0:
-        setup = setup._replace(bucket=AutoConfig.from_pretrained(args.model).hidden_size ** 2)
-    kind = {
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = read_arguments()
+    setup = read_setup(args.config, args.num_processes)
+    setup = setup._replace(accumulates=args.accumulation_steps > 1)
+    parameters, unit, buffer_bytes = count_parameters(args.model)
+    if setup.bucket == -1:
+        hidden_size = AutoConfig.from_pretrained(args.model).hidden_size
+        setup = setup._replace(bucket=hidden_size**2)
+
+    names = {
         "plain": "one process",
         "ddp": "DDP",
         "fsdp2": "FSDP2",
         "zero": f"DeepSpeed ZeRO-{setup.stage}",
-    }[setup.kind]
+    }
+    precision = setup.precision if setup.is_half else "fp32"
     print(
-        f"{args.model}: {parameters:,} parameters, tied ones once; buffers {buffers / GIB:.2f} GiB"
+        f"{args.model}: {parameters:,} parameters, tied ones once; "
+        f"buffers {buffer_bytes / GIB:.2f} GiB"
     )
     print(
-        f"{kind} {'fp32' if setup.precision == 'no' else setup.precision}, N = {setup.processes}, {args.trained} trained, {args.frozen} frozen\n"
+        f"{names[setup.kind]} {precision}, N = {setup.processes}, "
+        f"{args.trained} trained, {args.frozen} frozen\n"
     )
-    print(
-        f"{'for each process':40} {'bytes/parameter':>15} {'forward':>9} {'backward':>9} {'step':>9}  GiB"
-    )
-    for where, name, formula, *sizes in table(setup, parameters, unit, args.trained, args.frozen):
-        print(
-            f"{where} {name:36} {formula:>15} " + " ".join(f"{size / GIB:9.3f}" for size in sizes)
-        )
+    print_table(table(setup, parameters, unit, args.trained, args.frozen))
     print(f"\n{OMITTED}")
 
 
