@@ -1,4 +1,4 @@
-"""Folders that are whole or not there."""
+"""Folders that are whole or not there: written aside, flushed, renamed, checked by a manifest."""
 
 import json
 import os
@@ -8,10 +8,20 @@ from pathlib import Path
 
 import numpy as np
 
+STEP_PREFIX = "global_step_"
+
 
 def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
-    """Flushes a written directory to disk and puts it in place of another; then deletes all but the newest `keep` of the
-    `global_step_*` folders beside it, 0 keeps all."""
+    """Flushes a written folder to the disk and puts it in the place of another.
+
+    Killed at any instant, this leaves the old folder or the new one whole: at worst the old one
+    under its name with `.old`.
+
+    Args:
+        temporary: the written folder, in the same parent folder as `directory`.
+        directory: the place to put it; what stands there is deleted.
+        keep: how many `global_step_*` folders stay in the parent folder, the newest; 0 keeps all.
+    """
     flush(*temporary.rglob("*"), temporary)
     old = directory.with_name(f".{directory.name}.old")
     if directory.exists():
@@ -20,29 +30,62 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
     temporary.rename(directory)
     flush(directory.parent)
     shutil.rmtree(old, ignore_errors=True)
-    for path in by_step(directory.parent)[:-keep] if keep else []:
-        shutil.rmtree(path, ignore_errors=True)  # what someone still reads (NFS) goes the next time
+    if keep:
+        for path in by_step(directory.parent)[:-keep]:
+            # On NFS a folder cannot be deleted while someone reads it. It goes the next time.
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def flush(*paths: Path) -> None:
-    """Files and folders, each itself, to the disk."""
+    """Flushes files and folders to the disk; of a folder its list of names, not its files."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
 
 
-def by_step(folder: Path) -> list[Path]:
-    """The `global_step_*` folders, the newest last. A copy of one under a longer name is the user's: it is neither taken nor deleted."""
-    return sorted(
-        (path for path in folder.glob("global_step_*") if path.name[12:].isdigit()),
-        key=lambda path: int(path.name[12:]),
-    )
+def step_of(folder: Path) -> int | None:
+    """100 for `global_step_000100`; None for other names, such as `global_step_000100_best`."""
+    number = folder.name.removeprefix(STEP_PREFIX)
+    if number == folder.name or not number.isdigit():
+        return None
+    return int(number)
+
+
+def by_step(parent: Path) -> list[Path]:
+    """The `global_step_*` folders of a folder, the newest last.
+
+    Copies that the user made under other names are left out.
+    """
+    folders = [path for path in parent.glob(f"{STEP_PREFIX}*") if step_of(path) is not None]
+    return sorted(folders, key=step_of)
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file: finds what storage damages; it is no signature."""
-    return zlib.crc32(np.memmap(path, mode="r")) if path.stat().st_size else 0
+    """The CRC-32 of a file. It finds what storage damages; it is no signature."""
+    if path.stat().st_size == 0:
+        return 0  # an empty file cannot be mapped
+    return zlib.crc32(np.memmap(path, mode="r"))
+
+
+def describe_files(folder: Path, share: int = 0, shares: int = 1) -> dict[str, list[int]]:
+    """The entries of a folder's manifest: size in bytes and checksum of each file, by its path.
+
+    Args:
+        share, shares: processes that divide the work describe every `shares`-th file each, from
+            number `share` on.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): [path.stat().st_size, checksum(path)]
+        for path in files[share::shares]
+    }
+
+
+def write_manifest(folder: Path, entries: dict[str, list[int]]) -> None:
+    """Writes `manifest.json`, by which `fault_of` finds what is missing or damaged."""
+    text = json.dumps(entries, indent=1, sort_keys=True)
+    (folder / "manifest.json").write_text(text, encoding="utf-8")
 
 
 def fault_of(path: Path) -> str | None:
@@ -50,12 +93,20 @@ def fault_of(path: Path) -> str | None:
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         for name, (size, crc) in manifest.items():
-            if (found := ((path / name).stat().st_size, checksum(path / name))) != (size, crc):
-                return f"{name} has {found[0]} bytes with checksum {found[1]}, it was written with {size} and {crc}"
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return (
-            f"{error.filename} is missing"
-            if isinstance(error, FileNotFoundError)
-            else f"manifest.json cannot be read: {error}"
-        )
-    return None if "state.json" in manifest else "its manifest does not name state.json"
+            file = path / name
+            found_size = file.stat().st_size
+            found_crc = checksum(file)
+            if (found_size, found_crc) != (size, crc):
+                return (
+                    f"{name} has {found_size} bytes with checksum {found_crc}, "
+                    f"it was written with {size} and {crc}"
+                )
+    except FileNotFoundError as error:
+        return f"{error.filename} is missing"
+    except OSError as error:
+        return f"a file cannot be read: {error}"
+    except (ValueError, TypeError, AttributeError) as error:
+        return f"manifest.json cannot be read: {error}"
+    if "state.json" not in manifest:
+        return "its manifest does not name state.json"
+    return None
