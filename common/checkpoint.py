@@ -1,304 +1,450 @@
-"""Checkpoints and resuming."""
+"""Checkpoints: what they hold, how they are written, and how a run resumes from one."""
 
+import dataclasses
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-import types
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, set_seed
 from safetensors import SafetensorError
+from torch import nn
 
-from common import actor, distributed, engine, folders
-from common.arguments import MAY_CHANGE
-from common.metrics import NOTHING
+from common import actor, arguments, distributed, engine, folders
+from common.metrics import Metrics
+from common.progress import Progress
+
+# The counters of `Progress` that a checkpoint holds; it derives the others from these.
+COUNTERS = ("global_step", "skipped_steps", "samples", "tokens")
+# At most: weights 4, fp32 masters 4, Adam's two moments 8, the actor 4.
+BYTES_PER_PARAMETER = 20
+# A launcher passes on a signal that its processes may have got already. Only what comes later than
+# this many seconds after the first one is a second signal.
+SAME_SIGNAL_SECONDS = 3
 
 
-class Run(types.SimpleNamespace):
-    """All that a checkpoint holds: `accelerator args optimizer scheduler tokenizer progress metrics`, and
+@dataclasses.dataclass
+class Run:
+    """A training run, as far as its checkpoints need to know it.
 
     Attributes:
-        model, unwrapped: what `accelerator.prepare` returned, and the `LogProbModel` inside it.
-        data_fingerprint: of the tokenised training set; it stands for data, tokenizer and lengths.
-        signal, signalled: the signal that ends the run after its update, 0 for none, and when it came.
-        saved: `global_step` of the last checkpoint in `folder`.
-        extra: what else the recipe carries from update to update, the same on all ranks: tensors, numbers, lists and dicts of them.
+        model: what `accelerator.prepare` returned.
+        unwrapped: the module inside it, whose `model` is the actor.
+        scheduler: a `LambdaLR`, not prepared.
+        data_fingerprint: of the tokenised training set. It stands for data, tokenizer and lengths.
+        extra: what else the recipe carries from update to update, the same on all processes: None,
+            tensors, numbers, lists and dicts of them.
+        last_saved: `global_step` of the last checkpoint in `folder` that is this run's own; None if
+            there is none.
+        stop_signal: the signal that ends the run after its update; 0 if none came.
+        signalled_at: when the first signal came, by `time.monotonic`.
     """
 
-    extra, signal, signalled, saved = None, 0, 0.0, -1
+    accelerator: Accelerator
+    args: Any
+    model: nn.Module
+    unwrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    tokenizer: Any
+    progress: Progress
+    metrics: Metrics
+    data_fingerprint: str
+    extra: Any = None
+    last_saved: int | None = None
+    stop_signal: int = 0
+    signalled_at: float = 0.0
 
     @property
     def folder(self) -> Path:
+        """Where the run's checkpoints are."""
         return Path(self.args.output_dir) / "checkpoints"
 
     @property
     def identity(self) -> dict:
-        """What a run must share with the checkpoint it resumes from; a sharded state needs the same world, too."""
-        accelerator, world = (
-            self.accelerator,
-            f"{engine.describe(self.accelerator)} with {self.accelerator.num_processes} processes",
-        )
-        return {
-            **vars(self.args),
-            "data": self.data_fingerprint,
-            "world": world if engine.is_sharded(accelerator) else accelerator.mixed_precision,
-        }
+        """What a run must share with the checkpoint it resumes from, but for what may change.
+
+        Its `world` is the precision. An engine that cuts its state must also be the same, with as
+        many processes.
+        """
+        accelerator = self.accelerator
+        world = accelerator.mixed_precision
+        if engine.is_sharded(accelerator):
+            world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
+        return {**vars(self.args), "data": self.data_fingerprint, "world": world}
+
+
+# ============================================================ saving
 
 
 def save(run: Run) -> None:
-    """Writes `checkpoints/global_step_...` under another name, flushes it, renames it, then deletes the oldest. All ranks call it.
+    """Writes `checkpoints/global_step_...`, then deletes the oldest ones.
+
+    All processes must call it.
 
     Raises:
-        SystemExit: it could not be written, as on a full disk; what was is removed, the checkpoints before it are untouched.
+        SystemExit: it could not be written, for example because the disk is full. What was written
+            of it is removed; the checkpoints before it are untouched.
     """
-    if (
-        run.saved == run.progress.global_step
-    ):  # a signal came meanwhile; updates skipped since then would be skipped again
+    step = run.progress.global_step
+    if run.last_saved == step:
+        # A signal came after this checkpoint. Updates skipped since then will be skipped again.
         return
-    final, before = (
-        run.folder / f"global_step_{run.progress.global_step:06d}",
-        folders.by_step(run.folder),
-    )
+    final = run.folder / f"global_step_{step:06d}"
+    temporary = run.folder / f".{final.name}.writing"
+    earlier = folders.by_step(run.folder)
     try:
-        write(run, final, run.folder / f".{final.name}.writing")
-    except (
-        OSError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # torch and safetensors have their own kinds
-        if run.accelerator.is_main_process:  # another might delete what this one is renaming
-            shutil.rmtree(run.folder / f".{final.name}.writing", ignore_errors=True)
-        way_on = (
-            f"--resume auto goes on from {before[-1].name}" if before else "There is none before it"
-        )
-        sys.exit(f"{final} could not be written: {str(error)[:200]}. {way_on}.")
-    run.saved = run.progress.global_step
+        write(run, temporary, final)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
+        # Only the main process removes it: another one might delete what this one is renaming.
+        if run.accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+        way_on = "There is none before it."
+        if earlier:
+            way_on = f"--resume auto goes on from {earlier[-1].name}."
+        sys.exit(f"{final} could not be written: {str(error)[:200]}. {way_on}")
+    run.last_saved = step
 
 
-def write(run: Run, final: Path, temporary: Path) -> None:
+def write(run: Run, temporary: Path, final: Path) -> None:
+    """Writes a checkpoint to `temporary` and renames it to `final`."""
     accelerator = run.accelerator
     choose_engine_state(run)
-    accelerator.save_state(str(temporary / "engine"))  # makes the folder
-    state = {  # all that the engine does not know, with each process's own sums of the log line not yet written
-        "arguments": run.identity,
-        "progress": {
-            name: getattr(run.progress, name)
-            for name in ("global_step", "skipped_steps", "updates_seen", "samples", "tokens")
-        },
-        "scheduler": run.scheduler.state_dict(),
-        "last_update": run.metrics.last_update,
-        "metrics_bytes": run.metrics.file.stat().st_size if run.metrics.file.exists() else 0,
-        "open_sums": gather_object(
-            [{name: value.tolist() for name, value in run.metrics.open.sums.items()}]
-        ),
-    }
+    accelerator.save_state(str(temporary / "engine"))  # it makes the folder
+    state = state_beside_engine(run)
     if accelerator.is_main_process:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    actor.save(
-        accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor"
-    )  # and waits for all
-    folders.flush(
-        *temporary.rglob("*"), temporary
-    )  # on every rank: each flushes what its own node holds back
-    mine = sorted(filter(Path.is_file, temporary.rglob("*")))[
-        accelerator.process_index :: accelerator.num_processes
-    ]
-    manifest = dict(
-        gather_object(
-            [
-                (str(path.relative_to(temporary)), [path.stat().st_size, folders.checksum(path)])
-                for path in mine
-            ]
-        )
+    # This also waits until every process has written its files.
+    actor.save(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
+
+    # Every process flushes everything: each node holds back what was written on it.
+    folders.flush(*temporary.rglob("*"), temporary)
+    own_entries = folders.describe_files(
+        temporary, share=accelerator.process_index, shares=accelerator.num_processes
     )
+    entries = {}
+    for part in gather_object([own_entries]):
+        entries.update(part)
     if accelerator.is_main_process:
-        (temporary / "manifest.json").write_text(
-            json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8"
-        )
+        folders.write_manifest(temporary, entries)
         folders.replace(temporary, final, run.args.save_total_limit)
     accelerator.wait_for_everyone()
 
 
-def check_disk(run: Run) -> None:
-    """Refuses a run whose checkpoints will not fit on the disk: those it keeps, and one more while that is written."""
-    for leftover in run.folder.glob(
-        ".global_step_*"
-    ):  # of a run that was killed while saving; one with .old was damaged
-        shutil.rmtree(leftover)
-    run.metrics.parameters = sum(
-        getattr(p, "ds_numel", p.numel()) for p in run.unwrapped.parameters()
-    )
-    size = (
-        run.metrics.parameters * (4 + 4 + 8 + 4) / 2**30
-    )  # GiB at most: weights, fp32 masters, two moments, the actor
-    number = max(run.args.save_total_limit + 1 - len(folders.by_step(run.folder)), 1)
-    if (
-        run.args.save_steps
-        and (free := shutil.disk_usage(run.args.output_dir).free / 2**30) < number * size
-    ):
-        sys.exit(
-            f"{run.args.output_dir} has {free:.3g} GiB free, too little for {number} checkpoints of up to {size:.3g} GiB"
-        )
+def state_beside_engine(run: Run) -> dict:
+    """The content of `state.json`: what the engine does not save. All processes must call it.
 
-
-def stop_if_asked(run: Run) -> None:
-    """After a window: where any process was told to end (see `resume`), saves a checkpoint and leaves. All ranks call it."""
-    if number := int(
-        run.accelerator.reduce(torch.tensor(run.signal, device=run.accelerator.device), "max")
-    ):
-        save(run)
-        run.metrics.bar.close()
-        run.accelerator.print(
-            f"stopped by {signal.Signals(number).name} after update {run.saved}, saved in {run.folder}: go on with --resume auto"
-        )
-        sys.exit(128 + number)
+    `open_sums` has the sums of the log line not yet written, of each process by itself: added up
+    now, they would be rounded in another order than without a checkpoint.
+    """
+    metrics = run.metrics
+    return {
+        "arguments": run.identity,
+        "progress": {name: getattr(run.progress, name) for name in COUNTERS},
+        "scheduler": run.scheduler.state_dict(),
+        "last_update": metrics.last_update,
+        "metrics_bytes": metrics.file.stat().st_size if metrics.file.exists() else 0,
+        "open_sums": gather_object([metrics.open.state()]),
+    }
 
 
 def choose_engine_state(run: Run) -> None:
-    """What accelerate saves and loads: no frozen model, and names without DDP's `module.`, for another number of processes."""
+    """Makes accelerate save and load the trained model alone, and no frozen one.
+
+    Its names are without DDP's `module.`, so that another number of processes can load it.
+    """
     engine.reshard(run.model)
-    run.accelerator._models = [run.model if engine.is_sharded(run.accelerator) else run.unwrapped]
+    sharded = engine.is_sharded(run.accelerator)
+    run.accelerator._models = [run.model if sharded else run.unwrapped]
+
+
+# ============================================================ stopping
+
+
+def install_signals(run: Run) -> None:
+    """Makes SIGTERM, SIGINT and SIGUSR1 end the run after its update, with a checkpoint.
+
+    `stop_if_asked` then saves it. A second signal ends the run at once.
+    """
+    own_process = os.getpid()
+
+    def handle(number: int, _frame) -> None:
+        # Processes that a reward function forks inherit this handler. They end at once, unless it
+        # is by Ctrl-C: that reaches them too, and the update still needs them.
+        is_forked = os.getpid() != own_process
+        if is_forked and number != signal.SIGINT:
+            os._exit(128 + number)
+        if run.stop_signal == 0:
+            run.signalled_at = time.monotonic()
+        elif time.monotonic() - run.signalled_at > SAME_SIGNAL_SECONDS:
+            os._exit(128 + number)
+        run.stop_signal = number
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, handle)
+
+
+def stop_if_asked(run: Run) -> None:
+    """Saves a checkpoint and ends the run if any process got a signal.
+
+    All processes must call it, after each update.
+
+    Raises:
+        SystemExit: with 128 plus the signal's number.
+    """
+    own_signal = torch.tensor(run.stop_signal, device=run.accelerator.device)
+    number = int(run.accelerator.reduce(own_signal, "max"))
+    if number == 0:
+        return
+    save(run)
+    run.metrics.bar.close()
+    run.accelerator.print(
+        f"stopped by {signal.Signals(number).name} after update {run.last_saved}, "
+        f"saved in {run.folder}: go on with --resume auto"
+    )
+    sys.exit(128 + number)
+
+
+# ============================================================ resuming
 
 
 def resume(run: Run) -> None:
-    """Puts a run where `--resume` says: at a checkpoint, or (auto, and none was ever written) at the start. All ranks call it.
+    """Puts a run where `--resume` says: at a checkpoint, or at the start.
 
-    From here on SIGTERM, SIGINT and SIGUSR1 end the run after its update, with a checkpoint; a second one, a few seconds later (a
-    launcher passes on what its processes may have got already), ends it at once.
+    It also does what every run needs before its first update: it seeds, checks the disk, listens to
+    signals, opens the log. All processes must call it.
 
     Raises:
-        SystemExit: no whole checkpoint though there are some, or one of another run: the difference is shown.
+        SystemExit: the disk is too small; there are checkpoints but none is whole; the one to take
+            is of another run.
     """
-    choose_engine_state(run)  # and so lets a reference go that is no longer needed
-    set_seed(
-        run.args.seed, device_specific=True
-    )  # models were made alike on all ranks; dropout differs between them
+    choose_engine_state(run)  # this also frees a reference model that is no longer needed
+    # The models were made alike on all processes. From here on, dropout differs between them.
+    set_seed(run.args.seed, device_specific=True)
     distributed.on_main_process(run.accelerator, check_disk, run)
-    accelerator, owner, metrics_size = run.accelerator, os.getpid(), 0
-
-    def note(number, _):
-        forked, late = os.getpid() != owner, run.signal and time.monotonic() - run.signalled > 3
-        if late or (
-            forked and number != signal.SIGINT
-        ):  # Ctrl-C reaches the workers of a reward function, which the update still needs
-            os._exit(128 + number)
-        run.signal, run.signalled = number, run.signalled if run.signal else time.monotonic()
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, note)
+    install_signals(run)
     if run.args.resume == "never":
-        return run.metrics.start()
-    if path := distributed.on_main_process(accelerator, find, run):
-        load(run, path, state := json.loads((path / "state.json").read_text(encoding="utf-8")))
+        run.metrics.start()
+        return
+
+    path = distributed.on_main_process(run.accelerator, find_checkpoint, run)
+    metrics_bytes = 0
+    if path:
+        state = load(run, path)
         if path.parent.resolve() == run.folder.resolve():
-            metrics_size, run.saved = state["metrics_bytes"], run.progress.global_step
-        accelerator.print(
-            f"resumed from {path}: {run.progress.global_step} updates, {run.progress.updates_seen} windows seen"
+            metrics_bytes = state["metrics_bytes"]
+            run.last_saved = run.progress.global_step
+    delete_what_comes_later(run)
+    run.metrics.start(metrics_bytes)
+
+    came_from_elsewhere = path is not None and run.last_saved is None
+    if came_from_elsewhere and run.args.save_steps:
+        # The checkpoint is in another run's folder, so this run saves one of its own at once: if it
+        # were killed before its first, --resume auto would start it anew.
+        save(run)
+
+
+def check_disk(run: Run) -> None:
+    """Refuses a run whose checkpoints will not fit on the disk.
+
+    Before it measures, it removes what a killed run left half written. The disk must hold the
+    checkpoints that the run keeps, and one more while that is written.
+    """
+    for leftover in run.folder.glob(".global_step_*"):
+        shutil.rmtree(leftover)
+    if not run.args.save_steps:
+        return
+    most_gib = engine.count_parameters(run.unwrapped) * BYTES_PER_PARAMETER / 2**30
+    free_gib = shutil.disk_usage(run.args.output_dir).free / 2**30
+    still_to_come = max(run.args.save_total_limit + 1 - len(folders.by_step(run.folder)), 1)
+    if free_gib < still_to_come * most_gib:
+        sys.exit(
+            f"{run.args.output_dir} has {free_gib:.3g} GiB free, too little for {still_to_come} "
+            f"checkpoints of up to {most_gib:.3g} GiB"
         )
-    # Like the lines beyond it, what was saved later is of the run that is left behind; where nothing was found all is.
-    for folder in [*folders.by_step(run.folder), *folders.by_step(run.folder.parent / "actors")]:
-        if accelerator.is_main_process and int(folder.name[12:]) > run.progress.global_step:
-            shutil.rmtree(folder)
-    run.metrics.start(metrics_size)
-    # A run that goes on elsewhere has a checkpoint of its own from the start: killed before its first, it would begin anew.
-    save(run) if path and run.saved < 0 and run.args.save_steps else accelerator.wait_for_everyone()
 
 
-def find(run: Run) -> Path | None:
-    """The checkpoint to take, the newest whole one with `--resume auto`, or None; names those passed over."""
-    candidates = (
-        folders.by_step(run.folder)[::-1] if run.args.resume == "auto" else [Path(run.args.resume)]
-    )
+def find_checkpoint(run: Run) -> Path | None:
+    """The checkpoint that `--resume` names; with `auto` the newest whole one of this run.
+
+    None if `auto` finds that none was ever written. Prints which ones are passed over, and why.
+
+    Raises:
+        SystemExit: there are checkpoints but none is whole; the run has ended and left none.
+    """
+    if run.args.resume == "auto":
+        candidates = folders.by_step(run.folder)[::-1]
+    else:
+        candidates = [Path(run.args.resume)]
     for path in candidates:
-        if not (fault := folders.fault_of(path)):
+        fault = folders.fault_of(path)
+        if fault is None:
             return path
         run.accelerator.print(f"passed over {path}: {fault}")
-    if found := candidates or [*run.folder.glob("global_step_*")]:
+
+    # A copy under another name is not taken, but it tells that this run is not new.
+    found = candidates or list(run.folder.glob("global_step_*"))
+    if found:
         sys.exit(
-            f"--resume {run.args.resume}: none of the {len(found)} checkpoints is whole and named as written; to start anew take another --output_dir"
+            f"--resume {run.args.resume}: none of the {len(found)} checkpoints is whole and named "
+            "as written; to start anew take another --output_dir"
         )
     if (run.folder.parent / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint")
     run.accelerator.print(f"no checkpoint in {run.folder}: starting from the beginning")
+    return None
 
 
-def load(run: Run, path: Path, state: dict) -> None:
-    """Reads a verified checkpoint into the run.
+def delete_what_comes_later(run: Run) -> None:
+    """Deletes checkpoints and actors beyond the point that the run resumes from.
+
+    They belong to the abandoned run, as the log lines beyond that point do. If the run starts at 0,
+    that is all of them. All processes must call it.
+    """
+    if run.accelerator.is_main_process:
+        actors = run.folder.parent / "actors"
+        for folder in [*folders.by_step(run.folder), *folders.by_step(actors)]:
+            if folders.step_of(folder) > run.progress.global_step:
+                shutil.rmtree(folder)
+    run.accelerator.wait_for_everyone()
+
+
+def load(run: Run, path: Path) -> dict:
+    """Reads a whole checkpoint into the run and returns its `state.json`.
 
     Raises:
-        SystemExit: it is of other data, another algorithm's settings, or another world where that cannot be loaded.
+        SystemExit: it is of other data, of other settings, or of a world whose state this one
+            cannot load.
     """
-    before, now = state["arguments"], run.identity
-    now["world"] = now["world"][
-        : len(before.get("world", ""))
-    ]  # a universal checkpoint's names stage and precision only
-    if changed := [
-        name for name in before if name not in MAY_CHANGE and now.get(name) != before[name]
-    ]:
-        differences = (
-            f"{name}: {before[name]!r} in the checkpoint, {now.get(name)!r} now" for name in changed
-        )
-        sys.exit(
-            f"--resume: {path} is of another run: {'; '.join(differences)}{' (common.export --universal is for another number of processes)' * ('world' in changed)}"
-        )
-    accelerator, rank, processes = (
-        run.accelerator,
-        run.accelerator.process_index,
-        len(state["open_sums"]),
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    refuse_another_run(run, path, state["arguments"])
+    load_engine(run, path / "engine")
+    load_schedule(run, state["scheduler"])
+    for name in COUNTERS:
+        setattr(run.progress, name, state["progress"][name])
+    run.metrics.last_update = state["last_update"]
+    run.extra = torch.load(path / "extra.pt", weights_only=True)
+    load_open_sums(run, state["open_sums"])
+    run.accelerator.print(
+        f"resumed from {path}: {run.progress.global_step} updates, "
+        f"{run.progress.skipped_steps} skipped"
     )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        accelerator.print(
-            "NOTE: DeepSpeed's state is read as pickles, which can run code: resume from your own checkpoints only."
-        )
-        run.model._config.load_universal_checkpoint = (
-            path / "engine/pytorch_model/zero"
-        ).is_dir()  # see common/export.py
-    groups = [
+    return state
+
+
+def refuse_another_run(run: Run, path: Path, before: dict) -> None:
+    """Ends the program if the checkpoint at `path` is not of this run.
+
+    Args:
+        before: the `identity` of the run that wrote it.
+
+    Raises:
+        SystemExit: with all differences.
+    """
+    now = run.identity
+    if before.get("world") == universal_world(now["world"]):
+        now["world"] = before["world"]
+    may_change = arguments.MAY_CHANGE | run.args.may_change
+    changed = [name for name in before if name not in may_change and now.get(name) != before[name]]
+    if not changed:
+        return
+    differences = "; ".join(
+        f"{name}: {before[name]!r} in the checkpoint, {now.get(name)!r} now" for name in changed
+    )
+    way_out = ""
+    if "world" in changed:
+        way_out = " (common.export --universal is for another number of processes)"
+    sys.exit(f"--resume: {path} is of another run: {differences}{way_out}")
+
+
+def universal_world(world: str) -> str:
+    """Engine, stage and precision: what must stay the same for a universal checkpoint.
+
+    `DeepSpeed ZeRO-2 fp16` for `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`. Such checkpoints
+    are made by `common/export.py`.
+    """
+    return world.partition(" on ")[0]
+
+
+def load_engine(run: Run, folder: Path) -> None:
+    """Loads what `accelerator.save_state` wrote: weights, optimizer, loss scale, random states.
+
+    The settings of the optimizer's groups stay those of this run.
+
+    Args:
+        folder: `engine` in a checkpoint.
+    """
+    accelerator = run.accelerator
+    settings_of_groups = [
         {name: value for name, value in group.items() if name != "params"}
         for group in run.optimizer.param_groups
     ]
-    # On a GPU Adam's step counts would be read back from it for each parameter.
-    accelerator.load_state(
-        str(path / "engine"), **({} if engine.is_sharded(accelerator) else {"map_location": "cpu"})
-    )
-    run.scheduler.optimizer.param_groups = (
-        run.optimizer.param_groups
-    )  # new ones, which DeepSpeed's Adam for CPUs does not share
-    (schedule := run.scheduler).load_state_dict(state["scheduler"])
-    # The next update's, by the horizon of now: --max_steps and --max_epochs may have changed.
-    schedule._last_lr = [
-        base * factor(schedule.last_epoch)
-        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas)
-    ]
-    # DeepSpeed 0.19.8 gives all groups the settings of the first, and one shared step count, from a universal ZeRO-3 checkpoint.
-    for group, settings, learning_rate in zip(
-        run.optimizer.param_groups, groups, schedule.get_last_lr()
-    ):
-        group.update(settings, lr=learning_rate)
-    for moments in (part for part in run.optimizer.state.values() if "step" in part):
-        moments["step"] = moments["step"] + 0
-    run.metrics.last_update, run.extra = (
-        state["last_update"],
-        torch.load(path / "extra.pt", weights_only=True),
-    )
-    vars(run.progress).update(state["progress"])
-    for writer, sums in enumerate(state["open_sums"]):
-        mine = rank == (writer if processes == accelerator.num_processes else 0)
-        for name, value in sums.items():  # the others take the names
-            run.metrics.open.merge(
-                name,
-                torch.tensor(
-                    value if mine else NOTHING, dtype=torch.float64, device=accelerator.device
-                ),
-            )
-    if (
-        processes != accelerator.num_processes
-    ):  # the data order goes on exactly; random states cannot
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.print(
-            f"note: {processes} processes before, {accelerator.num_processes} now: dropout, if any, is drawn anew"
+            "NOTE: DeepSpeed's state is read as pickles, which can run code: "
+            "resume from your own checkpoints only."
+        )
+        is_universal = (folder / "pytorch_model" / "zero").is_dir()  # see common/export.py
+        run.model._config.load_universal_checkpoint = is_universal
+    if engine.is_sharded(accelerator):
+        accelerator.load_state(str(folder))
+    else:
+        # Adam keeps its step counts on the CPU. accelerate would load them onto the GPU, and each
+        # update would wait to read them back, one for each parameter.
+        accelerator.load_state(str(folder), map_location="cpu")
+
+    # From a universal ZeRO-3 checkpoint DeepSpeed 0.19.8 gives all groups the settings of the first
+    # one, and all parameters one step count that they share. So we set each group's own settings
+    # again and give each parameter a count of its own.
+    for group, settings in zip(run.optimizer.param_groups, settings_of_groups):
+        group.update(settings)
+    for moments in run.optimizer.state.values():
+        step = moments.get("step")
+        if torch.is_tensor(step):
+            moments["step"] = step.clone()
+
+
+def load_schedule(run: Run, state: dict) -> None:
+    """Puts the scheduler where it was, and sets the learning rates of the next update."""
+    scheduler = run.scheduler
+    # After loading, DeepSpeed's Adam for CPUs has new groups: the scheduler must set their rates.
+    scheduler.optimizer.param_groups = run.optimizer.param_groups
+    scheduler.load_state_dict(state)
+    # --max_steps and --max_epochs may have changed. So the rates are those of the new horizon, not
+    # those of the checkpoint.
+    scheduler._last_lr = [
+        base_rate * factor(scheduler.last_epoch)
+        for base_rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
+    ]
+    for group, learning_rate in zip(run.optimizer.param_groups, scheduler.get_last_lr()):
+        group["lr"] = learning_rate
+
+
+def load_open_sums(run: Run, sums_by_process: list[dict[str, list[float]]]) -> None:
+    """Restores the sums of the log line that was not yet written when the checkpoint was.
+
+    Each process takes the sums that it had. If the number of processes has changed, the first one
+    takes them all; the data order still goes on exactly, but random states cannot.
+
+    Args:
+        sums_by_process: sum, count, minimum and maximum by name, of each process that wrote the
+            checkpoint.
+    """
+    accelerator = run.accelerator
+    processes_before = len(sums_by_process)
+    same_number = processes_before == accelerator.num_processes
+    for writer, sums in enumerate(sums_by_process):
+        reader = writer if same_number else 0
+        run.metrics.open.load_state(sums, mine=accelerator.process_index == reader)
+    if not same_number:
+        accelerator.print(
+            f"note: {processes_before} processes before, {accelerator.num_processes} now: "
+            "dropout, if any, is drawn anew"
         )

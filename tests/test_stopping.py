@@ -7,6 +7,7 @@ for used (`rubbish`), removed by any process (`all_remove`), a checkpoint writte
 (`over_another`), a reward function's workers ended by Ctrl-C (`pool_ends`), a universal checkpoint for any stage (`any_stage`) or world (`any_world`).
 """
 
+import dataclasses
 import json
 import os
 import resource
@@ -141,6 +142,12 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole(inputs, unbroken):
     assert_goes_on(inputs, "plain", output, unbroken("plain"))
 
 
+def partial_run(**given):
+    """A run of which a function under test needs these parts only."""
+    required = [field.name for field in dataclasses.fields(checkpoint.Run) if field.default is dataclasses.MISSING]
+    return checkpoint.Run(**{**dict.fromkeys(required), **given})
+
+
 @pytest.mark.parametrize(
     "free, kept, there, fits", [(61, 2, 0, True), (59, 2, 0, False), (21, 2, 2, True), (19, 2, 2, False), (19, 0, 5, False)]
 )
@@ -151,7 +158,7 @@ def test_a_disk_too_small_is_refused_before_training(tmp_path, monkeypatch, free
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free * 10**9))
     args = types.SimpleNamespace(save_total_limit=kept, save_steps=10, output_dir=str(tmp_path))
     model = types.SimpleNamespace(parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)])
-    run = checkpoint.Run(args=args, unwrapped=model, metrics=types.SimpleNamespace())
+    run = partial_run(args=args, unwrapped=model)
     if fits:
         return checkpoint.check_disk(run)
     with pytest.raises(SystemExit, match=r"has .* GiB free, too little for \d checkpoints .*of up to 18.6 GiB"):
@@ -192,7 +199,7 @@ def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, st
     world = json.loads((universal / "state.json").read_text())["arguments"]["world"]
     assert folders.fault_of(universal) is None and world == f"DeepSpeed ZeRO-{stage} fp32"
     result = launch(alone, recipe("ppo"), *flags(inputs, output, *more, "--resume", "auto" if stage == 2 else universal), cwd=inputs)
-    assert "10 updates, 10 windows seen" in result.stdout
+    assert "10 updates, 0 skipped" in result.stdout
     one, two = weights(output), weights(whole)
     assert (one - two).norm() <= 1e-5 * two.norm()
     after = {line["global_step"]: line for line in timeless(output)}
@@ -209,9 +216,10 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, world, stage
     plugin = types.SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage}})
     accelerator = types.SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, num_processes=8, mixed_precision=precision,
                                         device=torch.device("cuda"), state=types.SimpleNamespace(deepspeed_plugin=plugin))  # fmt: skip
-    run = checkpoint.Run(args=types.SimpleNamespace(beta=1), accelerator=accelerator, data_fingerprint="d")
-    state = {"arguments": {"beta": 1, "data": "d", "world": world}}
-    refuses(f"world: '{world}' in the checkpoint", "common.export --universal", call=lambda: checkpoint.load(run, tmp_path, state))
+    run = partial_run(args=types.SimpleNamespace(beta=1, may_change=set()), accelerator=accelerator, data_fingerprint="d")
+    before = {"beta": 1, "data": "d", "world": world}
+    call = lambda: checkpoint.refuse_another_run(run, tmp_path, before)
+    refuses(f"world: '{world}' in the checkpoint", "common.export --universal", call=call)
 
 
 def test_step_counts_that_differ_cannot_be_moved_under_zero3(inputs):
@@ -252,8 +260,7 @@ def test_ctrl_c_leaves_a_reward_functions_workers_to_finish(inputs):
 
 def saving_run(folder, **more):
     args = types.SimpleNamespace(output_dir=str(folder), save_total_limit=2, save_steps=0)
-    return checkpoint.Run(args=args, progress=types.SimpleNamespace(global_step=4), unwrapped=torch.nn.Linear(1, 1),
-                          metrics=types.SimpleNamespace(), **more)  # fmt: skip
+    return partial_run(args=args, progress=types.SimpleNamespace(global_step=4), unwrapped=torch.nn.Linear(1, 1), **more)
 
 
 def test_what_a_killed_save_left_is_cleared_before_the_disk_is_measured(tmp_path):
@@ -265,25 +272,25 @@ def test_what_a_killed_save_left_is_cleared_before_the_disk_is_measured(tmp_path
 
 @pytest.mark.parametrize("main, before", [(True, True), (True, False), (False, True)])
 def test_only_the_main_process_removes_what_failed(tmp_path, monkeypatch, main, before):
-    def fail(run, final, temporary):
+    def fail(run, temporary, final):
         temporary.mkdir(parents=True)
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_checkpoint", fail)
+    monkeypatch.setattr(checkpoint, "write", fail)
     run = saving_run(tmp_path, accelerator=types.SimpleNamespace(is_main_process=main))
     if before:
         (run.folder / "global_step_000002").mkdir(parents=True)
     way_on = "--resume auto goes on from global_step_000002." if before else "There is none before it."
-    refuses("global_step_000004 could not be written: No space left on device", way_on, call=lambda: checkpoint.save_checkpoint(run))
+    refuses("global_step_000004 could not be written: No space left on device", way_on, call=lambda: checkpoint.save(run))
     assert (run.folder / ".global_step_000004.writing").exists() != main
 
 
 def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda run, final, temporary: written.append(final.name))
+    monkeypatch.setattr(checkpoint, "write", lambda run, temporary, final: written.append(final.name))
     run = saving_run(tmp_path)
     for run.progress.global_step in (4, 4, 5):
-        checkpoint.save_checkpoint(run)
+        checkpoint.save(run)
     assert written == ["global_step_000004", "global_step_000005"]
 
 
