@@ -1,7 +1,8 @@
 """Launching: every YAML, any directory, the right world; what cannot be honoured is refused; what is not finite stops.
 
 Mutations that turn it red: clipping left to DeepSpeed's default (`ds_clip`), the JSON looked up from the current directory only
-(`cwd_json`), the package of another clone taken (`any_common`), the check for finite losses dropped (`no_nan_check`), clipping off (`no_clip`), all
+(`cwd_json`), the package of another clone taken (`any_common`), somebody else's not noticed
+(`foreign_common`), the check for finite losses dropped (`no_nan_check`), clipping off (`no_clip`), all
 saved actors kept (`all_actors`), a folder that some process does not see taken (`unseen_folder`), a folder shared by runs
 of the same second (`same_second`), gradients turned round by a negative norm (`uphill`).
 """
@@ -71,6 +72,33 @@ def test_another_common_is_refused(inputs, tmp_path):
         shutil.copytree(REPOSITORY / part, tmp_path / "clone" / part)
     result = launch([], tmp_path / "clone/recipes/sft.py", *flags(inputs, tmp_path / "out"), cwd=tmp_path, check=False, fresh=True)
     assert result.returncode and "pip install -e" in result.stdout and str(REPOSITORY) in result.stdout and "Traceback" not in result.stdout
+
+
+@pytest.mark.parametrize("kind", ["folder", "package", "module", "on PYTHONPATH"])
+def test_somebody_elses_common_is_named(tmp_path, kind):
+    """Beside a copied recipe, or found first by PYTHONPATH: one line, not an ImportError."""
+    place = tmp_path / "elsewhere" if kind == "on PYTHONPATH" else tmp_path
+    file = place / ("common.py" if kind == "module" else "common/__init__.py")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if kind != "folder":  # a folder without it is a package, too
+        file.write_text("actor = 1\n")
+    copy = shutil.copy(recipe("sft"), tmp_path / "mine.py")
+    environment = {"PYTHONPATH": str(place)} if kind == "on PYTHONPATH" else None
+    result = launch([], copy, "--help", cwd=tmp_path, env=environment, check=False, fresh=True)
+    assert result.returncode == 1 and len(result.stdout.splitlines()) == 1, result.stdout
+    found = file.parent if kind == "folder" else file
+    for part in (f"'common' is {found},", "rename", "another folder", "pip install -e"):
+        assert part in result.stdout, result.stdout
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward", "ppo"])
+def test_each_recipe_checks_its_common_alike(name):
+    """By the same lines, before it takes anything from it."""
+    checks = [
+        path.read_text().split("\nimport common\n")[1].split("\nfrom common")[0]
+        for path in (recipe("sft"), recipe(name))
+    ]
+    assert checks[0] == checks[1] and "check_recipe(__file__)" in checks[0]
 
 
 def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
