@@ -1,92 +1,109 @@
 """Supervised fine-tuning: raise the likelihood of demonstrated answers.
 
-Ouyang et al. 2022, arXiv:2203.02155, section 3.5. Loss of a window, over its target tokens y_t:
+Ouyang et al. 2022, arXiv:2203.02155, section 3.5. Loss of an update, over its target tokens y_t:
 
     loss = mean over all target tokens of -log pi(y_t | y_<t)
 
-Demo, offline:   python recipes/sft.py
-One GPU:         accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/sft.py --model_name_or_path M --dataset_name D
-N GPUs:          accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/sft.py --model_name_or_path M --dataset_name D
-DeepSpeed fp16:  accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/sft.py
-Docs, metrics:   docs/sft.md
+Demo, offline:
+    python recipes/sft.py
+One GPU:
+    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/sft.py \
+        --model_name_or_path M --dataset_name D
+N GPUs:
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/sft.py \
+        --model_name_or_path M --dataset_name D
+DeepSpeed fp16:
+    accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/sft.py
+
+Every argument, every metric: docs/sft.md
 """
 
 # ============================================================ imports
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
+
+if not hasattr(common, "check_recipe"):  # somebody else's package of this name was found first
+    raise SystemExit(
+        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
+        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
+    )
+common.check_recipe(__file__)
+
 from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
 from common.checkpoint import Run
 from common.data import dataset, formats, tokens
 from common.metrics import Means, Metrics
-from common.models import checks, load, prepare
+from common.models import checks, load, packing, prepare
 from common.models.logprobs import LogProbModel
-from common.models.packing import make_batch
 from common.progress import Progress
-from common.rollout import answers, generation
-
-common.check_recipe(__file__)
+from common.rollout import answers
 
 
 # ============================================================ arguments
 @dataclass
 class Args:
-    model_name_or_path: str | None = HfArg(default=None, help="model to train: hub name or folder")
+    model_name_or_path: str | None = HfArg(
+        default=None, help="the model to train: a hub name or a folder"
+    )
     dataset_name: str | None = HfArg(
-        default=None, help="demonstrations: hub name, hub name:config, file or folder"
+        default=None, help="demonstrations: a hub name, hub name:config, file or folder"
     )
     dataset_split: str = HfArg(default="train", help="split of --dataset_name")
     eval_dataset_name: list[str] | None = HfArg(
-        default=None, help="held-out rows, one or several sets; a column answer adds exact match"
+        default=None,
+        help="held-out rows, one or several sets; a column `answer` adds exact match",
     )
     eval_dataset_split: str = HfArg(
-        default="train", help="split of --eval_dataset_name (a local file's is train)"
+        default="train", help="split of --eval_dataset_name; a local file is the split train"
     )
     columns: list[str] | None = HfArg(
-        default=None, help="where a format's column stands in the data, such as prompt=question"
+        default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
     )
     output_dir: str | None = HfArg(default=None, help="default: runs/sft/<date-time>")
 
     loss_on: Literal["assistant", "completion", "all"] = HfArg(
         default="assistant",
-        help="assistant: every assistant turn, or the completion; completion: the last turn; all: every token",
+        help="assistant: every assistant turn, or the completion; completion: the last turn; "
+        "all: every token",
     )
 
     train_batch_size: int = HfArg(default=64, help="rows of one update, over all processes")
-    micro_train_batch_size: int = HfArg(default=4, help="rows one process runs at once")
+    micro_train_batch_size: int = HfArg(default=4, help="rows that one process runs at once")
     micro_train_tokens: int = HfArg(
-        default=0, help="tokens with padding it runs at once, instead; 0: not used"
+        default=0,
+        help="if above 0, fills micro-batches by padded tokens instead of rows",
     )
     packing: bool = HfArg(
         default=False,
-        help="short rows beside each other, blind to each other, where the architecture allows it",
+        help="put short rows beside each other, blind to each other, where the model allows it",
     )
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
-    max_length: int = HfArg(default=1024, help="tokens of a row; what is longer is cut at the end")
+    max_length: int = HfArg(default=1024, help="tokens of a row; longer ones are cut at the end")
     learning_rate: float = HfArg(default=2e-5, help="peak learning rate")
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
     ] = HfArg(default="linear", help="see transformers.get_scheduler")
-    warmup_steps: float = HfArg(default=0.03, help="updates of warm-up; below 1 a share of all")
-    weight_decay: float = HfArg(default=0.0, help="on matrices, not on biases and norms")
+    warmup_steps: float = HfArg(default=0.03, help="updates of warm-up; below 1: a share of all")
+    weight_decay: float = HfArg(default=0.0, help="on matrices only, not on biases and norms")
     adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
     max_grad_norm: float = HfArg(default=1.0, help="gradient clipping; 0: none")
-    gradient_checkpointing: bool = HfArg(default=False, help="less memory for more time")
+    gradient_checkpointing: bool = HfArg(default=False, help="saves memory, costs time")
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
-    seed: int = HfArg(default=0, help="data order and dropout")
+    seed: int = HfArg(default=0, help="of the data order and of dropout")
 
     logging_steps: float = HfArg(
-        default=1, help="updates between log lines; below 1 a share of all"
+        default=1, help="updates between log lines; below 1: a share of all updates"
     )
     eval_steps: float = HfArg(
-        default=0, help="updates between evaluations; 0: only before and after"
+        default=0, help="updates between evaluations; 0: only before and after training"
     )
     max_new_tokens: int = HfArg(default=256, help="longest answer in evaluation by exact match")
     save_steps: float = HfArg(default=0, help="updates between checkpoints to resume from; 0: none")
@@ -106,81 +123,71 @@ class Args:
         default=False, help="name the module and the tensor that overflow; slow"
     )
 
+    # Besides what all recipes share, a resumed run may change these.
+    may_change: ClassVar[set[str]] = {"packing", "max_new_tokens"}
+
 
 # ============================================================ the algorithm
-def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
-    """An SFT row as (prompt, completion), both strings or both message lists; `messages` and `text` have an empty prompt."""
-    if row.get("messages") is not None:
-        formats.check(
-            formats.is_messages(row["messages"]),
-            row,
-            "messages",
-            "a list of messages with role and content",
-        )
-        return [], formats.as_messages(row["messages"], "user")
-    if row.get("text") is not None:
-        formats.check(isinstance(row["text"], str), row, "text", "a string")
-        return "", row["text"]
-    formats.require(
-        row, "prompt", "completion", expected="'messages', or 'prompt' and 'completion', or 'text'"
-    )
-    if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
-        return row["prompt"], row["completion"]
-    return formats.as_messages(row["prompt"], "user"), formats.as_messages(
-        row["completion"], "assistant"
-    )
-
-
 def encode_conversation(
-    tokenizer, prompt, completion, loss_on: str, tools=None
+    tokenizer,
+    prompt: str | list[dict],
+    completion: str | list[dict],
+    loss_on: str,
+    tools: list | str | None = None,
 ) -> tuple[list[int], list[bool], list[int]]:
-    """Ids of an SFT row, which of them are targets, and the ids before the last answer; all empty where there is none.
+    """Returns a row's token ids, which of them are targets, and the ids before the last answer.
+
+    All three are empty where there is no answer.
 
     Args:
-        loss_on: `assistant` (every assistant turn; of prompt and completion the completion), `completion` (the last
-            turn only) or `all`.
-        tools: what the conversation's calls may be of, see `common.data.render`.
+        loss_on: `assistant` (every assistant turn; of prompt and completion the completion),
+            `completion` (the last turn only) or `all`.
+        tools: what the conversation may call, see `tokens.render`.
     """
-    if not formats.has_text(completion):
-        pieces = []
-    elif isinstance(completion, str):
-        pieces = tokens.encode(tokenizer, [prompt, completion], plain=True)
-    else:
+    pieces = []  # alternate: a context, its answer, the next context, its answer ...
+    if isinstance(completion, str):
+        if completion:
+            pieces = tokens.encode(tokenizer, [prompt, completion], plain=True)
+    elif formats.has_text(completion):
         messages = prompt + completion
         turns = [
-            (i, i + 1)
-            for i, m in enumerate(messages)
-            if m["role"] == "assistant" and formats.has_text([m]) and i >= len(prompt)
+            (number, number + 1)
+            for number, message in enumerate(messages)
+            if number >= len(prompt) and message["role"] == "assistant"
+            if formats.has_text([message])
         ]
-        pieces = tokens.encode_turns(
-            tokenizer, messages, turns[-1:] if loss_on == "completion" else turns, tools
-        )
-    prompt_ids, targets = [token for piece in pieces[:-1] for token in piece], []
+        if loss_on == "completion":
+            turns = turns[-1:]
+        pieces = tokens.encode_turns(tokenizer, messages, turns, tools)
+    if not pieces:
+        return [], [], []
+
+    learn_contexts = loss_on == "all"
+    targets = []
     for context, answer in zip(pieces[::2], pieces[1::2]):
         learned = tokens.turn_length(tokenizer, answer) or len(answer)
-        targets += (
-            [loss_on == "all"] * len(context)
-            + [True] * learned
-            + [loss_on == "all"] * (len(answer) - learned)
-        )
-    targets[:1] = [False] * bool(targets)  # nothing predicts the first token
-    ids = [*prompt_ids, *(pieces[-1][:learned] if pieces else [])]
+        targets += [learn_contexts] * len(context)
+        targets += [True] * learned
+        targets += [learn_contexts] * (len(answer) - learned)
+    targets[0] = False  # nothing predicts the first token
+
+    prompt_ids = [token for piece in pieces[:-1] for token in piece]
+    # What a template writes behind the end of the last answer is never generated.
+    ids = prompt_ids + pieces[-1][:learned]
     return ids, targets[: len(ids)], prompt_ids
 
 
 def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
-    """`input_ids targets length n_targets reason truncated prompt_ids` of one SFT row."""
-    prompt, completion = conversation(row)
+    """Returns `input_ids targets prompt_ids length n_targets truncated reason` of one row."""
+    prompt, completion = formats.conversation(row)
     ids, targets, prompt_ids = encode_conversation(
         tokenizer, prompt, completion, loss_on, row.get("tools")
     )
-    reason = (
-        "empty answer"
-        if not ids
-        else ""
-        if any(targets[:max_length])
-        else "nothing to learn within max_length"
-    )
+    reason = ""  # why the row cannot be used
+    if not ids:
+        reason = "empty answer"
+    elif not any(targets[:max_length]):
+        reason = "nothing to learn within max_length"
     return {
         "input_ids": ids[:max_length],
         "targets": targets[:max_length],
@@ -193,27 +200,28 @@ def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
 
 
 def collate(columns: dict, pack: bool, device) -> dict:
-    """Rows as the model reads them, see `lay_out`: answers without a prompt, `mask` the target tokens `[rows, longest]`."""
-    return make_batch(
-        [[]] * len(columns["input_ids"]), columns["input_ids"], pack, device, columns["targets"]
-    )
+    """Returns rows as the model reads them: answers without a prompt, targets where they learn."""
+    no_prompts = [[]] * len(columns["input_ids"])
+    return packing.make_batch(no_prompts, columns["input_ids"], pack, device, columns["targets"])
 
 
 def compare(
-    scores: dict, mask: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, dict, torch.Tensor]:
-    """Losses of the target tokens, their metrics, and their weights, each `[rows, length]`.
+    output: dict, mask: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[dict, torch.Tensor]]]:
+    """Returns the losses of the target tokens, their weights, and what is logged of them.
 
     Args:
-        scores: the model's, see `LogProbModel.forward`; `mask` says which tokens are targets.
-        weights: `[rows]`, 0 for a filler row.
+        output: what `LogProbModel.forward` returned, with `correct`.
+        mask: `[rows, length]`, which tokens are targets.
+        weights: `[rows]`, 0 for a padding row.
+
+    Returns:
+        losses and weights `[rows, length]`; metrics, each a dict of values with their weights.
     """
-    losses = -scores["logps"]
-    return (
-        losses,
-        {"loss": losses, "mean_token_accuracy": scores["correct"]},
-        mask * weights[:, None],
-    )
+    losses = -output["logps"]
+    token_weights = mask * weights[:, None]
+    of_tokens = {"loss": losses, "mean_token_accuracy": output["correct"]}
+    return losses, token_weights, [(of_tokens, token_weights)]
 
 
 def main():
@@ -224,18 +232,19 @@ def main():
 
     # ============================================================ data
     tokenizer = load.tokenizer_of(args.model_name_or_path)
-    how = dict(
+    data_settings = dict(
         function=sft_row,
         tokenizer=tokenizer,
         columns=formats.column_names(args.columns),
         max_length=args.max_length,
         loss_on=args.loss_on,
     )
-    train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **how)
+    train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **data_settings)
     eval_sets = dataset.load_evaluation_sets(
-        accelerator, args.eval_dataset_name, args.eval_dataset_split, **how
+        accelerator, args.eval_dataset_name, args.eval_dataset_split, **data_settings
     )
-    lengths, targets = dataset.column(train_set, "length"), dataset.column(train_set, "n_targets")
+    lengths = dataset.column(train_set, "length")
+    target_counts = dataset.column(train_set, "n_targets")
     progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 
@@ -248,28 +257,29 @@ def main():
             args.gradient_checkpointing,
         )
     )
-    optimizer = torch.optim.AdamW(
-        optim.parameter_groups(policy, args.weight_decay),
-        lr=args.learning_rate,
-        eps=args.adam_epsilon,
-    )
-    warmup = (
-        args.warmup_steps
-        if args.warmup_steps >= 1
-        else math.ceil(args.warmup_steps * progress.total_steps)
-    )
+    parameter_groups = optim.parameter_groups(policy, args.weight_decay)
+    optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
+    # The scheduler is not prepared: accelerate would step it once a process and update.
     scheduler = get_scheduler(
-        args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps
-    )  # not prepared: ours to step
-    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
-    checks.check_logprobs(
-        model, train_set[0]["input_ids"], accelerator.device, args.model_name_or_path
+        args.lr_scheduler_type,
+        optimizer,
+        optim.warmup_updates(args.warmup_steps, progress.total_steps),
+        progress.total_steps,
     )
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    first_row = train_set[0]["input_ids"]
+    checks.check_logprobs(model, first_row, accelerator.device, args.model_name_or_path)
     args.packing = args.packing and checks.can_pack([model], args.max_length, accelerator.device)
     accelerator.print(f"rows are {'packed' if args.packing else 'padded'}")
 
     # ============================================================ the loop
-    metrics = Metrics(accelerator, args, progress, bar_metric="mean_token_accuracy")
+    metrics = Metrics(
+        accelerator,
+        args,
+        progress,
+        bar_metric="mean_token_accuracy",
+        trained_parameters=engine.count_parameters(policy),
+    )
     run = Run(
         accelerator=accelerator,
         args=args,
@@ -283,55 +293,59 @@ def main():
         data_fingerprint=train_set._fingerprint,
     )
     checkpoint.resume(run)
+    guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
+    max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
     if progress.updates_seen == 0:
         metrics.log_evaluation(*evaluate(accelerator, model, policy, tokenizer, eval_sets, args))
     model.train()
     metrics.start_interval()
     while not progress.finished:
-        window = batches.rows_of_update(
+        # All processes agree on the samples of this update. Each takes its share of them.
+        update_rows = batches.rows_of_update(
             len(train_set), args.train_batch_size, args.seed, progress.updates_seen
         )
         micro_batches = batches.split(
-            accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens
+            accelerator,
+            update_rows,
+            lengths,
+            args.micro_train_batch_size,
+            args.micro_train_tokens,
         )
+        update_targets = int(target_counts[update_rows].sum())
         divisor = engine.begin_update(accelerator, model, micro_batches)
-        scale, learning_rate, seen = (
-            engine.loss_scale(accelerator, model),
-            scheduler.get_last_lr()[0],
-            [],
-        )
-        for rows, weights in micro_batches:
+        loss_scale = engine.loss_scale(accelerator, model)
+        learning_rate = scheduler.get_last_lr()[0]
+
+        for micro_batch in micro_batches:
             with metrics.timed("data"):
-                columns, weights = (
-                    train_set[rows],
-                    torch.tensor(weights).to(accelerator.device, non_blocking=True),
-                )
-                batch = collate(columns, args.packing, accelerator.device)
+                columns = train_set[micro_batch.rows]
+                weights = micro_batch.weights.to(accelerator.device, non_blocking=True)
+                inputs = collate(columns, args.packing, accelerator.device)
+
             with accelerator.accumulate(model):
-                losses, values, token_weights = compare(
-                    model(batch, extras=("correct",)), batch["mask"], weights
-                )
-                seen.append((columns["row"], losses.detach(), token_weights))
+                output = model(inputs, extras=("correct",))
+                losses, token_weights, logged = compare(output, inputs["mask"], weights)
+                guard.check(columns["row"], losses, token_weights)
+                # The loss is the mean over the update's targets. The engine itself divides by
+                # `divisor`, the number of micro-batches of all processes.
+                accelerator.backward((losses * token_weights).sum() * divisor / update_targets)
                 if accelerator.sync_gradients:
-                    guards.check_finite(seen, progress, args.output_dir)
-                # The mean over the window's target tokens: the engine divides by micro-batches and processes.
-                accelerator.backward(
-                    (losses * token_weights).sum() * divisor / int(targets[window].sum())
-                )
-                if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), max(args.max_grad_norm, 0) or math.inf
-                    )
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            metrics.pending.add(values, token_weights)
-        applied = not accelerator.optimizer_step_was_skipped
-        progress.update_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
+            for values, value_weights in logged:
+                metrics.pending.add(values, value_weights)
+
+        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+        progress.update_done(
+            applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
+        )
         metrics.update_done(
-            applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=scale
+            applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
         )
         if applied:
             scheduler.step()
+
         if progress.log_due(args.logging_steps):
             metrics.log()
         if progress.due(args.eval_steps):
@@ -347,51 +361,59 @@ def main():
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
                 actor.save(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
         checkpoint.stop_if_asked(run)
+
     actor.save(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
     accelerator.print(
-        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor"
+        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "
+        f"actor in {args.output_dir}/actor"
     )
 
 
 # ============================================================ evaluation and saving
 @torch.no_grad()
 def evaluate(
-    accelerator, model, policy, tokenizer, eval_sets, args: Args
+    accelerator,
+    model,
+    policy,
+    tokenizer,
+    eval_sets: dict,
+    args: Args,
 ) -> tuple[dict[str, float], list[str]]:
-    """The training metrics over each held-out set, exact over all processes, exact match where it has answers; samples."""
-    training, line, samples = model.training, {}, []
+    """Evaluates the policy on each held-out set, exactly over all processes.
+
+    Returns:
+        the training metrics, and exact match where the set has answers; a few answers to show.
+    """
+    was_training = model.training
     model.eval()
+    line = {}
+    samples = []
     for prefix, eval_set in eval_sets.items():
         means = Means(accelerator)
         for _, columns, weights in batches.evaluation_batches(
             accelerator, eval_set, args.micro_train_batch_size, args.micro_train_tokens
         ):
-            batch = collate(columns, args.packing, accelerator.device)
-            _, values, token_weights = compare(
-                model(batch, extras=("correct",)), batch["mask"], weights
-            )
-            means.add(values, token_weights)
+            inputs = collate(columns, args.packing, accelerator.device)
+            output = model(inputs, extras=("correct",))
+            _, _, logged = compare(output, inputs["mask"], weights)
+            for values, value_weights in logged:
+                means.add(values, value_weights)
         line |= {prefix + name: value for name, value in means.reduce().items()}
-        if "answer" in eval_set.column_names:
-            rows = eval_set.select_columns(["prompt_ids", "answer"])[
-                [i for i, answer in enumerate(eval_set["answer"][:]) if answer]
-            ]
-            sizes = 8 * args.micro_train_batch_size, args.max_new_tokens
-            responses = generation.generate(
-                accelerator, model, policy.model, tokenizer, rows["prompt_ids"], *sizes
-            )
-            texts, asked = (
-                tokenizer.batch_decode(ids, skip_special_tokens=True)
-                for ids in (responses, rows["prompt_ids"])
-            )
-            right = [answers.is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
-            line[f"{prefix}exact_match"] = sum(right) / len(right)
-            samples += [
-                f"{'right' if ok else 'wrong'}: {ask[-80:]!r} -> {text[-80:]!r}"
-                for ok, ask, text in zip(right, asked, texts)
-            ][:4]
-    model.train(training)
+
+        exact_match, examples = answers.exact_match(
+            accelerator,
+            model,
+            policy,
+            tokenizer,
+            eval_set,
+            batch_size=8 * args.micro_train_batch_size,
+            max_new_tokens=args.max_new_tokens,
+        )
+        if exact_match is not None:
+            line[f"{prefix}exact_match"] = exact_match
+        samples += examples
+    model.train(was_training)
     return line, samples
 
 
