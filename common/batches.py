@@ -1,9 +1,9 @@
-"""The rows of an update, and its micro-batches."""
+"""The rows of an update, its micro-batches of rows of like length, and the batches of an evaluation."""
 
-import bisect
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,24 +11,36 @@ import torch
 from common.data.dataset import column
 
 
+class MicroBatch(NamedTuple):
+    """What one process runs forward and backward at once.
+
+    Attributes:
+        rows: row numbers in the data set.
+        weights: float32 `[rows]` on the CPU: 1, or 0 for a padding row.
+    """
+
+    rows: list[int]
+    weights: torch.Tensor
+
+
 def rows_of_update(
     n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int
 ) -> np.ndarray:
-    """The rows of window `index`, counted over the whole run.
+    """Returns the rows of update `index`, counted from 0 over the whole run and with skipped updates.
 
-    A seeded permutation per epoch, cut into windows; the last of an epoch may be short. It depends on the seed and the
-    epoch alone: not on processes, micro-batches or a resume.
+    Each epoch is a permutation of all rows, cut into updates; the last update of an epoch may be short.
+    The rows depend on the seed and the epoch alone: not on processes, micro-batches or a resume.
     """
-    epoch, window = divmod(index, math.ceil(n_rows / train_batch_size))
-    return epoch_order(n_rows, seed, epoch)[
-        window * train_batch_size : (window + 1) * train_batch_size
-    ]
+    updates_per_epoch = math.ceil(n_rows / train_batch_size)
+    epoch, index_in_epoch = divmod(index, updates_per_epoch)
+    start = index_in_epoch * train_batch_size
+    return epoch_order(n_rows, seed, epoch)[start : start + train_batch_size]
 
 
-@functools.lru_cache(
-    maxsize=2
-)  # PPO goes through prompts and, within a rollout, through its samples
+# PPO uses two orders in turn: that of the prompts and, within a rollout, that of its samples.
+@functools.lru_cache(maxsize=2)
 def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
+    """Returns the seeded permutation of `n_rows` rows in one epoch."""
     return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
 
 
@@ -38,62 +50,133 @@ def split(
     lengths: np.ndarray,
     micro_batch_size: int,
     max_tokens: int = 0,
-) -> list[tuple]:
-    """Cuts rows into micro-batches of like length, the same number on every process and as few as hold the rows.
+) -> list[MicroBatch]:
+    """Splits rows into micro-batches of like length and returns those of this process.
 
-    Order inside a window cannot change its update, so rows are sorted by length, longest first: little padding, processes in
-    step, and a micro-batch too large for memory fails at once. A process that would have none gets a row of weight zero.
+    The number of micro-batches is the same on every process, and as small as possible. The order of the
+    samples cannot change their update, so the longest rows come first. This saves padding, and a
+    micro-batch that is too large for the memory fails at once.
 
     Args:
         rows: row numbers, the same on every process.
         lengths: tokens of every row of the data set.
-        max_tokens: where not 0, a micro-batch holds as many rows as fit into so many tokens, padding counted, instead of
-            `micro_batch_size`, and all hold about as many; a longer row stands alone.
+        micro_batch_size: rows of a micro-batch, at most.
+        max_tokens: if above 0, a micro-batch holds as many rows as fit into this many tokens, padding
+            counted, and `micro_batch_size` is ignored. A longer row is a micro-batch of its own.
+    """
+    processes = accelerator.num_processes
+    rows = np.asarray(rows)
+    longest_first = rows[np.argsort(-lengths[rows], kind="stable")]
+    if max_tokens:
+        parts = split_by_tokens(longest_first, lengths, max_tokens, processes)
+    else:
+        steps = math.ceil(len(rows) / (micro_batch_size * processes))
+        parts = np.array_split(longest_first, steps * processes)
+
+    # Neighbouring parts are about as long. They run at the same time, each on another process,
+    # so no process waits long for the others.
+    mine = parts[accelerator.process_index :: processes]
+    return [micro_batch_of(part, padding_row=longest_first[-1:]) for part in mine]
+
+
+def micro_batch_of(part: np.ndarray, padding_row: np.ndarray) -> MicroBatch:
+    """Returns a part as a micro-batch; an empty part becomes one padding row of weight zero.
+
+    A process without rows must run something, since the others wait for its part of each collective.
+    The shortest row costs least.
+    """
+    if len(part) == 0:
+        return MicroBatch(padding_row.tolist(), torch.zeros(1))
+    return MicroBatch(part.tolist(), torch.ones(len(part)))
+
+
+def split_by_tokens(
+    rows: np.ndarray, lengths: np.ndarray, max_tokens: int, processes: int
+) -> list[np.ndarray]:
+    """Splits rows, the longest first, into parts of at most `max_tokens` tokens, padding counted.
 
     Returns:
-        This process's micro-batches: `list[int]` of rows and `list[float]` of their weights, 1 or 0.
+        A multiple of `processes` parts, as few as possible, with about as many tokens in each. The last
+        parts may be empty.
     """
-    rows, processes = np.asarray(rows), accelerator.num_processes
-    rows = rows[np.argsort(-lengths[rows], kind="stable")]
-    parts = np.array_split(rows, math.ceil(len(rows) / (micro_batch_size * processes)) * processes)
-    if max_tokens:
-        cut = functools.partial(cut_by_tokens, lengths[rows].tolist())
-        number = math.ceil(len(cut(max_tokens)) / processes) * processes
-        least = bisect.bisect_left(
-            range(max_tokens), True, key=lambda tokens: len(cut(tokens)) <= number
-        )
-        parts = np.split(rows, cut(least)[1:])
-        parts += [rows[:0]] * (number - len(parts))
-    filler, mine = (rows[-1:].tolist(), [0.0]), parts[accelerator.process_index :: processes]
-    return [(part.tolist(), [1.0] * len(part)) if len(part) else filler for part in mine]
+    lengths_of_rows = lengths[rows].tolist()
+    fewest = len(starts_by_tokens(lengths_of_rows, max_tokens))
+    wanted = math.ceil(fewest / processes) * processes
+
+    # At `max_tokens` the first parts are full and the last nearly empty. The smallest limit that
+    # needs no more parts fills all about equally.
+    limit = smallest_limit(lengths_of_rows, wanted, most=max_tokens)
+    starts = starts_by_tokens(lengths_of_rows, limit)
+    parts = np.split(rows, starts[1:])
+    missing = wanted - len(parts)
+    return parts + [rows[:0]] * missing
 
 
-def cut_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
-    """Where micro-batches begin that hold at most so many tokens, padding counted; `lengths` from the longest on."""
-    cuts = []
-    for i in range(len(lengths)):
-        if not cuts or (i + 1 - cuts[-1]) * lengths[cuts[-1]] > max_tokens:
-            cuts.append(i)
-    return cuts
+def smallest_limit(lengths: list[int], micro_batches_wanted: int, most: int) -> int:
+    """Returns the smallest limit of tokens at which the rows fit into so many micro-batches.
+
+    A higher limit never needs more micro-batches, so the limit is found by halving the range that it
+    must lie in.
+
+    Args:
+        lengths: tokens of the rows, the longest first.
+        micro_batches_wanted: the number of micro-batches, at most.
+        most: a limit at which the rows fit.
+    """
+    low = 0
+    high = most
+    while low < high:
+        middle = (low + high) // 2
+        if len(starts_by_tokens(lengths, middle)) <= micro_batches_wanted:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
+    """Returns where micro-batches start if each takes as many rows as fit into `max_tokens`.
+
+    Args:
+        lengths: tokens of the rows, the longest first: the first row of a micro-batch decides how far
+            the others are padded.
+    """
+    starts = []
+    for index in range(len(lengths)):
+        if not starts:
+            starts.append(index)
+            continue
+        rows_with_this_one = index + 1 - starts[-1]
+        padded_length = lengths[starts[-1]]
+        if rows_with_this_one * padded_length > max_tokens:
+            starts.append(index)
+    return starts
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = False) -> torch.Tensor:
-    """Sequences of ids as one tensor `[rows, longest]`, padded on the right (for generation on the left)."""
-    rows, side = (
+    """Returns sequences of ids as int64 `[sequences, longest sequence]`, padded with `value`.
+
+    Args:
+        left: pads on the left, as generation needs it, instead of on the right.
+    """
+    padded = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(sequence, dtype=torch.long) for sequence in sequences],
-        "left" if left else "right",
+        batch_first=True,
+        padding_value=value,
+        padding_side="left" if left else "right",
     )
-    return torch.nn.utils.rnn.pad_sequence(
-        rows, batch_first=True, padding_value=value, padding_side=side
-    ).to(device, non_blocking=True)
+    return padded.to(device, non_blocking=True)
 
 
 def evaluation_batches(
-    accelerator, dataset, *sizes: int
+    accelerator, dataset, micro_batch_size: int, max_tokens: int = 0
 ) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
-    """Every row of a data set once, over all processes, in micro-batches of these sizes (see `arrange`): row numbers, their columns,
-    and weights `[rows]`, 0 for a filler."""
-    for rows, weights in split(
-        accelerator, np.arange(len(dataset)), column(dataset, "length"), *sizes
-    ):
-        yield rows, dataset[rows], torch.tensor(weights, device=accelerator.device)
+    """Yields every row of a data set once, over all processes, in the micro-batches of `split`.
+
+    Yields:
+        Row numbers, their columns, and their weights `[rows]` on the device, 0 for a padding row.
+    """
+    all_rows = np.arange(len(dataset))
+    lengths = column(dataset, "length")
+    for rows, weights in split(accelerator, all_rows, lengths, micro_batch_size, max_tokens):
+        yield rows, dataset[rows], weights.to(accelerator.device)

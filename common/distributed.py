@@ -1,31 +1,47 @@
-"""Collectives on Python objects."""
+"""Collectives on Python objects: run a function on some processes, end all together, gather values by row."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 
-def all_or_none(accelerator: Accelerator, mine: bool, function, *args):
-    """What `function` returns on the processes where `mine` is true, None on the others. Where one leaves all leave, lest others wait for
-    it, and one says why. All ranks must call it."""
-    try:
-        result, problem = function(*args) if mine else None, None
-    except SystemExit as error:
-        result, problem = None, error.code
-    if any(problems := gather_object([problem])):
-        sys.exit(next(filter(None, problems)) if accelerator.is_main_process else 1)
+def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args) -> Any:
+    """Returns `function(*args)` on the processes where `mine` is true, and None on the others.
+
+    If the function exits on one process, all processes exit, or the others would wait for it forever.
+    All processes must call it.
+
+    Raises:
+        SystemExit: with the first message, on the main process; with status 1 on the others.
+    """
+    result = None
+    problem = None
+    if mine:
+        try:
+            result = function(*args)
+        except SystemExit as error:
+            problem = error.code
+    problems = [problem for problem in gather_object([problem]) if problem]
+    if problems:
+        sys.exit(problems[0] if accelerator.is_main_process else 1)
     return result
 
 
-def on_main_process(accelerator: Accelerator, function, *args):
-    """What `function` returns on the main process, on every rank; see `all_or_none`."""
-    return broadcast_object_list(
-        [all_or_none(accelerator, accelerator.is_main_process, function, *args)]
-    )[0]
+def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
+    """Returns on every process what `function(*args)` returns on the main process; see `all_or_none`."""
+    result = all_or_none(accelerator, accelerator.is_main_process, function, *args)
+    return broadcast_object_list([result])[0]
 
 
-def gather_rows(mine: dict[int, object]) -> list:
-    """What the processes have by row, as one list in the order of the rows, on every rank."""
-    everyone = {row: value for part in gather_object([mine]) for row, value in part.items()}
-    return [everyone[row] for row in range(len(everyone))]
+def gather_rows(mine: dict[int, Any]) -> list:
+    """Returns on every process, in the order of the rows, the values that the processes have by row.
+
+    The rows are 0, 1, 2 ... without a gap. All processes must call it.
+    """
+    by_row = {}
+    for part in gather_object([mine]):
+        by_row.update(part)
+    return [by_row[row] for row in range(len(by_row))]

@@ -1,97 +1,225 @@
-"""Runs that cannot go on."""
+"""Stops runs that cannot go on: values that are not finite, overflows without end; and names where one began."""
 
 import json
+import math
 import os
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from common.progress import Progress
+from common.progress import RECENT_UPDATES, Progress
+
+
+class RowLosses(NamedTuple):
+    """The losses of a micro-batch: `losses` and `weights` are `[rows, ...]`, weight 0 for what counts nowhere."""
+
+    rows: Sequence[int]
+    losses: torch.Tensor
+    weights: torch.Tensor
+
+
+class FiniteLosses:
+    """Collects the losses of an update and checks all of them at its last micro-batch, before it is applied.
+
+    One check an update, because each makes a GPU wait.
+    """
+
+    def __init__(self, accelerator, progress: Progress, output_dir: str):
+        self.accelerator = accelerator
+        self.progress = progress
+        self.output_dir = output_dir
+        self.collected: list[RowLosses] = []
+
+    def check(
+        self,
+        rows: Sequence[int],
+        losses: torch.Tensor,
+        weights: torch.Tensor,
+        tensors: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Adds a micro-batch; at the last of the update see `check_finite`. Call it before `backward`."""
+        self.collected.append(RowLosses(rows, losses.detach(), weights))
+        if self.accelerator.sync_gradients:
+            check_finite(self.collected, self.progress, self.output_dir, tensors)
+            self.collected = []
 
 
 def check_finite(
-    losses: list[tuple],
+    losses: Sequence[tuple[Sequence[int], torch.Tensor, torch.Tensor]],
     progress: Progress,
     output_dir: str,
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Stops a run whose loss, or what it comes from, is not a number: no loss scale cures that. An overflow of fp16 gradients is another thing: the
-    engine skips that update.
+    """Stops a run whose losses, or what they come from, are not finite: no loss scale cures that.
+
+    An overflow of fp16 gradients is something else: the engine skips that update.
 
     Args:
-        losses: (row numbers, losses `[rows, ...]`, weights of the same shape) of each micro-batch of the window.
-        tensors: of the last of them, whose statistics are written to `not_finite_<rank>.json` in `output_dir`.
+        losses: rows, losses and weights of each micro-batch, as in `RowLosses`.
+        tensors: more tensors of the last micro-batch. If the run stops, their statistics and those of
+            the losses are written to `not_finite_<rank>.json` in `output_dir`.
 
     Raises:
-        FloatingPointError: with the step and the rows.
+        FloatingPointError: naming the update and the rows.
     """
-    finite = [
-        (torch.isfinite(values) | (weights == 0)).reshape(len(rows), -1).all(1)
-        for rows, values, weights in losses
-    ]
+    losses = [RowLosses(*part) for part in losses]
+    finite = [finite_rows(part) for part in losses]
     if torch.cat(finite).all():
         return
-    bad = [
-        str(row)
-        for (rows, *_), good in zip(losses, finite)
-        for row, ok in zip(rows, good.tolist())
-        if not ok
-    ]
+
+    bad_rows = []
+    for part, part_is_finite in zip(losses, finite):
+        for row, row_is_finite in zip(part.rows, part_is_finite.tolist()):
+            if not row_is_finite:
+                bad_rows.append(str(row))
+
+    described = dict(tensors or {})
+    for number, part in enumerate(losses):
+        described[f"loss of micro-batch {number}"] = part.losses
     report = {
         "global_step": progress.global_step + 1,
-        "window": progress.updates_seen,
-        "rows": bad,
-        "tensors": {},
+        "updates_seen": progress.updates_seen,
+        "rows": bad_rows,
+        "tensors": {name: statistics(tensor) for name, tensor in described.items()},
     }
-    for name, tensor in {
-        **(tensors or {}),
-        **{f"loss of micro-batch {i}": values for i, (_, values, _) in enumerate(losses)},
-    }.items():
-        good = tensor[torch.isfinite(tensor)].double()
-        report["tensors"][name] = {
-            "shape": list(tensor.shape),
-            "not_finite": tensor.numel() - good.numel(),
-            "min, max, mean": [f(good).item() for f in (torch.amin, torch.amax, torch.mean)]
-            if len(good)
-            else [],
-        }
     file = Path(output_dir) / f"not_finite_{os.environ.get('RANK', 0)}.json"
     file.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    where = f"update {progress.global_step + 1} (window {progress.updates_seen}) is not finite, because of data rows {', '.join(bad)}"
     raise FloatingPointError(
-        f"{where}. Nothing was updated. Look at these rows and at {file}; lower --learning_rate if the loss had grown; "
-        "fp16 activations overflow where bf16's do not."
+        f"update {progress.global_step + 1} (updates_seen {progress.updates_seen}) is not finite, "
+        f"because of data rows {', '.join(bad_rows)}. Nothing was updated. Look at these rows and at "
+        f"{file}; lower --learning_rate if the loss had grown; fp16 activations overflow where "
+        "bf16's do not."
     )
 
 
+def finite_rows(part: RowLosses) -> torch.Tensor:
+    """Returns bool `[rows]`: whether all losses of a row that have a weight are finite."""
+    finite = torch.isfinite(part.losses) | (part.weights == 0)
+    return finite.reshape(len(part.rows), -1).all(1)
+
+
+def statistics(tensor: torch.Tensor) -> dict:
+    """Returns what `not_finite_<rank>.json` says of a tensor: minimum, maximum and mean of its finite values."""
+    finite = tensor[torch.isfinite(tensor)].double()
+    summary = []
+    if len(finite):
+        summary = [finite.amin().item(), finite.amax().item(), finite.mean().item()]
+    return {
+        "shape": list(tensor.shape),
+        "not_finite": tensor.numel() - finite.numel(),
+        "min, max, mean": summary,
+    }
+
+
+def check_gradient(grad_norm: float, progress: Progress) -> None:
+    """Stops a run after an update that was applied with a gradient that is not finite.
+
+    Raises:
+        FloatingPointError: the losses were finite, but now the weights are not.
+    """
+    if not math.isfinite(grad_norm):
+        raise FloatingPointError(
+            f"the gradient of update {progress.global_step} is not finite though its loss is: the weights "
+            "are lost. Lower --learning_rate, or resume from a checkpoint."
+        )
+
+
+class SkipWatch:
+    """Watches the updates that the engine skips because their gradients overflow."""
+
+    MANY = 100  # consecutive skips that end a run at any loss scale
+    A_TENTH = RECENT_UPDATES // 10  # recent skips up to this number need no warning
+
+    def __init__(self, accelerator, progress: Progress):
+        self.accelerator = accelerator
+        self.progress = progress
+        self.last_warning = -RECENT_UPDATES  # `updates_seen` at the last warning
+
+    def update_skipped(self, loss_scale: float | None) -> str | None:
+        """Ends a run that only skips; returns a warning for the main process to print, if one is due.
+
+        A second consecutive skip ends the run if the loss scale is at its smallest and cannot fall
+        further, or if there is none (DeepSpeed skips overflows in fp32 as well).
+
+        Raises:
+            SystemExit: saying what helps, on the main process.
+        """
+        progress = self.progress
+        smallest = self.smallest_loss_scale()
+        if loss_scale:
+            where = f"at loss scale {loss_scale:g}, the smallest being {smallest:g}"
+        else:
+            where = "where no loss scale is to blame"
+
+        can_fall = bool(loss_scale) and loss_scale > smallest
+        allowed = self.MANY if can_fall else 2
+        if progress.consecutive_skips >= allowed:
+            if not self.accelerator.is_main_process:
+                sys.exit(1)
+            sys.exit(
+                f"update {progress.global_step + 1} overflowed {progress.consecutive_skips} times in a row, "
+                f"the last time {where}. Use bf16, a lower --learning_rate if the loss had grown; "
+                "--debug_overflow names the module"
+            )
+
+        recent = len(progress.recent_skips)
+        warned_recently = progress.updates_seen <= self.last_warning + RECENT_UPDATES
+        if not self.accelerator.is_main_process or recent <= self.A_TENTH or warned_recently:
+            return None
+        self.last_warning = progress.updates_seen
+        return (
+            f"WARNING: {recent} of the last {RECENT_UPDATES} updates overflowed, the last {where}. "
+            "Raise loss_scale_window if the scale grows back into the overflow, hysteresis if single "
+            "updates drive it down; near min_loss_scale use bf16. See docs/fp16.md."
+        )
+
+    def smallest_loss_scale(self) -> float:
+        """Returns DeepSpeed's `min_loss_scale`; 0 for torch's own scaler, which has none."""
+        plugin = self.accelerator.state.deepspeed_plugin
+        if plugin is None:
+            return 0.0
+        return plugin.deepspeed_config.get("fp16", {}).get("min_loss_scale", 1)
+
+
 def watch_overflow(model: nn.Module) -> None:
-    """Prints, in each process, the first tensor of a forward and backward pass that is not finite: the output of a module, its gradient,
-    or the gradient of a weight. (What overflows only in the sum over micro-batches or processes is not seen.)"""
+    """Prints, in each process, the first tensor of a forward and backward pass that is not finite.
+
+    It is the output of a module, its gradient, or the gradient of a weight. What overflows only in the
+    sum over micro-batches or processes is not seen.
+    """
     found = []
 
     def look(what: str, tensor: torch.Tensor) -> None:
-        if not found and (bad := ~torch.isfinite(tensor)).any():
+        if found:
+            return
+        not_finite = ~torch.isfinite(tensor)
+        if not_finite.any():
             found.append(what)
             tqdm.write(
-                f"OVERFLOW in process {os.environ.get('RANK', 0)}: {what}, {tensor.dtype}, {bad.sum()} of {bad.numel()} elements"
+                f"OVERFLOW in process {os.environ.get('RANK', 0)}: {what}, {tensor.dtype}, "
+                f"{not_finite.sum()} of {tensor.numel()} elements"
             )
 
-    def hook(name: str, module, inputs, output) -> None:
-        for tensor in (
-            leaf
-            for leaf in tree_leaves(output)
-            if torch.is_tensor(leaf) and leaf.is_floating_point()
-        ):
-            look(f"the output of {name}", tensor)
-            if tensor.requires_grad:
-                tensor.register_hook(partial(look, f"the gradient of the output of {name}"))
+    def look_at_output(name: str, module: nn.Module, inputs, output) -> None:
+        for leaf in tree_leaves(output):
+            if not torch.is_tensor(leaf) or not leaf.is_floating_point():
+                continue
+            look(f"the output of {name}", leaf)
+            if leaf.requires_grad:
+                leaf.register_hook(partial(look, f"the gradient of the output of {name}"))
 
-    model.register_forward_pre_hook(lambda *_: found.clear())
+    def forget(*_) -> None:
+        found.clear()
+
+    model.register_forward_pre_hook(forget)
     for name, module in model.named_modules():
-        module.register_forward_hook(partial(hook, name or "the whole model"))
+        module.register_forward_hook(partial(look_at_output, name or "the whole model"))
     for name, parameter in model.named_parameters():
         parameter.register_hook(partial(look, f"the gradient of {name}"))

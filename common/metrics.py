@@ -1,4 +1,4 @@
-"""Exact means, log lines."""
+"""Exact means over all samples and processes, and the log lines, curves and progress bar that show them."""
 
 import atexit
 import contextlib
@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from common import guards
 from common.progress import Progress
 
-# Dense products in half precision a second, by NVIDIA's data sheets; of other GPUs no utilisation is logged.
+# Dense half-precision operations a second, from NVIDIA's data sheets. Other GPUs log no utilisation.
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -22,97 +23,160 @@ PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
 }
 
-
-NOTHING = (0.0, 0.0, math.inf, -math.inf)  # sum, count, minimum, maximum
+# The columns of the tensors in `Means.sums`.
+SUM, COUNT, MIN, MAX = range(4)
 
 
 class Means:
-    """float64 sums, counts, minima and maxima by name. Every rank must add the same names in the same order."""
+    """Weighted means by name. Every process must add the same names in the same order.
+
+    Nothing here makes a GPU wait before `reduce`: no value is read back from it, and no tensor is made
+    of Python numbers.
+
+    Attributes:
+        sums: by name, float64 `[4]` on the device: sum, count, minimum and maximum of this process.
+    """
 
     def __init__(self, accelerator):
         self.accelerator = accelerator
-        self.sums: dict[str, torch.Tensor] = {}  # name -> (sum, count, minimum, maximum)
+        self.sums: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def add(self, values: dict[str, torch.Tensor], weights: torch.Tensor) -> None:
-        """Adds per-sample (or per-token) values; weight zero (filler rows, masked tokens) counts nowhere.
+        """Adds values of samples or of tokens.
 
         Args:
             values: tensors of the shape of `weights`.
-            weights: 1 for what counts, 0 for what does not.
+            weights: 1 for what counts, 0 for what counts nowhere: padding rows, masked tokens.
         """
         weights = weights.double()
+        counts = weights > 0
         for name, value in values.items():
-            low, high = (
-                torch.where(weights > 0, value.double(), bound) for bound in (math.inf, -math.inf)
-            )
-            total = (
-                torch.where(weights > 0, low, 0.0) * weights
-            ).sum()  # a filler's inf must not become NaN
-            self.merge(name, torch.stack([total, weights.sum(), low.amin(), high.amax()]))
+            value = value.double()
+            # The value of a padding row may be inf: times its weight of 0 that would be NaN.
+            total = (torch.where(counts, value, 0.0) * weights).sum()
+            smallest = torch.where(counts, value, math.inf).amin()
+            largest = torch.where(counts, value, -math.inf).amax()
+            self.merge(name, torch.stack([total, weights.sum(), smallest, largest]))
 
     def merge(self, name: str, new: torch.Tensor) -> None:
-        old = self.sums.get(name)  # a tensor made of `NOTHING` would make a GPU wait
-        self.sums[name] = (
-            new
-            if old is None
-            else torch.cat(
-                [old[:2] + new[:2], torch.minimum(old, new)[2:3], torch.maximum(old, new)[3:]]
+        """Adds the sum, count, minimum and maximum of more values, `[4]` as in `sums`."""
+        if name in self.sums:
+            old = self.sums[name]
+            new = torch.stack(
+                [
+                    old[SUM] + new[SUM],
+                    old[COUNT] + new[COUNT],
+                    torch.minimum(old[MIN], new[MIN]),
+                    torch.maximum(old[MAX], new[MAX]),
+                ]
             )
-        )
+        self.sums[name] = new
 
     def reduce(self) -> dict[str, float]:
-        """The means over all processes, in one collective; a name whose last part begins with min_ or max_ gives the minimum or the
-        maximum. Empties the sums. All ranks must call it."""
+        """Returns the means over all processes, by one collective, and forgets the sums.
+
+        A name whose last part begins with `min_` or `max_` stands for the minimum or the maximum. A name
+        of which nothing counted is left out. All processes must call it.
+        """
         if not self.sums:
             return {}
-        table = self.accelerator.gather(
-            torch.stack(list(self.sums.values()))[None]
-        )  # [processes, names, 4]
-        sums, low, high = table.sum(0).tolist(), table.amin(0).tolist(), table.amax(0).tolist()
-        names, self.sums, result = list(self.sums), {}, {}
-        for name, (total, count, *_), (_, _, least, _), (*_, most) in zip(names, sums, low, high):
-            if count:
-                result[name] = {"min_": least, "max_": most}.get(
-                    name.rpartition("/")[2][:4], total / count
-                )
-        return result
+        names = list(self.sums)
+        mine = torch.stack(list(self.sums.values()))[None]
+        self.sums = {}
+
+        everyone = self.accelerator.gather(mine)  # [processes, names, 4]
+        totals = everyone.sum(0).tolist()
+        smallest = everyone.amin(0).tolist()
+        largest = everyone.amax(0).tolist()
+
+        means = {}
+        for index, name in enumerate(names):
+            if totals[index][COUNT] == 0:
+                continue
+            last_part = name.rpartition("/")[2]
+            if last_part.startswith("min_"):
+                means[name] = smallest[index][MIN]
+            elif last_part.startswith("max_"):
+                means[name] = largest[index][MAX]
+            else:
+                means[name] = totals[index][SUM] / totals[index][COUNT]
+        return means
+
+    def state(self) -> dict[str, list[float]]:
+        """Returns the sums of this process for a checkpoint."""
+        return {name: sums.tolist() for name, sums in self.sums.items()}
+
+    def load_state(self, state: dict[str, list[float]], mine: bool) -> None:
+        """Adds the sums that one process wrote to a checkpoint.
+
+        Args:
+            mine: whether this process takes over their values. All others take over the names only,
+                since all processes must hold the same names.
+        """
+        nothing = [0.0, 0.0, math.inf, -math.inf]
+        for name, values in state.items():
+            values = values if mine else nothing
+            sums = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+            self.merge(name, sums)
 
 
 class Metrics:
-    """The metrics of a training run: sums pending until their update is applied, log lines, the progress bar.
+    """The metrics of a training run: its means, its log lines, TensorBoard and the progress bar.
 
     Args:
-        output_dir: gets `metrics.jsonl` and `tensorboard/`.
+        args: `output_dir` gets `metrics.jsonl` and, if `report_to` is tensorboard, `tensorboard/`.
         bar_metric: the recipe's key metric, shown in the bar beside the loss.
+        trained_parameters: of all models together; decides `perf/mfu`.
 
     Attributes:
-        pending: the window's sums, until its update is applied; `open`, those of the next log line.
-        parameters: trained, of all models; set before training, on the main process.
+        pending: the means of the current update, until it is applied or skipped.
+        open: the means of the next log line. PPO adds those of a rollout to it directly.
     """
 
-    def __init__(self, accelerator, args, progress: Progress, bar_metric: str):
-        self.accelerator, self.progress, self.bar_metric = accelerator, progress, bar_metric
+    def __init__(
+        self,
+        accelerator,
+        args,
+        progress: Progress,
+        bar_metric: str,
+        trained_parameters: int = 0,
+    ):
+        self.accelerator = accelerator
+        self.progress = progress
+        self.bar_metric = bar_metric
+        self.trained_parameters = trained_parameters
+        self.skip_watch = guards.SkipWatch(accelerator, progress)
+
+        self.open = Means(accelerator)
+        self.pending = Means(accelerator)
+        self.last_update: dict[str, float] = {}  # values of the last applied update alone
+        self.seconds: dict[str, float] = {}  # see `timed`
+
         self.file = Path(args.output_dir) / "metrics.jsonl"
-        self.open, self.pending = Means(accelerator), Means(accelerator)
-        # By name: values of the last update alone; in the bar; see `timed`. The window of the last warning of skips.
-        self.last_update, self.shown, self.seconds, self.warned = {}, {}, {}, -50
-        self.parameters, self.board, self.with_board = (
-            0,
-            None,
-            accelerator.is_main_process and args.report_to == "tensorboard",
-        )
+        self.with_board = accelerator.is_main_process and args.report_to == "tensorboard"
+        self.board = None  # opened by `start`, like the bar
+        self.bar = None
+        self.shown_in_bar: dict[str, float] = {}
+        self.start_interval()
 
     def start(self, metrics_bytes: int = 0) -> None:
-        """Opens the files: a new run's empty, a resumed one's cut to what its checkpoint knows. All ranks must call it."""
+        """Opens the files and the bar. All processes must call it.
+
+        Args:
+            metrics_bytes: `metrics.jsonl` is cut to this size: what the checkpoint knows of it, or 0 in a
+                new run.
+        """
         if self.accelerator.is_main_process and self.file.exists():
             os.truncate(self.file, min(metrics_bytes, self.file.stat().st_size))
-        if self.with_board:  # it hides what a killed run wrote beyond the step it resumes from
-            from torch.utils.tensorboard import SummaryWriter
+        if self.with_board:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            self.board = SummaryWriter(
-                self.file.with_name("tensorboard"), purge_step=(self.progress.global_step or -1) + 1
-            )
+            # TensorBoard hides what a killed run wrote at `purge_step` and later. A new run's step 0
+            # is that of the evaluation before the first update.
+            global_step = self.progress.global_step
+            purge_step = global_step + 1 if global_step else 0
+            self.board = SummaryWriter(self.file.with_name("tensorboard"), purge_step=purge_step)
         self.bar = tqdm(
             total=self.progress.total_steps,
             initial=self.progress.global_step,
@@ -123,144 +187,141 @@ class Metrics:
         )
 
     def start_interval(self) -> None:
-        """Begins the clock of the next line's `perf/*`."""
-        self.since, self.samples, self.tokens = (
-            time.perf_counter(),
-            self.progress.samples,
-            self.progress.tokens,
-        )
-        self.seconds = dict.fromkeys(self.seconds, 0.0)  # what one line shows all show
+        """Starts the clock of the next line's `perf/*`."""
+        self.since = time.perf_counter()
+        self.samples_before = self.progress.samples
+        self.tokens_before = self.progress.tokens
+        self.seconds = dict.fromkeys(self.seconds, 0.0)  # each line shows what the first one showed
 
     @contextlib.contextmanager
     def timed(self, name: str):
-        """Adds the block's seconds to `perf/<name>_seconds` of the next line. `paused` (evaluation, saving) is not training time: `perf/*`
-        leaves it out."""
+        """Adds the seconds of a block to `perf/<name>_seconds` of the next line.
+
+        `paused` is for evaluating and saving, which are not training: `perf/*` leaves its seconds out.
+        """
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def update_done(self, applied: bool, **last_update: float | None) -> None:
-        """Keeps the window's sums if its update was applied, drops them if it was skipped.
+        """Moves the pending means to those of the next log line, or drops them if the update was skipped.
 
         Args:
-            last_update: values of this update alone (`grad_norm`, `learning_rate`, `loss_scale`); None is left out.
+            last_update: values of this update alone: `grad_norm`, `learning_rate`, `loss_scale` and those
+                of the recipe. None is left out.
         """
         if applied:
-            if not math.isfinite(last_update.get("grad_norm") or 0.0):
-                where = f"the gradient of update {self.progress.global_step} is not finite though its loss is"
-                raise FloatingPointError(
-                    f"{where}: the weights are lost. Lower --learning_rate, or resume from a checkpoint."
-                )
-            for name, sums in self.pending.sums.items():
-                self.open.merge(name, sums)
             self.last_update = {
                 name: float(value) for name, value in last_update.items() if value is not None
             }
+            guards.check_gradient(self.last_update.get("grad_norm", 0.0), self.progress)
+            for name, sums in self.pending.sums.items():
+                self.open.merge(name, sums)
             self.bar.update()
         else:
-            self.explain_skip(
-                last_update["loss_scale"]
-            )  # DeepSpeed skips what overflows in fp32 as well
+            warning = self.skip_watch.update_skipped(last_update["loss_scale"])
+            if warning:
+                self.bar.write(warning)
         self.pending.sums = {}
 
-    def explain_skip(self, scale: float | None) -> None:
-        """Ends a run whose second overflow in a row, or more, is at the smallest loss scale, or the hundredth; warns of more than a tenth."""
-        progress, main, plugin = (
-            self.progress,
-            self.accelerator.is_main_process,
-            self.accelerator.state.deepspeed_plugin,
-        )
-        least, recent = (
-            plugin.deepspeed_config.get("fp16", {}).get("min_loss_scale", 1) if plugin else 0.0,
-            len(progress.recent_skips),
-        )
-        where = (
-            f"at loss scale {scale:g}, the smallest being {least:g}"
-            if scale
-            else "where no loss scale is to blame"
-        )
-        if progress.skips_in_a_row >= (2 if (scale or 0.0) <= least else 100):
-            end = f"update {progress.global_step + 1} overflowed {progress.skips_in_a_row} times in a row, the last time {where}"
-            sys.exit(
-                f"{end}. Use bf16, a lower --learning_rate if the loss had grown; --debug_overflow names the module"
-                if main
-                else 1
-            )
-        if main and recent > 5 and progress.updates_seen > self.warned + 50:
-            self.warned = progress.updates_seen
-            self.bar.write(
-                f"WARNING: {recent} of the last 50 updates overflowed, the last {where}. Raise loss_scale_window if the scale grows back "
-                "into the overflow, hysteresis if single windows drive it down; near min_loss_scale use bf16. See docs/fp16.md."
-            )
-
     def log(self) -> None:
-        """Writes the training line of this `global_step`, if anything was applied since the last. All ranks must call it."""
+        """Writes the training line of this `global_step`, if any update was applied since the last line.
+
+        All processes must call it.
+        """
         if "loss" not in self.open.sums:
             return
         elapsed = time.perf_counter() - self.since - self.seconds.pop("paused", 0.0)
-        means, progress = self.open.reduce(), self.progress
+        means = self.open.reduce()
         line = {
             "loss": means.pop("loss"),
             **self.last_update,
-            "epoch": progress.updates_seen / progress.updates_per_epoch,
+            "epoch": self.progress.updates_seen / self.progress.updates_per_epoch,
             **means,
-            "samples": progress.samples,
-            "tokens": progress.tokens,
-            "skipped_steps": progress.skipped_steps,
-            "perf/samples_per_second": (progress.samples - self.samples) / elapsed,
-            "perf/tokens_per_second": (progress.tokens - self.tokens) / elapsed,
-            **{f"perf/{name}_seconds": value for name, value in self.seconds.items()},
+            "samples": self.progress.samples,
+            "tokens": self.progress.tokens,
+            "skipped_steps": self.progress.skipped_steps,
+            **self.performance(elapsed),
         }
-        if self.accelerator.device.type == "cuda":
-            line["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            if peak := PEAK_FLOPS.get(torch.cuda.get_device_name()):
-                line["perf/mfu"] = (
-                    6
-                    * self.parameters
-                    * line["perf/tokens_per_second"]
-                    / (peak * self.accelerator.num_processes)
-                )
         self.write(line)
-        self.shown |= {
-            name.split("/")[-1]: line[name]
-            for name in ("loss", self.bar_metric, "perf/tokens_per_second")
-            if name in line
-        }
-        self.bar.set_postfix(self.shown, refresh=False)
+        for name in ("loss", self.bar_metric, "perf/tokens_per_second"):
+            if name in line:
+                self.shown_in_bar[name.split("/")[-1]] = line[name]
+        self.bar.set_postfix(self.shown_in_bar, refresh=False)
         self.start_interval()
 
+    def performance(self, elapsed: float) -> dict[str, float]:
+        """Returns `perf/*` of the `elapsed` seconds of training since the last line."""
+        tokens_per_second = (self.progress.tokens - self.tokens_before) / elapsed
+        values = {
+            "perf/samples_per_second": (self.progress.samples - self.samples_before) / elapsed,
+            "perf/tokens_per_second": tokens_per_second,
+        }
+        for name, seconds in self.seconds.items():
+            values[f"perf/{name}_seconds"] = seconds
+
+        if self.accelerator.device.type == "cuda":
+            values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            peak_of_one = PEAK_FLOPS.get(torch.cuda.get_device_name())
+            if peak_of_one:
+                # A token costs 2 operations for each parameter in the forward pass, 4 in the backward.
+                used = 6 * self.trained_parameters * tokens_per_second
+                values["perf/mfu"] = used / (peak_of_one * self.accelerator.num_processes)
+        return values
+
     def log_rollout(self, scores: torch.Tensor, table: str) -> None:
-        """Shows a rollout in TensorBoard, at the update it is made for: a histogram of its scores, a Markdown table of some responses."""
-        if self.board and scores.abs().max() < 1e20:  # where TensorBoard's bins end
-            self.board.add_histogram("objective/scores", scores, self.progress.global_step + 1)
-            self.board.add_text("responses", table, self.progress.global_step + 1)
+        """Shows a rollout in TensorBoard at the update that it is made for.
+
+        Args:
+            scores: `[samples]`, shown as a histogram.
+            table: some responses, as a Markdown table.
+        """
+        if self.board and scores.abs().max() < 1e20:  # TensorBoard's bins end there
+            next_update = self.progress.global_step + 1
+            self.board.add_histogram("objective/scores", scores, next_update)
+            self.board.add_text("responses", table, next_update)
 
     def log_evaluation(self, values: dict[str, float], samples: list[str]) -> None:
-        """Writes an evaluation as a line of its own, and shows it with a few answers. All ranks may call it."""
+        """Writes an evaluation as a line of its own and prints it with some samples.
+
+        All processes may call it.
+        """
         if not values:
             return
         self.write(values)
         if self.accelerator.is_main_process:
             shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-            self.bar.write(
-                "\n".join([f"global_step {self.progress.global_step}: {shown}", *samples])
-            )
+            lines = [f"global_step {self.progress.global_step}: {shown}", *samples]
+            self.bar.write("\n".join(lines))
 
     def write(self, values: dict[str, float]) -> None:
-        """One JSON object a line, and the same to TensorBoard."""
+        """Writes one line to `metrics.jsonl`, a JSON object, and the same values to TensorBoard."""
         if self.accelerator.is_main_process:
+            line = {"global_step": self.progress.global_step, **values}
             with open(self.file, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"global_step": self.progress.global_step, **values}) + "\n")
+                file.write(json.dumps(line) + "\n")
         if self.board:
             for name, value in values.items():
                 self.board.add_scalar(name, value, self.progress.global_step)
             self.board.flush()
 
     def close(self) -> None:
-        """Writes a line still open, ends the bar and the processes' group. All ranks must call it."""
+        """Writes the last line if it is still open, and ends the bar and the process group.
+
+        All processes must call it.
+        """
         self.log()
         self.bar.close()
         self.accelerator.end_training()
         if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cpu":
-            # torch 2.13: gloo's threads now and then abort a process that has finished, while the interpreter cleans up.
-            atexit.register(lambda: (sys.stdout.flush(), os._exit(hasattr(sys, "last_value"))))
+            atexit.register(exit_without_cleaning_up)
+
+
+def exit_without_cleaning_up() -> None:
+    """Ends a process of a finished run before the interpreter cleans up.
+
+    With torch 2.13, gloo's threads now and then abort a finished process during that cleanup.
+    """
+    sys.stdout.flush()
+    failed = hasattr(sys, "last_value")  # set by an exception that nobody caught
+    os._exit(int(failed))

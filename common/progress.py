@@ -1,88 +1,102 @@
-"""The counters of a run."""
+"""The counters of a run: what was applied, what was skipped, what is due now, and when the run ends."""
 
 import dataclasses
 import math
 import sys
 
+RECENT_UPDATES = 50
+
 
 @dataclasses.dataclass
 class Progress:
-    """The counters of a run. A checkpoint holds all but those of skips in a row and of late.
+    """The counters of a run. A checkpoint holds all of them except the consecutive and recent skips.
 
     Attributes:
-        global_step: optimizer updates applied; the one x-axis.
-        skipped_steps: updates that an fp16 overflow made the engine skip.
-        updates_seen: windows consumed, applied or skipped: the position in the data.
-        samples, tokens: trained on so far, in applied updates.
-        recent_skips: which of the last 50 windows were skipped, the first of a run being 1.
-        updates_per_epoch: windows of one pass over the rows; by default `n_rows / train_batch_size` rounded up.
+        updates_per_epoch: by default `n_rows / train_batch_size`, rounded up.
+        global_step: updates applied; the one x-axis.
+        skipped_steps: updates that the engine skipped because of an fp16 overflow.
+        samples: trained on so far, in applied updates.
+        tokens: trained on so far, in applied updates.
+        consecutive_skips: how many of the latest updates were skipped since the last applied one.
+        recent_skips: which of the latest `RECENT_UPDATES` updates were skipped, counted from 1.
     """
 
     n_rows: int
     train_batch_size: int
     max_epochs: int
     max_steps: int
+    updates_per_epoch: int = 0
     global_step: int = 0
     skipped_steps: int = 0
-    updates_seen: int = 0
     samples: int = 0
     tokens: int = 0
-    skips_in_a_row: int = 0
-    updates_per_epoch: int = 0
+    consecutive_skips: int = 0
     recent_skips: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
         if self.max_steps < 0 or (self.max_steps == 0 and self.max_epochs < 1):
             sys.exit(
-                f"--max_epochs {self.max_epochs} and --max_steps {self.max_steps}: give at least one epoch, or a number of updates"
+                f"--max_epochs {self.max_epochs} and --max_steps {self.max_steps}: "
+                "give at least one epoch, or a number of updates"
             )
-        self.updates_per_epoch = self.updates_per_epoch or math.ceil(
-            self.n_rows / self.train_batch_size
-        )
+        if not self.updates_per_epoch:
+            self.updates_per_epoch = math.ceil(self.n_rows / self.train_batch_size)
+
+    @property
+    def updates_seen(self) -> int:
+        """Updates applied or skipped: the position in the data."""
+        return self.global_step + self.skipped_steps
 
     @property
     def total_steps(self) -> int:
-        """The horizon of the schedule: `max_steps`, else the windows of all epochs."""
+        """The horizon of the schedule: `max_steps`, else the updates of all epochs."""
         return self.max_steps or self.max_epochs * self.updates_per_epoch
 
     @property
     def finished(self) -> bool:
-        """`max_steps` counts applied updates; an epoch run ends when its windows end."""
-        return (
-            self.global_step >= self.max_steps
-            if self.max_steps
-            else self.updates_seen >= self.max_epochs * self.updates_per_epoch
-        )
+        """Whether `max_steps` updates are applied or, without `max_steps`, the data have ended."""
+        if self.max_steps:
+            return self.global_step >= self.max_steps
+        return self.updates_seen >= self.max_epochs * self.updates_per_epoch
 
     def update_done(self, applied: bool, samples: int, tokens: int) -> None:
-        """Counts one window; what a skipped one held was not trained on."""
-        self.updates_seen += 1
-        self.global_step += applied
-        self.skipped_steps += not applied
-        self.samples += samples * applied
-        self.tokens += tokens * applied
-        self.skips_in_a_row = 0 if applied else self.skips_in_a_row + 1
-        self.recent_skips = [
-            w
-            for w in self.recent_skips + [self.updates_seen] * (not applied)
-            if w > self.updates_seen - 50
-        ]
+        """Counts one update. The samples of a skipped update were not trained on."""
+        if applied:
+            self.global_step += 1
+            self.samples += samples
+            self.tokens += tokens
+            self.consecutive_skips = 0
+        else:
+            self.skipped_steps += 1
+            self.consecutive_skips += 1
+            self.recent_skips.append(self.updates_seen)
+        recent = self.updates_seen - RECENT_UPDATES
+        self.recent_skips = [update for update in self.recent_skips if update > recent]
 
     def due(self, interval: float) -> bool:
-        """Whether to evaluate or save now: after an update at a multiple of the interval, and at the end (once, also where its last
-        window was skipped). An interval below 1 is a share of all updates; 0 is the end only."""
+        """Whether to evaluate or save now: after every `interval` applied updates, and at the end.
+
+        Args:
+            interval: a number of updates, or below 1 a share of all updates; 0 means at the end only.
+        """
         every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
-        multiple = every > 0 and self.global_step % every == 0
-        return (
-            (multiple or self.finished)
-            if self.skips_in_a_row == 0
-            else (self.finished and not multiple)
-        )
+        at_multiple = every > 0 and self.global_step % every == 0
+        if self.consecutive_skips == 0:
+            return at_multiple or self.finished
+        # The last update was skipped, so nothing has changed. Only the end of the run may be due,
+        # unless it was already done at this `global_step`.
+        return self.finished and not at_multiple
 
     def log_due(self, interval: float) -> bool:
-        """Whether to log now: after the first update, too."""
-        return (self.global_step == 1 and self.skips_in_a_row == 0) or self.due(interval)
+        """Whether to log now: when `due`, and after the first applied update."""
+        first_update = self.global_step == 1 and self.consecutive_skips == 0
+        return first_update or self.due(interval)
 
     def describe(self) -> str:
-        each = f"{self.updates_per_epoch} updates an epoch, the last of {(self.n_rows - 1) % self.train_batch_size + 1} samples"
-        return f"{self.n_rows} samples / train_batch_size {self.train_batch_size} = {each}; {self.total_steps} updates in all"
+        """Returns the arithmetic of the updates in one line."""
+        last_of_epoch = (self.n_rows - 1) % self.train_batch_size + 1
+        return (
+            f"{self.n_rows} samples / train_batch_size {self.train_batch_size} = "
+            f"{self.updates_per_epoch} updates an epoch, the last of {last_of_epoch} samples; "
+            f"{self.total_steps} updates in all"
+        )

@@ -1,86 +1,250 @@
-"""Answers and prompts as rows."""
+"""Lays out the prompts and answers of a micro-batch as rows that a model reads, with prompts shared."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from common import batches
 
+# At about this row length attention costs as much as all the rest of a model; see `packing_costs_more`.
+ATTENTION_EQUALS_REST = 4096
+
+NO_PIECE = -1
+
+
+class Piece(NamedTuple):
+    """A prompt or an answer, as it stands in a row.
+
+    Attributes:
+        ids: its tokens.
+        position: the position of its first token, as if its prompt began the row.
+        number: its own number: answers have theirs, prompts those after the last answer.
+        prompt: the number of its prompt; for a prompt, its own.
+    """
+
+    ids: list[int]
+    position: int
+    number: int
+    prompt: int
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.number == self.prompt
+
+
+# A group is a prompt followed by its answers; a row is one or more groups.
+Pieces = list[Piece]
+
+
+class Layout(NamedTuple):
+    """Rows as arrays.
+
+    A place is the index of a token, counted through all rows one after the other.
+
+    Attributes:
+        ids, positions: of each token, `[rows, row length]`.
+        numbers, prompts: of the piece that each token belongs to, `[rows, row length]`.
+        before: for each answer, the places of the tokens that predict its tokens.
+        last: for each answer, the place of its last token.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    numbers: np.ndarray
+    prompts: np.ndarray
+    before: list[list[int]]
+    last: list[int]
+
 
 def make_batch(
     prompts: Sequence[list[int]],
     answers: Sequence[list[int]],
-    pack: bool,
+    share: bool,
     device,
     scored: Sequence[list] | None = None,
 ) -> dict:
-    """Answers to prompts as a model reads them. Nothing here waits for a GPU: it computes one micro-batch while the next is laid out.
+    """Returns answers to prompts as tensors that a model reads.
 
-    Packed, a prompt that several have in common is computed once, and a row holds several prompts where they fit beside each other:
-    an answer sees its prompt and itself only, at the positions it would have alone. Else, and where that would cost more, each is a
-    row of its own.
+    If prompts are shared, a prompt that several answers have in common is computed once, and a row holds
+    several prompts where they fit. An answer still sees its own prompt and itself only, at the positions
+    that it would have alone. Otherwise, and where sharing would cost more, each answer has its own row.
+
+    Nothing here waits for a GPU: it computes one micro-batch while the next one is laid out.
 
     Args:
+        prompts: token ids, one prompt for each answer; may be empty.
+        answers: token ids.
+        share: whether prompts and rows may be shared.
         scored: which tokens of each answer are targets; by default all.
 
     Returns:
-        `inputs`, what a `transformers` model takes: `input_ids` `[rows, length]` padded on the right, and, where a row holds several
-        answers, `position_ids` and `attention_mask`. `mask`, which tokens are targets, `[answers, longest]`, `targets`, their ids, and
-        `before`, the place of the token that predicts each, `[targets]` in the order of the mask. `last`, the place of each answer's
-        last token, `[answers]`. Places are counted through the rows one after the other.
+        inputs: what a `transformers` model takes: `input_ids` `[rows, row length]`, padded on the right,
+            and, if a row holds several answers, `position_ids` of the same shape and the bool
+            `attention_mask` `[rows, 1, row length, row length]`.
+        mask: which tokens are targets, bool `[answers, longest answer]`.
+        targets: their ids, `[targets]`, answer after answer.
+        before: the place of the token that predicts each target, `[targets]`.
+        last: the place of each answer's last token, `[answers]`.
     """
-    groups, rows = {}, []
-    for number, prompt in enumerate(prompts):
-        groups.setdefault(tuple(prompt) if pack and prompt else number, []).append(number)
-    # A tree of pieces: their ids, the position of the first, and two numbers, the piece's own and its prompt's.
-    trees = [
-        [(prompts[i[0]], 0, ~i[0], ~i[0]), *((answers[n], len(prompts[n]), n, ~i[0]) for n in i)]
-        for i in groups.values()
-    ]
-    size = lambda pieces: sum(len(piece) for piece, *_ in pieces)
-    longest = max(map(size, trees))
-    for tree in sorted(trees, key=size, reverse=True):
-        row = next((row for row in rows if pack and size(row) + size(tree) <= longest), None)
-        if row is None:
-            rows.append(row := [])
-        row += tree
-    alone = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
-    # The cost of rows: attention grows with the square of the length, and is as much as all else at some thousand tokens; under a mask
-    # nothing of the square is left out.
-    if pack and len(rows) * longest * (2 * longest + 4096) > len(answers) * alone * (alone + 4096):
-        return make_batch(prompts, answers, False, device, scored)
-    ids, positions, owns, parents = (
-        np.full(len(rows) * longest, fill) for fill in (0, 0, len(answers), len(answers))
-    )
-    before, last = [[]] * len(answers), [0] * len(answers)
-    for number, row in enumerate(rows):
-        end = number * longest
-        for piece, position, own, parent in row:
-            start, end = end, end + len(piece)
-            ids[start:end], positions[start:end] = piece, range(position, position + len(piece))
-            owns[start:end], parents[start:end] = own, parent
-            if own < 0:
-                end_of_prompt = max(end - 1, 0)
-            else:
-                before[own], last[own] = [end_of_prompt, *range(start, end - 1)], end - 1
-    scored = [[True] * len(answer) for answer in answers] if scored is None else scored
-    chosen = lambda parts: [
-        one for part, flags in zip(parts, scored) for one, flag in zip(part, flags) if flag
-    ]
-    send = lambda array: torch.as_tensor(array).to(device, non_blocking=True)
-    of_rows = lambda array: send(array).view(len(rows), longest)
-    inputs, mask = {"input_ids": of_rows(ids)}, batches.pad(scored, False, device).bool()
+    if scored is None:
+        scored = [[True] * len(answer) for answer in answers]
+    rows = arrange(prompts, answers, share)
+    layout = lay_out(rows, len(answers))
+
+    inputs = {"input_ids": send(layout.ids, device)}
     if len(rows) < len(answers):
-        own, parent = (of_rows(array)[:, None, :, None] for array in (owns, parents))
-        inputs |= {
-            "position_ids": of_rows(positions),
-            "attention_mask": ((own.mT == own) | (own.mT == parent)).tril(),
-        }
+        inputs["position_ids"] = send(layout.positions, device)
+        inputs["attention_mask"] = attention_mask(
+            send(layout.numbers, device), send(layout.prompts, device)
+        )
     return {
         "inputs": inputs,
-        "mask": mask,
-        "targets": send(chosen(answers)),
-        "before": send(chosen(before)),
-        "last": send(last),
+        "mask": batches.pad(scored, False, device).bool(),
+        "targets": send(of_targets(answers, scored), device),
+        "before": send(of_targets(layout.before, scored), device),
+        "last": send(layout.last, device),
     }
+
+
+def arrange(
+    prompts: Sequence[list[int]], answers: Sequence[list[int]], share: bool
+) -> list[Pieces]:
+    """Returns the rows: groups packed together where that pays, else a row for each answer."""
+    groups = group_by_prompt(prompts, answers, share)
+    groups.sort(key=length_of, reverse=True)
+    if not share:
+        return groups
+    rows = first_fit(groups, row_length=length_of(groups[0]))
+    if packing_costs_more(rows, prompts, answers):
+        return arrange(prompts, answers, share=False)
+    return rows
+
+
+def group_by_prompt(
+    prompts: Sequence[list[int]], answers: Sequence[list[int]], share: bool
+) -> list[Pieces]:
+    """Returns each prompt with the answers that share it, or a group for each answer."""
+    numbers_by_prompt: dict[object, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        # A group cannot be divided among rows. Answers without a prompt (SFT passes empty prompts)
+        # share nothing, so each is a group of its own: as one group they would fill a single row.
+        key = tuple(prompt) if share and prompt else number
+        numbers_by_prompt.setdefault(key, []).append(number)
+
+    groups = []
+    for prompt_number, numbers in enumerate(numbers_by_prompt.values(), start=len(answers)):
+        prompt = prompts[numbers[0]]
+        group = [Piece(prompt, position=0, number=prompt_number, prompt=prompt_number)]
+        for number in numbers:
+            answer = Piece(
+                answers[number],
+                position=len(prompt),
+                number=number,
+                prompt=prompt_number,
+            )
+            group.append(answer)
+        groups.append(group)
+    return groups
+
+
+def length_of(pieces: Pieces) -> int:
+    """Returns the number of tokens of a group or a row."""
+    return sum(len(piece.ids) for piece in pieces)
+
+
+def first_fit(groups: list[Pieces], row_length: int) -> list[Pieces]:
+    """Puts each group into the first row that has room for it, else into a new one."""
+    rows: list[Pieces] = []
+    for group in groups:
+        for row in rows:
+            if length_of(row) + length_of(group) <= row_length:
+                row.extend(group)
+                break
+        else:
+            rows.append(list(group))
+    return rows
+
+
+def packing_costs_more(
+    rows: list[Pieces], prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> bool:
+    """Returns whether packed rows cost more than a row for each answer.
+
+    The cost of a row of n tokens is n * (n + 4096): attention grows with the square of n, all the rest
+    with n, and at about 4096 tokens they are equal. This n * n stands for causal attention, which skips
+    half of the square, that above the diagonal. With a mask of our own nothing of the square is skipped,
+    so a packed row costs n * (2 * n + 4096).
+    """
+    packed_length = max(map(length_of, rows))
+    packed = len(rows) * packed_length * (2 * packed_length + ATTENTION_EQUALS_REST)
+
+    alone_length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
+    alone = len(answers) * alone_length * (alone_length + ATTENTION_EQUALS_REST)
+    return packed > alone
+
+
+def lay_out(rows: list[Pieces], n_answers: int) -> Layout:
+    """Returns rows as arrays, padded on the right to the longest of them."""
+    row_length = max(map(length_of, rows))
+    shape = (len(rows), row_length)
+    layout = Layout(
+        ids=np.zeros(shape, dtype=np.int64),
+        positions=np.zeros(shape, dtype=np.int64),
+        numbers=np.full(shape, NO_PIECE),
+        prompts=np.full(shape, NO_PIECE),
+        before=[[] for _ in range(n_answers)],
+        last=[0] * n_answers,
+    )
+    for index, row in enumerate(rows):
+        row_start = index * row_length  # the place of the row's first token
+        end = 0
+        for piece in row:
+            start = end
+            end = start + len(piece.ids)
+            layout.ids[index, start:end] = piece.ids
+            layout.positions[index, start:end] = np.arange(end - start) + piece.position
+            layout.numbers[index, start:end] = piece.number
+            layout.prompts[index, start:end] = piece.prompt
+            if piece.is_prompt:
+                # An empty prompt has no last token. The place is then meaningless, but never read: the
+                # first token of an answer without a prompt is no target. It must only not be negative.
+                last_of_prompt = max(row_start + end - 1, 0)
+            else:
+                # The prompt's last token predicts the first of the answer, and each of the answer the next.
+                places = range(row_start + start, row_start + end)
+                layout.before[piece.number] = [last_of_prompt, *places[:-1]]
+                layout.last[piece.number] = places[-1]
+    return layout
+
+
+def attention_mask(numbers: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+    """Returns which tokens see which: a token sees its own piece and its prompt, up to itself.
+
+    Padding has the number of no piece, so it sees only padding, and no piece sees it. It sees at least
+    itself: attention over nothing would be NaN.
+
+    Args:
+        numbers, prompts: of the piece of each token, `[rows, length]`; see `Piece`.
+
+    Returns:
+        bool `[rows, 1, length, length]`: whether the query (third dimension) sees the key (fourth).
+    """
+    key = numbers[:, None, None, :]
+    query = numbers[:, None, :, None]
+    prompt_of_query = prompts[:, None, :, None]
+    return ((key == query) | (key == prompt_of_query)).tril()
+
+
+def of_targets(values: Sequence[Sequence[int]], scored: Sequence[Sequence]) -> list[int]:
+    """Returns the values of the target tokens, answer after answer."""
+    chosen = []
+    for values_of_answer, flags in zip(values, scored):
+        chosen += [value for value, flag in zip(values_of_answer, flags) if flag]
+    return chosen
+
+
+def send(array, device) -> torch.Tensor:
+    """Copies an array or a list to the device without waiting for it."""
+    return torch.as_tensor(array).to(device, non_blocking=True)
