@@ -1,15 +1,24 @@
-"""Proximal Policy Optimization: sample answers, score them, raise the probability of those better than expected.
+"""Proximal Policy Optimization: sample answers, score them, make those better than expected likelier.
 
-Schulman et al. 2017, arXiv:1707.06347; for language models Ziegler et al. 2019, arXiv:1909.08593, and the details of Huang et al.
-2024, arXiv:2403.17031. Loss of a window, over its response tokens, r_t = pi(a_t)/pi_old(a_t), A_t by GAE, V clipped around V_old:
+Schulman et al. 2017, arXiv:1707.06347; for language models Ziegler et al. 2019, arXiv:1909.08593,
+and the details of Huang et al. 2024, arXiv:2403.17031. Loss of an update, over its response tokens,
+with r_t = pi(a_t)/pi_old(a_t), A_t by GAE, and V clipped around V_old:
 
-    loss = mean of -min(r_t A_t, clip(r_t, 1 - c, 1 + c) A_t) + vf_coef * 1/2 max((V_t - R_t)^2, (clip(V_t) - R_t)^2)
+    loss = mean of -min(r_t A_t, clip(r_t, 1 - c, 1 + c) A_t)
+                   + vf_coef * 1/2 max((V_t - R_t)^2, (clip(V_t) - R_t)^2)
 
-Demo, offline:   python recipes/ppo.py
-One GPU:         accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/ppo.py --model_name_or_path M --dataset_name D --reward_model_name_or_path R
-N GPUs:          accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/ppo.py --model_name_or_path M --dataset_name D --reward_model_name_or_path R
-DeepSpeed fp16:  accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/ppo.py
-Docs, metrics:   docs/ppo.md
+Demo, offline:
+    python recipes/ppo.py
+One GPU:
+    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/ppo.py \
+        --model_name_or_path M --dataset_name D --reward_model_name_or_path R
+N GPUs:
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 recipes/ppo.py \
+        --model_name_or_path M --dataset_name D --reward_model_name_or_path R
+DeepSpeed fp16:
+    accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/ppo.py
+
+Every argument, every metric: docs/ppo.md
 """
 
 # ============================================================ imports
@@ -17,8 +26,9 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -26,57 +36,69 @@ from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
 import common
-from common import actor, arguments, batches, checkpoint, distributed, engine, guards, launch, optim
+
+if not hasattr(common, "check_recipe"):  # somebody else's package of this name was found first
+    raise SystemExit(
+        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
+        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
+    )
+common.check_recipe(__file__)
+
+from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
 from common.checkpoint import Run
 from common.data import dataset, formats, tokens
 from common.metrics import Metrics
 from common.models import checks, load, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.progress import Progress
-from common.rollout import answers, generation
-
-common.check_recipe(__file__)
+from common.rollout import answers, generation, rewards
+from common.rollout.samples import Collected, Samples, sample_lengths
+from common.rollout.schedule import RolloutSchedule
 
 
 # ============================================================ arguments
 @dataclass
 class Args:
     model_name_or_path: str | None = HfArg(
-        default=None, help="policy to train, usually the SFT model: hub name or folder"
+        default=None, help="the policy to train, usually an SFT model: a hub name or a folder"
     )
     ref_model_name_or_path: str | None = HfArg(
-        default=None, help="reference policy; default: the policy as it starts"
+        default=None, help="the reference policy; default: the policy before training"
     )
     critic_model_name_or_path: str | None = HfArg(
-        default=None, help="the critic's start; default: the reward model, else the policy"
+        default=None,
+        help="what the critic starts from; default: the reward model, or else the policy",
     )
     reward_model_name_or_path: str | None = HfArg(
-        default=None, help="reward model with one label, such as recipes/reward.py saves"
+        default=None, help="a reward model with one label, such as recipes/reward.py saves"
     )
     reward_function: str | None = HfArg(
         default=None,
-        help="MODULE:NAME, a function (prompts, responses, **columns) -> scores; added to the reward model's",
+        help="MODULE:NAME, a function (prompts, responses, **columns) -> scores; "
+        "they are added to the reward model's",
     )
     dataset_name: str | None = HfArg(
         default=None,
-        help="prompts: hub name, hub name:config, file or folder; other columns go to the reward function",
+        help="prompts: a hub name, hub name:config, file or folder; "
+        "the reward function gets the other columns",
     )
     dataset_split: str = HfArg(default="train", help="split of --dataset_name")
     eval_dataset_name: list[str] | None = HfArg(
-        default=None, help="held-out prompts, one or several sets; a column answer adds exact match"
+        default=None,
+        help="held-out prompts, one or several sets; a column `answer` adds exact match",
     )
     eval_dataset_split: str = HfArg(
-        default="train", help="split of --eval_dataset_name (a local file's is train)"
+        default="train", help="split of --eval_dataset_name; a local file is the split train"
     )
     columns: list[str] | None = HfArg(
-        default=None, help="where a format's column stands in the data, such as prompt=question"
+        default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
     )
     output_dir: str | None = HfArg(default=None, help="default: runs/ppo/<date-time>")
 
     rollout_batch_size: int = HfArg(default=1024, help="prompts of one rollout, over all processes")
     n_samples_per_prompt: int = HfArg(default=1, help="responses to each prompt")
     micro_rollout_batch_size: int = HfArg(
-        default=16, help="responses one process generates and scores at once"
+        default=16, help="responses that one process generates and scores at once"
     )
     num_epochs_per_rollout: int = HfArg(default=1, help="passes over the samples of a rollout")
     max_new_tokens: int = HfArg(default=256, help="longest response")
@@ -87,17 +109,18 @@ class Args:
     kl_coef: float = HfArg(default=0.05, help="weight of the KL to the reference")
     kl_estimator: Literal["k1", "k2", "k3"] = HfArg(default="k1", help="see kl_estimate")
     kl_in: Literal["reward", "loss"] = HfArg(
-        default="reward", help="reward: a penalty on each token's reward; loss: a term of the loss"
+        default="reward", help="reward: taken from each token's reward; loss: a term of the loss"
     )
     kl_target: float = HfArg(
-        default=0.0, help="KL of a response that the coefficient is adapted to; 0: it is fixed"
+        default=0.0, help="adapts the coefficient to this KL of a response; 0: it is fixed"
     )
-    kl_horizon: float = HfArg(default=10000, help="samples over which it is adapted")
+    kl_horizon: float = HfArg(default=10000, help="samples over which the coefficient is adapted")
     reward_clip: float = HfArg(
-        default=0.0, help="scores are clipped to plus and minus this; 0: not"
+        default=0.0, help="scores are clipped to plus and minus this; 0: no clipping"
     )
     normalize_reward: bool = HfArg(
-        default=False, help="reward model's scores by the mean and standard deviation in its config"
+        default=False,
+        help="normalise the reward model's scores by the mean and the deviation in its config",
     )
     missing_eos_penalty: float = HfArg(
         default=0.0,
@@ -105,10 +128,10 @@ class Args:
     )
     gamma: float = HfArg(default=1.0, help="discount")
     gae_lambda: float = HfArg(default=0.95, help="lambda of generalised advantage estimation")
-    clip_range: float = HfArg(default=0.2, help="clipping of the ratio, below 1 and above")
-    clip_range_high: float | None = HfArg(default=None, help="above 1, if it is to differ")
+    clip_range: float = HfArg(default=0.2, help="clipping of the ratio, below and above 1")
+    clip_range_high: float | None = HfArg(default=None, help="clipping above 1, if it is to differ")
     dual_clip: float = HfArg(
-        default=0.0, help="a bound on the ratio where the advantage is negative, above 1; 0: none"
+        default=0.0, help="bound above 1 on the ratio where the advantage is negative; 0: no bound"
     )
     value_clip_range: float = HfArg(
         default=0.2, help="clipping of the values around the old ones; 0: none"
@@ -119,13 +142,14 @@ class Args:
     )
 
     train_batch_size: int = HfArg(default=128, help="samples of one update, over all processes")
-    micro_train_batch_size: int = HfArg(default=4, help="samples one process trains on at once")
+    micro_train_batch_size: int = HfArg(default=4, help="samples that one process runs at once")
     micro_train_tokens: int = HfArg(
-        default=0, help="tokens with padding it trains on at once, instead; 0: not used"
+        default=0,
+        help="if above 0, fills micro-batches by padded tokens instead of samples",
     )
     share_prompts: bool = HfArg(
         default=True,
-        help="compute a prompt once for its responses, where the architecture allows it",
+        help="compute a prompt once for its responses, where the model allows it",
     )
     max_epochs: int = HfArg(default=1, help="passes over the prompts")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
@@ -138,21 +162,21 @@ class Args:
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
     ] = HfArg(default="linear", help="see transformers.get_scheduler")
-    warmup_steps: float = HfArg(default=0.03, help="updates of warm-up; below 1 a share of all")
-    weight_decay: float = HfArg(default=0.0, help="on matrices, not on biases and norms")
+    warmup_steps: float = HfArg(default=0.03, help="updates of warm-up; below 1: a share of all")
+    weight_decay: float = HfArg(default=0.0, help="on matrices only, not on biases and norms")
     adam_epsilon: float = HfArg(default=1e-5, help="Adam's epsilon")
     max_grad_norm: float = HfArg(
         default=1.0, help="clipping of the joint norm of actor and critic; 0: none"
     )
-    gradient_checkpointing: bool = HfArg(default=False, help="less memory for more time")
+    gradient_checkpointing: bool = HfArg(default=False, help="saves memory, costs time")
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
-    seed: int = HfArg(default=0, help="data order and sampling")
+    seed: int = HfArg(default=0, help="of the data order and of sampling")
 
     logging_steps: float = HfArg(
-        default=1, help="updates between log lines; below 1 a share of all"
+        default=1, help="updates between log lines; below 1: a share of all updates"
     )
     eval_steps: float = HfArg(
-        default=0, help="updates between evaluations; 0: only before and after"
+        default=0, help="updates between evaluations; 0: only before and after training"
     )
     save_steps: float = HfArg(default=0, help="updates between checkpoints to resume from; 0: none")
     save_total_limit: int = HfArg(default=2, help="checkpoints to keep; 0: all")
@@ -171,10 +195,21 @@ class Args:
         default=False, help="name the module and the tensor that overflow; slow"
     )
 
+    # Besides what all recipes share, a resumed run may change these.
+    may_change: ClassVar[set[str]] = {"micro_rollout_batch_size", "share_prompts"}
+
 
 # ============================================================ the algorithm
+# The random numbers of a rollout are drawn from [seed, rollout, stream]. No stream repeats another.
+SAMPLING_STREAM = 1
+ORDER_STREAM = 2
+
+
 class ActorCritic(LogProbModel):
-    """Actor (`model`) and critic in one module: one engine, one backward, one checkpoint under every strategy."""
+    """Actor (`model`) and critic in one module.
+
+    So there is one engine, one backward pass and one checkpoint under every strategy.
+    """
 
     def __init__(self, policy_model, critic):
         super().__init__(policy_model)
@@ -183,29 +218,35 @@ class ActorCritic(LogProbModel):
             {*policy_model._no_split_modules, *critic._no_split_modules}
         )
 
-    def forward(self, batch: dict, temperature: float = 1.0, check: bool = False):
-        """`LogProbModel.forward` with `entropy`, and `values`: those of the states in which the targets are chosen."""
-        scores, mask = super().forward(batch, temperature, ("entropy",), check), batch["mask"]
-        return scores | {
-            "values": torch.zeros_like(scores["logps"]).masked_scatter(
-                mask, self.critic(batch, batch["before"])
-            )
-        }
+    def forward(self, batch: dict, temperature: float = 1.0, check: bool = False) -> dict:
+        """Returns what `LogProbModel.forward` does, with `entropy` and `values`.
+
+        The value of a token is that of the state in which it was chosen: the text before it.
+        """
+        output = super().forward(batch, temperature, ("entropy",), check)
+        values = self.critic(batch, batch["before"])
+        output["values"] = torch.zeros_like(output["logps"]).masked_scatter(batch["mask"], values)
+        return output
 
 
 def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> dict:
-    """`prompt_ids length reason truncated columns` of one prompt; `columns` is the row as JSON, for a reward function."""
+    """Returns `prompt_ids length truncated columns reason` of one row.
+
+    `columns` is the whole row as a JSON text, for the reward function.
+    """
     formats.require(row, "prompt", expected="'prompt'")
-    prompt, reason = row["prompt"], "" if formats.has_text(row["prompt"]) else "empty prompt"
+    prompt = row["prompt"]
     if isinstance(prompt, str):
         ids = tokens.encode(tokenizer, [prompt, ""], plain=True)[0]
     else:
-        ids = tokens.encode(
-            tokenizer,
-            [tokens.render(tokenizer, formats.as_messages(prompt, "user"), True, row.get("tools"))],
-        )[0]
-    if len(ids) + max_new_tokens > max_length:
-        reason = reason or "prompt leaves no room for max_new_tokens within max_length"
+        messages = formats.as_messages(prompt, "user")
+        text = tokens.render(tokenizer, messages, True, row.get("tools"))
+        ids = tokens.encode(tokenizer, [text])[0]
+    reason = ""  # why the row cannot be used
+    if not formats.has_text(prompt):
+        reason = "empty prompt"
+    elif len(ids) + max_new_tokens > max_length:
+        reason = "prompt leaves no room for max_new_tokens within max_length"
     return {
         "prompt_ids": ids,
         "length": len(ids),
@@ -216,7 +257,10 @@ def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> di
 
 
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
-    """KL(policy || reference) of each token from the sampled one alone. Source: Schulman 2020, http://joschu.net/blog/kl-approx.html."""
+    """Estimates KL(policy || reference) of each token from the sampled token alone.
+
+    Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
+    """
     difference = logps - ref_logps
     if estimator == "k1":  # unbiased, may be negative
         return difference
@@ -225,489 +269,496 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) ->
     return torch.exp(-difference) - 1 + difference  # k3: unbiased, never negative
 
 
+def final_scores(
+    scores: torch.Tensor, ended: torch.Tensor, reward_clip: float, missing_eos_penalty: float
+) -> torch.Tensor:
+    """Clips scores `[samples]`, if `reward_clip` is not 0, and then penalises missing ends."""
+    if reward_clip:
+        scores = scores.clamp(-reward_clip, reward_clip)
+    return scores - missing_eos_penalty * ~ended
+
+
 def token_rewards(
     scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float
 ) -> torch.Tensor:
-    """Rewards `[samples, length]`: minus the KL of each token, and on the last real token the score `[samples]` of the response.
+    """Returns the reward of each token `[samples, length]`, zero behind a response.
 
+    It is minus the KL of the token and, on the last token, the score `[samples]` of the response.
     Source: arXiv:1909.08593 eq. 2.
     """
-    is_last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1
+    places = torch.arange(mask.shape[1], device=mask.device)
+    is_last = places == mask.sum(1, keepdim=True) - 1
     return torch.where(mask, -kl_coef * kl, 0.0) + is_last * scores[:, None]
 
 
-def estimate_advantages(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
-):
-    """Advantages and returns `[samples, length]`, zero behind the end of a response, where the value of the state is zero.
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, gae_lambda: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns advantages and returns `[samples, length]`, zero behind a response.
 
-    Source: Generalised Advantage Estimation, arXiv:1506.02438 eq. 16; the return is advantage plus value (TD(lambda)).
+    The state at the end of a response has the value zero. Sources: Generalised Advantage
+    Estimation, arXiv:1506.02438 eq. 16; a return is advantage plus value, TD(lambda).
     """
     values = torch.where(mask, values, 0.0)
-    advantages, following, next_values = torch.zeros_like(values), 0.0, 0.0
+    advantages = torch.zeros_like(values)
+    next_values = 0.0
+    last_gae = 0.0
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_values - values[:, t]
-        following = torch.where(mask[:, t], delta + gamma * lam * following, 0.0)
-        advantages[:, t], next_values = following, values[:, t]
-    return advantages, torch.where(mask, advantages + values, 0.0)
+        last_gae = torch.where(mask[:, t], delta + gamma * gae_lambda * last_gae, 0.0)
+        advantages[:, t] = last_gae
+        next_values = values[:, t]
+    returns = torch.where(mask, advantages + values, 0.0)
+    return advantages, returns
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean 0 and standard deviation 1 over the masked values, zero elsewhere."""
+    """Gives the masked values mean 0 and standard deviation 1 together; the others become zero."""
     kept = values[mask].double()
-    return torch.where(
-        mask, (values - kept.mean()) * torch.rsqrt(kept.var(unbiased=False) + 1e-8), 0.0
-    ).to(values.dtype)
+    whitened = (values - kept.mean()) * torch.rsqrt(kept.var(unbiased=False) + 1e-8)
+    return torch.where(mask, whitened, 0.0).to(values.dtype)
 
 
 def policy_losses(
-    logps, old_logps, advantages, clip_low: float, clip_high: float, dual_clip: float
-):
-    """Loss of each token, and where clipping decided it.
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the policy loss of each token, and where clipping decided it.
 
-    Sources: arXiv:1707.06347 eq. 7; another range above 1 DAPO, arXiv:2503.14476 section 3.1; dual clip arXiv:1912.09729.
+    Sources: arXiv:1707.06347 eq. 7; another range above 1: DAPO, arXiv:2503.14476 section 3.1;
+    dual clip: arXiv:1912.09729.
     """
     ratios = torch.exp(logps - old_logps)
-    free, clipped = -advantages * ratios, -advantages * ratios.clamp(1 - clip_low, 1 + clip_high)
-    losses = torch.maximum(free, clipped)
+    unclipped = -advantages * ratios
+    clipped = -advantages * ratios.clamp(1 - clip_low, 1 + clip_high)
+    losses = torch.maximum(unclipped, clipped)
     if dual_clip:
-        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
-    return losses, losses != free
+        bounded = torch.minimum(losses, -advantages * dual_clip)
+        losses = torch.where(advantages < 0, bounded, losses)
+    return losses, losses != unclipped
 
 
-def value_losses(values, old_values, returns, clip: float):
-    """Loss of each token's value, and where clipping decided it. Source: PPO's first code, see arXiv:2403.17031."""
-    clipped = (
-        values.clamp(old_values - clip, old_values + clip) if clip else values
-    )  # to the digit the value itself where it is within
-    free, clipped = (values - returns) ** 2, (clipped - returns) ** 2
-    return torch.maximum(free, clipped) / 2, clipped > free
+def value_losses(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the loss of each token's value, and where clipping decided it.
+
+    Source: PPO's first code, see arXiv:2403.17031.
+    """
+    clipped_values = values
+    if clip:
+        # Bitwise the value itself inside the range, so that rounding is not taken for clipping.
+        clipped_values = values.clamp(old_values - clip, old_values + clip)
+    unclipped = (values - returns) ** 2
+    clipped = (clipped_values - returns) ** 2
+    return torch.maximum(unclipped, clipped) / 2, clipped > unclipped
 
 
 def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, samples: int) -> float:
-    """The coefficient after a rollout whose responses had this KL on average. Source: arXiv:1909.08593 section 2.2 and its code."""
-    return (
-        kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)
-        if target
-        else kl_coef
-    )
+    """Returns the KL coefficient after a rollout whose responses had the KL `kl` on average.
+
+    Source: arXiv:1909.08593 section 2.2 and its code.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * samples / horizon)
 
 
-def count_from_zero(optimizer, *_) -> None:
-    """After a step: where a parameter group does not learn yet, its gradients and so its moments are zero, and Adam's count stays zero, too."""
-    for parameter in [
-        p for group in optimizer.param_groups if not group["learns"] for p in group["params"]
-    ]:
-        if "step" in optimizer.state[parameter]:
-            optimizer.state[parameter]["step"] = optimizer.state[parameter]["step"] * 0
-
-
-def collate(samples: dict, rows: list[int], share: bool, device) -> dict:
-    """Samples as the models read them, see `lay_out`."""
-    prompts, responses = ([samples[part][row] for row in rows] for part in ("prompts", "responses"))
-    return packing.make_batch(prompts, responses, share, device)
+def collate(rollout: dict, numbers: list[int], share_prompts: bool, device) -> dict:
+    """Returns samples of a rollout as the model reads them."""
+    prompts = [rollout["prompts"][number] for number in numbers]
+    responses = [rollout["responses"][number] for number in numbers]
+    return packing.make_batch(prompts, responses, share_prompts, device)
 
 
 def compare(
-    scores: dict, batch: dict, kl_coef: float, actor_learns: bool, args: Args
-) -> tuple[torch.Tensor, dict]:
-    """Losses and metrics of response tokens, each `[rows, response length]`.
-
-    Args:
-        scores: the policy's `logps values entropy`.
-        batch: the rollout's `logps ref_logps values advantages returns` of these rows.
-    """
-    logps, old_logps = scores["logps"], batch["logps"]
-    high = args.clip_range if args.clip_range_high is None else args.clip_range_high
-    policy, policy_clipped = policy_losses(
-        logps, old_logps, batch["advantages"], args.clip_range, high, args.dual_clip
-    )
-    value, value_clipped = value_losses(
-        scores["values"], batch["values"], batch["returns"], args.value_clip_range
-    )
-    actor_loss = (
-        policy + kl_coef * kl_estimate(logps, batch["ref_logps"], args.kl_estimator)
-        if args.kl_in == "loss"
-        else policy
-    )
-    losses = actor_loss * float(actor_learns) + args.vf_coef * value
-    return losses, {
-        "loss": losses,
-        "loss/policy_avg": policy,
-        "loss/value_avg": value,
-        "policy/approxkl_avg": (logps - old_logps) ** 2 / 2,
-        "policy/clipfrac_avg": policy_clipped.float(),
-        "policy/entropy_avg": scores["entropy"],
-        "val/clipfrac_avg": value_clipped.float(),
-        "val/ratio": torch.exp(logps - old_logps),
-    }
-
-
-def share_of(accelerator, samples: dict, args: Args):
-    """This process's micro-batches of samples, for scoring: rows and weights, 0 for a filler. Those of one prompt stand side by side."""
-    lengths, n = samples["lengths"], args.n_samples_per_prompt
-    longest = (
-        lengths.reshape(-1, n).max(1).repeat(n) if len(lengths) % n == 0 else lengths
-    )  # evaluation has one a prompt
-    return batches.split(
-        accelerator, np.arange(len(longest)), longest, args.micro_rollout_batch_size
-    )
-
-
-@torch.no_grad()
-def score(
-    accelerator, samples: dict, reward_model, reward_function, tokenizer, args: Args
-) -> torch.Tensor:
-    """The score of each response, fp32 `[samples]`, the same on every rank: reward model plus function, clipped, less the penalty.
-
-    Args:
-        samples: `prompts` and `responses` (token ids), `columns` of the prompts (JSON), `lengths`, `ended`.
-    """
-    mine = {}
-    for rows, weights in share_of(accelerator, samples, args):
-        real, scores = [row for row, weight in zip(rows, weights) if weight], 0.0
-        if reward_model is not None:
-            scores = (
-                reward_model(collate(samples, rows, args.share_prompts, accelerator.device))[
-                    : len(real)
-                ]
-                .double()
-                .cpu()
-                .numpy()
-            )
-        if args.normalize_reward:
-            scores = (
-                scores - (config := accelerator.unwrap_model(reward_model).config).reward_mean
-            ) / config.reward_std
-        if reward_function is not None and real:
-            rest = [json.loads(samples["columns"][row]) for row in real]
-            prompts = [row.pop("prompt") for row in rest]
-            responses = tokenizer.batch_decode(
-                [samples["responses"][row] for row in real], skip_special_tokens=True
-            )
-            # Columns that have the names of what is given anyway would be given twice.
-            values = reward_function(
-                prompts,
-                responses,
-                **{n: [row[n] for row in rest] for n in rest[0].keys() - {"prompts", "responses"}},
-            )
-            if len(values) != len(real) or not np.isfinite(np.array(values, dtype=float)).all():
-                raise ValueError(
-                    f"--reward_function {args.reward_function}: expected {len(real)} finite scores, got {values!r:.200}"
-                )
-            scores = scores + np.array(values, dtype=float)
-        mine |= dict(zip(real, np.broadcast_to(scores, len(real)).tolist()))
-    scores = torch.tensor(distributed.gather_rows(mine))
-    scores = scores.clamp(-args.reward_clip, args.reward_clip) if args.reward_clip else scores
-    return scores - args.missing_eos_penalty * ~samples["ended"]
-
-
-@torch.no_grad()
-def respond(accelerator, model, policy, tokenizer, columns: dict, args: Args, **sampling) -> dict:
-    """Prompts and their responses, the same on every rank; greedy unless `sampling` gives `temperature` and `uniforms`."""
-    prompts, sizes = columns["prompt_ids"], (args.micro_rollout_batch_size, args.max_new_tokens)
-    responses = generation.generate(
-        accelerator, model, policy.model, tokenizer, prompts, *sizes, **sampling
-    )
-    stops = policy.model.generation_config.eos_token_id
-    return {
-        "prompts": prompts,
-        "responses": responses,
-        "columns": columns["columns"],
-        "rows": columns["row"],
-        "lengths": np.array(
-            [len(prompt) + len(response) for prompt, response in zip(prompts, responses)]
-        ),
-        "ended": torch.tensor([response[-1] in stops for response in responses]),
-    }
-
-
-@torch.no_grad()
-def roll_out(
-    accelerator,
-    model,
-    policy,
-    reference,
-    tokenizer,
-    columns: dict,
-    score_of,
-    number: int,
+    output: dict,
+    old: dict,
+    weights: torch.Tensor,
     kl_coef: float,
-    metrics,
+    actor_learns: bool,
     args: Args,
-):
-    """Responses to prompts, and all that their updates need, the same on every rank; the mean KL of a response.
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[dict, torch.Tensor]]]:
+    """Returns the losses of response tokens, their weights, and what is logged of them.
 
     Args:
-        columns: of the prompts, one for each response.
-        score_of: `samples -> scores [samples]`.
-        number: of the rollout, counted over the whole run; with the seed it decides what is sampled.
+        output: what `ActorCritic.forward` returned.
+        old: the rollout's `mask logps ref_logps values returns advantages` of the same samples.
+        weights: `[samples]`, 0 for a padding row.
+
+    Returns:
+        losses and weights `[samples, length]`; metrics, each a dict of values with their weights.
     """
-    model.eval()
-    with metrics.timed("generate"):
-        uniforms = np.random.default_rng([args.seed, number, 1]).random(
-            (len(columns["prompt_ids"]), args.max_new_tokens)
-        )
-        samples = respond(
-            accelerator,
-            model,
-            policy,
-            tokenizer,
-            columns,
-            args,
-            temperature=args.temperature,
-            uniforms=uniforms,
-        )
-    with metrics.timed("score"):
-        scores, mine = score_of(samples), {}
-        for rows, weights in share_of(accelerator, samples, args):
-            batch = collate(samples, rows, args.share_prompts, accelerator.device)
-            # The log-probs and values that are old in the updates come from the forward pass that trains, not from generation.
-            found = model(batch, args.temperature)
-            found["ref_logps"] = reference(batch, args.temperature)["logps"]
-            found = torch.stack([found[name] for name in ("logps", "ref_logps", "values")], 2).cpu()
-            mine |= {
-                row: part[kept]
-                for row, part, kept, w in zip(rows, found, batch["mask"].cpu(), weights)
-                if w
-            }
-        found = torch.nn.utils.rnn.pad_sequence(
-            distributed.gather_rows(mine), batch_first=True
-        )  # [samples, longest, 3]
-    mask = torch.arange(found.shape[1]) < torch.tensor(
-        [[len(response)] for response in samples["responses"]]
+    logps = output["logps"]
+    clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
+    of_policy, policy_clipped = policy_losses(
+        logps, old["logps"], old["advantages"], args.clip_range, clip_high, args.dual_clip
     )
-    logps, ref_logps, values = found.unbind(2)
-    parts = {"scores": scores, "logps": logps, "ref_logps": ref_logps, "values": values}
-    guards.check_finite(
-        [(samples["rows"], found.sum(2) + scores[:, None], mask)],
-        metrics.progress,
-        args.output_dir,
-        parts,
+    of_values, values_clipped = value_losses(
+        output["values"], old["values"], old["returns"], args.value_clip_range
     )
-    kl = torch.where(mask, kl_estimate(logps, ref_logps, args.kl_estimator), 0.0)
-    rewards = token_rewards(scores, kl, mask, kl_coef if args.kl_in == "reward" else 0.0)
-    advantages, returns = estimate_advantages(rewards, values, mask, args.gamma, args.gae_lambda)
-    model.train()
-    means = {
-        "objective/kl": kl.sum(1),
-        "objective/entropy": -logps.sum(1),
-        "objective/scores": scores,
-        "objective/kl_coef": torch.full_like(scores, kl_coef),
-        "objective/non_score_reward": rewards.sum(1) - scores,
-        "objective/rlhf_reward": rewards.sum(1),
-        "responses/length": mask.sum(1),
-        "responses/eos_rate": samples["ended"],
+    of_actor = of_policy
+    if args.kl_in == "loss":
+        of_actor = of_policy + kl_coef * kl_estimate(logps, old["ref_logps"], args.kl_estimator)
+    losses = of_actor * float(actor_learns) + args.vf_coef * of_values
+
+    token_weights = old["mask"] * weights[:, None]
+    of_tokens = {
+        "loss": losses,
+        "loss/policy_avg": of_policy,
+        "loss/value_avg": of_values,
+        "policy/approxkl_avg": (logps - old["logps"]) ** 2 / 2,
+        "policy/clipfrac_avg": policy_clipped.float(),
+        "policy/entropy_avg": output["entropy"],
+        "val/clipfrac_avg": values_clipped.float(),
+        "val/ratio": torch.exp(logps - old["logps"]),
     }
-    # Every rank holds the whole rollout: one of them counts it.
-    weights = torch.full(
-        scores.shape, float(accelerator.is_main_process), device=accelerator.device
+    return losses, token_weights, [(of_tokens, token_weights)]
+
+
+def sample(
+    accelerator, model, policy, tokenizer, columns: dict, rollout_number: int, args: Args
+) -> Samples:
+    """Draws one response to each prompt.
+
+    The seed and the number of the rollout decide the draws: not the number of processes, nor what
+    was drawn before.
+
+    Args:
+        columns: of the prompts; a prompt stands there once for each of its responses.
+    """
+    draws = np.random.default_rng([args.seed, rollout_number, SAMPLING_STREAM])
+    return generation.respond(
+        accelerator,
+        model,
+        policy.model,
+        tokenizer,
+        columns,
+        args.micro_rollout_batch_size,
+        args.max_new_tokens,
+        temperature=args.temperature,
+        uniforms=draws.random((len(columns["prompt_ids"]), args.max_new_tokens)),
     )
-    metrics.open.add({name: value.to(accelerator.device) for name, value in means.items()}, weights)
-    metrics.log_rollout(scores, "\n".join(table(tokenizer, samples, scores)))
+
+
+@torch.no_grad()
+def read_tokens(
+    accelerator, model, reference, samples: Samples, args: Args
+) -> dict[str, torch.Tensor]:
+    """Returns `logps ref_logps values` of response tokens, before any update of the rollout.
+
+    They come from the forward pass that trains, not from generation, whose rounding differs. So the
+    ratios of the first update are 1.
+
+    Returns:
+        `[samples, longest response]` each, zero behind a response, the same on every rank.
+    """
+    collected = Collected(accelerator)
+    scoring_batches = samples.scoring_batches(
+        accelerator,
+        args.micro_rollout_batch_size,
+        args.n_samples_per_prompt,
+        args.share_prompts,
+    )
+    with checks.evaluation_mode(model):
+        for numbers, inputs in scoring_batches:
+            output = model(inputs, args.temperature)
+            ref_output = reference(inputs, args.temperature)
+            collected.add(
+                numbers,
+                inputs["mask"],
+                logps=output["logps"],
+                ref_logps=ref_output["logps"],
+                values=output["values"],
+            )
+    return collected.gather()
+
+
+def check_rollout(
+    samples: Samples, scores: torch.Tensor, old: dict, progress: Progress, output_dir: str
+) -> None:
+    """Stops the run if a score, a log-prob or a value is not finite.
+
+    It must be called before advantages are whitened, which spreads such a value over all samples.
+    """
+    # A sum is finite only if all its parts are.
+    sums = old["logps"] + old["ref_logps"] + old["values"] + scores[:, None]
+    tensors = {"scores": scores, **old}
+    guards.check_finite([(samples.rows, sums, samples.mask)], progress, output_dir, tensors)
+
+
+def estimate_advantages(
+    samples: Samples, scores: torch.Tensor, old: dict, kl_coef: float, args: Args
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns what the updates of a rollout compare with, and what is logged of its responses.
+
+    Args:
+        scores: `[samples]`.
+        old: `logps ref_logps values` of the response tokens, see `read_tokens`.
+
+    Returns:
+        tensors `[samples, longest response]`, see `compare`; metrics `[samples]`.
+    """
+    mask = samples.mask
+    kl = torch.where(mask, kl_estimate(old["logps"], old["ref_logps"], args.kl_estimator), 0.0)
+    penalty = kl_coef if args.kl_in == "reward" else 0.0
+    by_token = token_rewards(scores, kl, mask, penalty)
+    advantages, returns = gae(by_token, old["values"], mask, args.gamma, args.gae_lambda)
     tensors = {
         "mask": mask,
-        "logps": logps,
-        "ref_logps": ref_logps,
-        "values": values,
+        **old,
         "returns": returns,
         "advantages": whiten(advantages, mask),
     }
-    rollout = {
-        **{part: samples[part] for part in ("prompts", "responses", "rows")},
-        "kl_coef": kl_coef,
-        "tensors": tensors,
+    logged = {
+        "objective/kl": kl.sum(1),
+        "objective/entropy": -old["logps"].sum(1),
+        "objective/scores": scores,
+        "objective/kl_coef": torch.full_like(scores, kl_coef),
+        "objective/non_score_reward": by_token.sum(1) - scores,
+        "objective/rlhf_reward": by_token.sum(1),
+        "responses/length": mask.sum(1),
+        "responses/eos_rate": samples.ended,
     }
-    return rollout, means["objective/kl"].mean().item()
+    return tensors, logged
 
 
-def table(tokenizer, samples: dict, scores: torch.Tensor) -> list[str]:
-    """The first few prompts, responses and scores as lines of a Markdown table."""
-    texts = [tokenizer.batch_decode(samples[part][:8]) for part in ("prompts", "responses")]
-    rows = [[" ".join(text.split()).replace("|", "\\|") for text in row] for row in zip(*texts)]
-    lines = [
-        f"| {prompt} | {response} | {value:.3f} |"
-        for (prompt, response), value in zip(rows, scores.tolist())
-    ]
-    return ["| prompt | response | score |", "| --- | --- | --- |", *lines]
+def log_rollout(
+    accelerator, metrics: Metrics, tokenizer, samples: Samples, scores, logged: dict
+) -> None:
+    """Adds the metrics of a rollout to the next log line, and shows some responses in TensorBoard."""
+    # Every rank holds the whole rollout: one of them counts it.
+    counts = float(accelerator.is_main_process)
+    weights = torch.full(scores.shape, counts, device=accelerator.device)
+    values = {name: value.to(accelerator.device) for name, value in logged.items()}
+    # Not to `pending`, which is dropped if the engine skips the rollout's first update: the rollout
+    # was made all the same.
+    metrics.open.add(values, weights)
+    rows = samples.table_rows(tokenizer, scores, most=8)
+    table = ["| prompt | response | score |", "| --- | --- | --- |", *rows]
+    metrics.log_rollout(scores, "\n".join(table))
+
+
+def set_learning_rates(optimizer, scheduler, actor_learns: bool) -> None:
+    """Gives each parameter group its scheduled learning rate, or zero if it does not learn yet."""
+    for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
+        group["learns"] = actor_learns or group["name"] == "critic"
+        # At a rate of zero, weight decay moves nothing either.
+        group["lr"] = learning_rate if group["learns"] else 0.0
+
+
+def parts_of_norm(grad_norm: float, group_norms: dict[str, float]) -> dict[str, float]:
+    """Returns the actor's and the critic's part of the joint gradient norm.
+
+    Args:
+        group_norms: their norms up to one common factor.
+    """
+    joint = math.hypot(*group_norms.values()) or 1.0  # all zero where the update was skipped
+    return {f"grad_norm/{name}": grad_norm * norm / joint for name, norm in group_norms.items()}
 
 
 def check_settings(args: Args, processes: int) -> None:
-    """Refuses sizes that do not divide, with the nearest that do, and settings that would be ignored or cannot work."""
-    prompts, per_prompt, models = (
-        args.rollout_batch_size,
-        args.n_samples_per_prompt,
-        args.reward_model_name_or_path,
-    )
-    if min(prompts, per_prompt, args.micro_rollout_batch_size, args.num_epochs_per_rollout) < 1:
+    """Refuses sizes that do not divide, and settings that would be ignored or cannot work."""
+    n_prompts = args.rollout_batch_size
+    n_responses = args.n_samples_per_prompt
+    micro_batch_size = args.micro_rollout_batch_size
+    if min(n_prompts, n_responses, micro_batch_size, args.num_epochs_per_rollout) < 1:
         sys.exit(
-            "--rollout_batch_size, --n_samples_per_prompt, --micro_rollout_batch_size and --num_epochs_per_rollout must be at least 1"
+            "--rollout_batch_size, --n_samples_per_prompt, --micro_rollout_batch_size and "
+            "--num_epochs_per_rollout must be at least 1"
         )
-    rollout = f"--rollout_batch_size {prompts} x --n_samples_per_prompt {per_prompt} = {prompts * per_prompt} samples"
-    many = (
-        f"--micro_rollout_batch_size {args.micro_rollout_batch_size} x {processes} processes",
-        args.micro_rollout_batch_size * processes,
+    check_rollout_size(
+        args,
+        divisor=micro_batch_size * processes,
+        divisor_text=f"--micro_rollout_batch_size {micro_batch_size} x {processes} processes",
     )
-    for what, unit in (
-        many,
-        (f"--train_batch_size {args.train_batch_size}", args.train_batch_size),
-    ):
-        step = (
-            math.lcm(max(unit, 1), per_prompt) // per_prompt
-        )  # a --train_batch_size of 0 is refused like any other recipe's
-        if prompts % step:
-            nearest = " or ".join(
-                str(size)
-                for size in (prompts // step * step, prompts // step * step + step)
-                if size
-            )
-            sys.exit(
-                f"{rollout} are not a multiple of {what}. Nearest that would do: --rollout_batch_size {nearest}."
-            )
-    for wrong, message in (
-        (
-            not (models or args.reward_function),
-            "nothing scores the responses: give --reward_model_name_or_path or --reward_function",
-        ),
-        (
-            args.normalize_reward and not models,
-            "--normalize_reward is for a reward model's scores: give --reward_model_name_or_path",
-        ),
-        (
-            args.kl_in == "loss" and args.kl_estimator == "k1",
-            "--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3",
-        ),
-        (
-            args.temperature <= 0,
-            f"--temperature {args.temperature}: expected more than 0 (evaluation is greedy whatever it is)",
-        ),
-        (
-            args.dual_clip and args.dual_clip <= 1,
-            f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none",
-        ),
-        (
-            args.kl_target and args.kl_coef <= 0,
-            f"--kl_target {args.kl_target} needs --kl_coef above 0",
-        ),
-        (
-            args.kl_target < 0 or args.reward_clip < 0,
-            f"--kl_target {args.kl_target} or --reward_clip {args.reward_clip}: below 0",
-        ),
-        (
-            args.kl_target and args.kl_horizon <= prompts * per_prompt / 5,
-            f"{rollout}: --kl_target needs --kl_horizon above a fifth",
-        ),
-    ):
-        if wrong:
-            sys.exit(message)
+    check_rollout_size(
+        args,
+        divisor=max(args.train_batch_size, 1),  # 0 is refused in the words of all recipes
+        divisor_text=f"--train_batch_size {args.train_batch_size}",
+    )
+    check_rewards(args)
+    if args.temperature <= 0:
+        sys.exit(
+            f"--temperature {args.temperature}: expected more than 0 "
+            "(evaluation is greedy whatever it is)"
+        )
+    if args.dual_clip and args.dual_clip <= 1:
+        sys.exit(f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none")
+    check_kl(args)
+
+
+def describe_rollout(args: Args) -> str:
+    """Returns the arithmetic of a rollout's samples, for messages."""
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    return (
+        f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
+        f"{args.n_samples_per_prompt} = {samples} samples"
+    )
+
+
+def check_rollout_size(args: Args, divisor: int, divisor_text: str) -> None:
+    """Refuses a rollout whose samples are not a multiple of `divisor`; names the nearest that are."""
+    # So many prompts, or a multiple of them, have a multiple of `divisor` samples.
+    step = math.lcm(divisor, args.n_samples_per_prompt) // args.n_samples_per_prompt
+    if args.rollout_batch_size % step == 0:
+        return
+    below = args.rollout_batch_size // step * step
+    nearest = " or ".join(str(size) for size in (below, below + step) if size)
+    sys.exit(
+        f"{describe_rollout(args)} are not a multiple of {divisor_text}. "
+        f"Nearest that would do: --rollout_batch_size {nearest}."
+    )
+
+
+def check_rewards(args: Args) -> None:
+    """Refuses settings by which nothing could be scored."""
+    if not args.reward_model_name_or_path and not args.reward_function:
+        sys.exit(
+            "nothing scores the responses: give --reward_model_name_or_path or --reward_function"
+        )
+    if args.normalize_reward and not args.reward_model_name_or_path:
+        sys.exit(
+            "--normalize_reward is for a reward model's scores: give --reward_model_name_or_path"
+        )
+    if args.reward_clip < 0:
+        sys.exit(f"--reward_clip {args.reward_clip}: below 0")
+
+
+def check_kl(args: Args) -> None:
+    """Refuses settings of the KL that would be ignored or cannot work."""
+    if args.kl_in == "loss" and args.kl_estimator == "k1":
+        sys.exit("--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3")
+    if args.kl_target < 0:
+        sys.exit(f"--kl_target {args.kl_target}: below 0")
+    if args.kl_target and args.kl_coef <= 0:
+        sys.exit(f"--kl_target {args.kl_target} needs --kl_coef above 0")
+    # Else one rollout could turn the sign of the coefficient, see next_kl_coef.
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    if args.kl_target and args.kl_horizon <= samples / 5:
+        sys.exit(f"{describe_rollout(args)}: --kl_target needs --kl_horizon above a fifth")
 
 
 def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "ppo.yaml")
-    check_settings(args, int(os.environ.get("WORLD_SIZE", 1)))
+    check_settings(args, processes=int(os.environ.get("WORLD_SIZE", 1)))
     accelerator = launch.make_accelerator(args, "ppo")
     arguments.check_intervals(args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of(args.model_name_or_path)
     limits = dict(max_length=args.max_length, max_new_tokens=args.max_new_tokens)
-    how = dict(
+    data_settings = dict(
         function=prompt_row,
         tokenizer=tokenizer,
         columns=formats.column_names(args.columns),
         **limits,
     )
-    train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **how)
+    train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **data_settings)
     eval_sets = dataset.load_evaluation_sets(
-        accelerator, args.eval_dataset_name, args.eval_dataset_split, **how
+        accelerator, args.eval_dataset_name, args.eval_dataset_split, **data_settings
     )
-    rollouts_per_epoch = math.ceil(len(train_set) / args.rollout_batch_size)
-    last_prompts = (
-        len(train_set) - (rollouts_per_epoch - 1) * args.rollout_batch_size
-    )  # of an epoch's last rollout
-    windows_of = lambda samples: (
-        args.num_epochs_per_rollout * math.ceil(samples / args.train_batch_size)
+    rollouts = RolloutSchedule(
+        len(train_set),
+        args.rollout_batch_size,
+        args.n_samples_per_prompt,
+        args.train_batch_size,
+        args.num_epochs_per_rollout,
     )
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    windows_per_rollout, last_windows = (
-        windows_of(samples),
-        windows_of(last_prompts * args.n_samples_per_prompt),
+    progress = Progress(
+        len(train_set),
+        args.train_batch_size,
+        args.max_epochs,
+        args.max_steps,
+        rollouts.updates_per_epoch,
     )
-    progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
-    progress.updates_per_epoch = (rollouts_per_epoch - 1) * windows_per_rollout + last_windows
-    accelerator.print(
-        f"a rollout: {args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = {samples} samples, "
-        f"x {args.num_epochs_per_rollout} / train_batch_size = {windows_per_rollout} updates; {rollouts_per_epoch} rollouts an epoch, "
-        f"the last of {last_prompts} prompts, {last_windows} updates; {progress.total_steps} updates in all"
-    )
+    accelerator.print(rollouts.describe(progress.total_steps))
 
     # ============================================================ model and optimizer
     critic_name = (
         args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
     )
-    loading = args.attn_implementation, args.gradient_checkpointing
-    policy_model = load.causal_lm(args.model_name_or_path, tokenizer, *loading)
-    policy = ActorCritic(
-        policy_model, load.score_model(critic_name, tokenizer, *loading, new_head=True)
+    policy_model = load.causal_lm(
+        args.model_name_or_path,
+        tokenizer,
+        args.attn_implementation,
+        args.gradient_checkpointing,
     )
-    prepare.disable_dropout(policy)
+    critic_model = load.score_model(
+        critic_name,
+        tokenizer,
+        args.attn_implementation,
+        args.gradient_checkpointing,
+        new_head=True,
+    )
+    policy = ActorCritic(policy_model, critic_model)
+    prepare.disable_dropout(policy)  # the reference has none
+    # set_learning_rates decides in each update which groups learn.
     actor_groups = optim.parameter_groups(
         policy.model, args.weight_decay, lr=args.learning_rate, name="actor", learns=True
     )
     critic_groups = optim.parameter_groups(
         policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic", learns=True
     )
-    optimizer = torch.optim.AdamW(
-        actor_groups + critic_groups, lr=args.learning_rate, eps=args.adam_epsilon
-    )
-    warmup = (
-        args.warmup_steps
-        if args.warmup_steps >= 1
-        else math.ceil(args.warmup_steps * progress.total_steps)
-    )
+    parameter_groups = actor_groups + critic_groups
+    optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
+    # The scheduler is not prepared: accelerate would step it once a process and update.
     scheduler = get_scheduler(
-        args.lr_scheduler_type, optimizer, int(warmup), progress.total_steps
-    )  # not prepared: ours to step
+        args.lr_scheduler_type,
+        optimizer,
+        optim.warmup_updates(args.warmup_steps, progress.total_steps),
+        progress.total_steps,
+    )
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     group_norms = engine.record_group_norms(accelerator, optimizer)
-    engine.innermost_optimizer(optimizer).register_step_post_hook(count_from_zero)
-    checks.check_logprobs(
-        model, train_set[0]["prompt_ids"], accelerator.device, args.model_name_or_path
-    )
+    engine.innermost_optimizer(optimizer).register_step_post_hook(optim.hold_step_counts)
+    first_row = train_set[0]["prompt_ids"]
+    checks.check_logprobs(model, first_row, accelerator.device, args.model_name_or_path)
 
     # ============================================================ reference and reward
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
-    reference = prepare.frozen(
-        accelerator, LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
+    reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
+    reference = prepare.frozen(accelerator, reference)
+    judge = rewards.load_judge(
+        accelerator,
+        tokenizer,
+        args.reward_model_name_or_path,
+        args.reward_function,
+        args.normalize_reward,
+        args.attn_implementation,
     )
-    reward_function, reward_model = (
-        arguments.load_function("reward_function", args.reward_function)
-        if args.reward_function
-        else None,
-        None,
-    )
-    if args.reward_model_name_or_path:
-        name = args.reward_model_name_or_path
-        reward_model = ScoreModel(load.score_model(name, tokenizer, args.attn_implementation))
-        if args.normalize_reward and not getattr(reward_model.config, "reward_std", None):
-            sys.exit(
-                f"--normalize_reward: {name!r} has no reward_std in its config; recipes/reward.py with --eval_dataset_name writes it"
-            )
-        reward_model = prepare.frozen(accelerator, reward_model)
-    models = [one for one in (model, reference, reward_model) if one is not None]
+    models = [model, reference]
+    if judge.model is not None:
+        models.append(judge.model)
     args.share_prompts = args.share_prompts and checks.can_pack(
         models, args.max_length, accelerator.device
     )
-    accelerator.print(
-        f"prompts are computed {'once for their' if args.share_prompts else 'for each of their'} responses"
-    )
-    score_of = lambda samples: score(
-        accelerator, samples, reward_model, reward_function, tokenizer, args
-    )
+    how_often = "once for their responses" if args.share_prompts else "for each of their responses"
+    accelerator.print(f"prompts are computed {how_often}")
+
+    def scores_of(samples: Samples, responses_per_prompt: int) -> torch.Tensor:
+        """Returns the score of each response, fp32 `[samples]`, the same on every rank."""
+        scoring_batches = samples.scoring_batches(
+            accelerator,
+            args.micro_rollout_batch_size,
+            responses_per_prompt,
+            args.share_prompts,
+        )
+        scores = rewards.score(accelerator, tokenizer, judge, samples, scoring_batches)
+        return final_scores(scores, samples.ended, args.reward_clip, args.missing_eos_penalty)
 
     # ============================================================ the loop
-    metrics = Metrics(accelerator, args, progress, bar_metric="objective/scores")
+    metrics = Metrics(
+        accelerator,
+        args,
+        progress,
+        bar_metric="objective/scores",
+        trained_parameters=engine.count_parameters(policy),
+    )
     run = Run(
         accelerator=accelerator,
         args=args,
@@ -722,109 +773,126 @@ def main():
         extra={"kl_coef": args.kl_coef, "rollout": None},
     )
     checkpoint.resume(run)
+    guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
+    max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
     if progress.updates_seen == 0:
         metrics.log_evaluation(
-            *evaluate(accelerator, model, policy, tokenizer, eval_sets, score_of, args)
+            *evaluate(accelerator, model, policy, tokenizer, eval_sets, scores_of, args)
         )
     model.train()
     metrics.start_interval()
     while not progress.finished:
-        epoch, place = divmod(progress.updates_seen, progress.updates_per_epoch)
-        in_epoch, window_number = divmod(place, windows_per_rollout)
-        number = epoch * rollouts_per_epoch + in_epoch
-        actor_learns = number >= args.critic_warmup_rollouts  # only then is there a KL to adapt to
-        if (rollout := run.extra["rollout"]) is None:
+        position = rollouts.position(progress.updates_seen)
+        actor_learns = position.rollout >= args.critic_warmup_rollouts
+
+        # A rollout, where none is left to learn from: sample responses, score them, and estimate by
+        # how much each token was better than expected. All processes hold the whole of it.
+        if run.extra["rollout"] is None:
             prompts = batches.rows_of_update(
-                len(train_set), args.rollout_batch_size, args.seed, number
+                len(train_set), args.rollout_batch_size, args.seed, position.rollout
             )
             columns = train_set[np.repeat(prompts, args.n_samples_per_prompt)]
-            state = number, run.extra["kl_coef"], metrics, args
-            rollout, kl = roll_out(
-                accelerator, model, policy, reference, tokenizer, columns, score_of, *state
-            )
-            kl_coef = next_kl_coef(
-                run.extra["kl_coef"],
-                kl,
-                args.kl_target * actor_learns,
-                args.kl_horizon,
-                len(rollout["prompts"]),
-            )
+            with metrics.timed("generate"):
+                samples = sample(
+                    accelerator, model, policy, tokenizer, columns, position.rollout, args
+                )
+            with metrics.timed("score"):
+                scores = scores_of(samples, args.n_samples_per_prompt)
+                old = read_tokens(accelerator, model, reference, samples, args)
+            check_rollout(samples, scores, old, progress, args.output_dir)
+            kl_coef = run.extra["kl_coef"]
+            tensors, logged = estimate_advantages(samples, scores, old, kl_coef, args)
+            log_rollout(accelerator, metrics, tokenizer, samples, scores, logged)
+            rollout = {
+                "prompts": samples.prompts,
+                "responses": samples.responses,
+                "rows": samples.rows,
+                "kl_coef": kl_coef,
+                "tensors": tensors,
+            }
+            # Before the actor learns there is no KL to adapt to.
+            if args.kl_target and actor_learns:
+                kl = logged["objective/kl"].mean().item()
+                kl_coef = next_kl_coef(
+                    kl_coef, kl, args.kl_target, args.kl_horizon, samples=len(scores)
+                )
+            # Checkpoints hold it: a resumed run goes on with the same rollout.
             run.extra = {"kl_coef": kl_coef, "rollout": rollout}
-        lengths = np.array(
-            [
-                len(prompt) + len(response)
-                for prompt, response in zip(rollout["prompts"], rollout["responses"])
-            ]
-        )
-        window = batches.rows_of_update(
-            len(lengths), args.train_batch_size, (args.seed, number, 2), window_number
+
+        # All processes agree on the samples of this update. Each takes its share of them.
+        rollout = run.extra["rollout"]
+        lengths = sample_lengths(rollout["prompts"], rollout["responses"])
+        order_seed = (args.seed, position.rollout, ORDER_STREAM)
+        update_rows = batches.rows_of_update(
+            len(lengths), args.train_batch_size, order_seed, position.update
         )
         micro_batches = batches.split(
-            accelerator, window, lengths, args.micro_train_batch_size, args.micro_train_tokens
+            accelerator,
+            update_rows,
+            lengths,
+            args.micro_train_batch_size,
+            args.micro_train_tokens,
         )
+        update_tokens = int(rollout["tensors"]["mask"][update_rows].sum())
         divisor = engine.begin_update(accelerator, model, micro_batches)
-        window_tokens = int(rollout["tensors"]["mask"][window].sum())
-        for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
-            group["learns"] = actor_learns or group["name"] == "critic"
-            group["lr"] = (
-                learning_rate * group["learns"]
-            )  # at zero, weight decay moves nothing either
-        rates = {
-            "learning_rate": optimizer.param_groups[0]["lr"],
-            "critic_learning_rate": optimizer.param_groups[-1]["lr"],
-        }
-        scale, seen = engine.loss_scale(accelerator, model), []
-        for rows, weights in micro_batches:
+        loss_scale = engine.loss_scale(accelerator, model)
+        set_learning_rates(optimizer, scheduler, actor_learns)
+        learning_rate = optimizer.param_groups[0]["lr"]
+        critic_learning_rate = optimizer.param_groups[-1]["lr"]
+
+        for micro_batch in micro_batches:
             with metrics.timed("data"):
-                sequences = collate(rollout, rows, args.share_prompts, accelerator.device)
-                width = sequences["mask"].shape[1]
-                batch = {
-                    name: part[rows, :width].to(accelerator.device, non_blocking=True)
-                    for name, part in rollout["tensors"].items()
+                rows = [rollout["rows"][number] for number in micro_batch.rows]
+                weights = micro_batch.weights.to(accelerator.device, non_blocking=True)
+                inputs = collate(rollout, micro_batch.rows, args.share_prompts, accelerator.device)
+                longest = inputs["mask"].shape[1]
+                old = {
+                    name: tensor[micro_batch.rows, :longest].to(
+                        accelerator.device, non_blocking=True
+                    )
+                    for name, tensor in rollout["tensors"].items()
                 }
-                token_weights = batch["mask"] * torch.tensor(weights)[:, None].to(
-                    accelerator.device, non_blocking=True
-                )
+
             with accelerator.accumulate(model):
-                scores = model(sequences, args.temperature)
-                losses, values = compare(scores, batch, rollout["kl_coef"], actor_learns, args)
-                seen.append(
-                    ([rollout["rows"][row] for row in rows], losses.detach(), token_weights)
+                output = model(inputs, args.temperature)
+                losses, token_weights, logged = compare(
+                    output, old, weights, rollout["kl_coef"], actor_learns, args
                 )
+                new = {f"new {name}": tensor for name, tensor in output.items()}
+                guard.check(rows, losses, token_weights, tensors={**old, **new})
+                # The loss is the mean over the update's tokens. The engine itself divides by
+                # `divisor`, the number of micro-batches of all processes.
+                accelerator.backward((losses * token_weights).sum() * divisor / update_tokens)
                 if accelerator.sync_gradients:
-                    guards.check_finite(
-                        seen,
-                        progress,
-                        args.output_dir,
-                        {**batch, **{f"new {name}": part for name, part in scores.items()}},
-                    )
-                # The mean over the window's response tokens: the engine divides by micro-batches and processes.
-                accelerator.backward((losses * token_weights).sum() * divisor / window_tokens)
-                if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), max(args.max_grad_norm, 0) or math.inf
-                    )
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-            metrics.pending.add(values, token_weights)
-        applied = not accelerator.optimizer_step_was_skipped
-        if window_number + 1 == windows_of(len(lengths)):
+            for values, value_weights in logged:
+                metrics.pending.add(values, value_weights)
+
+        if position.ends_rollout:
             run.extra["rollout"] = None
-        progress.update_done(applied, samples=len(window), tokens=int(lengths[window].sum()))
-        norms = group_norms()
-        parts = {
-            f"grad_norm/{name}": grad_norm * norm / (math.hypot(*norms.values()) or 1.0)
-            for name, norm in norms.items()
-        }
-        metrics.update_done(applied, grad_norm=grad_norm, loss_scale=scale, **parts, **rates)
+        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+        progress.update_done(
+            applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
+        )
+        metrics.update_done(
+            applied,
+            grad_norm=grad_norm,
+            loss_scale=loss_scale,
+            **parts_of_norm(grad_norm, group_norms()),
+            learning_rate=learning_rate,
+            critic_learning_rate=critic_learning_rate,
+        )
         if applied:
             scheduler.step()
+
         if progress.log_due(args.logging_steps):
             metrics.log()
         if progress.due(args.eval_steps):
             with metrics.timed("paused"):
                 metrics.log_evaluation(
-                    *evaluate(accelerator, model, policy, tokenizer, eval_sets, score_of, args)
+                    *evaluate(accelerator, model, policy, tokenizer, eval_sets, scores_of, args)
                 )
         if args.save_steps and progress.due(args.save_steps):
             with metrics.timed("paused"):
@@ -834,45 +902,62 @@ def main():
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
                 actor.save(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
         checkpoint.stop_if_asked(run)
+
     actor.save(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
     metrics.close()
     accelerator.print(
-        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; actor in {args.output_dir}/actor"
+        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "
+        f"actor in {args.output_dir}/actor"
     )
 
 
 # ============================================================ evaluation and saving
+@torch.no_grad()
 def evaluate(
-    accelerator, model, policy, tokenizer, eval_sets, score_of, args: Args
+    accelerator,
+    model,
+    policy,
+    tokenizer,
+    eval_sets: dict,
+    scores_of: Callable,
+    args: Args,
 ) -> tuple[dict[str, float], list[str]]:
-    """Greedy responses to each held-out set: their scores, length and share that ends, exact match where it has answers; samples."""
-    training, line, shown = model.training, {}, []
-    model.eval()
+    """Evaluates greedy responses to each held-out set.
+
+    Returns:
+        their scores, lengths and the share that ends, and exact match where the set has answers;
+        a few responses to show.
+    """
+    line = {}
+    examples = []
     for prefix, eval_set in eval_sets.items():
         columns = eval_set[:]
-        samples = respond(accelerator, model, policy, tokenizer, columns, args)
-        scores, texts = (
-            score_of(samples),
-            tokenizer.batch_decode(samples["responses"], skip_special_tokens=True),
+        samples = generation.respond(
+            accelerator,
+            model,
+            policy.model,
+            tokenizer,
+            columns,
+            args.micro_rollout_batch_size,
+            args.max_new_tokens,
         )
+        scores = scores_of(samples, responses_per_prompt=1)
         values = {
             "scores": scores,
-            "length": [len(response) for response in samples["responses"]],
-            "eos_rate": samples["ended"],
+            "length": [len(response) for response in samples.responses],
+            "eos_rate": samples.ended,
         }
         if "answer" in columns:
+            texts = tokenizer.batch_decode(samples.responses, skip_special_tokens=True)
             values["exact_match"] = [
                 answers.is_right(text, answer)
                 for text, answer in zip(texts, columns["answer"])
                 if answer
             ]
-        line |= {
-            prefix + name: float(np.mean(np.asarray(value, dtype=float)))
-            for name, value in values.items()
-        }
-        shown += table(tokenizer, samples, scores)[2:6]
-    model.train(training)
-    return line, shown
+        for name, value in values.items():
+            line[prefix + name] = float(np.mean(np.asarray(value, dtype=float)))
+        examples += samples.table_rows(tokenizer, scores, most=4)
+    return line, examples
 
 
 if __name__ == "__main__":

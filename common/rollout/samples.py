@@ -1,0 +1,114 @@
+"""The samples of a rollout: prompts with responses, their micro-batches for scoring, values gathered by token."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from common import batches, distributed
+from common.models import packing
+
+
+@dataclass
+class Samples:
+    """Prompts with one response each, the same on every rank.
+
+    A prompt with several responses stands here once for each of them, side by side.
+
+    Attributes:
+        prompts, responses: token ids.
+        columns: the prompt's row in the data, as a JSON text.
+        rows: the number of that row, from 1.
+        ended: bool `[samples]`, whether the response ends with a stop token.
+    """
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    columns: list[str]
+    rows: list[int]
+    ended: torch.Tensor
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """bool `[samples, longest response]`, where a response has a token."""
+        lengths = torch.tensor([[len(response)] for response in self.responses])
+        return torch.arange(lengths.max()) < lengths
+
+    def scoring_batches(
+        self, accelerator, batch_size: int, responses_per_prompt: int, share_prompts: bool
+    ) -> Iterator[tuple[list[int], dict]]:
+        """Yields this process's micro-batches: the numbers of their samples, and what models read.
+
+        The samples of all processes together are all samples, each once. A process that has none
+        still gets inputs, of a padding row, because the others wait for its forward pass. The
+        numbers are an empty list then, and nothing of that pass is kept.
+
+        Args:
+            batch_size: samples of a micro-batch, at most.
+            responses_per_prompt: that many neighbours answer the same prompt.
+        """
+        # A micro-batch takes samples by length, and among equal lengths in their order. With the
+        # length of the longest of them, the responses to a prompt stay together and can share it.
+        lengths = sample_lengths(self.prompts, self.responses)
+        longest = lengths.reshape(-1, responses_per_prompt).max(1)
+        lengths = longest.repeat(responses_per_prompt)
+        numbers = np.arange(len(lengths))
+        for micro_batch in batches.split(accelerator, numbers, lengths, batch_size):
+            inputs = packing.make_batch(
+                [self.prompts[number] for number in micro_batch.rows],
+                [self.responses[number] for number in micro_batch.rows],
+                share_prompts,
+                accelerator.device,
+            )
+            is_real = micro_batch.weights.any()
+            yield (micro_batch.rows if is_real else []), inputs
+
+    def table_rows(self, tokenizer, scores: torch.Tensor, most: int) -> list[str]:
+        """Returns the first prompts, responses and scores as rows of a Markdown table."""
+        prompts = tokenizer.batch_decode(self.prompts[:most])
+        responses = tokenizer.batch_decode(self.responses[:most])
+        rows = []
+        for prompt, response, score in zip(prompts, responses, scores.tolist()):
+            rows.append(f"| {table_cell(prompt)} | {table_cell(response)} | {score:.3f} |")
+        return rows
+
+
+def table_cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def sample_lengths(prompts: list[list[int]], responses: list[list[int]]) -> np.ndarray:
+    """Returns the number of tokens of each prompt with its response, `[samples]`."""
+    return np.array([len(prompt) + len(response) for prompt, response in zip(prompts, responses)])
+
+
+class Collected:
+    """Collects values of response tokens, micro-batch by micro-batch, for all processes."""
+
+    def __init__(self, accelerator):
+        self.accelerator = accelerator
+        self.names: list[str] = []
+        self.of_sample: dict[int, torch.Tensor] = {}  # [tokens of the response, names], on the CPU
+
+    def add(self, numbers: list[int], mask: torch.Tensor, **values: torch.Tensor) -> None:
+        """Adds the values of a micro-batch of `Samples.scoring_batches`.
+
+        Args:
+            numbers: of its samples; empty for a padding row, of which nothing is kept.
+            mask: `[samples, longest]`, which places are tokens.
+            values: tensors of the same shape, by name; the same names in every call.
+        """
+        self.names = list(values)
+        stacked = torch.stack(list(values.values()), 2).cpu()
+        for number, of_tokens, is_token in zip(numbers, stacked, mask.cpu()):
+            self.of_sample[number] = of_tokens[is_token]
+
+    def gather(self) -> dict[str, torch.Tensor]:
+        """Returns the values by name, each `[samples, longest]` on the CPU, zero behind a response.
+
+        They are the same on every rank. All ranks must call it.
+        """
+        of_samples = distributed.gather_rows(self.of_sample)
+        padded = torch.nn.utils.rnn.pad_sequence(of_samples, batch_first=True)
+        return dict(zip(self.names, padded.unbind(2)))

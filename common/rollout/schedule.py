@@ -1,0 +1,91 @@
+"""The arithmetic of rollouts and updates: how many there are, and which one comes next."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Position(NamedTuple):
+    """Where a run stands before an update.
+
+    Attributes:
+        rollout: the rollout that the update belongs to, counted from 0 over the whole run.
+        update: the update within that rollout, counted from 0.
+        ends_rollout: whether it is the rollout's last.
+    """
+
+    rollout: int
+    update: int
+    ends_rollout: bool
+
+
+@dataclass(frozen=True)
+class RolloutSchedule:
+    """How one pass over the prompts is cut into rollouts, and a rollout into updates.
+
+    The last rollout of an epoch may be short, and so may the last update of each pass over the
+    samples of a rollout.
+
+    Attributes:
+        n_prompts: of the whole data set.
+        rollout_batch_size: prompts of a rollout.
+        n_samples_per_prompt: responses to each prompt.
+        train_batch_size: samples of an update.
+        num_epochs_per_rollout: passes over the samples of a rollout.
+    """
+
+    n_prompts: int
+    rollout_batch_size: int
+    n_samples_per_prompt: int
+    train_batch_size: int
+    num_epochs_per_rollout: int
+
+    @property
+    def rollouts_per_epoch(self) -> int:
+        return math.ceil(self.n_prompts / self.rollout_batch_size)
+
+    @property
+    def prompts_of_last(self) -> int:
+        """Prompts of the last rollout of an epoch."""
+        return self.n_prompts - (self.rollouts_per_epoch - 1) * self.rollout_batch_size
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Updates of a full rollout."""
+        return self.updates_of(self.rollout_batch_size)
+
+    @property
+    def updates_per_epoch(self) -> int:
+        full_rollouts = self.rollouts_per_epoch - 1
+        return full_rollouts * self.updates_per_rollout + self.updates_of(self.prompts_of_last)
+
+    def updates_of(self, prompts: int) -> int:
+        """Returns the number of updates of a rollout with so many prompts."""
+        samples = prompts * self.n_samples_per_prompt
+        return self.num_epochs_per_rollout * math.ceil(samples / self.train_batch_size)
+
+    def position(self, updates_seen: int) -> Position:
+        """Returns the rollout and the update within it that come after so many updates."""
+        epoch, update_of_epoch = divmod(updates_seen, self.updates_per_epoch)
+        rollout_of_epoch, update = divmod(update_of_epoch, self.updates_per_rollout)
+        is_last_update = update_of_epoch + 1 == self.updates_per_epoch
+        return Position(
+            rollout=epoch * self.rollouts_per_epoch + rollout_of_epoch,
+            update=update,
+            ends_rollout=is_last_update or update + 1 == self.updates_per_rollout,
+        )
+
+    def describe(self, total_steps: int) -> str:
+        """Returns the arithmetic in one line.
+
+        Args:
+            total_steps: updates of the whole run.
+        """
+        samples = self.rollout_batch_size * self.n_samples_per_prompt
+        return (
+            f"a rollout: {self.rollout_batch_size} prompts x {self.n_samples_per_prompt} responses "
+            f"= {samples} samples, x {self.num_epochs_per_rollout} / train_batch_size "
+            f"= {self.updates_per_rollout} updates; {self.rollouts_per_epoch} rollouts an epoch, "
+            f"the last of {self.prompts_of_last} prompts, {self.updates_of(self.prompts_of_last)} "
+            f"updates; {total_steps} updates in all"
+        )
