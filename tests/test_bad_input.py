@@ -26,11 +26,12 @@ from transformers.hf_argparser import HfArg
 
 from common.arguments import accumulation_steps, check_intervals, parse
 from common.data import dataset, files, formats
+from common.data.pairs import preference_row
 from common.launch import quiet
 from common.models import load
 from runs import ASSETS, LAUNCHERS, launch, recipe, refuses, tiny_llama, write_jsonl
 
-sft_row, preference_row = (runpy.run_path(str(recipe(name)))[f"{row}_row"] for name, row in (("sft", "sft"), ("dpo", "preference")))
+sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 

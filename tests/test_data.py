@@ -11,7 +11,6 @@ the cache's key without the tokenizer (`stale_tokenizer`) or the settings (`stal
 
 import csv
 import gzip
-import inspect
 import json
 import os
 import runpy
@@ -24,16 +23,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from common.data import dataset, formats
+from common.data import cache, dataset, formats
 from common.data.formats import BadRow
+from common.data.pairs import preference_row
 from common.data.tokens import stop_tokens
 from common.models.load import causal_lm
 from runs import recipe, refuses, write_jsonl
 
-recipe_sft = runpy.run_path(str(recipe("sft")))
-sft_row, conversation = recipe_sft["sft_row"], recipe_sft["conversation"]
+sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 prompt_row = runpy.run_path(str(recipe("ppo")))["prompt_row"]
-preference_row, the_same_of_reward = (runpy.run_path(str(recipe(name)))["preference_row"] for name in ("dpo", "reward"))
+reward_row = runpy.run_path(str(recipe("reward")))["reward_row"]
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -106,15 +105,15 @@ def pair(tokenizer, row: dict, max_length: int = 1000) -> dict:
 
 def test_sft_formats():
     messages = [user(U1), assistant(A1)]
-    assert conversation({"messages": messages}) == ([], messages)
-    assert conversation({"text": "abc"}) == ("", "abc")
-    assert conversation({"prompt": U1, "completion": A1}) == (U1, A1)
+    assert formats.conversation({"messages": messages}) == ([], messages)
+    assert formats.conversation({"text": "abc"}) == ("", "abc")
+    assert formats.conversation({"prompt": U1, "completion": A1}) == (U1, A1)
     for prompt in (U1, messages[:1]):
         for completion in (A1, messages[1:]):
             if not isinstance(prompt, str) or not isinstance(completion, str):
-                assert conversation({"prompt": prompt, "completion": completion}) == (messages[:1], messages[1:])
+                assert formats.conversation({"prompt": prompt, "completion": completion}) == (messages[:1], messages[1:])
     # A key that only other rows have comes as null: templates ask whether it is there.
-    assert conversation({"messages": [{**user(U1), "tool_calls": None}, assistant(A1)]}) == ([], messages)
+    assert formats.conversation({"messages": [{**user(U1), "tool_calls": None}, assistant(A1)]}) == ([], messages)
 
 
 @pytest.mark.parametrize("prompt", [U1, [user(U1)], None])
@@ -394,7 +393,7 @@ def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path
         # The same in the prompt of a preference and of a rollout.
         before = plain(tokenizer, tokenizer.apply_chat_template(chat[:-1], tools, tokenize=False, add_generation_prompt=True))
         given = {"prompt": chat[:-1], "tools": json.dumps(tools) if as_text else tools}
-        for function in (preference_row, the_same_of_reward):
+        for function in (preference_row, reward_row):
             assert function({**given, "chosen": chat[-1:], "rejected": [assistant(B2)]}, tokenizer, 1000)["prompt_ids"] == before
         assert prompt_row(given, tokenizer, 1000, 8)["prompt_ids"] == before
     with pytest.raises(BadRow, match="refuses the messages or tools: Expecting"):
@@ -556,7 +555,22 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
     assert calls == 3 and ids != first[1]
 
 
-# ---------------------------------------------------------------------------------------------- windows
+def test_an_array_is_computed_once_for_each_key(accelerator):
+    calls = []
+
+    def compute():
+        calls.append(None)
+        return np.full((2, 3), len(calls), dtype=np.float32)
+
+    for key, expected in ((["a", 1], 1), (["a", 1], 1), (["a", 2], 2), (["a", 1], 1)):
+        found = cache.array(accelerator, key, compute)
+        assert found.dtype == np.float32 and found.tolist() == [[expected] * 3] * 2
+    assert len(calls) == 2
+    computed = datasets.config.HF_DATASETS_CACHE / "computed"
+    assert [path.suffix for path in computed.iterdir()] == [".npy"] * 2  # nothing temporary is left
+
+
+# ---------------------------------------------------------------------------------------------- the samples of an update
 
 
 @pytest.mark.parametrize("n_rows, batch", [(10, 4), (8, 4), (3, 16), (257, 32)])
@@ -611,10 +625,6 @@ def test_micro_batches_by_tokens_hold_about_as_many():
     full = [size for step in list(zip(*shares))[:-1] for size in step]
     assert max(full) <= tokens and min(full) > 0.7 * tokens
     assert max(map(sum, shares)) < 1.06 * min(map(sum, shares))
-
-
-def test_dpo_and_reward_read_pairs_alike():
-    assert inspect.getsource(preference_row) == inspect.getsource(the_same_of_reward)
 
 
 def test_a_column_is_that_of_the_chosen_rows_in_their_order():

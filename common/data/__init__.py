@@ -1,1 +1,1 @@
-"""Data sets: files, formats, token ids."""
+"""Data sets: reading files, recognising the formats of rows, token ids, and what is cached."""

@@ -1,4 +1,4 @@
-"""Tokenised once."""
+"""Tokenises data sets once, caches the result on disk, and names it by its content."""
 
 import inspect
 import sys
@@ -12,141 +12,239 @@ from common import distributed
 from common.data import files, tokens
 from common.data.formats import BadRow
 
+# Lists of truth values among the columns that a row function may return. All other lists are of
+# token ids.
+BOOLEAN_COLUMNS = {"targets"}
+
+# The column that holds each row's checksum until the data set has its name. `datasets` makes the
+# column's name a part of the fingerprint. Under another one, no older checkpoint could be resumed.
+CHECKSUM = "crc"
+
 
 def load(
     accelerator, name: str, split: str, function, tokenizer, columns: dict[str, str], **settings
 ) -> datasets.Dataset:
-    """Loads a data set and applies a row function such as `preference_row` once: the result is cached on disk by its content.
+    """Loads a data set and applies a row function such as `pairs.preference_row` to every row.
 
-    Rows that cannot be used are left out before any permutation, counted and printed by reason. The result keeps the
-    row's number in the file (`row`, from 1) and, where the data has one, its `answer` as text ("" where a row has none).
+    That is done once: the result is cached on disk under everything that it depends on. Rows that
+    cannot be used are left out before any permutation, counted and printed by reason.
 
     Args:
-        columns: see `column_names`.
-        settings: passed to `function`, and part of the cache's key, as is the function's source.
+        function: called as `function(row, tokenizer=tokenizer, **settings)`. It returns the
+            columns of the result; among them `reason`, why a row is left out ("" if it is not),
+            and `truncated`, whether something was cut off. It raises `BadRow` if a row fits no
+            format.
+        columns: see `formats.column_names`.
+        settings: passed to `function`; `max_length` among them.
+
+    Returns:
+        The usable rows. Beside the columns of `function` they have `row`, the number in the file
+        (from 1), and, where the data has one, `answer` as text ("" where a row has none).
 
     Raises:
-        SystemExit: a row that fits no format (row number, column, expectation), or nothing usable left. On all ranks.
+        SystemExit: a row that fits no format (row number, column, expectation), or nothing usable
+            left. On all processes.
     """
-    task = name, split, function, tokenizer, columns, settings
+    task = (name, split, function, tokenizer, columns, settings)
     # One process of each machine fills the cache, then the others read it.
-    turns = [
-        distributed.all_or_none(
-            accelerator, turn == accelerator.is_local_main_process, tokenise, *task
-        )
-        for turn in (True, False)
-    ]
-    result, notes = next(filter(None, turns))
-    accelerator.print("; ".join([f"data {name}: {len(result)} usable rows", *notes]))
-    return result
-
-
-def tokenise(
-    name: str, split: str, function, tokenizer, columns: dict, settings: dict
-) -> tuple[datasets.Dataset, list[str]]:
-    """`load_tokenized` on one process: the usable rows, and what is to be said of the others."""
-
-    def convert(row, index):
-        # What the user names goes before what is there, too.
-        hidden = (
-            ["messages", "text"]
-            if {"prompt", "completion"} & columns.keys()
-            else ["messages"]
-            if "text" in columns
-            else []
-        )
-        row = {k: v for k, v in row.items() if k not in hidden} | {
-            name: row[own] for name, own in columns.items() if own in row
-        }
-        try:
-            values = function(row, tokenizer=tokenizer, **settings)
-            # Nothing is asked where there is no prompt.
-            answer = {
-                n: "" if row[n] is None or values.get("prompt_ids") == [] else str(row[n])
-                for n in {"answer"} & row.keys()
-            }
-            values |= {"row": index + 1, **answer, "crc": zlib.crc32(repr(values).encode())}
-            # Typed, as the first thousand rows, from which `datasets` takes the types, may all be left out, with empty lists.
-            return {
-                k: np.array(v, bool if k == "targets" else int) if isinstance(v, list) else v
-                for k, v in values.items()
-            }
-        except BadRow as error:
-            sys.exit(f"data set {name!r}, row {index + 1}: {error}")
-
-    if settings["max_length"] < 2:
-        sys.exit(
-            f"--max_length {settings['max_length']}: expected at least 2, a token of the prompt and one of the answer"
-        )
-    rows = files.load(name, split)
-    if missing := [
-        own for name, own in columns.items() if own not in rows.column_names and name != "answer"
-    ]:  # held-out sets have that
-        sys.exit(
-            f"--columns: data set {name!r} has no column {missing[0]!r}; it has {rows.column_names}"
-        )
-    key = [
-        rows._fingerprint,
-        *(file.read_text("utf-8") for file in sorted(Path(__file__).parent.glob("*.py"))),
-        source_of(function),
-        tokens.fingerprint(tokenizer),
-        columns,
-        settings,
-    ]
-    try:
-        done = rows.map(
-            convert,
-            with_indices=True,
-            remove_columns=rows.column_names,
-            new_fingerprint=datasets.fingerprint.Hasher.hash(key),
-        )
-    except UnicodeDecodeError as error:
-        sys.exit(f"data set {name!r} is not UTF-8: {error}")
-    # Named by its content: the same rows from another path, or written at another time, are the same data.
-    reasons, content = (
-        column(done, "reason"),
-        datasets.fingerprint.Hasher.hash_bytes(column(done, "crc").tobytes()),
-    )
-    usable = done.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
-    left_out, truncated = (
-        np.unique(reasons[reasons != ""], return_counts=True),
-        int((column(done, "truncated") & (reasons == "")).sum()),
-    )
-    notes = [f"{count} left out ({reason})" for reason, count in zip(*left_out)] + [
-        f"{truncated} truncated"
-    ] * (truncated > 0)
-    if len(usable) == 0:
-        sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
-    unanswered = "answer" in usable.column_names and not any(
-        usable["answer"]
-    )  # read until one is found
-    return usable.remove_columns(["crc"] + ["answer"] * unanswered), notes
-
-
-def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
-    """A column of numbers or words, read in parts: read at once it would take half a kilobyte a row."""
-    return np.concatenate([part[name] for part in dataset.select_columns(name).iter(10_000)])
-
-
-def source_of(function) -> str:
-    """The source of a function and of those of its module that it calls: what else changes in a recipe changes no tokens."""
-    values = (function.__globals__.get(name) for name in function.__code__.co_names)
-    called = [
-        value
-        for value in values
-        if inspect.isfunction(value)
-        and value.__module__ == function.__module__
-        and value is not function
-    ]
-    return "".join([inspect.getsource(function), *map(source_of, called)])
+    is_first = accelerator.is_local_main_process
+    of_first = distributed.all_or_none(accelerator, is_first, tokenise, *task)
+    of_others = distributed.all_or_none(accelerator, not is_first, tokenise, *task)
+    usable, notes = of_first if is_first else of_others
+    accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *notes]))
+    return usable
 
 
 def load_evaluation_sets(
     accelerator, names: list[str] | None, *rest, **settings
 ) -> dict[str, datasets.Dataset]:
-    """`load_tokenized` of each held-out set, by the prefix of its tags: `eval/`, or `eval/<name>/` where there are several."""
-    stems = [Path(name.partition(":")[0]).name.split(".")[0] for name in names or []]
+    """Loads the held-out sets; see `load`.
+
+    Returns:
+        Each set by the prefix of its tags: `eval/`, or `eval/<name>/` where there are several.
+    """
+    names = names or []
+    stems = [Path(name.partition(":")[0]).name.split(".")[0] for name in names]
     if len(set(stems)) < len(stems):
         sys.exit(f"--eval_dataset_name {names}: two sets would log under the same name")
     prefixes = [f"eval/{stem}/" for stem in stems] if len(stems) > 1 else ["eval/"]
-    return {p: load(accelerator, name, *rest, **settings) for p, name in zip(prefixes, names or [])}
+    return {
+        prefix: load(accelerator, name, *rest, **settings) for prefix, name in zip(prefixes, names)
+    }
+
+
+def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
+    """A column of numbers or words as one array.
+
+    It is read in parts: read at once it would take half a kilobyte a row.
+    """
+    parts = dataset.select_columns(name).iter(10_000)
+    return np.concatenate([part[name] for part in parts])
+
+
+# ============================================================ one process tokenises
+def tokenise(
+    name: str, split: str, function, tokenizer, columns: dict[str, str], settings: dict
+) -> tuple[datasets.Dataset, list[str]]:
+    """Does the work of `load` on one process: the usable rows, and notes on all others."""
+    if settings["max_length"] < 2:
+        sys.exit(
+            f"--max_length {settings['max_length']}: expected at least 2, "
+            "a token of the prompt and one of the answer"
+        )
+    rows = files.load(name, split)
+    check_columns(name, rows, columns)
+
+    def convert(row, index: int) -> dict:
+        row = rename_columns(row, columns)
+        try:
+            values = function(row, tokenizer=tokenizer, **settings)
+        except BadRow as error:
+            sys.exit(f"data set {name!r}, row {index + 1}: {error}")
+        return {
+            **with_typed_lists(values),
+            "row": index + 1,
+            **answer_of(row, values),
+            CHECKSUM: checksum(values),
+        }
+
+    try:
+        converted = rows.map(
+            convert,
+            with_indices=True,
+            remove_columns=rows.column_names,
+            new_fingerprint=cache_key(rows, function, tokenizer, columns, settings),
+        )
+    except UnicodeDecodeError as error:
+        sys.exit(f"data set {name!r} is not UTF-8: {error}")
+    notes = describe_unusable(converted)
+    usable = select_usable(converted)
+    if len(usable) == 0:
+        sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
+    return usable, notes
+
+
+def check_columns(name: str, rows: datasets.Dataset, columns: dict[str, str]) -> None:
+    """Exits if a column that the user named is not in the data.
+
+    `answer` may be missing: the held-out sets have it, the training set need not.
+    """
+    for column_name, own in columns.items():
+        if own not in rows.column_names and column_name != "answer":
+            sys.exit(
+                f"--columns: data set {name!r} has no column {own!r}; it has {rows.column_names}"
+            )
+
+
+def rename_columns(row, columns: dict[str, str]) -> dict:
+    """The row under the names of a format: the user's columns win over all that is in the data."""
+    named = {column_name: row[own] for column_name, own in columns.items() if own in row}
+    hidden = hidden_columns(columns)
+    kept = {column_name: value for column_name, value in row.items() if column_name not in hidden}
+    return {**kept, **named}
+
+
+def hidden_columns(columns: dict[str, str]) -> set[str]:
+    """Columns of the data that would win over those that the user named.
+
+    `formats.conversation` recognises `messages` first, then `text`, then `prompt` and
+    `completion`. Naming a column of one format switches off the formats recognised before it.
+    """
+    if "prompt" in columns or "completion" in columns:
+        return {"messages", "text"}
+    if "text" in columns:
+        return {"messages"}
+    return set()
+
+
+def with_typed_lists(values: dict) -> dict:
+    """The values with every list as an array that has a type, even if it is empty.
+
+    `datasets` infers types from the first 1,000 rows. If all of those are unusable their lists are
+    empty, so we state the types.
+    """
+    typed = {}
+    for column_name, value in values.items():
+        if isinstance(value, list):
+            value = np.array(value, dtype=bool if column_name in BOOLEAN_COLUMNS else int)
+        typed[column_name] = value
+    return typed
+
+
+def answer_of(row: dict, values: dict) -> dict[str, str]:
+    """The column `answer` of a row whose data has one, else no column."""
+    if "answer" not in row:
+        return {}
+    # Without a prompt nothing is asked: there is nothing to generate from.
+    nothing_asked = values.get("prompt_ids") == []
+    if row["answer"] is None or nothing_asked:
+        return {"answer": ""}
+    return {"answer": str(row["answer"])}
+
+
+def checksum(values: dict) -> int:
+    """A number for what a row function returned; its keys count in their order, as `repr` does.
+
+    The fingerprint of the data is made of these numbers, and a checkpoint holds that fingerprint:
+    a change here, or in what a row function returns, refuses the checkpoints of before.
+    """
+    return zlib.crc32(repr(values).encode())
+
+
+def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
+    """The rows without a reason to leave them out, under a fingerprint of all rows' content."""
+    reasons = column(converted, "reason")
+    # The same rows from another path, or written at another time, are the same data.
+    content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
+    usable = converted.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
+    superfluous = [CHECKSUM]
+    # `any` reads until it finds the first answer.
+    if "answer" in usable.column_names and not any(usable["answer"]):
+        superfluous.append("answer")
+    return usable.remove_columns(superfluous)
+
+
+def describe_unusable(converted: datasets.Dataset) -> list[str]:
+    """How many rows are left out, by reason, and how many of the usable ones are truncated."""
+    reasons = column(converted, "reason")
+    is_usable = reasons == ""
+    counts = zip(*np.unique(reasons[~is_usable], return_counts=True))
+    notes = [f"{count} left out ({reason})" for reason, count in counts]
+    truncated = int((column(converted, "truncated") & is_usable).sum())
+    if truncated:
+        notes.append(f"{truncated} truncated")
+    return notes
+
+
+# ============================================================ the cache's key
+def cache_key(
+    rows: datasets.Dataset, function, tokenizer, columns: dict[str, str], settings: dict
+) -> str:
+    """A name for the converted rows, which changes with everything that they depend on."""
+    folder = Path(__file__).parent
+    key = [
+        rows._fingerprint,
+        *(file.read_text("utf-8") for file in sorted(folder.glob("*.py"))),
+        source_of(function),
+        tokens.fingerprint(tokenizer),
+        columns,
+        settings,
+    ]
+    return datasets.fingerprint.Hasher.hash(key)
+
+
+def source_of(function) -> str:
+    """The source of a function and of those functions of its own module that it calls.
+
+    So a change to the rest of a recipe does not tokenise the data again.
+    """
+    sources = [inspect.getsource(function)]
+    for name in function.__code__.co_names:
+        called = function.__globals__.get(name)
+        if (
+            inspect.isfunction(called)
+            and called.__module__ == function.__module__
+            and called is not function
+        ):
+            sources.append(source_of(called))
+    return "".join(sources)

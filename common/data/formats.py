@@ -1,13 +1,11 @@
-"""The formats of rows."""
+"""Recognises the formats of rows: conversations, prompts with completions, preferences, text."""
 
 import json
 import os
 import sys
 
-HH_MARKER = (
-    "\n\nAssistant:"  # hh-rlhf transcripts: the prompt ends with the last one both answers share
-)
-
+# hh-rlhf transcripts: the prompt ends with the last marker that both answers share.
+HH_MARKER = "\n\nAssistant:"
 
 FORMAT_COLUMNS = (
     "messages",
@@ -22,111 +20,189 @@ FORMAT_COLUMNS = (
 
 
 class BadRow(Exception):
-    """A row that does not fit any format: which column, and what was expected."""
+    """A row that fits no format; its text says which column, and what was expected."""
 
 
 def column_names(pairs: list[str] | None) -> dict[str, str]:
-    """`["prompt=question"]` -> `{"prompt": "question"}`: where a format's column stands in the user's file."""
-    columns = dict(pair.partition("=")[::2] for pair in pairs or [])
-    if (
-        len(columns) < len(pairs or [])
-        or not all(columns.values())
-        or columns.keys() - FORMAT_COLUMNS
-    ):
-        sys.exit(
-            f"--columns {' '.join(pairs)}: expected {'|'.join(FORMAT_COLUMNS)}=YOUR_COLUMN, each once, such as prompt=question"
-        )
+    """The format's column -> the user's: `["prompt=question"]` gives `{"prompt": "question"}`.
+
+    Raises:
+        SystemExit: not of the form COLUMN=YOUR_COLUMN, an unknown column, or one named twice.
+    """
+    columns = {}
+    for pair in pairs or []:
+        column, _, own = pair.partition("=")
+        if column not in FORMAT_COLUMNS or column in columns or not own:
+            sys.exit(
+                f"--columns {' '.join(pairs)}: expected {'|'.join(FORMAT_COLUMNS)}=YOUR_COLUMN, "
+                "each once, such as prompt=question"
+            )
+        columns[column] = own
     return columns
 
 
 def check(fits: bool, row: dict, column: str, expected: str) -> None:
+    """Raises `BadRow` with the value that was found, unless it fits."""
     if not fits:
         raise BadRow(f"column {column!r}: expected {expected}, found {row[column]!r:.80}")
 
 
+def require(row: dict, *columns: str, expected: str) -> None:
+    """Raises `BadRow` unless every column is there and is a string or a list of messages."""
+    for column in columns:
+        value = row.get(column)
+        if value is None:
+            found = sorted(name for name in row if row[name] is not None)
+            raise BadRow(
+                f"no {column!r}: expected columns {expected}; found {found} "
+                f"(--columns {column}=YOURS names another)"
+            )
+        fits = isinstance(value, str) or is_messages(value)
+        check(fits, row, column, "a string or a list of messages with role and content")
+
+
 def is_messages(value) -> bool:
-    """Whether a value is a list of `{"role": ..., "content": ...}`, both strings; a turn that calls tools needs no content."""
-    fits = lambda m: (
-        isinstance(m.get("role"), str)
-        and isinstance(m.get("content"), str | None if m.get("tool_calls") else str)
-    )
-    return isinstance(value, list) and all(isinstance(m, dict) and fits(m) for m in value)
+    """Whether a value is a list of messages, see `is_message`."""
+    return isinstance(value, list) and all(is_message(part) for part in value)
+
+
+def is_message(value) -> bool:
+    """Whether a value is `{"role": ..., "content": ...}`, both strings.
+
+    A message that calls tools needs no content.
+    """
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, str) or (content is None and bool(value.get("tool_calls")))
 
 
 def as_messages(value: str | list[dict], role: str) -> list[dict]:
-    """A string becomes one message of that role."""
+    """A list of messages, each with a content; a string becomes one message of that role."""
     messages = [{"role": role, "content": value}] if isinstance(value, str) else value
-    return [
-        {"content": "", **message} for message in without_nulls(json.dumps(messages, default=str))
-    ]
+    messages = without_nulls(json.dumps(messages, default=str))
+    return [{"content": "", **message} for message in messages]
 
 
 def without_nulls(text: str):
-    """The value of a JSON text without the keys, at any depth, that are null: in a parquet file each row has the keys of all."""
-    return json.loads(
-        text,
-        object_hook=lambda parts: {key: part for key, part in parts.items() if part is not None},
-    )
+    """The value of a JSON text without the keys, at any depth, whose value is null.
+
+    In a parquet file every row has the keys of all rows, and those that it lacks are null.
+    Templates ask whether a key is there.
+    """
+
+    def drop_nulls(parts: dict) -> dict:
+        return {key: part for key, part in parts.items() if part is not None}
+
+    return json.loads(text, object_hook=drop_nulls)
 
 
 def has_text(value: str | list[dict]) -> bool:
-    return (
-        any(message["content"] or message.get("tool_calls") for message in value)
-        if isinstance(value, list)
-        else bool(value)
+    """Whether there is anything to read: in messages, a content or a tool call."""
+    if isinstance(value, list):
+        return any(message["content"] or message.get("tool_calls") for message in value)
+    return bool(value)
+
+
+def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
+    """An SFT row as (prompt, completion), both strings or both message lists.
+
+    The formats are tried in this order: `messages` and `text`, which have an empty prompt, then
+    `prompt` and `completion`.
+    """
+    if row.get("messages") is not None:
+        fits = is_messages(row["messages"])
+        check(fits, row, "messages", "a list of messages with role and content")
+        return [], as_messages(row["messages"], "user")
+    if row.get("text") is not None:
+        check(isinstance(row["text"], str), row, "text", "a string")
+        return "", row["text"]
+    require(
+        row,
+        "prompt",
+        "completion",
+        expected="'messages', or 'prompt' and 'completion', or 'text'",
     )
-
-
-def require(row: dict, *columns: str, expected: str) -> None:
-    """Every column is there, a string or a list of messages."""
-    for column in columns:
-        if row.get(column) is None:
-            found = sorted(name for name in row if row[name] is not None)
-            raise BadRow(
-                f"no {column!r}: expected columns {expected}; found {found} (--columns {column}=YOURS names another)"
-            )
-        check(
-            isinstance(row[column], str) or is_messages(row[column]),
-            row,
-            column,
-            "a string or a list of messages with role and content",
-        )
+    prompt = row["prompt"]
+    completion = row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt, completion
+    return as_messages(prompt, "user"), as_messages(completion, "assistant")
 
 
 def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict] | str]:
-    """A preference row as (prompt, chosen, rejected), all strings or all message lists, the prompt stated once."""
-    prompt, chosen, rejected = (row.get(column) for column in ("prompt", "chosen", "rejected"))
-    stated = [] if prompt is None else ["prompt"]
+    """A preference row as (prompt, chosen, rejected), the prompt stated once.
+
+    All three are strings, or all three are message lists.
+    """
+    prompt = row.get("prompt")
+    has_prompt = prompt is not None
+    required = ["chosen", "rejected"]
+    if has_prompt:
+        required.append("prompt")
     require(
         row,
-        "chosen",
-        "rejected",
-        *stated,
+        *required,
         expected="'chosen' and 'rejected', and 'prompt' unless it is in both",
     )
+    chosen = row["chosen"]
+    rejected = row["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
-        if stated:
+        if has_prompt:
             return prompt, chosen, rejected
-        shared = os.path.commonprefix([chosen, rejected])
-        if HH_MARKER not in shared:
-            raise BadRow(
-                f"no column 'prompt', and 'chosen' and 'rejected' do not share a transcript that holds {HH_MARKER!r}"
-            )
-        cut = shared.rindex(HH_MARKER) + len(HH_MARKER)
-        return shared[:cut], chosen[cut:], rejected[cut:]
-    chosen, rejected = as_messages(chosen, "assistant"), as_messages(rejected, "assistant")
-    if stated and (not chosen or chosen[0]["role"] == "assistant"):
+        return split_transcripts(chosen, rejected)
+
+    chosen = as_messages(chosen, "assistant")
+    rejected = as_messages(rejected, "assistant")
+    # Lists that begin with another role begin with the prompt, whether the row states it or not.
+    if has_prompt and (not chosen or chosen[0]["role"] == "assistant"):
         return as_messages(prompt, "user"), chosen, rejected
-    # The prompt stands inside both (UltraFeedback repeats it): it is what they share, up to an answer.
-    cut = next(
-        (i for i, (a, b) in enumerate(zip(chosen[:-1], rejected[:-1])) if a != b),
-        min(len(chosen), len(rejected)) - 1,
-    )
-    while cut > 0 and not chosen[cut]["role"] == rejected[cut]["role"] == "assistant":
-        cut -= 1
-    inside = [message["content"].strip() for message in chosen[: max(cut, 0)]]
-    if not inside or (prompt and as_messages(prompt, "user")[-1]["content"].strip() not in inside):
+    return split_conversations(prompt, chosen, rejected)
+
+
+def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """(prompt, chosen, rejected) of two hh-rlhf transcripts that share their beginning."""
+    shared = os.path.commonprefix([chosen, rejected])
+    if HH_MARKER not in shared:
         raise BadRow(
-            "'chosen' and 'rejected' do not begin with the same prompt, that of column 'prompt' if there is one"
+            "no column 'prompt', and 'chosen' and 'rejected' do not share a transcript that holds "
+            f"{HH_MARKER!r}"
+        )
+    cut = shared.rindex(HH_MARKER) + len(HH_MARKER)
+    return shared[:cut], chosen[cut:], rejected[cut:]
+
+
+def split_conversations(
+    prompt: str | list[dict] | None, chosen: list[dict], rejected: list[dict]
+) -> tuple[list[dict], list[dict], list[dict]]:
+    """(prompt, chosen, rejected) of two conversations that both begin with the prompt.
+
+    Args:
+        prompt: column `prompt`, if there is one. UltraFeedback states the last question there, too.
+    """
+    cut = shared_prompt_length(chosen, rejected)
+    shared = [message["content"].strip() for message in chosen[:cut]]
+    is_shared = bool(shared)
+    if shared and prompt:
+        is_shared = as_messages(prompt, "user")[-1]["content"].strip() in shared
+    if not is_shared:
+        raise BadRow(
+            "'chosen' and 'rejected' do not begin with the same prompt, "
+            "that of column 'prompt' if there is one"
         )
     return chosen[:cut], chosen[cut:], rejected[cut:]
+
+
+def shared_prompt_length(chosen: list[dict], rejected: list[dict]) -> int:
+    """The number of messages that both conversations begin with, up to an assistant's in both.
+
+    At least one message of each is left as its answer, also where the conversations are equal.
+    """
+    longest = min(len(chosen), len(rejected)) - 1
+    cut = 0
+    while cut < longest and chosen[cut] == rejected[cut]:
+        cut += 1
+    # They may part at a user's message: the answers then begin with the assistant's turn before.
+    while cut > 0 and not chosen[cut]["role"] == rejected[cut]["role"] == "assistant":
+        cut -= 1
+    return cut

@@ -1,4 +1,4 @@
-"""Token ids."""
+"""Turns texts and messages into token ids, as the tokenizer's own chat template writes them."""
 
 import contextlib
 import json
@@ -13,138 +13,179 @@ def render(
     add_generation_prompt: bool = False,
     tools: list[dict] | str | None = None,
 ) -> str:
-    """Messages as the chat template writes them, and the tools they may call: JSON schemas, or a JSON text of them."""
+    """Messages as the chat template writes them.
+
+    Args:
+        tools: what the messages may call, as JSON schemas or as a JSON text of them.
+
+    Raises:
+        BadRow: there is no chat template, or it refuses the messages.
+    """
     if tokenizer.chat_template is None:
         raise BadRow(
-            "messages, but the tokenizer has no chat template: set tokenizer.chat_template and save it, or give plain strings"
+            "messages, but the tokenizer has no chat template: "
+            "set tokenizer.chat_template and save it, or give plain strings"
         )
     try:
-        tools = (
-            formats.without_nulls(
-                tools if isinstance(tools, str) else json.dumps(tools, default=str)
-            )
-            if tools
-            else None
-        )
+        schemas = None
+        if tools:
+            text = tools if isinstance(tools, str) else json.dumps(tools, default=str)
+            schemas = formats.without_nulls(text)
         return tokenizer.apply_chat_template(
-            messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            messages,
+            schemas,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
         )
     except Exception as error:  # a template raises what it likes, such as that roles must alternate
-        raise BadRow(
-            f"the tokenizer's chat template refuses the messages{' or tools' * bool(tools)}: {error}"
-        ) from None
+        given = "messages or tools" if tools else "messages"
+        raise BadRow(f"the tokenizer's chat template refuses the {given}: {error}") from None
 
 
 def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
-    """Token ids of consecutive pieces of one text, each piece's ids its own.
+    """Token ids of consecutive pieces of one text, one list for each piece.
 
-    The pieces are cut where the whole text's tokens allow it, so that ids are those a model meets when it reads the text;
-    a piece that would merge with the one before it is tokenised alone. The ids of a piece never depend on later pieces.
+    The ids are those of the whole text, cut at the ends of the pieces: so they are what a model
+    meets when it reads the text. Where a piece merges with the one before it, no such cut exists.
+    Then that piece is tokenised alone, and so is every later one, because the tokens of the whole
+    text no longer begin with the ids so far. The ids of a piece never depend on later pieces.
 
     Args:
-        plain: no chat template wrote the text: it gets the BOS that this tokenizer puts in front, if it does, and EOS at
-            the end, unless it has them.
+        plain: the text was not written by a chat template. It then gets the BOS that this
+            tokenizer puts in front, if it puts one, and EOS at its end, unless it has them.
     """
-    pieces, text, whole = [], "", []
+    pieces = []
+    ids_so_far = []
+    text_so_far = ""
+    whole = []
     for piece in texts:
-        text += piece
-        seen, whole = (
-            [token for part in pieces for token in part],
-            tokenizer(text, add_special_tokens=False).input_ids,
-        )
-        pieces.append(
-            whole[len(seen) :]
-            if whole[: len(seen)] == seen
-            else tokenizer(piece, add_special_tokens=False).input_ids
-        )
-    if plain and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id] != whole[:1]:
-        pieces[0] = [tokenizer.bos_token_id, *pieces[0]]
-    if plain and pieces[-1][-1:] != [tokenizer.eos_token_id]:
-        pieces[-1] = [*pieces[-1], tokenizer.eos_token_id]
+        text_so_far += piece
+        whole = encode_text(tokenizer, text_so_far)
+        if whole[: len(ids_so_far)] == ids_so_far:
+            ids = whole[len(ids_so_far) :]
+        else:
+            ids = encode_text(tokenizer, piece)
+        pieces.append(ids)
+        ids_so_far += ids
+    if plain:
+        bos = [tokenizer.bos_token_id]
+        eos = [tokenizer.eos_token_id]
+        puts_bos_in_front = tokenizer("").input_ids[:1] == bos
+        if puts_bos_in_front and whole[:1] != bos:
+            pieces[0] = bos + pieces[0]
+        if pieces[-1][-1:] != eos:
+            pieces[-1] = pieces[-1] + eos
     return pieces
+
+
+def encode_text(tokenizer, text: str) -> list[int]:
+    """Token ids of a text, without the special tokens that the tokenizer puts around texts."""
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def encode_turns(
     tokenizer, messages: list[dict], spans: list[tuple[int, int]], tools=None
 ) -> list[list[int]]:
-    """Token ids of a conversation up to its last answer, in pieces: what precedes an answer, the answer, and so on.
+    """Token ids of a conversation up to its last answer, in pieces.
+
+    The pieces are what precedes the first answer, the first answer, what precedes the second, ...
 
     Args:
         spans: for each answer its first message, and the one after its last.
         tools: see `render`.
+
+    Raises:
+        BadRow: the template does not write each answer as it stands when it is generated.
     """
-    texts, done = [], ""
+    texts = []
+    written = ""  # the conversation up to the last answer so far
     for start, end in spans:
-        before, after = (
-            render(tokenizer, messages[:start], True, tools) if start else "",
-            render(tokenizer, messages[:end], False, tools),
-        )
-        if not before.startswith(done):
+        before = render(tokenizer, messages[:start], True, tools) if start else ""
+        after = render(tokenizer, messages[:end], False, tools)
+        if not before.startswith(written):
             raise BadRow(
-                "this chat template rewrites earlier turns when later ones follow: use --loss_on completion, or another template"
+                "this chat template rewrites earlier turns when later ones follow: "
+                "use --loss_on completion, or another template"
             )
         if not after.startswith(before):
             raise BadRow(
-                "this chat template does not begin an answer with its own generation prompt: use another template"
+                "this chat template does not begin an answer with its own generation prompt: "
+                "use another template"
             )
-        texts += [before[len(done) :], after[len(before) :]]
-        done = after
+        context = before[len(written) :]
+        answer = after[len(before) :]
+        texts += [context, answer]
+        written = after
     return encode(tokenizer, texts)
 
 
 def turn_length(tokenizer, ids: list[int]) -> int:
-    """Tokens of a turn up to its EOS, or where the template writes none (Gemma, base models of Qwen) to the special token at its end; 0 if
-    it has neither. What follows is never generated, so it is not learned."""
-    eos = (
-        tokenizer.eos_token_id
-    )  # once: transformers searches for it each time, and a turn has hundreds of tokens
-    last = (
-        {}
-        if eos in ids
-        else {n: tokenizer.added_tokens_decoder.get(i) for n, i in list(enumerate(ids, 1))[-2:]}
-    )
-    return max(
-        (n for n, i in enumerate(ids, 1) if i == eos or getattr(last.get(n), "special", False)),
-        default=0,
-    )
+    """The number of a turn's tokens up to the one that ends it; 0 if no token does.
+
+    The last EOS ends a turn. Some templates write none (Gemma, base models of Qwen). There the
+    special token at the end of the turn ends it, also where a newline follows. What follows the
+    end is never generated, so it is not learned.
+    """
+    # Read once: transformers searches for it each time, and a turn has hundreds of tokens.
+    eos = tokenizer.eos_token_id
+    if eos in ids:
+        return len(ids) - ids[::-1].index(eos)
+    added_tokens = tokenizer.added_tokens_decoder
+    for length in (len(ids), len(ids) - 1):
+        token = added_tokens.get(ids[length - 1]) if length > 0 else None
+        if token is not None and token.special:
+            return length
+    return 0
 
 
 def encode_preference(
     tokenizer, prompt, chosen, rejected, tools=None
 ) -> tuple[list[int], list[int], list[int]]:
-    """Ids of prompt, chosen and rejected; the prompt's are the same for both. `tools`: see `render`."""
+    """Token ids of prompt, chosen and rejected, each answer up to its end; see `turn_length`.
+
+    The prompt's ids are the same for both answers. `tools`: see `render`.
+    """
+    prompt_ids, chosen_ids = encode_answer(tokenizer, prompt, chosen, tools)
+    _, rejected_ids = encode_answer(tokenizer, prompt, rejected, tools)
+    return prompt_ids, chosen_ids, rejected_ids
+
+
+def encode_answer(tokenizer, prompt, answer, tools) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt and an answer, both strings or both message lists."""
     if isinstance(prompt, str):
-        pairs = [encode(tokenizer, [prompt, answer], plain=True) for answer in (chosen, rejected)]
+        prompt_ids, ids = encode(tokenizer, [prompt, answer], plain=True)
     else:
-        pairs = [
-            encode_turns(tokenizer, prompt + a, [(len(prompt), len(prompt + a))], tools)
-            for a in (chosen, rejected)
-        ]
-    return pairs[0][0], *(answer[: turn_length(tokenizer, answer) or None] for _, answer in pairs)
+        messages = prompt + answer
+        span = (len(prompt), len(messages))
+        prompt_ids, ids = encode_turns(tokenizer, messages, [span], tools)
+    # Without an end token the whole answer is kept.
+    length = turn_length(tokenizer, ids) or len(ids)
+    return prompt_ids, ids[:length]
 
 
 def fingerprint(tokenizer) -> str:
-    """Changes when the tokenizer would write other ids."""
-    content = (
-        tokenizer.backend_tokenizer.to_str()
-        if tokenizer.is_fast
-        else str(sorted(tokenizer.get_vocab().items()))
-    )
+    """A text that changes whenever the tokenizer would write other ids."""
+    if tokenizer.is_fast:
+        content = tokenizer.backend_tokenizer.to_str()
+    else:
+        content = str(sorted(tokenizer.get_vocab().items()))
     return "\0".join([content, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)])
 
 
 def stop_tokens(tokenizer, model) -> set[int]:
-    """What ends a response: EOS, what the model's generation config adds, and what ends a turn of the chat template."""
-    ids, own = [], model.generation_config.eos_token_id
+    """The tokens that end a response.
+
+    They are EOS, those of the model's generation config, and what ends a turn of the chat template.
+    """
+    stops = {tokenizer.eos_token_id}
+    own = model.generation_config.eos_token_id
+    if own is not None:
+        stops |= {own} if isinstance(own, int) else set(own)
     with contextlib.suppress(BadRow):  # no template, or one that wants other messages
-        ids = encode_turns(
-            tokenizer,
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-            [(1, 2)],
-        )[1]
-    end = turn_length(tokenizer, ids)
-    return {
-        tokenizer.eos_token_id,
-        *([own] if isinstance(own, int) else own or []),
-        *ids[max(end - 1, 0) : end],
-    }
+        question = {"role": "user", "content": "a"}
+        answer = {"role": "assistant", "content": "b"}
+        _, ids = encode_turns(tokenizer, [question, answer], [(1, 2)])
+        length = turn_length(tokenizer, ids)
+        if length:
+            stops.add(ids[length - 1])
+    return stops

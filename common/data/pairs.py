@@ -1,0 +1,53 @@
+"""Turns a preference row into token ids, for every recipe that learns from pairs."""
+
+from common.data import formats, tokens
+
+
+def preference_row(row: dict, tokenizer, max_length: int) -> dict:
+    """Token ids of one pair, and whether it can be used.
+
+    What is longer than `max_length` is cut at the end; prompt and one answer count together.
+
+    Returns:
+        `prompt_ids`, `chosen_ids` and `rejected_ids`; `length`, the tokens of both sequences
+        together, the prompt twice; `truncated`, whether anything was cut; `reason`, why the row
+        must be left out, "" if it can be used.
+
+    Raises:
+        BadRow: the row is no preference, or the chat template refuses it.
+    """
+    prompt, chosen, rejected = formats.preference(row)
+    reason = missing_text(prompt, chosen, rejected)
+    prompt_ids, chosen_ids, rejected_ids = [], [], []
+    if not reason:
+        prompt_ids, chosen_ids, rejected_ids = tokens.encode_preference(
+            tokenizer, prompt, chosen, rejected, row.get("tools")
+        )
+
+    longest = len(prompt_ids) + max(len(chosen_ids), len(rejected_ids))
+    room = max(max_length - len(prompt_ids), 0)
+    prompt_ids = prompt_ids[:max_length]
+    chosen_ids = chosen_ids[:room]
+    rejected_ids = rejected_ids[:room]
+
+    # Compared after the cut: only what is left can tell them apart.
+    if not reason and chosen_ids == rejected_ids:
+        reason = "chosen equal to rejected" if room else "prompt fills max_length"
+    # The order of the keys is part of the data's fingerprint, see `dataset.checksum`.
+    return {
+        "prompt_ids": prompt_ids,
+        "chosen_ids": chosen_ids,
+        "rejected_ids": rejected_ids,
+        "length": 2 * len(prompt_ids) + len(chosen_ids) + len(rejected_ids),
+        "truncated": longest > max_length,
+        "reason": reason,
+    }
+
+
+def missing_text(prompt, chosen, rejected) -> str:
+    """Why a pair without some of its text must be left out; "" if it has all."""
+    if not formats.has_text(prompt):
+        return "empty prompt"
+    if not (formats.has_text(chosen) and formats.has_text(rejected)):
+        return "empty answer"
+    return ""
