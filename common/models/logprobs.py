@@ -108,8 +108,8 @@ class ChunkedLogProbs(torch.autograd.Function):
             logits, all_logps = kept
             kept = None
 
-            # d logp / d logits = one_hot(target) - softmax(logits). Its negative is made here, in the
-            # memory of the log-softmax. The minus before the multiplier turns the sign.
+            # d logp / d logits = one_hot(target) - softmax(logits). Its negative is made here, in
+            # the memory of the log-softmax. The minus before the multiplier turns the sign.
             minus_one = -torch.ones_like(all_logps[:, :1])
             grad = all_logps.exp_().scatter_add_(1, targets[part, None], minus_one)
             grad *= grad_logps[part, None] * -ctx.multiplier
