@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
-from common.arguments import accumulation_steps, check_intervals, parse
+from common.arguments import accumulation_steps, check_intervals, load_function, parse
 from common.data import dataset, files, formats
 from common.data.pairs import preference_row
 from common.launch import quiet
@@ -100,6 +100,14 @@ def refuses_arguments(capsys, *parts, call) -> None:
     usage, *error = capsys.readouterr().err.strip().splitlines()
     assert refusal.value.code == 2 and usage.startswith("usage:") and len(error) == 1
     assert all(part in error[0] for part in parts), error
+
+
+def test_a_function_that_moved_is_found_by_its_old_name(capsys):
+    function = load_function("reward_function", "common.generation:answer_reward")
+    assert function is load_function("reward_function", "common.rollout.rewards:answer_reward")
+    assert capsys.readouterr().out.count("its name is now common.rollout.rewards:answer_reward") == 1
+    missing = lambda: load_function("reward_function", "common.rollout.rewards:none")
+    refuses("--reward_function common.rollout.rewards:none", "MODULE:NAME", call=missing)
 
 
 def test_flags(capsys):
