@@ -1,4 +1,4 @@
-"""The rows of an update, its micro-batches of rows of like length, and the batches of an evaluation."""
+"""The rows of an update, cut into micro-batches of like length; the batches of an evaluation."""
 
 import functools
 import math
@@ -26,10 +26,11 @@ class MicroBatch(NamedTuple):
 def rows_of_update(
     n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int
 ) -> np.ndarray:
-    """Returns the rows of update `index`, counted from 0 over the whole run and with skipped updates.
+    """Returns the rows of update `index`, counted from 0 over the whole run.
 
-    Each epoch is a permutation of all rows, cut into updates; the last update of an epoch may be short.
-    The rows depend on the seed and the epoch alone: not on processes, micro-batches or a resume.
+    Each epoch is a permutation of all rows, cut into updates; the last one may be short. It depends
+    on the seed and the epoch alone: not on processes, micro-batches or a resume. An update that the
+    engine skips has used its rows, too.
     """
     updates_per_epoch = math.ceil(n_rows / train_batch_size)
     epoch, index_in_epoch = divmod(index, updates_per_epoch)
@@ -53,16 +54,16 @@ def split(
 ) -> list[MicroBatch]:
     """Splits rows into micro-batches of like length and returns those of this process.
 
-    The number of micro-batches is the same on every process, and as small as possible. The order of the
-    samples cannot change their update, so the longest rows come first. This saves padding, and a
-    micro-batch that is too large for the memory fails at once.
+    The number of micro-batches is the same on every process, and as small as possible. The order of
+    the samples cannot change their update, so the longest rows come first. This saves padding, and
+    a micro-batch that is too large for the memory fails at once.
 
     Args:
         rows: row numbers, the same on every process.
         lengths: tokens of every row of the data set.
         micro_batch_size: rows of a micro-batch, at most.
-        max_tokens: if above 0, a micro-batch holds as many rows as fit into this many tokens, padding
-            counted, and `micro_batch_size` is ignored. A longer row is a micro-batch of its own.
+        max_tokens: if above 0, a micro-batch holds as many rows as fit into this many tokens,
+            padding counted, and `micro_batch_size` is ignored. A longer row stands alone.
     """
     processes = accelerator.num_processes
     rows = np.asarray(rows)
@@ -82,8 +83,8 @@ def split(
 def micro_batch_of(part: np.ndarray, padding_row: np.ndarray) -> MicroBatch:
     """Returns a part as a micro-batch; an empty part becomes one padding row of weight zero.
 
-    A process without rows must run something, since the others wait for its part of each collective.
-    The shortest row costs least.
+    A process without rows must run something, since the others wait for its part of each
+    collective. The shortest row costs least.
     """
     if len(part) == 0:
         return MicroBatch(padding_row.tolist(), torch.zeros(1))
@@ -96,8 +97,8 @@ def split_by_tokens(
     """Splits rows, the longest first, into parts of at most `max_tokens` tokens, padding counted.
 
     Returns:
-        A multiple of `processes` parts, as few as possible, with about as many tokens in each. The last
-        parts may be empty.
+        A multiple of `processes` parts, as few as possible, with about as many tokens in each. The
+        last parts may be empty.
     """
     lengths_of_rows = lengths[rows].tolist()
     fewest = len(starts_by_tokens(lengths_of_rows, max_tokens))
@@ -115,8 +116,8 @@ def split_by_tokens(
 def smallest_limit(lengths: list[int], micro_batches_wanted: int, most: int) -> int:
     """Returns the smallest limit of tokens at which the rows fit into so many micro-batches.
 
-    A higher limit never needs more micro-batches, so the limit is found by halving the range that it
-    must lie in.
+    A higher limit never needs more micro-batches, so the limit is found by halving the range that
+    it must lie in.
 
     Args:
         lengths: tokens of the rows, the longest first.
@@ -138,8 +139,8 @@ def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
     """Returns where micro-batches start if each takes as many rows as fit into `max_tokens`.
 
     Args:
-        lengths: tokens of the rows, the longest first: the first row of a micro-batch decides how far
-            the others are padded.
+        lengths: tokens of the rows, the longest first: the first row of a micro-batch decides how
+            far the others are padded.
     """
     starts = []
     for index in range(len(lengths)):

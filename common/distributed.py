@@ -1,4 +1,4 @@
-"""Collectives on Python objects: run a function on some processes, end all together, gather values by row."""
+"""Collectives on Python objects: a function run on one process for all, values gathered by row."""
 
 import sys
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args) -> Any:
     """Returns `function(*args)` on the processes where `mine` is true, and None on the others.
 
-    If the function exits on one process, all processes exit, or the others would wait for it forever.
-    All processes must call it.
+    If the function exits on one process, all processes exit, or the others would wait for it
+    forever. All processes must call it.
 
     Raises:
         SystemExit: with the first message, on the main process; with status 1 on the others.
@@ -31,13 +31,13 @@ def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args)
 
 
 def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
-    """Returns on every process what `function(*args)` returns on the main process; see `all_or_none`."""
+    """Returns `function(*args)` of the main process on every process; see `all_or_none`."""
     result = all_or_none(accelerator, accelerator.is_main_process, function, *args)
     return broadcast_object_list([result])[0]
 
 
 def gather_rows(mine: dict[int, Any]) -> list:
-    """Returns on every process, in the order of the rows, the values that the processes have by row.
+    """Returns the values that the processes have by row as one list, on every process.
 
     The rows are 0, 1, 2 ... without a gap. All processes must call it.
     """

@@ -1,4 +1,4 @@
-"""Stops runs that cannot go on: values that are not finite, overflows without end; and names where one began."""
+"""Stops runs that cannot go on, because of values that are not finite or overflows without end."""
 
 import json
 import math
@@ -18,7 +18,13 @@ from common.progress import RECENT_UPDATES, Progress
 
 
 class RowLosses(NamedTuple):
-    """The losses of a micro-batch: `losses` and `weights` are `[rows, ...]`, weight 0 for what counts nowhere."""
+    """The losses of a micro-batch.
+
+    Attributes:
+        rows: the numbers of the rows in the data file.
+        losses: `[rows, ...]`.
+        weights: of the same shape, 0 for what counts nowhere.
+    """
 
     rows: Sequence[int]
     losses: torch.Tensor
@@ -26,9 +32,9 @@ class RowLosses(NamedTuple):
 
 
 class FiniteLosses:
-    """Collects the losses of an update and checks all of them at its last micro-batch, before it is applied.
+    """Collects the losses of an update and checks them all at its last micro-batch.
 
-    One check an update, because each makes a GPU wait.
+    One check an update is enough, before it is applied. Each check makes a GPU wait.
     """
 
     def __init__(self, accelerator, progress: Progress, output_dir: str):
@@ -44,7 +50,7 @@ class FiniteLosses:
         weights: torch.Tensor,
         tensors: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Adds a micro-batch; at the last of the update see `check_finite`. Call it before `backward`."""
+        """Adds a micro-batch, before its `backward`; at the last one runs `check_finite`."""
         self.collected.append(RowLosses(rows, losses.detach(), weights))
         if self.accelerator.sync_gradients:
             check_finite(self.collected, self.progress, self.output_dir, tensors)
@@ -63,8 +69,8 @@ def check_finite(
 
     Args:
         losses: rows, losses and weights of each micro-batch, as in `RowLosses`.
-        tensors: more tensors of the last micro-batch. If the run stops, their statistics and those of
-            the losses are written to `not_finite_<rank>.json` in `output_dir`.
+        tensors: more tensors of the last micro-batch. If the run stops, their statistics and those
+            of the losses are written to `not_finite_<rank>.json` in `output_dir`.
 
     Raises:
         FloatingPointError: naming the update and the rows.
@@ -93,9 +99,9 @@ def check_finite(
     file.write_text(json.dumps(report, indent=1), encoding="utf-8")
     raise FloatingPointError(
         f"update {progress.global_step + 1} (updates_seen {progress.updates_seen}) is not finite, "
-        f"because of data rows {', '.join(bad_rows)}. Nothing was updated. Look at these rows and at "
-        f"{file}; lower --learning_rate if the loss had grown; fp16 activations overflow where "
-        "bf16's do not."
+        f"because of data rows {', '.join(bad_rows)}. Nothing was updated. "
+        f"Look at these rows and at {file}; lower --learning_rate if the loss had grown; "
+        "fp16 activations overflow where bf16's do not."
     )
 
 
@@ -106,7 +112,7 @@ def finite_rows(part: RowLosses) -> torch.Tensor:
 
 
 def statistics(tensor: torch.Tensor) -> dict:
-    """Returns what `not_finite_<rank>.json` says of a tensor: minimum, maximum and mean of its finite values."""
+    """Returns the shape of a tensor, and the minimum, maximum and mean of its finite values."""
     finite = tensor[torch.isfinite(tensor)].double()
     summary = []
     if len(finite):
@@ -126,8 +132,8 @@ def check_gradient(grad_norm: float, progress: Progress) -> None:
     """
     if not math.isfinite(grad_norm):
         raise FloatingPointError(
-            f"the gradient of update {progress.global_step} is not finite though its loss is: the weights "
-            "are lost. Lower --learning_rate, or resume from a checkpoint."
+            f"the gradient of update {progress.global_step} is not finite though its loss is: "
+            "the weights are lost. Lower --learning_rate, or resume from a checkpoint."
         )
 
 
@@ -143,10 +149,12 @@ class SkipWatch:
         self.last_warning = -RECENT_UPDATES  # `updates_seen` at the last warning
 
     def update_skipped(self, loss_scale: float | None) -> str | None:
-        """Ends a run that only skips; returns a warning for the main process to print, if one is due.
+        """Ends a run that does nothing but skip. Returns a warning to print, or None.
 
         A second consecutive skip ends the run if the loss scale is at its smallest and cannot fall
-        further, or if there is none (DeepSpeed skips overflows in fp32 as well).
+        further, or if there is none (DeepSpeed skips overflows in fp32 as well). Otherwise the
+        hundredth does. A warning is due when more than a tenth of the recent updates were skipped,
+        and not again before as many updates have passed.
 
         Raises:
             SystemExit: saying what helps, on the main process.
@@ -164,9 +172,9 @@ class SkipWatch:
             if not self.accelerator.is_main_process:
                 sys.exit(1)
             sys.exit(
-                f"update {progress.global_step + 1} overflowed {progress.consecutive_skips} times in a row, "
-                f"the last time {where}. Use bf16, a lower --learning_rate if the loss had grown; "
-                "--debug_overflow names the module"
+                f"update {progress.global_step + 1} overflowed {progress.consecutive_skips} times "
+                f"in a row, the last time {where}. Use bf16, a lower --learning_rate "
+                "if the loss had grown; --debug_overflow names the module"
             )
 
         recent = len(progress.recent_skips)
@@ -176,8 +184,8 @@ class SkipWatch:
         self.last_warning = progress.updates_seen
         return (
             f"WARNING: {recent} of the last {RECENT_UPDATES} updates overflowed, the last {where}. "
-            "Raise loss_scale_window if the scale grows back into the overflow, hysteresis if single "
-            "updates drive it down; near min_loss_scale use bf16. See docs/fp16.md."
+            "Raise loss_scale_window if the scale grows back into the overflow, hysteresis "
+            "if single updates drive it down; near min_loss_scale use bf16. See docs/fp16.md."
         )
 
     def smallest_loss_scale(self) -> float:
@@ -191,8 +199,8 @@ class SkipWatch:
 def watch_overflow(model: nn.Module) -> None:
     """Prints, in each process, the first tensor of a forward and backward pass that is not finite.
 
-    It is the output of a module, its gradient, or the gradient of a weight. What overflows only in the
-    sum over micro-batches or processes is not seen.
+    It is the output of a module, its gradient, or the gradient of a weight. What overflows only in
+    the sum over micro-batches or processes is not seen.
     """
     found = []
 

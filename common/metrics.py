@@ -1,4 +1,4 @@
-"""Exact means over all samples and processes, and the log lines, curves and progress bar that show them."""
+"""Exact means over all samples, and the log lines, curves and progress bar that show them."""
 
 import atexit
 import contextlib
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from common import guards
 from common.progress import Progress
 
-# Dense half-precision operations a second, from NVIDIA's data sheets. Other GPUs log no utilisation.
+# Dense half-precision operations a second, from NVIDIA's data sheets. Other GPUs log no MFU.
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -30,8 +30,8 @@ SUM, COUNT, MIN, MAX = range(4)
 class Means:
     """Weighted means by name. Every process must add the same names in the same order.
 
-    Nothing here makes a GPU wait before `reduce`: no value is read back from it, and no tensor is made
-    of Python numbers.
+    `add` and `merge` never make a GPU wait: they read no value back from it, and make no tensor of
+    Python numbers.
 
     Attributes:
         sums: by name, float64 `[4]` on the device: sum, count, minimum and maximum of this process.
@@ -76,8 +76,8 @@ class Means:
     def reduce(self) -> dict[str, float]:
         """Returns the means over all processes, by one collective, and forgets the sums.
 
-        A name whose last part begins with `min_` or `max_` stands for the minimum or the maximum. A name
-        of which nothing counted is left out. All processes must call it.
+        A name whose last part begins with `min_` or `max_` stands for the minimum or the maximum. A
+        name of which nothing counted is left out. All processes must call it.
         """
         if not self.sums:
             return {}
@@ -164,16 +164,16 @@ class Metrics:
         """Opens the files and the bar. All processes must call it.
 
         Args:
-            metrics_bytes: `metrics.jsonl` is cut to this size: what the checkpoint knows of it, or 0 in a
-                new run.
+            metrics_bytes: `metrics.jsonl` is cut to this size: what the checkpoint knows of it, or
+                0 in a new run.
         """
         if self.accelerator.is_main_process and self.file.exists():
             os.truncate(self.file, min(metrics_bytes, self.file.stat().st_size))
         if self.with_board:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            # TensorBoard hides what a killed run wrote at `purge_step` and later. A new run's step 0
-            # is that of the evaluation before the first update.
+            # TensorBoard hides what a killed run wrote at `purge_step` or later. A new run starts
+            # at 0, the step of the evaluation before the first update.
             global_step = self.progress.global_step
             purge_step = global_step + 1 if global_step else 0
             self.board = SummaryWriter(self.file.with_name("tensorboard"), purge_step=purge_step)
@@ -197,18 +197,18 @@ class Metrics:
     def timed(self, name: str):
         """Adds the seconds of a block to `perf/<name>_seconds` of the next line.
 
-        `paused` is for evaluating and saving, which are not training: `perf/*` leaves its seconds out.
+        The name `paused` stands for evaluating and saving: `perf/*` leaves these seconds out.
         """
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def update_done(self, applied: bool, **last_update: float | None) -> None:
-        """Moves the pending means to those of the next log line, or drops them if the update was skipped.
+        """Adds the pending means to the open ones, or drops them if the update was skipped.
 
         Args:
-            last_update: values of this update alone: `grad_norm`, `learning_rate`, `loss_scale` and those
-                of the recipe. None is left out.
+            last_update: values of this update alone: `grad_norm`, `learning_rate`, `loss_scale` and
+                those of the recipe. None is left out.
         """
         if applied:
             self.last_update = {
@@ -225,9 +225,9 @@ class Metrics:
         self.pending.sums = {}
 
     def log(self) -> None:
-        """Writes the training line of this `global_step`, if any update was applied since the last line.
+        """Writes the training line of this `global_step`. All processes must call it.
 
-        All processes must call it.
+        Writes nothing if no update was applied since the last line.
         """
         if "loss" not in self.open.sums:
             return
@@ -264,7 +264,7 @@ class Metrics:
             values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
             peak_of_one = PEAK_FLOPS.get(torch.cuda.get_device_name())
             if peak_of_one:
-                # A token costs 2 operations for each parameter in the forward pass, 4 in the backward.
+                # For each token and parameter: 2 operations forward, 4 backward.
                 used = 6 * self.trained_parameters * tokens_per_second
                 values["perf/mfu"] = used / (peak_of_one * self.accelerator.num_processes)
         return values

@@ -1,4 +1,4 @@
-"""The counters of a run: what was applied, what was skipped, what is due now, and when the run ends."""
+"""The counters of a run: updates applied and skipped, what is due after one, when the run ends."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ RECENT_UPDATES = 50
 
 @dataclasses.dataclass
 class Progress:
-    """The counters of a run. A checkpoint holds all of them except the consecutive and recent skips.
+    """The counters of a run. A checkpoint holds all but the consecutive and recent skips.
 
     Attributes:
         updates_per_epoch: by default `n_rows / train_batch_size`, rounded up.
@@ -77,7 +77,7 @@ class Progress:
         """Whether to evaluate or save now: after every `interval` applied updates, and at the end.
 
         Args:
-            interval: a number of updates, or below 1 a share of all updates; 0 means at the end only.
+            interval: a number of updates, or below 1 a share of all updates. 0: only at the end.
         """
         every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
         at_multiple = every > 0 and self.global_step % every == 0

@@ -1,6 +1,6 @@
 """Steps, log lines and their positions; what accumulation changes (nothing); what a skipped update leaves (everything).
 
-Mutations that turn it red: log lines at multiples of accumulation (`log_every_ga`), windows rounded down (`floor_windows`), the loss summed
+Mutations that turn it red: log lines at multiples of accumulation (`log_every_ga`), updates rounded down (`floor_updates`), the loss summed
 over micro-batches (`loss_summed`), a skipped update counted (`skip_counted`) or its sums kept (`skip_sums`).
 """
 
@@ -31,24 +31,24 @@ def test_log_lines_stand_at_the_first_the_multiples_and_the_last(interval, every
     assert steps_logged(progress, interval) == expected
 
 
-def test_an_epoch_ends_with_its_windows_and_max_steps_counts_applied_updates():
+def test_an_epoch_ends_with_its_data_and_max_steps_counts_applied_updates():
     by_epochs, by_steps = Progress(100, 16, 2, 0), Progress(100, 16, 1, 10)
     assert (by_epochs.updates_per_epoch, by_epochs.total_steps, by_steps.total_steps) == (7, 14, 10)
     for progress, seen in ((by_epochs, 14), (by_steps, 12)):
-        for window in range(100):
+        for index in range(100):
             if progress.finished:
                 break
-            progress.update_done(applied=window not in (3, 5), samples=16, tokens=100)
+            progress.update_done(applied=index not in (3, 5), samples=16, tokens=100)
         assert (progress.updates_seen, progress.skipped_steps, progress.global_step) == (seen, 2, seen - 2)
         assert (progress.samples, progress.tokens) == (16 * progress.global_step, 100 * progress.global_step)
     assert by_epochs.updates_seen == 2 * by_epochs.updates_per_epoch
 
 
-def test_the_end_is_evaluated_once_whether_or_not_its_window_is_skipped():
+def test_the_end_is_evaluated_once_whether_or_not_its_update_is_skipped():
     for skipped, interval, expected in [({4}, 0, [4]), ({4}, 2, [2, 4]), ({4}, 3, [3, 4]), (set(), 2, [2, 4, 5]), ({1}, 2, [2, 4])]:
         progress, due = Progress(5, 1, 1, 0), []
-        for window in range(5):
-            progress.update_done(window not in skipped, 1, 1)
+        for index in range(5):
+            progress.update_done(index not in skipped, 1, 1)
             due += [progress.global_step] * progress.due(interval)
         assert due == expected, (skipped, interval)
 
@@ -61,6 +61,16 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
         arguments.accumulation_steps(3, 8, 8)
 
 
+def test_the_smallest_limit_is_that_of_a_search_one_by_one():
+    lengths = [9, 7, 7, 4, 3, 1, 1]
+    for most in (9, 14, 30, 100):
+        fewest = len(batches.starts_by_tokens(lengths, most))
+        for wanted in range(fewest, 9):
+            counts = [len(batches.starts_by_tokens(lengths, limit)) for limit in range(most + 1)]
+            expected = next(limit for limit, count in enumerate(counts) if count <= wanted)
+            assert batches.smallest_limit(lengths, wanted, most) == expected, (most, wanted)
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counting")
@@ -69,7 +79,7 @@ def inputs(tmp_path_factory):
     write_jsonl(folder / "60000.jsonl", pairs)
     say = lambda role, text: [{"role": role, "content": text}]
     texts = (("x" * (i % 23 + 1), "y" * (i * 7 % 19 + 1), f"{i % 7}b") for i in range(100))
-    uneven = [  # no two windows have like means
+    uneven = [  # no two updates have like means
         {"prompt": say("user", one), "chosen": say("assistant", two), "rejected": say("assistant", three)} for one, two, three in texts
     ]
     write_jsonl(folder / "100.jsonl", uneven)
@@ -84,7 +94,7 @@ def flags(inputs, rows, output, *more):
 @pytest.mark.parametrize("batch, micro, updates, last", [(192, 6, 313, 96), (200, 5, 300, 200)])
 def test_sixty_thousand_pairs(inputs, batch, micro, updates, last):
     output = inputs / f"big-{batch}"
-    # In micro-batches of half a window, lest the test take minutes: test_accumulation_changes_no_number compares many with one.
+    # In micro-batches of half an update, lest the test take minutes: test_accumulation_changes_no_number compares many with one.
     sizes = "--train_batch_size", batch, "--micro_train_batch_size", batch // 2
     result = launch([], recipe("dpo"), *flags(inputs, 60_000, output), *sizes)
     lines = training_lines(output)
@@ -119,7 +129,8 @@ def test_a_skipped_update_leaves_no_trace(inputs):
     assert skipped >= 2 and f"done: {applied} updates" in result.stdout
     assert [line["global_step"] for line in lines] == sorted({1, *range(2, applied + 1, 2), applied})
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines)
-    # At this learning rate the weights stand still: the lines are those of a run that skips nothing, less the windows skipped.
+    # At this learning rate the weights stand still: the lines are those of a run that skips nothing,
+    # without the skipped updates.
     reference = inputs / "noskips"
     launch([], recipe("dpo"), *flags(inputs, 100, reference, *more), "--logging_steps", 1)
     exact = {line["global_step"]: line for line in training_lines(reference)}
@@ -127,5 +138,5 @@ def test_a_skipped_update_leaves_no_trace(inputs):
     assert before >= 1 and first["loss_scale"] == 65536.0 / 2 ** (before - 1)  # hysteresis 2: the first overflow halves nothing
     assert first["logps/chosen"] == pytest.approx(exact[before + 1]["logps/chosen"], rel=2e-3)
     assert first["tokens"] == exact[before + 1]["tokens"] - exact[before]["tokens"]
-    sizes = [len(batches.rows_of_update(100, 16, 0, window)) for window in range(7)]
+    sizes = [len(batches.rows_of_update(100, 16, 0, index)) for index in range(7)]
     assert sizes == [16] * 6 + [4] and lines[-1]["samples"] in (16 * applied, 16 * (applied - 1) + 4)

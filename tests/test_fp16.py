@@ -137,7 +137,7 @@ def test_a_run_that_skips_too_often_is_warned_and_one_without_remedy_ends(inputs
 @pytest.mark.parametrize("scale, settings, ends", [(1.0, {"min_loss_scale": 1}, 2), (2.0, {"min_loss_scale": 1}, 100), (4.0, {"min_loss_scale": 4}, 2),
                                                    (1.0, {}, 2), (None, {}, 2), (2.0, None, 100)])  # fmt: skip
 def test_skips_without_end_end(tmp_path, scale, settings, ends):
-    """At the smallest scale after two, elsewhere (a fixed scale, torch's own scaler) after a hundred; a warning every 50 windows till then."""
+    """At the smallest scale after two, elsewhere (a fixed scale, torch's own scaler) after a hundred; a warning every 50 updates till then."""
     plugin = None if settings is None else types.SimpleNamespace(deepspeed_config={"fp16": settings})
     accelerator = types.SimpleNamespace(state=types.SimpleNamespace(deepspeed_plugin=plugin), is_main_process=True)
     progress, said = Progress(1000, 1, 1, 1000), []
@@ -155,8 +155,8 @@ def test_skips_without_end_end(tmp_path, scale, settings, ends):
 
 def test_skips_far_apart_need_no_warning(tmp_path):
     progress = Progress(1000, 1, 1, 1000)
-    for window in range(500):
-        progress.update_done(window % 10 != 0, 1, 1)  # a tenth, and not more
+    for index in range(500):
+        progress.update_done(index % 10 != 0, 1, 1)  # a tenth, and not more
         assert len(progress.recent_skips) <= 5
 
 

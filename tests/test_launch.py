@@ -187,7 +187,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows(inputs, tmp_
     way = LAUNCHERS[launcher] if launcher in LAUNCHERS else config_launcher(launcher)
     out = flags(inputs, tmp_path / f"out-{launcher}", "--model_name_or_path", tmp_path / "poisoned", "--train_batch_size", 16)
     result = launch(way, recipe("sft"), *out, check=False)
-    assert result.returncode and "update 1 (window 0) is not finite, because of data rows" in result.stdout
+    assert result.returncode and "update 1 (updates_seen 0) is not finite, because of data rows" in result.stdout
     named = result.stdout.split("because of data rows ")[1].split(". Nothing was updated")[0]
     assert named == "8"  # row 8 holds the prompt "7"
     assert not (tmp_path / f"out-{launcher}" / "actor").exists()

@@ -1,6 +1,6 @@
 """Every logged number is the exact mean over all samples or tokens of all processes: against one pair at a time in plain transformers.
 
-Mutations that turn it red: rank 0's mean (`rank0_metrics`), mean of batch means (`mean_of_means`), filler rows that count
+Mutations that turn it red: rank 0's mean (`rank0_metrics`), mean of batch means (`mean_of_means`), padding rows that count
 (`filler_weight`), accuracy with >= (`weak_accuracy`), logits averaged per pair (`logits_per_pair`), the peak of one GPU taken for all (`one_peak`), dropout on
 (`dropout_left`).
 """
@@ -47,7 +47,7 @@ def inputs(tmp_path_factory):
     shutil.copytree(folder / "model", folder / "dropping")
     config = json.loads((folder / "model/config.json").read_text())
     (folder / "dropping/config.json").write_text(json.dumps({**config, "attention_dropout": 0.2}))  # DPO must switch it off
-    write_jsonl(folder / "train.jsonl", rows[:33])  # windows 8, 8, 8, 8, 1: in the last one process of two has no row
+    write_jsonl(folder / "train.jsonl", rows[:33])  # updates of 8, 8, 8, 8, 1: in the last one of two processes has no row
     write_jsonl(folder / "eval.jsonl", rows[33:])  # 1 row for 2 processes
     return folder
 
@@ -111,9 +111,9 @@ def expect_dpo(pairs):
 
 
 def log_intervals():
-    """The windows of each training line: 1; 2, 3; 4, 5."""
-    windows = [batches.rows_of_update(33, BATCH, 0, window).tolist() for window in range(5)]
-    return [windows[0], windows[1] + windows[2], windows[3] + windows[4]]
+    """The rows of the updates of each training line: 1; 2, 3; 4, 5."""
+    rows = [batches.rows_of_update(33, BATCH, 0, index).tolist() for index in range(5)]
+    return [rows[0], rows[1] + rows[2], rows[3] + rows[4]]
 
 
 def assert_line(line, expected, prefix=""):
@@ -177,10 +177,14 @@ def test_equal_rewards_are_no_success():
     """The policy as it starts ranks no pair right: an accuracy counts what is strictly above."""
     module = runpy.run_path(str(recipe("dpo")))
     logps = -torch.rand(4, 5)  # two pairs of answers of 5 tokens
-    scores, mask = {"logps": logps, "mean_logits": logps}, torch.ones(4, 5, dtype=torch.bool)
-    higher = torch.tensor([0.0, 0.5, 0.0, 0.0])  # the second pair's chosen answer is above its reference's
-    _, metrics, _ = module["compare"](scores, mask, logps.sum(1) - higher, module["Args"](beta=BETA))
-    assert metrics["rewards/accuracies"].tolist() == [0.0, 1.0]
+    output = {"logps": logps, "mean_logits": logps}
+    mask = torch.ones(4, 5, dtype=torch.bool)
+    # The second pair's chosen answer is above its reference's.
+    ref_logps = logps.sum(1) - torch.tensor([0.0, 0.5, 0.0, 0.0])
+    args = module["Args"](beta=BETA)
+    _, logged = module["compare"](output, mask, ref_logps, torch.ones(2), args)
+    of_pairs, _ = logged[0]
+    assert of_pairs["rewards/accuracies"].tolist() == [0.0, 1.0]
 
 
 def closed_form(kind, chosen, rejected, lengths, beta, smoothing):
@@ -214,9 +218,9 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     """Two processes, a billion parameters, 989e12 x 2 x 0.4 / 6e9 tokens a second; no number where the GPU's peak is not known."""
     accelerator = types.SimpleNamespace(device=torch.device("cuda"), num_processes=2, is_main_process=True, gather=lambda table: table)
     progress = Progress(64, 8, 1, 0)
-    metrics = Metrics(accelerator, types.SimpleNamespace(output_dir=tmp_path, report_to="none"), progress, "loss")
+    args = types.SimpleNamespace(output_dir=tmp_path, report_to="none")
+    metrics = Metrics(accelerator, args, progress, "loss", trained_parameters=10**9)
     metrics.bar = types.SimpleNamespace(update=lambda: None, set_postfix=lambda *args, **kwargs: None)
-    metrics.parameters = 10**9
     metrics.start_interval()
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)

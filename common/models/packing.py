@@ -1,4 +1,4 @@
-"""Lays out the prompts and answers of a micro-batch as rows that a model reads, with prompts shared."""
+"""Lays out prompts and answers as the rows that a model reads, with prompts shared."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import torch
 
 from common import batches
 
-# At about this row length attention costs as much as all the rest of a model; see `packing_costs_more`.
+# The row length at which attention costs about as much as all the rest of a model.
 ATTENTION_EQUALS_REST = 4096
 
 NO_PIECE = -1
@@ -67,9 +67,10 @@ def make_batch(
 ) -> dict:
     """Returns answers to prompts as tensors that a model reads.
 
-    If prompts are shared, a prompt that several answers have in common is computed once, and a row holds
-    several prompts where they fit. An answer still sees its own prompt and itself only, at the positions
-    that it would have alone. Otherwise, and where sharing would cost more, each answer has its own row.
+    If prompts are shared, a prompt that several answers have in common is computed once, and a row
+    holds several prompts where they fit. An answer still sees its own prompt and itself only, at
+    the positions that it would have alone. Otherwise, and where sharing would cost more, each
+    answer has its own row.
 
     Nothing here waits for a GPU: it computes one micro-batch while the next one is laid out.
 
@@ -80,9 +81,9 @@ def make_batch(
         scored: which tokens of each answer are targets; by default all.
 
     Returns:
-        inputs: what a `transformers` model takes: `input_ids` `[rows, row length]`, padded on the right,
-            and, if a row holds several answers, `position_ids` of the same shape and the bool
-            `attention_mask` `[rows, 1, row length, row length]`.
+        inputs: what a `transformers` model takes: `input_ids` `[rows, row length]`, padded on the
+            right, and, if a row holds several answers, `position_ids` of the same shape and the
+            bool `attention_mask` `[rows, 1, row length, row length]`.
         mask: which tokens are targets, bool `[answers, longest answer]`.
         targets: their ids, `[targets]`, answer after answer.
         before: the place of the token that predicts each target, `[targets]`.
@@ -172,10 +173,10 @@ def packing_costs_more(
 ) -> bool:
     """Returns whether packed rows cost more than a row for each answer.
 
-    The cost of a row of n tokens is n * (n + 4096): attention grows with the square of n, all the rest
-    with n, and at about 4096 tokens they are equal. This n * n stands for causal attention, which skips
-    half of the square, that above the diagonal. With a mask of our own nothing of the square is skipped,
-    so a packed row costs n * (2 * n + 4096).
+    The cost of attention grows with the square of the row's length n, all other cost with n, and
+    both are about equal at n = 4096: together n * (n + 4096). Causal attention computes only the
+    half of the square below the diagonal. A packed row needs a mask, and then the whole square is
+    computed: n * (2 * n + 4096).
     """
     packed_length = max(map(length_of, rows))
     packed = len(rows) * packed_length * (2 * packed_length + ATTENTION_EQUALS_REST)
@@ -208,22 +209,22 @@ def lay_out(rows: list[Pieces], n_answers: int) -> Layout:
             layout.numbers[index, start:end] = piece.number
             layout.prompts[index, start:end] = piece.prompt
             if piece.is_prompt:
-                # An empty prompt has no last token. The place is then meaningless, but never read: the
-                # first token of an answer without a prompt is no target. It must only not be negative.
-                last_of_prompt = max(row_start + end - 1, 0)
+                # An empty prompt has no last token, and this place then means nothing. That is
+                # harmless: nothing predicts the first token of such an answer, so it is no target.
+                last_of_prompt = row_start + end - 1
             else:
-                # The prompt's last token predicts the first of the answer, and each of the answer the next.
+                # The prompt's last token predicts the answer's first; each of these the next one.
                 places = range(row_start + start, row_start + end)
                 layout.before[piece.number] = [last_of_prompt, *places[:-1]]
-                layout.last[piece.number] = places[-1]
+                layout.last[piece.number] = row_start + end - 1
     return layout
 
 
 def attention_mask(numbers: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
     """Returns which tokens see which: a token sees its own piece and its prompt, up to itself.
 
-    Padding has the number of no piece, so it sees only padding, and no piece sees it. It sees at least
-    itself: attention over nothing would be NaN.
+    Padding has the number of no piece, so it sees only padding, and no piece sees it. It sees at
+    least itself: attention over nothing would be NaN.
 
     Args:
         numbers, prompts: of the piece of each token, `[rows, length]`; see `Piece`.
