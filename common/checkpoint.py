@@ -352,7 +352,11 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
     if before.get("world") == universal_world(now["world"]):
         now["world"] = before["world"]
     may_change = arguments.MAY_CHANGE | run.args.may_change
-    changed = [name for name in before if name not in may_change and now.get(name) != before[name]]
+    changed = [
+        name
+        for name in before
+        if name not in may_change and present_name(now.get(name)) != present_name(before[name])
+    ]
     if not changed:
         return
     differences = "; ".join(
@@ -362,6 +366,13 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
     if "world" in changed:
         way_out = " (common.export --universal is for another number of processes)"
     sys.exit(f"--resume: {path} is of another run: {differences}{way_out}")
+
+
+def present_name(value):
+    """The name that a function has now, where `value` is one that it had before it moved."""
+    if isinstance(value, str):
+        return arguments.MOVED_FUNCTIONS.get(value, value)
+    return value
 
 
 def universal_world(world: str) -> str:
