@@ -1,17 +1,17 @@
-# Two commands do all the set-up from a fresh clone: `make dpo` runs the demo, `make test` passes the tests.
-# `make sft`, `make reward` and `make ppo` run the other recipes' demos; `make rlhf` runs all four in turn and prints one table.
-# Each installs into $(VENV) first, once; it installs again only when pyproject.toml or constraints.txt change.
-#   make dpo ARGS="--beta 0.2"     more arguments for the recipe (or for pytest with `make test`, names with `make mutations`)
+# From a fresh clone, each of two commands does all the set-up: `make dpo` runs the demo, `make test` runs the tests.
+# `make sft`, `make reward` and `make ppo` run the other recipes' demos; `make rlhf` runs all four in turn and prints
+# one table. Each first installs into $(VENV). It installs again only when pyproject.toml or constraints.txt change.
+#   make dpo ARGS="--beta 0.2"     arguments for the recipe (of `make test` for pytest, of `make mutations` names)
 #   make dpo VENV=/tmp/env         another virtual environment
-#   make dpo PYTHON=python3.12     the interpreter that makes it (3.10 or newer)
+#   make dpo PYTHON=python3.12     the interpreter that makes the environment (3.10 or newer)
 
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= accelerate_configs/ds_fp16.yaml
 ARGS ?=
 
-# On a CPU the demo's tiny matrix products gain little from more threads, and threads that wait for a busy core cost several times
-# the work. `make dpo OMP_NUM_THREADS=8` for a larger model without a GPU.
+# On a CPU the demo's tiny matrix products gain little from more threads, and threads that wait for a busy core cost
+# several times the work. For a larger model without a GPU use `make dpo OMP_NUM_THREADS=8`.
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
@@ -37,8 +37,9 @@ install: $(VENV)/installed
 
 install-test: $(VENV)/installed-test
 
-# Looked for by pip, not by python: an interrupted `venv` leaves a python without pip. What pip would compile on one core is compiled on
-# all; some packages hold templates that are no Python.
+# We test for pip, not for python, because an interrupted `venv` leaves a python without pip. pip would compile on one
+# core; compileall uses all cores. Its errors are ignored, because some packages contain templates that are not valid
+# Python.
 $(VENV)/installed $(VENV)/installed-test: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.$(if $(findstring test,$(@F)),[test])'
