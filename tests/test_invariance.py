@@ -3,8 +3,7 @@
 Mutations that turn it red: mean of means in the loss (`window_mean`), filler rows that count (`filler_weight`), clipping left to
 each process (`no_clip`), metrics of rank 0 only (`rank0_metrics`), the accumulation steps forgotten in the loss (`no_accumulation`) or taken from
 the first window (`fixed_accumulation`), a rollout that depends on the process (`draw_by_process`), norms of one process's shard
-(`shard_norms`), an actor saved by the names that torch.compile gives (`compiled_names`), the moments of scores looked for in the
-engine's settings (`engines_config`).
+(`shard_norms`), an actor saved by the names that torch.compile gives (`compiled_names`).
 """
 
 import json

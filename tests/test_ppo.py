@@ -13,7 +13,9 @@ critic's warm-up for the actor (`aged_adam`), a rollout made anew by a resume (`
 (`old_coefficient`), the display one update early (`text_too_early`), what is not finite found after whitening (`late_nan_check`), GSM8K's mark not looked
 for in a response (`mark_ignored`), the coefficient adapted before the actor learns (`warmup_adapts`), a schedule that takes torch's default rate
 (`default_rate`), responses of another length after a resume (`other_length`), what is thought taken for the answer (`thought_counts`), 4 and 4.0 for two answers
-(`floats_differ`), a column given twice to a reward function (`given_twice`), negative bounds accepted (`wrong_signs`).
+(`floats_differ`), a column given twice to a reward function (`given_twice`), negative bounds accepted (`wrong_signs`), responses to a prompt scored apart (`prompts_apart`), a padding row kept
+(`padding_kept`), the last rollout of an epoch taken for a whole one (`endless_rollout`), modes not as
+they were after generation (`modes_lost`).
 """
 
 import functools
@@ -45,6 +47,8 @@ from common import arguments, batches
 from common.models.load import score_model, tokenizer_of
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.rollout import answers, generation, rewards
+from common.rollout.samples import Collected, Samples
+from common.rollout.schedule import RolloutSchedule
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -102,7 +106,7 @@ def test_token_rewards():
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.5), (0.8, 1.0), (0.7, 0.0)])
 def test_advantages(gamma, lam):
     rewards, values = torch.where(MASK, ragged(1), 0.0), ragged(2)
-    advantages, returns = ppo.estimate_advantages(rewards, values, MASK, gamma, lam)
+    advantages, returns = ppo.gae(rewards, values, MASK, gamma, lam)
 
     def delta(row, t):
         after = values[row, t + 1].item() if t + 1 < LENGTHS[row] else 0.0
@@ -165,16 +169,15 @@ def test_value_losses(clip):
 
 
 def test_next_kl_coef():
-    assert ppo.next_kl_coef(0.1, 9.0, 0.0, 1000, 64) == 0.1  # no target: fixed
     for kl, error in ((6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (0.0, -0.2), (-5.0, -0.2), (5.4, -0.1)):
         assert ppo.next_kl_coef(0.1, kl, 6.0, 1000, 64) == pytest.approx(0.1 * (1 + error * 64 / 1000))
 
 
 def test_values_of_a_forward_pass_stand_at_the_tokens_they_are_of():
-    samples = {"prompts": [[7] * n for n in (4, 2, 6, 1)], "responses": [[9] * n for n in LENGTHS]}
+    rollout = {"prompts": [[7] * n for n in (4, 2, 6, 1)], "responses": [[9] * n for n in LENGTHS]}
     rows = [2, 0, 3, 1]
     for share in (False, True):  # no two prompts are alike
-        batch = ppo.collate(samples, rows, share, "cpu")
+        batch = ppo.collate(rollout, rows, share, "cpu")
         ids, mask = batch["inputs"]["input_ids"], batch["mask"]
         assert mask.equal(MASK[rows, : mask.shape[1]]) and batch["targets"].tolist() == [9] * int(mask.sum())
         # The last of the prompt, then the response but for its last.
@@ -186,8 +189,11 @@ def test_values_of_a_forward_pass_stand_at_the_tokens_they_are_of():
 def test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for(kl_in, learns):
     args = ppo.Args(kl_in=kl_in, kl_estimator="k2", vf_coef=0.3, clip_range=0.1, clip_range_high=0.25, value_clip_range=0.15)
     logps, old, ref, values, old_values, advantages, returns, entropy = (ragged(seed, 0.4) for seed in range(10, 18))
-    batch = {"logps": old, "ref_logps": ref, "values": old_values, "advantages": advantages, "returns": returns}
-    losses, metrics = ppo.compare({"logps": logps, "values": values, "entropy": entropy}, batch, 0.7, learns, args)
+    before = {"mask": MASK, "logps": old, "ref_logps": ref, "values": old_values, "advantages": advantages, "returns": returns}
+    output, weights = {"logps": logps, "values": values, "entropy": entropy}, torch.tensor([1.0, 0.0, 1.0, 1.0])
+    losses, token_weights, logged = ppo.compare(output, before, weights, 0.7, learns, args)
+    assert token_weights.equal(MASK * weights[:, None]) and len(logged) == 1 and logged[0][1].equal(token_weights)
+    metrics = logged[0][0]
     policy, policy_clipped = ppo.policy_losses(logps, old, advantages, 0.1, 0.25, 0.0)
     value, value_clipped = ppo.value_losses(values, old_values, returns, 0.15)
     kl = lambda row, t: 0.7 * (logps[row, t] - ref[row, t]) ** 2 / 2 if kl_in == "loss" else 0.0
@@ -279,7 +285,10 @@ def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
     others = dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=3.0, no_repeat_ngram_size=1, do_sample=True, num_beams=2,
                   min_new_tokens=20, forced_eos_token_id=2, use_cache=False, cache_implementation="static")  # fmt: skip
     model.generation_config.update(**others)
+    model.train()
+    model.lm_head.eval()
     assert draw() == before
+    assert model.training and model.model.training and not model.lm_head.training  # modes are left as they were
     assert {name: getattr(model.generation_config, name) for name in others} == others  # it is saved with the actor
 
 
@@ -322,10 +331,7 @@ def stub_samples(tokenizer):
     prompts, responses = [[5, 0, 8], [9], [7, 6]], [[40, 41, 1], [50, 51, 52, 53], [1]]
     # A column "responses", of the data, gives way to what is meant by that name.
     columns = [json.dumps({"prompt": f"p{row}", "responses": "old", "weight": row + 1, "answer": "x"}) for row in range(3)]
-    return {
-        "prompts": prompts, "responses": responses, "columns": columns, "rows": [1, 2, 3],
-        "lengths": np.array([len(p) + len(r) for p, r in zip(prompts, responses)]), "ended": torch.tensor([True, False, True]),
-    }  # fmt: skip
+    return Samples(prompts, responses, columns, rows=[1, 2, 3], ended=torch.tensor([True, False, True]))
 
 
 def sequence_classifier(folder, **changes):
@@ -348,28 +354,32 @@ def test_a_score_is_model_plus_function_clipped_less_the_penalty(accelerator, to
         return [w - 1.5 for w in weight]
 
     with torch.no_grad():
-        rows = [torch.tensor([p + r]) for p, r in zip(samples["prompts"], samples["responses"])]
+        rows = [torch.tensor([p + r]) for p, r in zip(samples.prompts, samples.responses)]
         modelled = [(plain(row).logits.item() - 0.4) / 1.6 for row in rows]  # one row, no padding
     reward_model = ScoreModel(score_model(str(tmp_path), tokenizer, None)).eval()
-    common = dict(micro_rollout_batch_size=micro, reward_function="module:function")
-    score = lambda model, function, **more: ppo.score(accelerator, samples, model, function, tokenizer, ppo.Args(**common, **more)).tolist()
-    both = score(reward_model, function, normalize_reward=True, reward_clip=0.9, missing_eos_penalty=0.25)
+
+    def score(clip=0.0, penalty=0.0, **judge):
+        scoring_batches = samples.scoring_batches(accelerator, micro, 1, True)
+        scores = rewards.score(accelerator, tokenizer, rewards.Judge(**judge), samples, scoring_batches)
+        return ppo.final_scores(scores, samples.ended, clip, penalty).tolist()
+
+    both = score(clip=0.9, penalty=0.25, model=reward_model, function=function, mean=0.4, std=1.6)
     summed = [min(max(m + row - 0.5, -0.9), 0.9) for row, m in enumerate(modelled)]
     assert both == pytest.approx([summed[0], summed[1] - 0.25, summed[2]], rel=1e-5)  # the penalty is not clipped away
     assert any(abs(value) == 0.9 for value in summed) and not all(abs(value) == 0.9 for value in summed)
-    texts = [tokenizer.decode(response, skip_special_tokens=True) for response in samples["responses"]]
+    texts = [tokenizer.decode(response, skip_special_tokens=True) for response in samples.responses]
     assert sorted(calls) == [(f"p{row}", texts[row], row + 1, "x") for row in range(3)]
-    assert score(None, function) == pytest.approx([-0.5, 0.5, 1.5])
-    assert score(reward_model, None) == pytest.approx([m * 1.6 + 0.4 for m in modelled], rel=1e-5)
+    assert score(function=function) == pytest.approx([-0.5, 0.5, 1.5])
+    assert score(model=reward_model) == pytest.approx([m * 1.6 + 0.4 for m in modelled], rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "values, found", [([1.0], "[1.0]"), ([1.0, math.nan, 1.0], "nan"), ([1.0, math.inf, 0.0], "inf"), ([1.0] * 4, "1.0")]
 )
 def test_scores_that_cannot_be_used_are_refused(accelerator, tokenizer, values, found):
-    args = ppo.Args(reward_function="module:function", micro_rollout_batch_size=3)
+    samples, judge = stub_samples(tokenizer), rewards.Judge(function=lambda *_, **__: values, function_name="module:function")
     with pytest.raises(ValueError, match="--reward_function module:function: expected 3 finite scores, got") as refusal:
-        ppo.score(accelerator, stub_samples(tokenizer), None, lambda *_, **__: values, tokenizer, args)
+        rewards.score(accelerator, tokenizer, judge, samples, samples.scoring_batches(accelerator, 3, 1, True))
     assert found in str(refusal.value)
 
 
@@ -378,6 +388,58 @@ def test_a_new_head_begins_at_the_standard_deviation_of_the_papers(tmp_path, tok
     head = score_model(str(tmp_path), tokenizer, None, new_head=True).score.weight.detach()
     assert head.shape == (1, 2048) and head.std().item() * math.sqrt(2049) == pytest.approx(1, abs=0.06)
     assert abs(head.mean().item()) * math.sqrt(2049) < 0.08
+
+
+def alone_in(process_index, processes):
+    """What code that splits rows needs to know of one of several processes."""
+    return types.SimpleNamespace(num_processes=processes, process_index=process_index, device=torch.device("cpu"))
+
+
+def test_responses_to_a_prompt_are_scored_side_by_side():
+    """Though they differ in length: else a prompt could not be computed once for them."""
+    prompts = [[7] * length for length in (3, 3, 5, 5, 4, 4)]
+    responses = [[9] * length for length in (1, 6, 2, 3, 8, 1)]
+    samples = Samples(prompts, responses, [""] * 6, [*range(1, 7)], torch.ones(6, dtype=torch.bool))
+    found = [numbers for numbers, _ in samples.scoring_batches(alone_in(0, 1), 2, 2, True)]
+    assert found == [[4, 5], [0, 1], [2, 3]]  # by the longest of each: 12, 9 and 8 tokens
+    alone = [numbers for numbers, _ in samples.scoring_batches(alone_in(0, 1), 2, 1, True)]
+    assert alone == [[4, 1], [3, 2], [5, 0]]
+
+
+def test_a_padding_row_is_read_but_not_kept():
+    samples = Samples([[5, 6]], [[7, 8, 9]], [""], [1], torch.tensor([True]))
+    ((numbers, inputs),) = samples.scoring_batches(alone_in(1, 2), 4, 1, True)
+    assert numbers == [] and inputs["mask"].shape == (1, 3)
+    collected = Collected(alone_in(1, 2))
+    collected.add(numbers, inputs["mask"], logps=torch.ones(1, 3), values=torch.ones(1, 3))
+    assert collected.of_sample == {}
+
+
+def test_collected_values_are_padded_with_zeros(accelerator):
+    collected = Collected(accelerator)
+    mask = torch.tensor([[True, True], [True, False]])
+    collected.add([2, 0], mask, logps=torch.tensor([[1.0, 2.0], [3.0, 9.0]]), values=-torch.ones(2, 2))
+    collected.add([1], torch.ones(1, 3, dtype=torch.bool), logps=torch.tensor([[4.0, 5.0, 6.0]]), values=torch.zeros(1, 3))
+    found = collected.gather()
+    assert found["logps"].tolist() == [[3.0, 0.0, 0.0], [4.0, 5.0, 6.0], [1.0, 2.0, 0.0]]
+    assert found["values"].tolist() == [[-1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [-1.0, -1.0, 0.0]]
+
+
+# ---------------------------------------------------------------------------------------------- the schedule
+
+
+@pytest.mark.parametrize("sizes", [(7, 4, 2, 4, 2), (8, 4, 1, 3, 1), (3, 5, 2, 4, 3), (5, 2, 3, 100, 2)])
+def test_the_position_of_every_update(sizes):
+    """Against two plain loops."""
+    n_prompts, rollout_batch_size, n_samples_per_prompt, train_batch_size, passes = sizes
+    expected = []
+    for rollout, first in enumerate(2 * [*range(0, n_prompts, rollout_batch_size)]):
+        n_samples = min(rollout_batch_size, n_prompts - first) * n_samples_per_prompt
+        updates = passes * len(range(0, n_samples, train_batch_size))
+        expected += [(rollout, update, update == updates - 1) for update in range(updates)]
+    rollouts = RolloutSchedule(*sizes)
+    assert len(expected) == 2 * rollouts.updates_per_epoch
+    assert [rollouts.position(updates_seen) for updates_seen in range(len(expected))] == expected
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -806,7 +868,7 @@ def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
     result = run(inputs, output, WHOLE["kl in the reward"], *again, "--max_new_tokens", 5, check=False)
     assert result.returncode and "'max_new_tokens': 6}\" in the checkpoint" in result.stdout  # other draws would follow
     result = run(inputs, output, WHOLE["kl in the reward"], *again)
-    assert "global_step_000003: 3 updates, 3 windows seen" in result.stdout
+    assert "global_step_000003: 3 updates, 0 skipped" in result.stdout
     assert timeless(output) == timeless(whole)
     for folder in ("actor", "checkpoints/global_step_000006/actor", "checkpoints/global_step_000010/actor"):
         assert torch.equal(weights(output, folder), weights(whole, folder))
@@ -843,11 +905,11 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(
     result = run(inputs, output, settings, *more, check=False)
     named = ["2"] * len(bad[step - 1])
     assert result.returncode and not (output / "actor").exists()
-    assert f"update {step} (window {step - 1}) is not finite, because of data rows {', '.join(named)}. Nothing was" in result.stdout
+    assert f"update {step} (updates_seen {step - 1}) is not finite, because of data rows {', '.join(named)}. Nothing was" in result.stdout
     assert str(output / "not_finite_0.json") in result.stdout
     assert [line["global_step"] for line in lines(output)] == [*range(1, step)] == [1]
     report = json.loads((output / "not_finite_0.json").read_text())
-    assert (report["global_step"], report["window"], report["rows"]) == (step, step - 1, named)
+    assert (report["global_step"], report["updates_seen"], report["rows"]) == (step, step - 1, named)
     tensors, lengths = report["tensors"], {row: len(samples[row].response) for row in windows[step - 1]}
     assert tensors["loss of micro-batch 0"]["not_finite"] == sum(lengths[row] for row in bad[step - 1])
     assert tensors["returns"]["min, max, mean"][1] == pytest.approx(3e19) and tensors["values"]["min, max, mean"][1] < 100
@@ -868,7 +930,7 @@ def test_weights_that_are_not_finite_are_blamed_on_the_rows_that_use_them(inputs
     more = ["--dataset_name", write_jsonl(inputs / "poisoned.jsonl", prompts), "--model_name_or_path", inputs / "poisoned_model"]
     result = run(inputs, output, settings, *more, check=False)
     assert (
-        result.returncode and f"update 1 (window 0) is not finite, because of data rows {row + 1}, {row + 1}. Nothing was" in result.stdout
+        result.returncode and f"update 1 (updates_seen 0) is not finite, because of data rows {row + 1}, {row + 1}. Nothing was" in result.stdout
     )
     tensors = json.loads((output / "not_finite_0.json").read_text())["tensors"]
     assert {name for name in ("scores", "logps", "ref_logps", "values") if tensors[name]["not_finite"]} == {"logps", "values"}

@@ -223,12 +223,12 @@ def ready_to_generate(accelerator, prepared, model):
         if zero.stage(accelerator) == 3:
             undo.enter_context(zero.gathered_for_generation(prepared, model))
         elif accelerator.is_fsdp2:
-            undo.enter_context(whole_under_fsdp2(prepared))
+            undo.enter_context(unsharded(prepared))
         yield
 
 
 @contextlib.contextmanager
-def whole_under_fsdp2(prepared):
+def unsharded(prepared):
     """Unshards the weights, and keeps a forward pass from sharding them again."""
     prepared.set_reshard_after_forward(False)
     try:
