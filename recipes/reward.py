@@ -366,23 +366,21 @@ def evaluate(accelerator, model, eval_sets: dict, moments: dict, args: Args) -> 
             `reward_mean` and `reward_std`. The model's config gets them too, so that PPO can
             normalise scores.
     """
-    was_training = model.training
-    model.eval()
     line = {}
     all_sets = Means(accelerator)
-    for prefix, eval_set in eval_sets.items():
-        means = Means(accelerator)
-        for _, columns, weights in batches.evaluation_batches(
-            accelerator, eval_set, args.micro_train_batch_size, args.micro_train_tokens
-        ):
-            scores = model(collate(columns, args.share_prompts, accelerator.device))
-            _, logged = compare(scores, columns["margin"], weights, args)
-            for values, value_weights in logged:
-                means.add(values, value_weights)
-            exact = scores.double()
-            all_sets.add({"mean": exact, "mean of squares": exact**2}, weights.repeat(2))
-        line |= {prefix + name: value for name, value in means.reduce().items()}
-    model.train(was_training)
+    with checks.evaluation_mode(model):
+        for prefix, eval_set in eval_sets.items():
+            means = Means(accelerator)
+            for _, columns, weights in batches.evaluation_batches(
+                accelerator, eval_set, args.micro_train_batch_size, args.micro_train_tokens
+            ):
+                scores = model(collate(columns, args.share_prompts, accelerator.device))
+                _, logged = compare(scores, columns["margin"], weights, args)
+                for values, value_weights in logged:
+                    means.add(values, value_weights)
+                exact = scores.double()
+                all_sets.add({"mean": exact, "mean of squares": exact**2}, weights.repeat(2))
+            line |= {prefix + name: value for name, value in means.reduce().items()}
 
     if found := all_sets.reduce():
         variance = max(found["mean of squares"] - found["mean"] ** 2, 0.0)

@@ -385,35 +385,33 @@ def evaluate(
     Returns:
         the training metrics, and exact match where the set has answers; a few answers to show.
     """
-    was_training = model.training
-    model.eval()
     line = {}
     samples = []
-    for prefix, eval_set in eval_sets.items():
-        means = Means(accelerator)
-        for _, columns, weights in batches.evaluation_batches(
-            accelerator, eval_set, args.micro_train_batch_size, args.micro_train_tokens
-        ):
-            inputs = collate(columns, args.packing, accelerator.device)
-            output = model(inputs, extras=("correct",))
-            _, _, logged = compare(output, inputs["mask"], weights)
-            for values, value_weights in logged:
-                means.add(values, value_weights)
-        line |= {prefix + name: value for name, value in means.reduce().items()}
+    with checks.evaluation_mode(model):
+        for prefix, eval_set in eval_sets.items():
+            means = Means(accelerator)
+            for _, columns, weights in batches.evaluation_batches(
+                accelerator, eval_set, args.micro_train_batch_size, args.micro_train_tokens
+            ):
+                inputs = collate(columns, args.packing, accelerator.device)
+                output = model(inputs, extras=("correct",))
+                _, _, logged = compare(output, inputs["mask"], weights)
+                for values, value_weights in logged:
+                    means.add(values, value_weights)
+            line |= {prefix + name: value for name, value in means.reduce().items()}
 
-        exact_match, examples = answers.exact_match(
-            accelerator,
-            model,
-            policy,
-            tokenizer,
-            eval_set,
-            batch_size=8 * args.micro_train_batch_size,
-            max_new_tokens=args.max_new_tokens,
-        )
-        if exact_match is not None:
-            line[f"{prefix}exact_match"] = exact_match
-        samples += examples
-    model.train(was_training)
+            exact_match, examples = answers.exact_match(
+                accelerator,
+                model,
+                policy,
+                tokenizer,
+                eval_set,
+                batch_size=8 * args.micro_train_batch_size,
+                max_new_tokens=args.max_new_tokens,
+            )
+            if exact_match is not None:
+                line[f"{prefix}exact_match"] = exact_match
+            samples += examples
     return line, samples
 
 
