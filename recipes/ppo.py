@@ -1,4 +1,4 @@
-"""Proximal Policy Optimization: sample answers, score them, make those better than expected likelier.
+"""Proximal Policy Optimization: sample answers, score them, and raise those above expectation.
 
 Schulman et al. 2017, arXiv:1707.06347; for language models Ziegler et al. 2019, arXiv:1909.08593,
 and the details of Huang et al. 2024, arXiv:2403.17031. Loss of an update, over its response tokens,
@@ -155,7 +155,7 @@ class Args:
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
     max_length: int = HfArg(
         default=1024,
-        help="tokens of prompt and response; a prompt without room for --max_new_tokens is left out",
+        help="tokens of prompt and response; prompts without room for --max_new_tokens are left out",
     )
     learning_rate: float = HfArg(default=1e-6, help="peak learning rate of the actor")
     critic_learning_rate: float = HfArg(default=1e-5, help="peak learning rate of the critic")
@@ -529,7 +529,7 @@ def estimate_advantages(
 def log_rollout(
     accelerator, metrics: Metrics, tokenizer, samples: Samples, scores, logged: dict
 ) -> None:
-    """Adds the metrics of a rollout to the next log line, and shows some responses in TensorBoard."""
+    """Adds a rollout's metrics to the next log line, and shows some responses in TensorBoard."""
     # Every rank holds the whole rollout: one of them counts it.
     counts = float(accelerator.is_main_process)
     weights = torch.full(scores.shape, counts, device=accelerator.device)
@@ -601,7 +601,7 @@ def describe_rollout(args: Args) -> str:
 
 
 def check_rollout_size(args: Args, divisor: int, divisor_text: str) -> None:
-    """Refuses a rollout whose samples are not a multiple of `divisor`; names the nearest that are."""
+    """Refuses a rollout whose samples are no multiple of `divisor`, and names the nearest that are."""
     # So many prompts, or a multiple of them, have a multiple of `divisor` samples.
     step = math.lcm(divisor, args.n_samples_per_prompt) // args.n_samples_per_prompt
     if args.rollout_batch_size % step == 0:

@@ -1,4 +1,4 @@
-"""Whether responses give the right answers: of one response, and exact match over a held-out set."""
+"""Whether a response gives the right answer, and the share that does over a held-out set."""
 
 from common.rollout import generation
 

@@ -1,4 +1,4 @@
-"""The samples of a rollout: prompts with responses, their micro-batches for scoring, values gathered by token."""
+"""The samples of a rollout, their micro-batches for scoring, and values gathered by token."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
