@@ -155,7 +155,7 @@ class Args:
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
     max_length: int = HfArg(
         default=1024,
-        help="tokens of prompt and response; prompts without room for --max_new_tokens are left out",
+        help="of prompt and response; prompts without room for --max_new_tokens are left out",
     )
     learning_rate: float = HfArg(default=1e-6, help="peak learning rate of the actor")
     critic_learning_rate: float = HfArg(default=1e-5, help="peak learning rate of the critic")
@@ -601,7 +601,7 @@ def describe_rollout(args: Args) -> str:
 
 
 def check_rollout_size(args: Args, divisor: int, divisor_text: str) -> None:
-    """Refuses a rollout whose samples are no multiple of `divisor`, and names the nearest that are."""
+    """Refuses a rollout whose samples are no multiple of `divisor`; names the nearest that are."""
     # So many prompts, or a multiple of them, have a multiple of `divisor` samples.
     step = math.lcm(divisor, args.n_samples_per_prompt) // args.n_samples_per_prompt
     if args.rollout_batch_size % step == 0:
