@@ -128,5 +128,5 @@ def function_scores(judge: Judge, tokenizer, samples: Samples, numbers: list[int
 
 
 def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:
-    """A reward function: 1 if the final answer of a response is that of the column `answer`, else 0."""
+    """A reward function: 1 if the response's final answer is the column `answer`, else 0."""
     return [float(answers.is_right(response, right)) for response, right in zip(responses, answer)]
