@@ -617,7 +617,7 @@ def without_comments(file: str) -> str:
     return ast.unparse(ast.parse(source(file)))
 
 
-def with_fault(fault: Fault) -> str:
+def with_fault(fault: Fault) -> ast.Module:
     """The file of a fault with the fault in it.
 
     Raises:
@@ -625,7 +625,7 @@ def with_fault(fault: Fault) -> str:
     """
     tree = ast.parse(source(fault.file))
     fault.plant(tree)
-    return ast.unparse(ast.fix_missing_locations(tree))
+    return ast.fix_missing_locations(tree)
 
 
 # ============================================================ running
@@ -708,7 +708,7 @@ def main(names: list[str]) -> None:
 
         for fault in faults:
             start = time.time()
-            (copy / fault.file).write_text(with_fault(fault), encoding="utf-8")
+            (copy / fault.file).write_text(ast.unparse(with_fault(fault)), encoding="utf-8")
             outcome = run_tests(folder, [fault.test])
             (copy / fault.file).write_text(without_comments(fault.file), encoding="utf-8")
             seconds = time.time() - start

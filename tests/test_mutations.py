@@ -1,0 +1,69 @@
+"""Every fault of mutations.py still fits the code; the edits of planting.py do what they say."""
+
+import ast
+
+import pytest
+
+import mutations
+import planting
+
+CODE = '''
+def outer(values, scale=1):
+    """Its docstring."""
+    total = sum(values)  # a comment
+    seed(3)
+    if total > 2:
+        total += scale
+    return make(total, scale=scale, unit="m")
+'''
+
+
+def planted(plant: planting.Plant) -> str:
+    """The body of `outer` after an edit, without its docstring."""
+    tree = ast.parse(CODE)
+    plant(tree)
+    text = ast.unparse(ast.fix_missing_locations(tree))
+    return text.split('"""\n')[-1].replace("\n    ", "\n").strip()
+
+
+@pytest.mark.parametrize("fault", mutations.FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_fits_the_code_and_names_a_test(fault):
+    compile(mutations.with_fault(fault), fault.file, "exec")
+    file, _, test = fault.test.partition("::")
+    tree = ast.parse((mutations.REPOSITORY / "tests" / file).read_text(encoding="utf-8"))
+    assert test.partition("[")[0] in {node.name for node in tree.body if hasattr(node, "name")}
+
+
+def test_names_are_given_once():
+    names = [fault.name for fault in mutations.FAULTS]
+    assert len(set(names)) == len(names)
+
+
+def test_an_edit_finds_code_whatever_its_layout():
+    edits = {
+        "total = max(values)": planting.replace("outer", "sum( values )", by="max(values)"),
+        "total -= scale": planting.replace("outer", "total += scale", by="total -= scale"),
+        "first()\nsecond()": planting.replace("outer", "seed(3)", by="first(); second()"),
+        "make(total, scale=2, unit='m')": planting.argument("outer", "make", "scale", "2"),
+    }
+    for expected, plant in edits.items():
+        assert expected in planted(plant)
+    assert "seed" not in planted(planting.drop_call("outer", "seed"))
+    assert "total = " not in planted(planting.drop("outer", "total = sum(values)"))
+    assert planted(planting.return_instead("outer", "0")) == "def outer(values, scale=1):\nreturn 0"
+
+
+@pytest.mark.parametrize(
+    "plant, said",
+    [
+        (planting.replace("outer", "total", by="0"), "'total' stands 2 times in outer"),
+        (planting.replace("outer", "total = min(values)", by="pass"), "stands 0 times in outer"),
+        (planting.drop_call("outer", "make"), "'make(...)' stands 0 times in outer"),
+        (planting.argument("outer", "make", "weight", "2"), "stands 0 times in outer"),
+        (planting.replace("inner", "total", by="0"), "'inner' of inner is defined 0 times"),
+    ],
+)
+def test_an_edit_that_does_not_fit_once_says_so(plant, said):
+    with pytest.raises(planting.Misfit) as misfit:
+        planted(plant)
+    assert said in str(misfit.value)
