@@ -1,12 +1,6 @@
-"""Every format and file kind becomes the token ids that the chat template writes, once, and every row ends up in one window.
+"""Every format and file kind becomes the token ids that the chat template writes, once.
 
-Mutations that turn it red: EOS not put after plain text (`no_eos`), BOS put where the text has it (`double_bos`), targets that go on
-after EOS (`newline_learned`), a turn ended by EOS alone (`eos_ends_turns`), the actor's own end of turns forgotten (`not_aligned`), `--loss_on completion` learning every turn (`every_turn`), a merged boundary cut out of the whole text
-(`merged_boundary`), tool calls not learned (`calls_not_learned`), tools not rendered (`tools_unseen`), the null keys
-of other rows rendered (`nulls_below`), a call without content refused (`content_asked`), an answer without a prompt (`nothing_asked`), a message list's prompt stated twice (`prompt_twice`), the hh-rlhf prompt cut at its first answer (`hh_first_turn`),
-pairs equal only after truncation kept (`equal_after_cut`), lists without a type (`untyped_lists`), reasons swapped (`wrong_reason`), CSV cells read as numbers (`csv_numbers`),
-the cache's key without the tokenizer (`stale_tokenizer`) or the settings (`stale_settings`), one permutation for all epochs
-(`same_epochs`), fillers of weight one (`filler_weight`), micro-batches of the last processes missing (`uneven_processes`).
+And every row stands in one update of an epoch.
 """
 
 import csv
@@ -553,6 +547,26 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
     write_rows("zz")
     calls, ids, _ = load()
     assert calls == 3 and ids != first[1]
+
+
+def test_the_cache_knows_the_source_of_what_a_row_function_calls(tmp_path):
+    """Nor does it mind a change elsewhere in the recipe."""
+
+    def key(name: str, end: str, other: str) -> str:
+        source = (
+            f"def cut(text):\n    return text + '{end}'\n\n"
+            f"def row_of(row, **settings):\n    return {{'text': cut(row['text'])}}\n\n"
+            f"def loss(x):\n    return x * {other}\n"
+        )
+        path = tmp_path / f"{name}.py"
+        path.write_text(source)
+        rows = types.SimpleNamespace(_fingerprint="rows")
+        function = runpy.run_path(str(path))["row_of"]
+        return dataset.cache_key(rows, function, tokenizer, {}, {})
+
+    tokenizer = make_tokenizer()
+    first = key("first", end=".", other="2")
+    assert key("loss_changed", end=".", other="3") == first != key("row_changed", end="!", other="2")
 
 
 def test_an_array_is_computed_once_for_each_key(accelerator):

@@ -1,9 +1,6 @@
-"""A run killed with SIGKILL and resumed ends with the weights and the metrics.jsonl of one never killed, bit for bit.
+"""A run killed with SIGKILL and resumed is one never killed, bit for bit.
 
-Mutations that turn it red: a learning rate frozen after resuming with CPU offload (`frozen_rate`), random states not restored (`no_rng`), sums of an open log line not saved (`no_open_sums`), metrics.jsonl
-not cut to the checkpoint (`no_truncate`), the position in the data lost (`no_position`), checksums not compared (`no_checksum`), a copy of a checkpoint counted as one (`copies_counted`),
-data known by path and time (`data_by_path`) or not at all (`any_data`), rates of the horizon before (`old_rate`), an old checkpoint that cannot be
-deleted ending the run (`must_delete`), the actors of a run begun anew kept (`actors_stay`), no checkpoint where a run goes on elsewhere (`no_way_back`).
+It ends with the same weights and the same metrics.jsonl.
 """
 
 import errno
@@ -13,12 +10,17 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
+from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
+from common import checkpoint
+from common.metrics import Metrics
+from common.progress import Progress
 from runs import (
     LAUNCHERS,
     kill,
@@ -96,6 +98,63 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
     assert [event.step for event in board.Scalars("loss")] == [1, 3, 6, 9, 12]  # each step once, whatever the killed run wrote
 
 
+class FewArguments(types.SimpleNamespace):
+    may_change = frozenset()
+
+
+def run_in_this_process(folder) -> checkpoint.Run:
+    """A run of one linear layer, before its first update."""
+    args = FewArguments(output_dir=str(folder), save_total_limit=2, report_to="none")
+    accelerator = Accelerator(cpu=True)
+    layer = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(layer, torch.optim.AdamW(layer.parameters(), lr=0.1))
+    progress = Progress(100, train_batch_size=4, max_epochs=1, max_steps=0)
+    return checkpoint.Run(
+        accelerator=accelerator,
+        args=args,
+        model=model,
+        unwrapped=layer,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 / (1 + step)),
+        tokenizer=None,
+        progress=progress,
+        metrics=Metrics(accelerator, args, progress, "loss"),
+        data_fingerprint="d",
+    )
+
+
+def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch):
+    """Weights, moments, rates, random states, counters, the open log line, the recipe's own values."""
+    monkeypatch.setattr(checkpoint.actor, "save", lambda *_: None)
+    run = run_in_this_process(tmp_path)
+    for applied in (True, True, False, True):
+        run.model(torch.randn(4, 2)).sum().backward()
+        if applied:
+            run.optimizer.step()
+            run.scheduler.step()
+        run.progress.update_done(applied, samples=4, tokens=9)
+    run.metrics.open.add({"loss": torch.tensor([2.0, 5.0])}, torch.ones(2))
+    run.metrics.last_update = {"grad_norm": 0.5}
+    run.extra = {"kl_coef": 0.3, "rollout": {"rows": [3, 1]}}
+    final = tmp_path / "global_step_000003"
+    checkpoint.write(run, tmp_path / ".writing", final)
+    drawn = torch.rand(3)
+
+    resumed = run_in_this_process(tmp_path)
+    checkpoint.load(resumed, final)
+    assert torch.rand(3).equal(drawn)
+    for name in ("global_step", "skipped_steps", "updates_seen", "samples", "tokens"):
+        assert getattr(resumed.progress, name) == getattr(run.progress, name) > 0, name
+    for one, other in zip(run.model.parameters(), resumed.model.parameters(), strict=True):
+        assert one.equal(other)
+        moments, found = run.optimizer.state[one], resumed.optimizer.state[other]
+        assert moments.keys() == found.keys() and all(moments[name].equal(found[name]) for name in found)
+    assert resumed.scheduler.get_last_lr() == run.scheduler.get_last_lr() == [0.025]
+    assert resumed.optimizer.param_groups[0]["lr"] == 0.025
+    assert resumed.metrics.open.state() == run.metrics.open.state() == {"loss": [7.0, 2.0, 2.0, 5.0]}
+    assert resumed.metrics.last_update == {"grad_norm": 0.5} and resumed.extra == run.extra
+
+
 def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
     reference = unbroken("dpo", "plain")
     output = inputs / "damaged"
@@ -124,8 +183,8 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
     assert timeless(output) == timeless(reference)
     assert torch.equal(weights(output), weights(reference))
     shutil.rmtree(output / "actor")
-    for checkpoint in (output / "checkpoints").iterdir():
-        (checkpoint / "manifest.json").unlink()
+    for folder in (output / "checkpoints").iterdir():
+        (folder / "manifest.json").unlink()
     result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto", check=False)
     assert result.returncode and "none of the 2 checkpoints" in result.stdout and not (output / "actor").exists()
 
