@@ -1,11 +1,6 @@
-"""Every bad input is one clear error before any training: the value, where it stands, and what would do instead.
+"""Every bad input is one clear error before any training.
 
-Mutations that turn it red: sizes rounded in silence (`silent_rounding`), abbreviations accepted (`abbreviations`), unknown arguments
-left to a traceback (`unknown_argument`), the YAML read after the flags (`yaml_wins`), row numbers from 0 (`row_from_zero`), the line of
-malformed JSON not looked for (`no_line`), a reader's exception let through (`reader_traceback`), a rank that leaves the others waiting
-(`rank_leaves`), a used output folder accepted (`output_reused`), a vocabulary too small accepted (`small_vocabulary`), weights that
-are missing drawn at random (`random_weights`), a token for images that no text holds (`image_counted`), answers of no token
-(`no_tokens_asked`).
+The error names the value, where it stands, and what would do instead.
 """
 
 import argparse

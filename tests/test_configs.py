@@ -1,10 +1,4 @@
-"""The YAMLs and JSONs: no key that nobody reads, each launched and giving the numbers of fp32.
-
-Mutations that turn it red: a key in a YAML that a flag's default beats (`beaten_key`) or that accelerate never reads (`unread_key`), one in
-a JSON that DeepSpeed does not know, at the top (`unread_json`) or below (`unknown_json`), Adam left on the GPU (`not_offloaded`),
-its compilation not announced (`silent_lock`), PyTorch warning of rates that are right (`false_warning`), an actor rounded on its way to the disk
-(`rounded_actor`).
-"""
+"""The YAMLs and JSONs: no key that nobody reads, each launched and giving the numbers of fp32."""
 
 import argparse
 import json

@@ -1,8 +1,4 @@
-"""Steps, log lines and their positions; what accumulation changes (nothing); what a skipped update leaves (everything).
-
-Mutations that turn it red: log lines at multiples of accumulation (`log_every_ga`), updates rounded down (`floor_updates`), the loss summed
-over micro-batches (`loss_summed`), a skipped update counted (`skip_counted`) or its sums kept (`skip_sums`).
-"""
+"""Steps and log lines; accumulation changes nothing, and a skipped update leaves no trace."""
 
 import math
 import re

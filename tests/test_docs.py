@@ -1,6 +1,6 @@
-"""What the docs promise: every logged tag is in the recipe's glossary and no other, every command in a docstring parses.
+"""The docs keep their promises.
 
-Mutations that turn it red: a tag renamed (`renamed_tag`), TensorBoard given other values than metrics.jsonl (`other_curves`).
+Every logged tag is in its recipe's glossary and no other, every command in a docstring parses.
 """
 
 import ast

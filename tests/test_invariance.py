@@ -1,9 +1,6 @@
-"""The same window split into processes, micro-batches, shards, packed rows and shared prompts gives the same update and the same logged numbers.
+"""The same samples give the same update and the same logged numbers, however they are split.
 
-Mutations that turn it red: mean of means in the loss (`window_mean`), filler rows that count (`filler_weight`), clipping left to
-each process (`no_clip`), metrics of rank 0 only (`rank0_metrics`), the accumulation steps forgotten in the loss (`no_accumulation`) or taken from
-the first window (`fixed_accumulation`), a rollout that depends on the process (`draw_by_process`), norms of one process's shard
-(`shard_norms`), an actor saved by the names that torch.compile gives (`compiled_names`).
+They are split into processes, micro-batches, shards, packed rows and shared prompts.
 """
 
 import json

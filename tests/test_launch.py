@@ -1,10 +1,6 @@
-"""Launching: every YAML, any directory, the right world; what cannot be honoured is refused; what is not finite stops.
+"""Launching: every YAML, any directory, the right world.
 
-Mutations that turn it red: clipping left to DeepSpeed's default (`ds_clip`), the JSON looked up from the current directory only
-(`cwd_json`), the package of another clone taken (`any_common`), somebody else's not noticed
-(`foreign_common`), the check for finite losses dropped (`no_nan_check`), clipping off (`no_clip`), all
-saved actors kept (`all_actors`), a folder that some process does not see taken (`unseen_folder`), a folder shared by runs
-of the same second (`same_second`), gradients turned round by a negative norm (`uphill`).
+What cannot be honoured is refused; what is not finite stops.
 """
 
 import argparse

@@ -1,11 +1,6 @@
-"""Log-probs, their gradients and statistics against the architecture's own logits, for real architectures and delicate inputs.
+"""Log-probs, their gradients and statistics against the architecture's own logits.
 
-Mutations that turn it red: the soft cap or the logit scale forgotten (`no_softcap`, `no_multiplier`), log-softmax in half
-(`half_softmax`, `half_sum`), the gradient of the head's weight without its chunks' sum (`last_chunk`), what was kept of the last
-chunk taken for all (`kept_twice`). Packed: answers that see each other (`answers_meet`), positions that count what stands before in
-the row (`row_positions`), the first token of an answer predicted by the token to its left (`wrong_neighbour`), chunked attention (`chunks_packed`). A router's jitter
-in what is compared (`jitter_left`). Products of oneDNN:
-though they are rounded (`rounded_products`), for small models (`small_products`), in the flash kernel where rows are short (`short_flash`).
+For real architectures and delicate inputs.
 """
 
 import types

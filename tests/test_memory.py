@@ -1,8 +1,4 @@
-"""`python -m common.memory` says what a launch really holds, and is refused where it does not know.
-
-Mutations that turn it red: the fp32 copies of the gradients in the step left out (`no_step_copies`), DDP's own buckets left out (`no_buckets`),
-masters that offloading leaves on the GPU (`masters_stay`), tied parameters counted twice (`tied_twice`), DeepSpeed's own bucket in place of accelerate's (`default_bucket`).
-"""
+"""`python -m common.memory` says what a launch really holds, and is refused where it does not know."""
 
 import importlib.util
 import json

@@ -1,8 +1,6 @@
-"""Every logged number is the exact mean over all samples or tokens of all processes: against one pair at a time in plain transformers.
+"""Every logged number is the exact mean over all samples or tokens of all processes.
 
-Mutations that turn it red: rank 0's mean (`rank0_metrics`), mean of batch means (`mean_of_means`), padding rows that count
-(`filler_weight`), accuracy with >= (`weak_accuracy`), logits averaged per pair (`logits_per_pair`), the peak of one GPU taken for all (`one_peak`), dropout on
-(`dropout_left`).
+It is compared with one pair at a time in plain transformers.
 """
 
 import json

@@ -1,8 +1,4 @@
-"""Several nodes, and other launchers than accelerate: the numbers of one node with as many processes.
-
-Mutations that turn it red: DeepSpeed left to start the other nodes by itself (`pdsh`), Slurm's number of processes
-counted wrongly (`too_many`), a job whose time is up not put back into the queue (`no_requeue`).
-"""
+"""Several nodes, and other launchers than accelerate: the numbers of one node."""
 
 import contextlib
 import os

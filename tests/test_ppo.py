@@ -1,21 +1,8 @@
-"""PPO by value: its functions against loops over ragged rows, generation against one unpadded row at a time, and whole runs, rollouts and
-updates, against a plain reference with neither padding, cache, batches nor engine.
+"""PPO by value, against plain references.
 
-Mutations that turn it red: returns of the whitened advantages (`values_forgotten`), whitening per row (`whiten_rows`), a mask of the wrong
-end (`score_on_first`), a symmetric clip (`one_clip`), values not halved (`value_not_halved`), rounding taken for clipping
-(`rounding_clipped`), log-probs at another temperature than sampling
-(`cold_logps`), a response cut at EOS only (`eos_only`), a draw that starts at the wrong side (`draw_left`), sampling from the batch's
-numbers (`draw_by_place`), ended rows dropped from the batch but not from its cache (`rows_stay`), the penalty left out (`no_penalty`), the reward model's score read at the padding (`score_at_padding`), dropout
-left on (`dropout_on`), the same minibatches in every epoch of a rollout (`same_minibatches`), a rollout too many (`wrong_horizon`), NaN
-scores let through (`nan_scores`), a loss that is not finite let through (`no_nan_check`), sizes rounded (`rollout_rounding`), norms of
-the parts not of the joint one (`own_norms`), the critic made anew though there is a reward model (`critic_from_actor`), Adam counting the
-critic's warm-up for the actor (`aged_adam`), a rollout made anew by a resume (`rollout_forgotten`), the coefficient not adapted
-(`old_coefficient`), the display one update early (`text_too_early`), what is not finite found after whitening (`late_nan_check`), GSM8K's mark not looked
-for in a response (`mark_ignored`), the coefficient adapted before the actor learns (`warmup_adapts`), a schedule that takes torch's default rate
-(`default_rate`), responses of another length after a resume (`other_length`), what is thought taken for the answer (`thought_counts`), 4 and 4.0 for two answers
-(`floats_differ`), a column given twice to a reward function (`given_twice`), negative bounds accepted (`wrong_signs`), responses to a prompt scored apart (`prompts_apart`), a padding row kept
-(`padding_kept`), the last rollout of an epoch taken for a whole one (`endless_rollout`), modes not as
-they were after generation (`modes_lost`).
+Its functions are compared with loops over ragged rows, generation with one unpadded row at a
+time. Whole runs, rollouts and updates are compared with a plain reference that has neither padding,
+cache, batches nor engine.
 """
 
 import functools

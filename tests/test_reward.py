@@ -1,11 +1,7 @@
-"""The reward model by value: its loss and its score against closed forms, the score at each answer's last token against one unpadded row at a
-time, and a whole run, its lines, weights and saved folder, against a plain loop in torch and what plain transformers reads.
+"""The reward model by value, against closed forms and plain transformers.
 
-Mutations that turn it red: the margin left out (`margin_dropped`), a tie counted as won (`tie_won`), means of micro-batches instead of the
-window's (`micro_batch_means`), fillers' scores counted (`fillers_scored`), the head that transformers draws (`default_head`), moments kept
-out of the config (`no_moments`), a score read before the EOS (`score_before_eos`), an answer that sees the other one (`answers_meet`), a
-sliding window ignored (`window_ignored`), a tokenizer that pads with its EOS accepted (`pad_is_eos`), dropout on (`dropout_left`), moments
-of other weights (`stale_moments`).
+Its score at each answer's last token is compared with one unpadded row at a time; a whole run, its
+lines, weights and saved folder, with a plain loop in torch and what plain transformers reads.
 """
 
 import json

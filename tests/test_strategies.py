@@ -1,8 +1,4 @@
-"""The demo under every way to launch: greedy answers, half precision, the actor that is saved, real weights that move.
-
-Mutations that turn it red: rotary buffers left in half precision (`half_buffers`), ZeRO-3's hooks not put back after generation
-(`no_hooks`), the actor saved from one rank's shard (`shard_saved`), a reference that is the trained model (`moving_reference`).
-"""
+"""The demo under every way to launch: greedy answers, half precision, the actor that is saved."""
 
 import types
 
