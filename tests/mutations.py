@@ -637,10 +637,9 @@ class Outcome(NamedTuple):
     output: str
 
 
-# What fails without a test that fails, or because of the planted code's own spelling.
-OUTSIDE_OF_TESTS = re.compile(
-    r"^ERROR |^=+ .*\d+ errors? in |^E\s+(\[rank\d\]: )?(Syntax|Name|Import|ModuleNotFound)Error",
-    re.MULTILINE,
+# A failure outside of a test, or one of the planted code's own spelling.
+NOT_A_FAILED_TEST = re.compile(
+    r"^ERROR tests/|^E\s+(\[rank\d\]: )?(Syntax|Name|Import|ModuleNotFound)Error", re.MULTILINE
 )
 
 
@@ -659,7 +658,7 @@ def run_tests(folder: Path, tests: list[str]) -> Outcome:
     output = result.stdout + result.stderr
     if result.returncode == 0:
         return Outcome("green", "", output)
-    if result.returncode != 1 or OUTSIDE_OF_TESTS.search(output):
+    if result.returncode != 1 or NOT_A_FAILED_TEST.search(output):
         return Outcome("error", "", output)
     reason = re.search(r"^E\s+(.*)", output, re.MULTILINE)
     return Outcome("red", reason[1][:80] if reason else "", output)
@@ -691,38 +690,46 @@ def choose(names: list[str]) -> list[Fault]:
     return [fault for fault in FAULTS if not names or fault.name in names]
 
 
+def write_without_fault(copy: Path, file: str) -> None:
+    """The comments go here too, so that only a fault can make a difference."""
+    (copy / file).write_text(without_comments(file), encoding="utf-8")
+
+
+def try_fault(folder: Path, fault: Fault) -> bool:
+    """Plants a fault into the copy in `folder`, runs its test and prints what became of it.
+
+    Returns:
+        whether the test noticed. The copy is without the fault again.
+    """
+    start = time.time()
+    copy = folder / "copy"
+    (copy / fault.file).write_text(ast.unparse(with_fault(fault)), encoding="utf-8")
+    outcome = run_tests(folder, [fault.test])
+    write_without_fault(copy, fault.file)
+
+    is_red = outcome.kind == "red"
+    kind = {"red": "red", "green": "STILL GREEN", "error": "ERROR"}[outcome.kind]
+    after = outcome.reason if is_red else f"{fault.breaks}; {fault.test}"
+    print(f"{kind:12} {fault.name:27} {time.time() - start:4.0f} s  {after}", flush=True)
+    if not is_red:
+        print(outcome.output[-3000:], flush=True)
+    return is_red
+
+
 def main(names: list[str]) -> None:
     faults = choose(names)
-    unseen = 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as temporary:
         folder = Path(temporary)
-        copy = folder / "copy"
-        copy_repository(copy)
-        # The comments go in any case, so that only the fault can make the difference.
+        copy_repository(folder / "copy")
         for fault in faults:
-            (copy / fault.file).write_text(without_comments(fault.file), encoding="utf-8")
+            write_without_fault(folder / "copy", fault.file)
         outcome = run_tests(folder, sorted({fault.test for fault in faults}))
         print(f"without a fault: {outcome.kind}", flush=True)
         if outcome.kind != "green":
             sys.exit(outcome.output)
-
-        for fault in faults:
-            start = time.time()
-            (copy / fault.file).write_text(ast.unparse(with_fault(fault)), encoding="utf-8")
-            outcome = run_tests(folder, [fault.test])
-            (copy / fault.file).write_text(without_comments(fault.file), encoding="utf-8")
-            seconds = time.time() - start
-            if outcome.kind == "red":
-                print(
-                    f"red          {fault.name:27} {seconds:4.0f} s  {outcome.reason}", flush=True
-                )
-                continue
-            unseen += 1
-            kind = "STILL GREEN" if outcome.kind == "green" else "ERROR"
-            print(f"{kind:12} {fault.name:27} {seconds:4.0f} s  {fault.breaks}; {fault.test}")
-            print(outcome.output[-3000:], flush=True)
-    print(f"{len(faults) - unseen} of {len(faults)} faults make their tests fail")
-    sys.exit(unseen > 0)
+        noticed = sum(try_fault(folder, fault) for fault in faults)
+    print(f"{noticed} of {len(faults)} faults make their tests fail")
+    sys.exit(noticed < len(faults))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m common.memory` says what a launch really holds, and is refused where it does not know."""
+"""`python -m common.memory` says what a launch holds, and refuses what it does not know."""
 
 import importlib.util
 import json
