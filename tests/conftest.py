@@ -29,18 +29,19 @@ def tokenizer():
 
 # A file is one worker's. Begun last, a long one would leave the others without work.
 LONGEST_FIRST = [
-    "invariance",
-    "configs",
-    "resume",
     "stopping",
     "fp16",
-    "launch",
-    "ppo",
-    "strategies",
-    "memory",
-    "counting",
-    "metrics",
     "nodes",
+    "strategies",
+    "resume",
+    "launch",
+    "configs",
+    "invariance",
+    "ppo",
+    "memory",
+    "docs",
+    "metrics",
+    "counting",
 ]
 
 
