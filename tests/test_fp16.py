@@ -87,7 +87,7 @@ def test_losses_are_those_of_fp32(inputs, name):
     """ds_fp16.yaml over 200 updates, its first skips included: fp32 on the same windows. PPO from the same responses."""
     half, single = inputs / f"half-{name}", inputs / f"single-{name}"
     windows, mode = (204, "fixed") if name == "ppo" else (6, "as_is")  # of an epoch; PPO makes them of one rollout
-    more = ["--max_steps", 200, "--learning_rate", 2e-4 if name == "sft" else 1e-4,
+    more = ["--max_steps", 200, "--micro_train_batch_size", 4, "--learning_rate", 2e-4 if name == "sft" else 1e-4,
             *(["--num_epochs_per_rollout", 34, "--critic_learning_rate", 1e-3] if name == "ppo" else [])]  # fmt: skip
     launch(config_launcher("ds_fp16"), TESTS / "poison.py", mode, "none", recipe(name), *flags(inputs, name, half, *more))
     lines = training_lines(half)
