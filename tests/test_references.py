@@ -36,7 +36,7 @@ SETTINGS = dict(
     weight_decay=0.1,
     adam_epsilon=1e-5,
     max_grad_norm=0.5,
-    warmup_steps=2,
+    warmup_steps=0.3,
     report_to="none",
 )
 BETAS = (0.9, 0.999)  # AdamW's own, which no argument changes
@@ -130,6 +130,9 @@ def train(
     batch_size = settings["train_batch_size"]
     updates_of_epoch = math.ceil(len(rows) / batch_size)
     total = settings.get("max_steps") or settings["max_epochs"] * updates_of_epoch
+    warmup = settings["warmup_steps"]
+    if warmup < 1:  # a share of all updates
+        warmup = math.ceil(warmup * total)
     batches = rows_of_updates(len(rows), batch_size, settings["seed"])
     lines, since_last_line, samples, tokens = [], [], 0, 0
     for step in range(total):
@@ -141,13 +144,8 @@ def train(
         if norm > settings["max_grad_norm"]:
             for parameter in parameters:
                 parameter.grad *= settings["max_grad_norm"] / norm
-        learning_rate = schedule(
-            settings["lr_scheduler_type"],
-            step,
-            settings["warmup_steps"],
-            total,
-            settings["learning_rate"],
-        )
+        kind, peak = settings["lr_scheduler_type"], settings["learning_rate"]
+        learning_rate = schedule(kind, step, warmup, total, peak)
         optimizer.step(learning_rate)
 
         samples += len(update)
@@ -361,7 +359,7 @@ def preference_loss(
 @pytest.mark.parametrize("kind", DPO)
 def test_dpo_is_the_plain_loop(inputs, kind):
     max_length = 30
-    settings = SETTINGS | {"loss_type": kind} | DPO[kind]
+    settings = SETTINGS | {"loss_type": kind, "warmup_steps": 2} | DPO[kind]
     console = run(
         "dpo",
         inputs / kind,
