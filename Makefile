@@ -1,4 +1,5 @@
 # From a fresh clone, each of two commands does all the set-up: `make dpo` runs the demo, `make test` runs the tests.
+# `make test-all` also repeats them on every further engine; `make test-slow` does that alone.
 # `make sft`, `make reward` and `make ppo` run the other recipes' demos; `make rlhf` runs all four in turn and prints
 # one table. Each first installs into $(VENV). It installs again only when pyproject.toml or constraints.txt change.
 #   make dpo ARGS="--beta 0.2"     arguments for the recipe (of `make test` for pytest, of `make mutations` names)
@@ -15,7 +16,7 @@ ARGS ?=
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: sft reward dpo ppo rlhf test mutations lint install install-test
+.PHONY: sft reward dpo ppo rlhf test test-slow test-all mutations lint install install-test
 
 sft reward dpo ppo: $(VENV)/installed
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
@@ -23,8 +24,17 @@ sft reward dpo ppo: $(VENV)/installed
 rlhf: $(VENV)/installed
 	$(VENV)/bin/python benchmarks/rlhf.py $(CONFIG)
 
+# tests/README.md says what is slow: tests that repeat on further engines what `make test` shows.
+PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/installed-test
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: $(VENV)/installed-test
+	$(PYTEST) $(ARGS)
 
 mutations: $(VENV)/installed-test
 	$(VENV)/bin/python tests/mutations.py $(ARGS)

@@ -13,7 +13,7 @@ from torch.utils import cpp_extension
 from transformers import AutoTokenizer
 
 from common import launch
-from runs import ASSETS
+from runs import ABORTED, ASSETS
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +29,44 @@ def tokenizer():
 
 # A file is one worker's. Begun last, a long one would leave the others without work.
 LONGEST_FIRST = [
-    "invariance",
-    "configs",
-    "resume",
     "stopping",
     "fp16",
-    "launch",
-    "ppo",
-    "strategies",
-    "memory",
-    "counting",
-    "metrics",
     "nodes",
+    "strategies",
+    "resume",
+    "launch",
+    "configs",
+    "invariance",
+    "ppo",
+    "memory",
+    "docs",
+    "metrics",
+    "counting",
 ]
 
 
 def pytest_collection_modifyitems(items):
     rank = {f"test_{name}.py": number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+def pytest_sessionfinish(session):
+    """A worker of xdist tells what its own launches forgave."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["aborted"] = ABORTED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    ABORTED.extend(getattr(node, "workeroutput", {}).get("aborted", []))
+
+
+def pytest_terminal_summary(terminalreporter):
+    if ABORTED:
+        terminalreporter.section("aborted while they exited")
+        terminalreporter.line(f"{len(ABORTED)} launches were done, then ended with an abort:")
+        for launched in ABORTED:
+            terminalreporter.line(launched)
 
 
 @pytest.fixture(scope="session")

@@ -127,7 +127,10 @@ def flags(inputs, output):
             "--logging_steps", 1]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(LAUNCHED))
+SLOW = {"ds_zero1", "ds_zero1_fp16", "ds_zero3_offload"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAUNCHED])
 def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
     """Three updates with a rate that falls by thirds: losses, gradient norms and where the weights went."""
     description, engine = LAUNCHED[name]

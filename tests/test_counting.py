@@ -71,8 +71,8 @@ def test_the_smallest_limit_is_that_of_a_search_one_by_one():
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counting")
     tiny_llama(folder / "model", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    pairs = [{"prompt": str(n), "chosen": str(n % 7), "rejected": f"{n % 7}b"} for n in range(60_000)]  # texts: no template to write
-    write_jsonl(folder / "60000.jsonl", pairs)
+    pairs = [{"prompt": str(n), "chosen": str(n % 7), "rejected": f"{n % 7}b"} for n in range(600)]  # texts: no template to write
+    write_jsonl(folder / "600.jsonl", pairs)
     say = lambda role, text: [{"role": role, "content": text}]
     texts = (("x" * (i % 23 + 1), "y" * (i * 7 % 19 + 1), f"{i % 7}b") for i in range(100))
     uneven = [  # no two updates have like means
@@ -88,15 +88,27 @@ def flags(inputs, rows, output, *more):
 
 
 @pytest.mark.parametrize("batch, micro, updates, last", [(192, 6, 313, 96), (200, 5, 300, 200)])
-def test_sixty_thousand_pairs(inputs, batch, micro, updates, last):
+def test_sixty_thousand_pairs(batch, micro, updates, last):
+    """What a run does with these numbers, without its model: `test_six_hundred_pairs` is such a run."""
+    progress, sizes = Progress(60_000, batch, max_epochs=1, max_steps=0), []
+    while not progress.finished:
+        sizes.append(len(batches.rows_of_update(60_000, batch, 0, progress.updates_seen)))
+        progress.update_done(True, sizes[-1], 1)
+        assert progress.log_due(1)
+    assert sizes == [batch] * (updates - 1) + [last]
+    assert progress.updates_per_epoch == progress.total_steps == progress.global_step == updates
+    assert progress.samples == 60_000
+    assert arguments.accumulation_steps(batch, micro, 1) == {192: 32, 200: 40}[batch]
+
+
+@pytest.mark.parametrize("batch, updates, last", [(192, 4, 24), (200, 3, 200)])
+def test_six_hundred_pairs(inputs, batch, updates, last):
     output = inputs / f"big-{batch}"
-    # In micro-batches of half an update, lest the test take minutes: test_accumulation_changes_no_number compares many with one.
     sizes = "--train_batch_size", batch, "--micro_train_batch_size", batch // 2
-    result = launch([], recipe("dpo"), *flags(inputs, 60_000, output), *sizes)
+    result = launch([], recipe("dpo"), *flags(inputs, 600, output), *sizes)
     lines = training_lines(output)
     assert [line["global_step"] for line in lines] == list(range(1, updates + 1))
-    assert lines[-1]["samples"] == 60_000 and lines[-1]["samples"] - lines[-2]["samples"] == last
-    assert arguments.accumulation_steps(batch, micro, 1) == {192: 32, 200: 40}[batch]
+    assert lines[-1]["samples"] == 600 and lines[-1]["samples"] - lines[-2]["samples"] == last
     assert f"{updates} updates an epoch" in result.stdout
 
 

@@ -30,6 +30,8 @@ def demo(request, tmp_path_factory):
     held_out = {"sft": "sft", "ppo": "prompts"}.get(request.param, "preferences") + "_eval.jsonl"
     few = first_rows(output.with_name(held_out), ASSETS / held_out, 20)
     more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16, "--eval_dataset_name", few]
+    if held_out.startswith("preferences"):  # to tokenise all pairs would be most of the run, and test_strategies.py does it
+        more = [ASSETS / f"{request.param}.yaml", "--dataset_name", ASSETS / held_out, *more]
     launch(config_launcher("ds_fp16"), recipe(request.param), *more, "--output_dir", output)
     return request.param, output
 

@@ -48,13 +48,17 @@ def demo(tmp_path_factory):
             done[way] = tmp_path_factory.mktemp("strategies") / way
             half = way.startswith("ds_") or way in ("still", "fsdp2_bf16", "ddp_bf16")
             more = ["--eval_dataset_name", held_out, "--output_dir", done[way]]
-            launch(WAYS[way], recipe("dpo"), *(STILL if half else MOVING), *more, fresh=not half)
+            launch(WAYS[way], recipe("dpo"), *(STILL if half else MOVING), *more, fresh=way == "plain")
         return done[way]
 
     return run
 
 
-@pytest.mark.parametrize("way", ["zero3", "fsdp2"])  # where generation gathers the weights
+def further_slow(ways):
+    return [pytest.param(way, marks=[pytest.mark.slow] * (way in ("fsdp2", "fsdp2_bf16", "ds_zero2"))) for way in ways]
+
+
+@pytest.mark.parametrize("way", further_slow(["zero3", "fsdp2"]))  # where generation gathers the weights
 def test_fp32_is_the_same_under(demo, way):
     reference, output = demo("plain"), demo(way)
     for one, other in zip(evaluation_lines(reference), evaluation_lines(output), strict=True):
@@ -90,7 +94,7 @@ def test_buffers_are_not_rounded_with_the_weights(tmp_path):
         assert buffer.dtype == torch.float32 and torch.equal(buffer, before[name])
 
 
-@pytest.mark.parametrize("way", ["ddp_bf16", "fsdp2_bf16", "ds_fp16", "ds_zero2", "ds_zero3"])
+@pytest.mark.parametrize("way", further_slow(["ddp_bf16", "fsdp2_bf16", "ds_fp16", "ds_zero2", "ds_zero3"]))
 def test_half_precision_gives_the_numbers_of_fp32(demo, way):
     """Window by window, with 2 processes: loss, gradient norm before clipping, the metrics; each YAML as it is."""
     by_window = {line["global_step"]: line for line in training_lines(demo("still"))}
@@ -110,7 +114,7 @@ def test_half_precision_gives_the_numbers_of_fp32(demo, way):
     assert first["eval/exact_match"] == pytest.approx(evaluation_lines(demo("still"))[0]["eval/exact_match"], abs=0.02)
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", further_slow(WAYS))
 def test_the_saved_actor_is_the_one_evaluated(demo, way):
     """Its dtype is that of the forward pass, and the log-probs plain transformers computes are those of the last evaluation."""
     output = demo(way)

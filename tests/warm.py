@@ -1,13 +1,17 @@
-"""Starts recipes, under a launcher or not, in processes forked from one that has imported the libraries: most of a short run is that.
+"""Starts recipes, under a launcher or not, in processes forked from one that has imported the libraries.
 
-Such a process has the command line, environment, folder, process group and signals of its own; what it shares with the others are
-the libraries as they were imported, and the seed of Python's hashes. So a part of the tests starts everything as a user does: those of
-launchers, YAMLs, several nodes, signals and memory, and the demo in fp32.
+Most of a short run is those imports. A forked run has a command line, environment, folder, process group
+and signals of its own. It shares the libraries as they were imported, and the seed of Python's hashes.
+
+Under `accelerate launch` accelerate itself reads the YAML and the flags and sets the environment. Only
+torchrun, which would start new interpreters, is replaced: `run_ranks` forks the processes of the world.
+So a part of the tests starts everything as a user does (`fresh=True` in runs.py, and test_nodes.py).
 """
 
 import atexit
+import contextlib
 import gc
-import inspect
+import importlib
 import os
 import runpy
 import signal
@@ -16,34 +20,54 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from functools import cache
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # some are read when a library is imported
+# Some are read when a library is imported.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# What DeepSpeed imports inside `initialize`. Its Muon brings PyTorch's compiler with it, seconds in each process.
+LATE = [
+    "deepspeed.comm.torch",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.builder",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch._functorch.aot_autograd",
+]
 
 
 @cache
 def server() -> tuple[tempfile.TemporaryDirectory, subprocess.Popen]:
-    """The folder of the socket and the process, which ends with its stdin, of this interpreter's own server. The first call starts it."""
+    """The folder of the socket and the process of this interpreter's own server, started by the first call.
+
+    The server ends with its stdin.
+    """
     folder = tempfile.TemporaryDirectory()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder.name}/socket")
         listener.listen()
-        command, options = [sys.executable, __file__, str(listener.fileno())], dict(pass_fds=[listener.fileno()], env=os.environ | OFFLINE)
-        return folder, subprocess.Popen(command, stdin=subprocess.PIPE, **options)
+        number = listener.fileno()
+        command = [sys.executable, __file__, str(number)]
+        return folder, subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], env=os.environ | OFFLINE)
 
 
 class Process:
     """A running `python *command`, its stdout and stderr going to the file `output`."""
 
     def __init__(self, command: list[str], cwd: str | os.PathLike, environment: dict[str, str], output: str):
-        self.connection, self.args, self.returncode = Client(f"{server()[0].name}/socket"), command, None
+        self.args = command
+        self.output = output
+        self.returncode = None
+        self.connection = Client(f"{server()[0].name}/socket")
         self.connection.send((command, str(cwd), environment, output))
         self.pid = self.connection.recv()
 
     def poll(self, timeout: float | None = 0) -> int | None:
-        """Its exit status, as `subprocess.Popen` has it, or None if it has not ended within so many seconds."""
+        """Its exit status, as `subprocess.Popen` has it, or None if it still runs after so many seconds."""
         if self.returncode is None and self.connection.poll(timeout):
             self.returncode = self.connection.recv()
         return self.returncode
@@ -53,17 +77,46 @@ class Process:
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Waits for its end and returns what it wrote, as `subprocess.Popen` has it."""
+        self.wait(timeout)
+        return Path(self.output).read_text(errors="replace"), None
 
-def serve(listener: socket.socket) -> None:
-    os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="warning")  # as the recipes do before they import it
-    subprocess.Popen = Forked  # before the launchers take it
-    gc.disable()
-    import accelerate.commands.launch  # noqa: F401
+
+def run(command: list[str], cwd: str | os.PathLike, env: dict[str, str], timeout: float, **_) -> subprocess.CompletedProcess:
+    """`subprocess.run` of a `[sys.executable, ...]`, stdout and stderr together."""
+    with tempfile.NamedTemporaryFile() as console:
+        process = Process(command[1:], cwd, env, console.name)
+        output, _ = process.communicate(timeout)
+    return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+def import_libraries() -> None:
+    """Imports and computes, once for all, what each run would while it starts."""
+    os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="warning")  # as the recipes do
+    import accelerate.commands.launch
     import datasets  # noqa: F401
-    import deepspeed  # noqa: F401
-    import torch.utils.tensorboard  # noqa: F401
+    import deepspeed
+    import torch.distributed.run
+    import torch.utils.tensorboard
     from transformers import AutoModelForSequenceClassification, LlamaForCausalLM  # noqa: F401
 
+    accelerate.commands.launch.simple_launcher = run_alone
+    torch.distributed.run.run = run_ranks
+    # The rest only saves time: another version may have other names.
+    for name in LATE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    with contextlib.suppress(ImportError, AttributeError, KeyError):
+        _ = deepspeed.ops.__compatible_ops__["async_io"]  # runs a compiler
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")  # compiles a thousand regular expressions
+
+
+def serve(listener: socket.socket) -> None:
+    gc.disable()
+    import_libraries()
     gc.freeze()
     gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked here
@@ -77,62 +130,23 @@ def serve(listener: socket.socket) -> None:
 
 
 def wait_for_one(connection: Connection) -> None:
+    """Forks the run that is asked for and tells its process id, then its exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     command, cwd, environment, output = connection.recv()
-    if (pid := os.fork()) == 0:
+    pid = os.fork()
+    if pid == 0:
         connection.close()
-        file = os.open(output, os.O_WRONLY | os.O_CREAT)
-        become(command, cwd, environment, True, file, file)
+        become(lambda: start(command, cwd, environment, output))
     connection.send(pid)
     connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     os._exit(0)
 
 
-class Forked(subprocess.Popen):
-    """`subprocess.Popen`, with which a launcher starts its processes: in a launcher it forks where Python is to be run."""
-
-    in_launcher = False
-
-    def _execute_child(self, args, *rest):
-        if not Forked.in_launcher or args[0] != sys.executable:
-            return super()._execute_child(args, *rest)
-        names = list(inspect.signature(super()._execute_child).parameters)[1:]
-        cwd, environment, new_session, stdout, stderr = (
-            rest[names.index(name)] for name in ("cwd", "env", "start_new_session", "c2pwrite", "errwrite")
-        )
-        sys.stdout.flush()
-        self.pid, self._child_created = os.fork(), True
-        if self.pid == 0:
-            become([word for word in args[1:] if word != "-u"], cwd, environment, new_session, stdout, stderr)
-
-
-def become(command: list[str], cwd: str | None, environment: dict | None, new_session: bool, stdout: int, stderr: int) -> None:
-    """Goes on as `python *command`, and does not return."""
+def become(function) -> None:
+    """Calls a function as if it were all that this process does, and does not return."""
     status = 1
     try:
-        if new_session:
-            os.setsid()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        atexit._clear()
-        for descriptor, number in ((stdout, 1), (stderr, 2)):
-            if descriptor != -1:
-                os.dup2(descriptor, number)
-        sys.stdout.reconfigure(write_through=True)
-        os.chdir(cwd or ".")
-        if environment is not None:
-            os.environ.clear()
-            os.environ.update(environment)
-        Forked.in_launcher = command[:2] == ["-m", "accelerate.commands.launch"]
-        if Forked.in_launcher:
-            from accelerate.commands.launch import main
-
-            sys.argv, sys.path[0] = command[1:], os.getcwd()
-            main()
-        else:
-            sys.argv, sys.path[0] = command, os.path.dirname(os.path.abspath(command[0]))
-            runpy.run_path(command[0], run_name="__main__")
+        function()
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -146,6 +160,95 @@ def become(command: list[str], cwd: str | None, environment: dict | None, new_se
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def start(command: list[str], cwd: str, environment: dict[str, str], output: str) -> None:
+    """Goes on as `python *command` in a session of its own."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout.reconfigure(write_through=True)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    if command[:2] == ["-m", "accelerate.commands.launch"]:
+        from accelerate.commands.launch import main
+
+        sys.argv = command[1:]
+        main()
+    else:
+        run_script(command)
+
+
+def run_script(command: list[str]) -> None:
+    sys.argv = command
+    sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def run_alone(args) -> None:
+    """In place of accelerate's launcher of a single process: goes on as that process."""
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    _, environment = prepare_simple_launcher_cmd_env(args)
+    os.environ.update(environment)
+    run_script([args.training_script, *args.training_script_args])
+
+
+def run_ranks(args) -> None:
+    """In place of torchrun: forks the processes of a world on one node. If one fails, ends the others.
+
+    As with torchrun this process keeps the store, so that none of them waits for another one to end. The
+    store is a thread and begins after the forks; who connects before that waits in the socket's queue.
+    """
+    from torch.distributed import TCPStore
+
+    processes = int(args.nproc_per_node)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    os.environ.update(
+        WORLD_SIZE=str(processes),
+        LOCAL_WORLD_SIZE=str(processes),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    running = set()
+    for rank in range(processes):
+        pid = os.fork()
+        if pid == 0:
+            listener.close()
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            become(lambda: run_script([args.training_script, *args.training_script_args]))
+        running.add(pid)
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    failed = False
+    while running:
+        pid, status = os.waitpid(-1, 0)
+        running.discard(pid)
+        if status and not failed:
+            failed = True
+            print(f"process {pid} ended with {os.waitstatus_to_exitcode(status)}", file=sys.stderr)
+            end(running)
+    del store
+    if failed:
+        sys.exit(1)
+
+
+def end(running: set[int]) -> None:
+    """Asks processes to end; kills them if they have not within half a minute, as torchrun does."""
+    for pid in running:
+        os.kill(pid, signal.SIGTERM)
+
+    def kill():
+        time.sleep(30)
+        for pid in [*running]:
+            os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
 
 
 if __name__ == "__main__":

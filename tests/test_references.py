@@ -1,0 +1,483 @@
+"""SFT, DPO and the reward model by value: whole runs against a plain loop in torch, and against TRL.
+
+The loop shares no code with the recipes. It reads one unpadded row at a time through a plain model of
+transformers. Its losses, schedules, order of rows, clipping and AdamW are written out below in their
+textbook form, in fp64. What is compared: every number of every log line but `perf/*`, and the weights
+at the end. The reward model's loop is in test_reward.py.
+
+TRL's values are stored in tests/peers/trl_values.json, made by the script beside it. A slow test
+trains with TRL again and compares what is stored with that.
+"""
+
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from peers import trl_values
+from runs import launch, recipe, tiny_llama, training_lines, weights, without_timings, write_jsonl
+
+# What all runs against the loop have in common. Clipping binds; decay and warm-up count.
+SETTINGS = dict(
+    seed=5,
+    train_batch_size=8,
+    learning_rate=3e-3,
+    weight_decay=0.1,
+    adam_epsilon=1e-5,
+    max_grad_norm=0.5,
+    warmup_steps=0.3,
+    report_to="none",
+)
+BETAS = (0.9, 0.999)  # AdamW's own, which no argument changes
+USABLE = 18  # rows: the updates of an epoch hold 8, 8 and 2
+
+
+def run(name: str, output: Path, **settings) -> str:
+    """Launches a recipe and returns what it printed."""
+    flags = [part for flag, value in settings.items() for part in (f"--{flag}", value)]
+    return launch([], recipe(name), "--output_dir", output, *flags).stdout
+
+
+# ------------------------------------------------------------------------------- the loop
+
+
+def schedule(kind: str, step: int, warmup: int, total: int, peak: float) -> float:
+    """The learning rate of update `step`, counted from 0, when there are `total` updates."""
+    if kind == "constant":  # it has no warm-up, whatever is asked for
+        return peak
+    if step < warmup:
+        return peak * step / warmup
+    if kind == "constant_with_warmup":
+        return peak
+    if kind == "inverse_sqrt":
+        return peak * math.sqrt(warmup / step)
+    done = (step - warmup) / (total - warmup)
+    if kind == "linear":
+        return peak * (1 - done)
+    if kind == "cosine":
+        return peak * (1 + math.cos(math.pi * done)) / 2
+    if kind == "polynomial":  # of degree one, and it ends at 1e-7, not at 0
+        return 1e-7 + (peak - 1e-7) * (1 - done)
+    raise ValueError(kind)
+
+
+def rows_of_updates(rows: int, batch: int, seed: int) -> Iterator[np.ndarray]:
+    """The rows of each update: one seeded permutation an epoch, cut into batches."""
+    for epoch in itertools.count():
+        order = np.random.default_rng([seed, epoch]).permutation(rows)
+        for start in range(0, rows, batch):
+            yield order[start : start + batch]
+
+
+class AdamW:
+    """Adam with decoupled weight decay, on matrices only, as its paper writes it."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], epsilon: float, weight_decay: float):
+        self.parameters = parameters
+        self.epsilon = epsilon
+        self.weight_decay = weight_decay
+        self.first = [torch.zeros_like(parameter) for parameter in parameters]
+        self.second = [torch.zeros_like(parameter) for parameter in parameters]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        self.steps += 1
+        for parameter, first, second in zip(self.parameters, self.first, self.second):
+            if parameter.ndim == 2:
+                parameter -= learning_rate * self.weight_decay * parameter
+            first.mul_(BETAS[0]).add_((1 - BETAS[0]) * parameter.grad)
+            second.mul_(BETAS[1]).add_((1 - BETAS[1]) * parameter.grad**2)
+            mean = first / (1 - BETAS[0] ** self.steps)
+            variance = second / (1 - BETAS[1] ** self.steps)
+            parameter -= learning_rate * mean / (variance.sqrt() + self.epsilon)
+
+
+@dataclass
+class Row:
+    """What the model makes of one row.
+
+    Attributes:
+        loss: summed over what the loss is averaged over, target tokens in SFT, pairs in DPO.
+        number: of those in the row.
+        metrics: by tag, the sum of its values in the row and their number.
+        tokens: all that are read, those of a pair's prompt twice.
+    """
+
+    loss: torch.Tensor
+    number: int
+    metrics: dict[str, tuple[float, int]]
+    tokens: int
+
+
+def train(
+    model: torch.nn.Module, rows: list, settings: dict, read: Callable[[object], Row]
+) -> list[dict]:
+    """Trains the model. Returns the log lines that the recipe should write."""
+    parameters = list(model.parameters())
+    optimizer = AdamW(parameters, settings["adam_epsilon"], settings["weight_decay"])
+    batch_size = settings["train_batch_size"]
+    updates_of_epoch = math.ceil(len(rows) / batch_size)
+    total = settings.get("max_steps") or settings["max_epochs"] * updates_of_epoch
+    warmup = settings["warmup_steps"]
+    if warmup < 1:  # a share of all updates
+        warmup = math.ceil(warmup * total)
+    batches = rows_of_updates(len(rows), batch_size, settings["seed"])
+    lines, since_last_line, samples, tokens = [], [], 0, 0
+    for step in range(total):
+        update = [read(rows[row]) for row in next(batches)]
+        model.zero_grad()
+        (sum(row.loss for row in update) / sum(row.number for row in update)).backward()
+
+        norm = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in parameters))
+        if norm > settings["max_grad_norm"]:
+            for parameter in parameters:
+                parameter.grad *= settings["max_grad_norm"] / norm
+        kind, peak = settings["lr_scheduler_type"], settings["learning_rate"]
+        learning_rate = schedule(kind, step, warmup, total, peak)
+        optimizer.step(learning_rate)
+
+        samples += len(update)
+        tokens += sum(row.tokens for row in update)
+        since_last_line += update
+        if step in (0, total - 1) or (step + 1) % settings.get("logging_steps", 1) == 0:
+            line = {
+                "global_step": step + 1,
+                "grad_norm": norm,
+                "learning_rate": learning_rate,
+                "epoch": (step + 1) / updates_of_epoch,
+                "samples": samples,
+                "tokens": tokens,
+                "skipped_steps": 0,
+            }
+            lines.append(line | means(since_last_line))
+            since_last_line = []
+    return lines
+
+
+def means(rows: list[Row]) -> dict[str, float]:
+    """The loss and each metric: the sum of all its values by their number."""
+    found = {"loss": sum(row.loss.item() for row in rows) / sum(row.number for row in rows)}
+    for tag in rows[0].metrics:
+        sums, numbers = zip(*(row.metrics[tag] for row in rows))
+        found[tag] = sum(sums) / sum(numbers)
+    return found
+
+
+def expect_lines(found: list[dict], expected: list[dict], rel: float, abs: float = 0) -> None:
+    assert [line["global_step"] for line in found] == [line["global_step"] for line in expected]
+    for line, other in zip(map(without_timings, found), expected):
+        assert line.keys() == other.keys()
+        assert line["learning_rate"] == pytest.approx(other["learning_rate"], rel=1e-9)
+        for tag, value in line.items():
+            where = (line["global_step"], tag)
+            assert value == pytest.approx(other[tag], rel=rel, abs=abs), where
+
+
+def expect_weights(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+# ------------------------------------------------------------------------------- data
+
+
+def say(role: str, content: str) -> list[dict]:
+    return [{"role": role, "content": content}]
+
+
+def text(n: int, salt: int) -> str:
+    """1 to 20 letters."""
+    length = 1 + (n * 13 + salt * 5) % 20
+    return "".join(chr(97 + (n * 5 + salt * 7 + place**2) % 26) for place in range(length))
+
+
+def conversation(n: int) -> list[dict]:
+    """One or two questions with their answers, some after a system message."""
+    messages = say("system", text(n, 1)) if n % 4 == 0 else []
+    for turn in range(1 + n % 2):
+        messages = messages + say("user", text(n, 2 + turn)) + say("assistant", text(n, 4 + turn))
+    return messages
+
+
+def pair(n: int) -> dict:
+    return {
+        "prompt": say("user", text(n, 1)),
+        "chosen": say("assistant", text(n, 2)),
+        "rejected": say("assistant", text(n, 3)),
+    }
+
+
+CONVERSATIONS = [conversation(n) for n in range(USABLE)]
+PAIRS = [pair(n) for n in range(USABLE)]
+# Each file also has a row without anything to learn. It must be left out before the order is drawn.
+UNUSABLE = 7
+EMPTY = say("user", "ab") + say("assistant", "")
+EQUAL = {**pair(3), "rejected": pair(3)["chosen"]}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("references")
+    tiny_llama(folder / "model")
+    tiny_llama(folder / "reference", initializer_range=0.2)
+    tiny_llama(folder / "dropping", attention_dropout=0.2)  # DPO must switch it off
+    conversations = [*CONVERSATIONS[:UNUSABLE], EMPTY, *CONVERSATIONS[UNUSABLE:]]
+    write_jsonl(folder / "sft.jsonl", [{"messages": messages} for messages in conversations])
+    write_jsonl(folder / "dpo.jsonl", [*PAIRS[:UNUSABLE], EQUAL, *PAIRS[UNUSABLE:]])
+    return folder
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+
+def logits_before(model: torch.nn.Module, ids: list[int], places: list[int]) -> torch.Tensor:
+    """The logits that predict the tokens at these places, `[places, vocabulary]`."""
+    return model(torch.tensor([ids])).logits[0, [place - 1 for place in places]]
+
+
+# ------------------------------------------------------------------------------- SFT
+
+SFT = {
+    "assistant": dict(lr_scheduler_type="linear", max_epochs=2, micro_train_batch_size=2),
+    "completion": dict(
+        lr_scheduler_type="cosine", max_steps=5, micro_train_batch_size=4, logging_steps=2
+    ),
+    "all": dict(lr_scheduler_type="polynomial", max_steps=5, micro_train_tokens=150, packing=True),
+}
+
+
+def targets_of(tokenizer, messages: list[dict], loss_on: str) -> tuple[list[int], list[int]]:
+    """Ids of a conversation as its template writes it, and the places of the target tokens."""
+    template = tokenizer.apply_chat_template
+    ids = template(messages, return_dict=False)
+    if loss_on == "all":
+        return ids, list(range(1, len(ids)))  # nothing predicts the first token
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    targets = []
+    for place in answers[-1:] if loss_on == "completion" else answers:
+        start = len(template(messages[:place], add_generation_prompt=True, return_dict=False))
+        end = len(template(messages[: place + 1], return_dict=False))
+        targets += range(start, end)
+    return ids, targets
+
+
+@pytest.mark.parametrize("loss_on", SFT)
+def test_sft_is_the_plain_loop(inputs, loss_on):
+    max_length = 45
+    settings = SETTINGS | SFT[loss_on]
+    console = run(
+        "sft",
+        inputs / loss_on,
+        model_name_or_path=inputs / "model",
+        dataset_name=inputs / "sft.jsonl",
+        loss_on=loss_on,
+        max_length=max_length,
+        **settings,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    whole = [targets_of(tokenizer, messages, loss_on) for messages in CONVERSATIONS]
+    rows = [(ids[:max_length], [t for t in targets if t < max_length]) for ids, targets in whole]
+    rows = [(ids, targets) for ids, targets in rows if targets]
+    model = load(inputs / "model")
+
+    def read(row: tuple[list[int], list[int]]) -> Row:
+        ids, targets = row
+        logits = logits_before(model, ids, targets)
+        truth = torch.tensor(ids)[targets]
+        loss = -logits.log_softmax(1)[range(len(truth)), truth].sum()
+        hits = (logits.argmax(1) == truth).sum().item()
+        return Row(loss, len(truth), {"mean_token_accuracy": (hits, len(truth))}, len(ids))
+
+    lines = train(model, rows, settings, read)
+    assert f"{len(rows)} usable rows" in console
+    expect_lines(training_lines(inputs / loss_on), lines, rel=1e-6)
+    expect_weights(weights(inputs / loss_on), trl_values.vector(model))
+    # The run is one in which everything happens.
+    assert sum(len(ids) > max_length for ids, _ in whole) > 1
+    assert max(line["grad_norm"] for line in lines) > 2 * settings["max_grad_norm"]
+
+
+# ------------------------------------------------------------------------------- DPO
+
+BETA = 0.3
+FLIPPED = 0.2  # the probability that a label is wrong
+DPO = {
+    "sigmoid": dict(
+        lr_scheduler_type="constant_with_warmup", max_epochs=2, micro_train_batch_size=2
+    ),
+    "cDPO": dict(
+        loss_type="sigmoid",
+        label_smoothing=FLIPPED,
+        lr_scheduler_type="inverse_sqrt",
+        max_steps=5,
+        micro_train_batch_size=4,
+        share_prompts="false",
+    ),
+    "robust": dict(
+        label_smoothing=FLIPPED, lr_scheduler_type="constant", max_steps=5, micro_train_batch_size=8
+    ),
+    "hinge": dict(
+        lr_scheduler_type="linear", max_steps=5, micro_train_batch_size=2, logging_steps=2
+    ),
+    "ipo": dict(lr_scheduler_type="cosine", max_steps=5, micro_train_tokens=150),
+}
+
+
+def preference_loss(
+    kind: str, chosen: torch.Tensor, rejected: torch.Tensor, lengths: list[int]
+) -> torch.Tensor:
+    """The loss of one pair from the log-ratios of its answers, as the papers write it."""
+    margin = BETA * (chosen - rejected)
+    right = torch.log(1 + torch.exp(-margin))
+    wrong = torch.log(1 + torch.exp(margin))
+    if kind == "sigmoid":
+        return right
+    if kind == "cDPO":
+        return (1 - FLIPPED) * right + FLIPPED * wrong
+    if kind == "robust":
+        return ((1 - FLIPPED) * right - FLIPPED * wrong) / (1 - 2 * FLIPPED)
+    if kind == "hinge":
+        return torch.clamp(1 - margin, min=0)
+    if kind == "ipo":
+        return (chosen / lengths[0] - rejected / lengths[1] - 1 / (2 * BETA)) ** 2
+    raise ValueError(kind)
+
+
+@pytest.mark.parametrize("kind", DPO)
+def test_dpo_is_the_plain_loop(inputs, kind):
+    max_length = 30
+    settings = SETTINGS | {"loss_type": kind, "warmup_steps": 2} | DPO[kind]
+    console = run(
+        "dpo",
+        inputs / kind,
+        model_name_or_path=inputs / "dropping",
+        ref_model_name_or_path=inputs / "reference",
+        dataset_name=inputs / "dpo.jsonl",
+        beta=BETA,
+        max_length=max_length,
+        **settings,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    model, reference = load(inputs / "model"), load(inputs / "reference")
+
+    def ids_of(messages: list[dict], add_generation_prompt: bool = False) -> list[int]:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, return_dict=False
+        )
+
+    def score(scorer, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The answer's log-prob, and the mean logit at each of its tokens."""
+        places = list(range(start, len(ids)))
+        logits = logits_before(scorer, ids, places)
+        return logits.log_softmax(1)[range(len(places)), ids[start:]].sum(), logits.mean(1)
+
+    def read(row: dict) -> Row:
+        start = len(ids_of(row["prompt"], add_generation_prompt=True))
+        ratios, lengths, metrics, tokens = {}, {}, {}, 0
+        for answer in ("chosen", "rejected"):
+            ids = ids_of(row["prompt"] + row[answer])[:max_length]
+            logp, mean_logits = score(model, ids, start)
+            with torch.no_grad():
+                ref_logp, _ = score(reference, ids, start)
+            ratios[answer] = logp - ref_logp
+            lengths[answer] = len(mean_logits)
+            metrics[f"rewards/{answer}"] = (BETA * ratios[answer].item(), 1)
+            metrics[f"logps/{answer}"] = (logp.item(), 1)
+            metrics[f"logits/{answer}"] = (mean_logits.sum().item(), len(mean_logits))
+            tokens += len(ids)
+        margin = BETA * (ratios["chosen"] - ratios["rejected"]).item()
+        metrics["rewards/margins"] = (margin, 1)
+        metrics["rewards/accuracies"] = (float(margin > 0), 1)
+        loss = preference_loss(kind, *ratios.values(), list(lengths.values()))
+        return Row(loss, 1, metrics, tokens)
+
+    lines = train(model, PAIRS, settings, read)
+    assert f"{len(PAIRS)} usable rows" in console
+    # Log-probs are of about -100, whose seventh digit fp32 rounds. Rewards are differences of them.
+    expect_lines(training_lines(inputs / kind), lines, rel=1e-5, abs=5e-6)
+    expect_weights(weights(inputs / kind), trl_values.vector(model))
+    # The run is one in which everything happens.
+    whole = [ids_of(row["prompt"] + row["rejected"]) for row in PAIRS]
+    assert sum(len(ids) > max_length for ids in whole) > 1
+    assert max(line["grad_norm"] for line in lines) > 2 * settings["max_grad_norm"]
+    assert 0 < lines[0]["rewards/accuracies"] < 1
+
+
+# ------------------------------------------------------------------------------- TRL
+
+# Tags of TRL that the recipes do not have.
+ONLY_TRL = {"sft": {"entropy"}, "reward": set(), "dpo": {"entropy", "mean_token_accuracy"}}
+CHANGE = "change of the weights"
+
+
+def expect_values(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    """The same up to rounding.
+
+    A sum in another order, as micro-batches and other CPUs have it, moves values by up to 4e-6 of
+    their size, or by 1e-6 where they are differences of larger ones.
+    """
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=1e-5, abs=2e-6), name
+
+
+@pytest.mark.parametrize("case", trl_values.CASES)
+def test_values_of_trl(case, tmp_path):
+    """The same rows, model and settings give TRL's numbers, in micro-batches of two rows."""
+    name, settings = trl_values.CASES[case]
+    stored = json.loads(trl_values.STORED.read_text())[case]
+    model = trl_values.save_model(name, tmp_path / "model")
+    run(
+        name,
+        tmp_path / "run",
+        model_name_or_path=model,
+        dataset_name=write_jsonl(tmp_path / "rows.jsonl", trl_values.rows(name)),
+        micro_train_batch_size=2,
+        report_to="none",
+        **trl_values.SETTINGS,
+        **settings,
+    )
+
+    expected = {tag: values for tag, values in stored.items() if tag not in ONLY_TRL[name]}
+    lines = training_lines(tmp_path / "run")
+    found = {tag: [line[tag] for line in lines] for tag in expected if tag != CHANGE}
+    start = trl_values.vector(trl_values.load_model(name, model))
+    found[CHANGE] = trl_values.projections(weights(tmp_path / "run") - start)
+    expect_values(found, expected)
+
+
+@pytest.mark.slow
+def test_the_stored_values_are_what_trl_computes(tmp_path):
+    try:
+        installed = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        installed = "none"
+    if installed != trl_values.VERSION:
+        found = f"needs TRL {trl_values.VERSION}, found {installed}"
+        if os.environ.get("NEWEST_VERSIONS") == "1":
+            pytest.skip(f"{found}, and it may not run with the newest versions of what it needs")
+        pytest.fail(f"{found}: pip install -e '.[peers]'")
+
+    computed = tmp_path / "trl_values.json"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, trl_values.__file__, computed]
+    script = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert script.returncode == 0, script.stderr[-4000:]
+    found, stored = (json.loads(path.read_text()) for path in (computed, trl_values.STORED))
+    assert found.keys() == stored.keys()
+    for case in stored:
+        expect_values(found[case], stored[case])
