@@ -1,0 +1,134 @@
+"""What README and the docs say of files, commands, flags and defaults is true. Nothing is trained here."""
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from transformers import HfArgumentParser
+
+from runs import REPOSITORY
+from test_alike import NAMES, load
+
+PAGES = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    REPOSITORY / "benchmarks/README.md",
+    REPOSITORY / "assets/README.md",
+]
+SCRIPTS = [*(REPOSITORY / "common").glob("*.py"), *(REPOSITORY / "benchmarks").glob("*.py")]
+# Flags of other programs: tensorboard, sbatch, torchrun, pip, pytest.
+FOREIGN = {"--logdir", "--nodes", "--gpus-per-node", "--ntasks-per-node", "--nproc_per_node", "--nnodes", "--node_rank",
+           "--master_addr", "--master_port", "--signal", "--requeue", "--kill-on-bad-exit"}  # fmt: skip
+
+
+def fields(name: str) -> dict:
+    return {field.name: field for field in dataclasses.fields(load(name).Args)}
+
+
+@pytest.fixture(scope="module")
+def recipe_flags() -> dict[str, set[str]]:
+    return {name: set(HfArgumentParser(load(name).Args)._option_string_actions) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def launcher_flags() -> set[str]:
+    return set(launch_command_parser()._option_string_actions)
+
+
+def script_flags(path) -> set[str]:
+    """The flags that a script's own parser knows."""
+    return set(re.findall(r'"(--[a-z_]+)"', path.read_text()))
+
+
+def commands(page) -> list[str]:
+    """The commands in a page's code blocks and code spans, each on one line."""
+    text = page.read_text()
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    started = re.compile(r"(\S*/)?(accelerate launch|python|make|sbatch) ")
+    return [line.split("  #")[0].strip() for line in lines if started.match(line)]
+
+
+def flags_of(words: list[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+def test_the_launch_table_is_the_folder():
+    section = (REPOSITORY / "README.md").read_text().partition("## Choosing a launch")[2].partition("\n## ")[0]
+    first_cells = "\n".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    listed = re.findall(r"`([\w.]+)`", first_cells)
+    assert sorted(listed) == sorted(p.name for p in (REPOSITORY / "accelerate_configs").iterdir() if p.suffix != ".json")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_every_command_names_what_exists(page, recipe_flags, launcher_flags):
+    targets = set(re.findall(r"^\.PHONY: (.*)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)[0].split())
+    for command in commands(page):
+        words = shlex.split(re.sub(r"[\[\]]", " ", command))
+        if words[0].endswith("make"):
+            assert {word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)} <= targets, command
+            continue
+        script = next((place for place, word in enumerate(words) if word.endswith(".py") or word.startswith("common.")), None)
+        if script is None:  # such as `python -c`, `accelerate launch` alone
+            continue
+        for word in words[:script]:
+            if word.startswith("accelerate_configs/") and "<" not in word and "CONFIG" not in word:
+                assert (REPOSITORY / word).is_file(), command
+        if "launch" in words[:script]:
+            assert flags_of(words[:script]) <= launcher_flags | FOREIGN, command
+
+        name = words[script]
+        path = REPOSITORY / (f"{name.replace('.', '/')}.py" if name.startswith("common.") else name)
+        if "my_" in name or path.parent.name == "recipes":
+            recipe = re.sub("my_", "", path.stem)
+            assert recipe in recipe_flags, command
+            assert flags_of(words[script:]) <= recipe_flags[recipe], command
+        else:
+            assert path.is_file(), command
+            assert flags_of(words[script:]) <= script_flags(path) | {"--help"}, command
+
+
+@pytest.mark.parametrize("page", PAGES[:-2], ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_every_flag_that_a_page_mentions_exists(page, recipe_flags, launcher_flags):
+    known = set().union(*recipe_flags.values(), *map(script_flags, SCRIPTS), launcher_flags, FOREIGN)
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+[a-z]", page.read_text()))
+    assert mentioned <= known
+
+
+def as_value(text: str, like):
+    """A default as a table writes it, with the type of `like`."""
+    text = text.strip().strip("`")
+    if text == "as below":
+        return None
+    return {"true": True, "false": False}[text] if isinstance(like, bool) else type(like)(text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_documented_defaults_are_those_of_the_recipe(name):
+    section = (REPOSITORY / f"docs/{name}.md").read_text().partition("## Defaults")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `--")]
+    documented = 0
+    for names, values in rows:
+        names = re.findall(r"--(\w+)", names)
+        values = values.split(",")
+        assert len(names) == len(values), names
+        for argument, value in zip(names, values):
+            default = fields(name)[argument].default
+            assert as_value(value, default) == default, argument
+            documented += 1
+    assert documented >= 15
+
+
+@pytest.mark.parametrize("words", [
+    ["-m", "common.memory", "--model", "assets/model", "--config", "accelerate_configs/ds_zero3.yaml", "--num_processes", "8"],
+    ["-m", "common.export", "--help"],
+])  # fmt: skip
+def test_commands_that_are_cheap_run(words):
+    result = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert ("sum" if "--model" in words else "checkpoint") in result.stdout
