@@ -166,7 +166,7 @@ def test_reference_log_probs_are_computed_once(inputs):
     assert [console.count("taken from the cache") for console in consoles] == [0, 2]  # training and evaluation set
     assert training_lines(first)[0]["rewards/margins"] == training_lines(again)[0]["rewards/margins"]
     other = launch([], recipe("dpo"), "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "train.jsonl", "--output_dir",
-                   inputs / "other-reference", "--precompute_ref_log_probs", "--max_steps", 1, "--report_to", "none")  # fmt: skip
+                   inputs / "other-reference", "--precompute_ref_log_probs", "--max_steps", 1, "--max_length", 20, "--report_to", "none")  # fmt: skip
     assert "taken from the cache" not in other.stdout  # another reference is another key
     assert abs(training_lines(inputs / "other-reference")[0]["rewards/margins"]) < 1e-6
 
