@@ -127,6 +127,14 @@ def test_packed_answers_are_read_as_each_alone(name):
     assert (gradients[True] - gradients[False]).norm() <= 1e-5 * gradients[False].norm()
 
 
+def test_the_first_token_after_an_empty_prompt_is_no_target():
+    for scored in (None, [[True], [True, False]]):
+        with pytest.raises(ValueError, match="answer 1 has an empty prompt"):
+            packing.make_batch([[5], []], [[6], [7, 8]], True, "cpu", scored)
+    batch = packing.make_batch([[5], []], [[6], [7, 8]], True, "cpu", [[True], [False, True]])
+    assert batch["targets"].tolist() == [6, 8]
+
+
 def test_an_architecture_that_changes_its_logits_otherwise_is_refused():
     model = build("llama")
     forward = model.forward

@@ -20,8 +20,9 @@ class Piece(NamedTuple):
     Attributes:
         ids: its tokens.
         position: the position of its first token, as if its prompt began the row.
-        number: its own number: answers have theirs, prompts those after the last answer.
-        prompt: the number of its prompt; for a prompt, its own.
+        number: which piece it is: answer i has number i; prompts are numbered on from the number of
+            answers.
+        prompt: the `number` of the prompt it belongs to; a prompt belongs to itself.
     """
 
     ids: list[int]
@@ -78,7 +79,8 @@ def make_batch(
         prompts: token ids, one prompt for each answer; may be empty.
         answers: token ids.
         share: whether prompts and rows may be shared.
-        scored: which tokens of each answer are targets; by default all.
+        scored: which tokens of each answer are targets; by default all. If the prompt is empty the
+            first must be false: nothing predicts it.
 
     Returns:
         inputs: what a `transformers` model takes: `input_ids` `[rows, row length]`, padded on the
@@ -88,9 +90,18 @@ def make_batch(
         targets: their ids, `[targets]`, answer after answer.
         before: the place of the token that predicts each target, `[targets]`.
         last: the place of each answer's last token, `[answers]`.
+
+    Raises:
+        ValueError: the first token of an answer to an empty prompt is to be a target.
     """
     if scored is None:
         scored = [[True] * len(answer) for answer in answers]
+    for number, (prompt, flags) in enumerate(zip(prompts, scored)):
+        if not prompt and any(flags[:1]):
+            raise ValueError(
+                f"answer {number} has an empty prompt, so nothing predicts its first token: "
+                "that token cannot be a target"
+            )
     rows = arrange(prompts, answers, share)
     layout = lay_out(rows, len(answers))
 
@@ -210,10 +221,11 @@ def lay_out(rows: list[Pieces], n_answers: int) -> Layout:
             layout.prompts[index, start:end] = piece.prompt
             if piece.is_prompt:
                 # An empty prompt has no last token, and this place then means nothing. That is
-                # harmless: nothing predicts the first token of such an answer, so it is no target.
+                # harmless: `make_batch` refuses such an answer if its first token is a target.
                 last_of_prompt = row_start + end - 1
             else:
-                # The prompt's last token predicts the answer's first; each of these the next one.
+                # The prompt's last token predicts the answer's first token; each token of the
+                # answer predicts the next.
                 places = range(row_start + start, row_start + end)
                 layout.before[piece.number] = [last_of_prompt, *places[:-1]]
                 layout.last[piece.number] = row_start + end - 1
