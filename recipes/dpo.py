@@ -81,7 +81,9 @@ class Args:
         default="sigmoid", help="see preference_loss"
     )
     label_smoothing: float = HfArg(
-        default=0.0, help="probability that a label is wrong (with sigmoid: cDPO; or robust)"
+        default=0.0,
+        help="probability that a label is wrong; "
+        "used by loss_type sigmoid (then called cDPO) and robust",
     )
     share_prompts: bool = HfArg(
         default=True, help="compute a prompt once for both answers, where the model allows it"
@@ -95,7 +97,8 @@ class Args:
     micro_train_batch_size: int = HfArg(default=4, help="pairs that one process runs at once")
     micro_train_tokens: int = HfArg(
         default=0,
-        help="if above 0, fills micro-batches by padded tokens (prompts twice) instead of pairs",
+        help="above 0: a micro-batch holds as many pairs as fit into this many tokens, "
+        "padding and both copies of the prompt counted",
     )
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
@@ -241,14 +244,14 @@ def compare(
 
 @torch.no_grad()
 def reference_table(accelerator, reference, rows_of_data, args: Args) -> np.ndarray:
-    """Returns the reference's log-probs of all pairs' answers, fp32 `[rows, 2]`, on every rank."""
+    """Returns the reference's log-probs of all answers, fp32 `[rows, 2]`, on every process."""
     table = torch.zeros(len(rows_of_data), 2, device=accelerator.device)
     for rows, columns, weights in batches.evaluation_batches(
         accelerator, rows_of_data, args.micro_train_batch_size, args.micro_train_tokens
     ):
         inputs = collate(columns, args.share_prompts, accelerator.device)
         chosen_logps, rejected_logps = reference(inputs)["logps"].sum(1).chunk(2)
-        real = weights > 0  # a padding row is computed by another process, too
+        real = weights > 0  # a padding row repeats a row that another process fills in
         real_rows = torch.tensor(rows, device=accelerator.device)[real]
         table[real_rows] = torch.stack([chosen_logps, rejected_logps], 1)[real]
     return accelerator.reduce(table, reduction="sum").cpu().numpy()
@@ -301,7 +304,7 @@ def main():
     prepare.disable_dropout(policy)  # the reference has none
     parameter_groups = optim.parameter_groups(policy, args.weight_decay)
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
-    # The scheduler is not prepared: accelerate would step it once a process and update.
+    # The scheduler is not prepared: accelerate would step it num_processes times per update.
     scheduler = get_scheduler(
         args.lr_scheduler_type,
         optimizer,

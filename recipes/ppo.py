@@ -1,4 +1,4 @@
-"""Proximal Policy Optimization: sample answers, score them, and raise those above expectation.
+"""Proximal Policy Optimization: sample answers, score them, raise the better than expected ones.
 
 Schulman et al. 2017, arXiv:1707.06347; for language models Ziegler et al. 2019, arXiv:1909.08593,
 and the details of Huang et al. 2024, arXiv:2403.17031. Loss of an update, over its response tokens,
@@ -114,7 +114,9 @@ class Args:
     kl_target: float = HfArg(
         default=0.0, help="adapts the coefficient to this KL of a response; 0: it is fixed"
     )
-    kl_horizon: float = HfArg(default=10000, help="samples over which the coefficient is adapted")
+    kl_horizon: float = HfArg(
+        default=10000, help="larger: the coefficient adapts more slowly (samples)"
+    )
     reward_clip: float = HfArg(
         default=0.0, help="scores are clipped to plus and minus this; 0: no clipping"
     )
@@ -145,7 +147,8 @@ class Args:
     micro_train_batch_size: int = HfArg(default=4, help="samples that one process runs at once")
     micro_train_tokens: int = HfArg(
         default=0,
-        help="if above 0, fills micro-batches by padded tokens instead of samples",
+        help="above 0: a micro-batch holds as many samples as fit into this many tokens, "
+        "padding counted",
     )
     share_prompts: bool = HfArg(
         default=True,
@@ -313,7 +316,7 @@ def gae(
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Gives the masked values mean 0 and standard deviation 1 together; the others become zero."""
+    """Normalises the values where `mask` is true to mean 0 and deviation 1; elsewhere 0."""
     kept = values[mask].double()
     whitened = (values - kept.mean()) * torch.rsqrt(kept.var(unbiased=False) + 1e-8)
     return torch.where(mask, whitened, 0.0).to(values.dtype)
@@ -351,7 +354,7 @@ def value_losses(
     """
     clipped_values = values
     if clip:
-        # Bitwise the value itself inside the range, so that rounding is not taken for clipping.
+        # Not old + clamp(values - old): its rounding would count as clipping.
         clipped_values = values.clamp(old_values - clip, old_values + clip)
     unclipped = (values - returns) ** 2
     clipped = (clipped_values - returns) ** 2
@@ -454,7 +457,7 @@ def read_tokens(
     ratios of the first update are 1.
 
     Returns:
-        `[samples, longest response]` each, zero behind a response, the same on every rank.
+        `[samples, longest response]` each, zero behind a response, the same on every process.
     """
     collected = Collected(accelerator)
     scoring_batches = samples.scoring_batches(
@@ -530,7 +533,7 @@ def log_rollout(
     accelerator, metrics: Metrics, tokenizer, samples: Samples, scores, logged: dict
 ) -> None:
     """Adds a rollout's metrics to the next log line, and shows some responses in TensorBoard."""
-    # Every rank holds the whole rollout: one of them counts it.
+    # Every process holds the whole rollout: one of them counts it.
     counts = float(accelerator.is_main_process)
     weights = torch.full(scores.shape, counts, device=accelerator.device)
     values = {name: value.to(accelerator.device) for name, value in logged.items()}
@@ -577,7 +580,8 @@ def check_settings(args: Args, processes: int) -> None:
     )
     check_rollout_size(
         args,
-        divisor=max(args.train_batch_size, 1),  # 0 is refused in the words of all recipes
+        # make_accelerator refuses 0, with every recipe's message.
+        divisor=max(args.train_batch_size, 1),
         divisor_text=f"--train_batch_size {args.train_batch_size}",
     )
     check_rewards(args)
@@ -602,7 +606,7 @@ def describe_rollout(args: Args) -> str:
 
 def check_rollout_size(args: Args, divisor: int, divisor_text: str) -> None:
     """Refuses a rollout whose samples are no multiple of `divisor`; names the nearest that are."""
-    # So many prompts, or a multiple of them, have a multiple of `divisor` samples.
+    # The fewest prompts whose samples are a multiple of `divisor`.
     step = math.lcm(divisor, args.n_samples_per_prompt) // args.n_samples_per_prompt
     if args.rollout_batch_size % step == 0:
         return
@@ -639,7 +643,10 @@ def check_kl(args: Args) -> None:
     # Else one rollout could turn the sign of the coefficient, see next_kl_coef.
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if args.kl_target and args.kl_horizon <= samples / 5:
-        sys.exit(f"{describe_rollout(args)}: --kl_target needs --kl_horizon above a fifth")
+        sys.exit(
+            f"{describe_rollout(args)}: --kl_target needs --kl_horizon above a fifth of them "
+            f"({samples / 5:g})"
+        )
 
 
 def main():
@@ -706,7 +713,7 @@ def main():
     )
     parameter_groups = actor_groups + critic_groups
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
-    # The scheduler is not prepared: accelerate would step it once a process and update.
+    # The scheduler is not prepared: accelerate would step it num_processes times per update.
     scheduler = get_scheduler(
         args.lr_scheduler_type,
         optimizer,
@@ -741,7 +748,7 @@ def main():
     accelerator.print(f"prompts are computed {how_often}")
 
     def scores_of(samples: Samples, responses_per_prompt: int) -> torch.Tensor:
-        """Returns the score of each response, fp32 `[samples]`, the same on every rank."""
+        """Returns the score of each response, fp32 `[samples]`, the same on every process."""
         scoring_batches = samples.scoring_batches(
             accelerator,
             args.micro_rollout_batch_size,
@@ -785,9 +792,10 @@ def main():
         position = rollouts.position(progress.updates_seen)
         actor_learns = position.rollout >= args.critic_warmup_rollouts
 
-        # A rollout, where none is left to learn from: sample responses, score them, and estimate by
-        # how much each token was better than expected. All processes hold the whole of it.
+        # If no rollout is left, make one: sample responses, score them, estimate each token's
+        # advantage. Every process holds all of it, on the CPU.
         if run.extra["rollout"] is None:
+            # The same permutation rule: a rollout is a batch of prompts.
             prompts = batches.rows_of_update(
                 len(train_set), args.rollout_batch_size, args.seed, position.rollout
             )
@@ -842,7 +850,7 @@ def main():
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
-                rows = [rollout["rows"][number] for number in micro_batch.rows]
+                data_rows = [rollout["rows"][number] for number in micro_batch.rows]
                 weights = micro_batch.weights.to(accelerator.device, non_blocking=True)
                 inputs = collate(rollout, micro_batch.rows, args.share_prompts, accelerator.device)
                 longest = inputs["mask"].shape[1]
@@ -859,7 +867,7 @@ def main():
                     output, old, weights, rollout["kl_coef"], actor_learns, args
                 )
                 new = {f"new {name}": tensor for name, tensor in output.items()}
-                guard.check(rows, losses, token_weights, tensors={**old, **new})
+                guard.check(data_rows, losses, token_weights, tensors={**old, **new})
                 # The loss is the mean over the update's tokens. The engine itself divides by
                 # `divisor`, the number of micro-batches of all processes.
                 accelerator.backward((losses * token_weights).sum() * divisor / update_tokens)

@@ -81,7 +81,8 @@ class Args:
     micro_train_batch_size: int = HfArg(default=4, help="pairs that one process runs at once")
     micro_train_tokens: int = HfArg(
         default=0,
-        help="if above 0, fills micro-batches by padded tokens (prompts twice) instead of pairs",
+        help="above 0: a micro-batch holds as many pairs as fit into this many tokens, "
+        "padding and both copies of the prompt counted",
     )
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
@@ -174,7 +175,7 @@ def compare(
 
     Args:
         scores: `[2 * pairs]`, of all chosen answers, then of all rejected ones.
-        margins: one a pair, see `pairwise_loss`.
+        margins: one per pair, see `pairwise_loss`.
         weights: `[pairs]`, 0 for a padding row.
 
     Returns:
@@ -241,7 +242,7 @@ def main():
     prepare.disable_dropout(scorer)  # both answers must be read by the same model
     parameter_groups = optim.parameter_groups(scorer, args.weight_decay)
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
-    # The scheduler is not prepared: accelerate would step it once a process and update.
+    # The scheduler is not prepared: accelerate would step it num_processes times per update.
     scheduler = get_scheduler(
         args.lr_scheduler_type,
         optimizer,
@@ -330,7 +331,7 @@ def main():
         )
         if applied:
             scheduler.step()
-            # The moments found in the last evaluation are those of the weights before.
+            # The moments found in the last evaluation are those of the weights before this update.
             run.extra = {"reward_mean": None, "reward_std": None}
             scorer.config.update(run.extra)
 
@@ -385,6 +386,7 @@ def evaluate(accelerator, model, eval_sets: dict, moments: dict, args: Args) -> 
     if found := all_sets.reduce():
         variance = max(found["mean of squares"] - found["mean"] ** 2, 0.0)
         line["eval/std_reward"] = variance**0.5
+        # In place: the caller keeps it.
         moments |= {"reward_mean": found["mean"], "reward_std": line["eval/std_reward"]}
         accelerator.unwrap_model(model).config.update(moments)
     return line

@@ -78,11 +78,13 @@ class Args:
     micro_train_batch_size: int = HfArg(default=4, help="rows that one process runs at once")
     micro_train_tokens: int = HfArg(
         default=0,
-        help="if above 0, fills micro-batches by padded tokens instead of rows",
+        help="above 0: a micro-batch holds as many rows as fit into this many tokens, "
+        "padding counted",
     )
     packing: bool = HfArg(
         default=False,
-        help="put short rows beside each other, blind to each other, where the model allows it",
+        help="put several short rows into one sequence, where they cannot see each other, "
+        "if the model allows it",
     )
     max_epochs: int = HfArg(default=1, help="passes over the data")
     max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
@@ -172,7 +174,8 @@ def encode_conversation(
     targets[0] = False  # nothing predicts the first token
 
     prompt_ids = [token for piece in pieces[:-1] for token in piece]
-    # What a template writes behind the end of the last answer is never generated.
+    # What a template writes behind the end of the last answer is never generated. `learned` is that
+    # of the last answer.
     ids = prompt_ids + pieces[-1][:learned]
     return ids, targets[: len(ids)], prompt_ids
 
@@ -200,7 +203,7 @@ def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
 
 
 def collate(columns: dict, pack: bool, device) -> dict:
-    """Returns rows as the model reads them: answers without a prompt, targets where they learn."""
+    """Returns each row as an answer to an empty prompt, learned at its targets only."""
     no_prompts = [[]] * len(columns["input_ids"])
     return packing.make_batch(no_prompts, columns["input_ids"], pack, device, columns["targets"])
 
@@ -259,7 +262,7 @@ def main():
     )
     parameter_groups = optim.parameter_groups(policy, args.weight_decay)
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
-    # The scheduler is not prepared: accelerate would step it once a process and update.
+    # The scheduler is not prepared: accelerate would step it num_processes times per update.
     scheduler = get_scheduler(
         args.lr_scheduler_type,
         optimizer,

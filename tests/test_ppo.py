@@ -473,7 +473,7 @@ def test_a_response_is_right_where_it_ends_as_the_answer(response, answer, right
     ({"temperature": 0.0}, ["--temperature 0.0", "more than 0"]),
     ({"dual_clip": 0.9}, ["--dual_clip 0.9", "more than 1"]),
     ({"kl_target": 6.0, "kl_coef": 0.0}, ["--kl_target", "--kl_coef", "above 0"]),
-    ({"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8}, ["= 128 samples", "--kl_horizon above a fifth"]),
+    ({"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8}, ["= 128 samples", "--kl_horizon above a fifth of them (25.6)"]),
     ({"kl_target": -6.0}, ["--kl_target -6.0", "below 0"]), ({"reward_clip": -5.0}, ["--reward_clip -5.0", "below 0"]),
     ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout", "at least 1"]),
 ])  # fmt: skip
@@ -753,7 +753,7 @@ def expect_lines(output, reference):
 
 def test_every_logged_number_of_a_run(whole):
     output, console, reference = whole
-    assert "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates; 2 rollouts an epoch" in console
+    assert "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates; 2 rollouts per epoch" in console
     assert f"the last of 3 prompts, 4 updates; {len(reference.lines)} updates in all" in console
     expect_lines(output, reference)
     # The run is one in which everything happens.

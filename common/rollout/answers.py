@@ -21,7 +21,7 @@ def final_answer(text: str | float) -> str:
 def exact_match(
     accelerator, model, unwrapped, tokenizer, eval_set, batch_size: int, max_new_tokens: int
 ) -> tuple[float | None, list[str]]:
-    """Answers the prompts of a held-out set by greedy decoding. All ranks must call it.
+    """Answers the prompts of a held-out set by greedy decoding. All processes must call it.
 
     Args:
         model, unwrapped: what `accelerator.prepare` returned, and the `LogProbModel` inside it.

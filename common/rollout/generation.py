@@ -12,8 +12,8 @@ from common.data import tokens
 from common.models import checks
 from common.rollout.samples import Samples
 
-# A batch drops its ended rows after so many tokens. Without that, it would compute ended rows until
-# the last row ends; dropping them after every token would copy the cache too often.
+# A batch drops its ended rows after every 16 tokens. Without that, it would compute ended rows
+# until the last row ends; dropping them after every token would copy the cache too often.
 TOKENS_AT_ONCE = 16
 
 
@@ -49,7 +49,7 @@ def respond(
     return Samples(
         prompts=prompts,
         responses=responses,
-        columns=columns["columns"],
+        row_texts=columns["columns"],
         rows=columns["row"],
         ended=torch.tensor([response[-1] in stops for response in responses]),
     )
@@ -69,17 +69,17 @@ def generate(
 ) -> list[list[int]]:
     """Generates one response to each prompt, up to and including its first stop token.
 
-    The processes share the prompts. All ranks must call it.
+    The processes share the prompts. All processes must call it.
 
     Args:
         prepared, model: what `accelerator.prepare` returned, and the `transformers` model inside.
-        prompts: token ids, the same on every rank.
+        prompts: token ids, the same on every process.
         batch_size: prompts that a process takes at once.
         temperature: 0 is greedy; above it, tokens are drawn from the whole vocabulary.
         uniforms: `[prompts, max_new_tokens]` in [0, 1), needed to draw; see `SampleByUniform`.
 
     Returns:
-        token ids in the order of the prompts, on every rank.
+        token ids in the order of the prompts, on every process.
     """
     settings = GenerationConfig(
         return_dict_in_generate=True,
@@ -130,15 +130,16 @@ def generate_batch(
     prompt_length = ids.shape[1]  # padding included
     padding = np.array([prompt_length - len(prompt) for prompt in prompts])
     responses = [[] for _ in prompts]
-    going = list(range(len(prompts)))  # rows of the batch that have not ended, as they stand in ids
+    # The unfinished prompts; going[i] is the prompt of row i of `ids`.
+    going = list(range(len(prompts)))
     cache = None
     while going:
         settings.max_new_tokens = min(prompt_length + max_new_tokens - ids.shape[1], at_once)
         is_real = np.arange(ids.shape[1]) >= padding[going, None]
         draw = []
         if temperature:
-            numbers = torch.from_numpy(uniforms[going]).to(device)
-            draw = [SampleByUniform(numbers, prompt_length, temperature)]
+            drawn = torch.from_numpy(uniforms[going]).to(device)
+            draw = [SampleByUniform(drawn, prompt_length, temperature)]
         output = model.generate(
             ids,
             attention_mask=torch.from_numpy(is_real).long().to(device),
@@ -150,16 +151,16 @@ def generate_batch(
         for row, response in zip(going, output.sequences[:, prompt_length:].tolist()):
             responses[row] = cut_after_stop(response, stops)
 
-        kept = [  # places in ids
-            place
-            for place, row in enumerate(going)
+        kept = [  # rows of ids
+            index
+            for index, row in enumerate(going)
             if responses[row][-1] not in stops and len(responses[row]) < max_new_tokens
         ]
         if 0 < len(kept) < len(going):
             output.past_key_values.reorder_cache(torch.tensor(kept))
         ids = output.sequences[kept]
         cache = output.past_key_values
-        going = [going[place] for place in kept]
+        going = [going[index] for index in kept]
     return responses
 
 
@@ -198,15 +199,15 @@ class SampleByUniform(LogitsProcessor):
         uniform = self.uniforms[:, input_ids.shape[1] - self.prompt_length, None]
         total = cumulative[:, -1:]  # 1 up to rounding
         token = torch.searchsorted(cumulative, uniform * total, right=True)
-        # Logits that are not finite are found later, when the response is scored. Until then any
-        # token will do: they lead beyond the vocabulary, so we take its last one.
+        # NaN makes `searchsorted` return an index past the vocabulary, so it is clamped; the run
+        # stops when the response is scored.
         token = token.clamp(max=scores.shape[1] - 1)
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
 
 @contextlib.contextmanager
 def ready_to_generate(accelerator, prepared, model):
-    """Holds the whole weights of `model` on every rank, so that each generates at its own pace.
+    """Holds the whole weights of `model` on every process, so that each generates at its own pace.
 
     `model` is in evaluation mode inside the block. Everything is undone when the block ends, even
     by an error.

@@ -74,9 +74,9 @@ def score(
     samples: Samples,
     scoring_batches: Iterable[tuple[list[int], dict]],
 ) -> torch.Tensor:
-    """Returns the score of each response, fp32 `[samples]` on the CPU, the same on every rank.
+    """Returns the score of each response, fp32 `[samples]` on the CPU, the same on every process.
 
-    All ranks must call it.
+    All processes must call it.
 
     Args:
         scoring_batches: this process's share of the samples, see `Samples.scoring_batches`.
@@ -110,7 +110,7 @@ def function_scores(judge: Judge, tokenizer, samples: Samples, numbers: list[int
     Raises:
         ValueError: it returned other than one finite score for each response.
     """
-    rows = [json.loads(samples.columns[number]) for number in numbers]
+    rows = [json.loads(samples.row_texts[number]) for number in numbers]
     prompts = [row["prompt"] for row in rows]
     responses = tokenizer.batch_decode(
         [samples.responses[number] for number in numbers], skip_special_tokens=True
@@ -128,5 +128,5 @@ def function_scores(judge: Judge, tokenizer, samples: Samples, numbers: list[int
 
 
 def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:
-    """A reward function: 1 if the response's final answer is the column `answer`, else 0."""
+    """Returns 1 if the response's final answer is the column `answer`, else 0."""
     return [float(answers.is_right(response, right)) for response, right in zip(responses, answer)]

@@ -12,20 +12,20 @@ from common.models import packing
 
 @dataclass
 class Samples:
-    """Prompts with one response each, the same on every rank.
+    """Prompts with one response each, the same on every process.
 
     A prompt with several responses stands here once for each of them, side by side.
 
     Attributes:
         prompts, responses: token ids.
-        columns: the prompt's row in the data, as a JSON text.
+        row_texts: the prompt's row in the data, as a JSON text.
         rows: the number of that row, from 1.
         ended: bool `[samples]`, whether the response ends with a stop token.
     """
 
     prompts: list[list[int]]
     responses: list[list[int]]
-    columns: list[str]
+    row_texts: list[str]
     rows: list[int]
     ended: torch.Tensor
 
@@ -46,10 +46,10 @@ class Samples:
 
         Args:
             batch_size: samples of a micro-batch, at most.
-            responses_per_prompt: that many neighbours answer the same prompt.
+            responses_per_prompt: how many samples, side by side, answer the same prompt.
         """
-        # A micro-batch takes samples by length, and among equal lengths in their order. With the
-        # length of the longest of them, the responses to a prompt stay together and can share it.
+        # Every response gets the length of the longest response to its prompt: so they sort side by
+        # side and can share the prompt.
         lengths = sample_lengths(self.prompts, self.responses)
         longest = lengths.reshape(-1, responses_per_prompt).max(1)
         lengths = longest.repeat(responses_per_prompt)
@@ -107,7 +107,7 @@ class Collected:
     def gather(self) -> dict[str, torch.Tensor]:
         """Returns the values by name, each `[samples, longest]` on the CPU, zero behind a response.
 
-        They are the same on every rank. All ranks must call it.
+        They are the same on every process. All processes must call it.
         """
         of_samples = distributed.gather_rows(self.of_sample)
         padded = torch.nn.utils.rnn.pad_sequence(of_samples, batch_first=True)

@@ -60,12 +60,12 @@ class RolloutSchedule:
         return full_rollouts * self.updates_per_rollout + self.updates_of(self.prompts_of_last)
 
     def updates_of(self, prompts: int) -> int:
-        """Returns the number of updates of a rollout with so many prompts."""
+        """Returns the number of updates of a rollout of `prompts` prompts."""
         samples = prompts * self.n_samples_per_prompt
         return self.num_epochs_per_rollout * math.ceil(samples / self.train_batch_size)
 
     def position(self, updates_seen: int) -> Position:
-        """Returns the rollout and the update within it that come after so many updates."""
+        """Returns the rollout and the update within it that come after `updates_seen` updates."""
         epoch, update_of_epoch = divmod(updates_seen, self.updates_per_epoch)
         rollout_of_epoch, update = divmod(update_of_epoch, self.updates_per_rollout)
         is_last_update = update_of_epoch + 1 == self.updates_per_epoch
@@ -85,7 +85,7 @@ class RolloutSchedule:
         return (
             f"a rollout: {self.rollout_batch_size} prompts x {self.n_samples_per_prompt} responses "
             f"= {samples} samples, x {self.num_epochs_per_rollout} / train_batch_size "
-            f"= {self.updates_per_rollout} updates; {self.rollouts_per_epoch} rollouts an epoch, "
+            f"= {self.updates_per_rollout} updates; {self.rollouts_per_epoch} rollouts per epoch, "
             f"the last of {self.prompts_of_last} prompts, {self.updates_of(self.prompts_of_last)} "
             f"updates; {total_steps} updates in all"
         )
