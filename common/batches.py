@@ -28,9 +28,9 @@ def rows_of_update(
 ) -> np.ndarray:
     """Returns the rows of update `index`, counted from 0 over the whole run.
 
-    Each epoch is a permutation of all rows, cut into updates; the last one may be short. It depends
-    on the seed and the epoch alone: not on processes, micro-batches or a resume. An update that the
-    engine skips has used its rows, too.
+    Each epoch is a permutation of all rows, cut into updates; the last one may be short. The
+    permutation depends on the seed and the epoch alone: not on processes, micro-batches or a
+    resume. An update that the engine skips has used its rows, too.
     """
     updates_per_epoch = math.ceil(n_rows / train_batch_size)
     epoch, index_in_epoch = divmod(index, updates_per_epoch)
@@ -114,14 +114,13 @@ def split_by_tokens(
 
 
 def smallest_limit(lengths: list[int], micro_batches_wanted: int, most: int) -> int:
-    """Returns the smallest limit of tokens at which the rows fit into so many micro-batches.
+    """Returns the smallest limit that needs at most `micro_batches_wanted` micro-batches.
 
-    A higher limit never needs more micro-batches, so the limit is found by halving the range that
-    it must lie in.
+    A limit is the most tokens that a micro-batch may hold. A higher one never needs more
+    micro-batches, so the smallest is found by halving the range that it must lie in.
 
     Args:
         lengths: tokens of the rows, the longest first.
-        micro_batches_wanted: the number of micro-batches, at most.
         most: a limit at which the rows fit.
     """
     low = 0

@@ -16,7 +16,8 @@ class Progress:
         global_step: updates applied; the one x-axis.
         skipped_steps: updates that the engine skipped because of an fp16 overflow.
         samples: trained on so far, in applied updates.
-        tokens: trained on so far, in applied updates.
+        tokens: real tokens of the samples (their `length`; in DPO and reward a pair's prompt counts
+            twice), padding excluded, in applied updates.
         consecutive_skips: how many of the latest updates were skipped since the last applied one.
         recent_skips: which of the latest `RECENT_UPDATES` updates were skipped, counted from 1.
     """
@@ -83,8 +84,7 @@ class Progress:
         at_multiple = every > 0 and self.global_step % every == 0
         if self.consecutive_skips == 0:
             return at_multiple or self.finished
-        # The last update was skipped, so nothing has changed. Only the end of the run may be due,
-        # unless it was already done at this `global_step`.
+        # Due only if this skip ended the run and `global_step` was not already due by its interval.
         return self.finished and not at_multiple
 
     def log_due(self, interval: float) -> bool:
@@ -97,6 +97,6 @@ class Progress:
         last_of_epoch = (self.n_rows - 1) % self.train_batch_size + 1
         return (
             f"{self.n_rows} samples / train_batch_size {self.train_batch_size} = "
-            f"{self.updates_per_epoch} updates an epoch, the last of {last_of_epoch} samples; "
+            f"{self.updates_per_epoch} updates per epoch, the last of {last_of_epoch} samples; "
             f"{self.total_steps} updates in all"
         )

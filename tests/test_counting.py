@@ -109,7 +109,7 @@ def test_six_hundred_pairs(inputs, batch, updates, last):
     lines = training_lines(output)
     assert [line["global_step"] for line in lines] == list(range(1, updates + 1))
     assert lines[-1]["samples"] == 600 and lines[-1]["samples"] - lines[-2]["samples"] == last
-    assert f"{updates} updates an epoch" in result.stdout
+    assert f"{updates} updates per epoch" in result.stdout
 
 
 def test_accumulation_changes_no_number(inputs):

@@ -410,7 +410,7 @@ def test_templates_that_refuse(tokenizer):
         sft(make_tokenizer(ALTERNATING), {"messages": CHAT})
     with pytest.raises(BadRow, match="no chat template"):
         sft(make_tokenizer(None), {"messages": CHAT})
-    with pytest.raises(BadRow, match="own generation prompt"):
+    with pytest.raises(BadRow, match="right after its generation prompt"):
         pair(make_tokenizer(CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<t>'")), {"prompt": [user(U1)], "chosen": A1, "rejected": B2})  # fmt: skip
 
 

@@ -258,7 +258,7 @@ def expect_lines(found: list[dict], expected: list[dict]) -> None:
 def test_every_logged_number_and_the_weights_of_a_run(whole):
     output, console, reference = whole
     assert "prompts are computed once for both answers" in console and " truncated" in console
-    assert "21 samples / train_batch_size 8 = 3 updates an epoch, the last of 5 samples; 6 updates in all" in console
+    assert "21 samples / train_batch_size 8 = 3 updates per epoch, the last of 5 samples; 6 updates in all" in console
     expect_lines(training_lines(output), reference.lines)
     expect_lines(evaluation_lines(output), reference.evaluations)
     parts = dict(reference.model.named_parameters())

@@ -16,8 +16,8 @@ from common.data.formats import BadRow
 # token ids.
 BOOLEAN_COLUMNS = {"targets"}
 
-# The column that holds each row's checksum until the data set has its name. `datasets` makes the
-# column's name a part of the fingerprint. Under another one, no older checkpoint could be resumed.
+# A temporary column: each row's checksum, from which the fingerprint is made. Do not rename it:
+# removing a column adds its name to the fingerprint, and older checkpoints would be refused.
 CHECKSUM = "crc"
 
 
@@ -26,14 +26,14 @@ def load(
 ) -> datasets.Dataset:
     """Loads a data set and applies a row function such as `pairs.preference_row` to every row.
 
-    That is done once: the result is cached on disk under everything that it depends on. Rows that
-    cannot be used are left out before any permutation, counted and printed by reason.
+    That is done once: the result is cached on disk under a key made of everything it depends on.
+    Rows that cannot be used are left out before any permutation, counted and printed by reason.
 
     Args:
         function: called as `function(row, tokenizer=tokenizer, **settings)`. It returns the
-            columns of the result; among them `reason`, why a row is left out ("" if it is not),
-            and `truncated`, whether something was cut off. It raises `BadRow` if a row fits no
-            format.
+            columns of the result; among them `length`, the number of tokens of the row (of a pair,
+            those of both sequences), `reason`, why a row is left out ("" if it is not), and
+            `truncated`, whether something was cut off. It raises `BadRow` if a row fits no format.
         columns: see `formats.column_names`.
         settings: passed to `function`; `max_length` among them.
 
@@ -74,9 +74,9 @@ def load_evaluation_sets(
 
 
 def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
-    """A column of numbers or words as one array.
+    """Returns a column of numbers or words as one array.
 
-    It is read in parts: read at once it would take half a kilobyte a row.
+    It is read in parts: read at once it would take half a kilobyte per row.
     """
     parts = dataset.select_columns(name).iter(10_000)
     return np.concatenate([part[name] for part in parts])
@@ -86,7 +86,11 @@ def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
 def tokenise(
     name: str, split: str, function, tokenizer, columns: dict[str, str], settings: dict
 ) -> tuple[datasets.Dataset, list[str]]:
-    """Does the work of `load` on one process: the usable rows, and notes on all others."""
+    """Does the work of `load` on one process.
+
+    Returns:
+        the usable rows, and notes on what was left out or cut.
+    """
     if settings["max_length"] < 2:
         sys.exit(
             f"--max_length {settings['max_length']}: expected at least 2, "
@@ -129,23 +133,28 @@ def check_columns(name: str, rows: datasets.Dataset, columns: dict[str, str]) ->
 
     `answer` may be missing: the held-out sets have it, the training set need not.
     """
-    for column_name, own in columns.items():
-        if own not in rows.column_names and column_name != "answer":
+    for column_name, users_name in columns.items():
+        if users_name not in rows.column_names and column_name != "answer":
             sys.exit(
-                f"--columns: data set {name!r} has no column {own!r}; it has {rows.column_names}"
+                f"--columns: data set {name!r} has no column {users_name!r}; "
+                f"it has {rows.column_names}"
             )
 
 
 def rename_columns(row, columns: dict[str, str]) -> dict:
-    """The row under the names of a format: the user's columns win over all that is in the data."""
-    named = {column_name: row[own] for column_name, own in columns.items() if own in row}
+    """Returns the row under a format's names: the user's columns win over all in the data."""
+    named = {
+        column_name: row[users_name]
+        for column_name, users_name in columns.items()
+        if users_name in row
+    }
     hidden = hidden_columns(columns)
     kept = {column_name: value for column_name, value in row.items() if column_name not in hidden}
     return {**kept, **named}
 
 
 def hidden_columns(columns: dict[str, str]) -> set[str]:
-    """Columns of the data that would win over those that the user named.
+    """Returns the columns of the data that would win over those that the user named.
 
     `formats.conversation` recognises `messages` first, then `text`, then `prompt` and
     `completion`. Naming a column of one format switches off the formats recognised before it.
@@ -158,7 +167,7 @@ def hidden_columns(columns: dict[str, str]) -> set[str]:
 
 
 def with_typed_lists(values: dict) -> dict:
-    """The values with every list as an array that has a type, even if it is empty.
+    """Returns the values with every list as an array that has a type, even if it is empty.
 
     `datasets` infers types from the first 1,000 rows. If all of those are unusable their lists are
     empty, so we state the types.
@@ -172,7 +181,7 @@ def with_typed_lists(values: dict) -> dict:
 
 
 def answer_of(row: dict, values: dict) -> dict[str, str]:
-    """The column `answer` of a row whose data has one, else no column."""
+    """Returns the column `answer` of a row whose data has one, else no column."""
     if "answer" not in row:
         return {}
     # Without a prompt nothing is asked: there is nothing to generate from.
@@ -183,16 +192,16 @@ def answer_of(row: dict, values: dict) -> dict[str, str]:
 
 
 def checksum(values: dict) -> int:
-    """A number for what a row function returned; its keys count in their order, as `repr` does.
+    """Returns the checksum of what a row function returned; the order of the keys counts.
 
     The fingerprint of the data is made of these numbers, and a checkpoint holds that fingerprint:
-    a change here, or in what a row function returns, refuses the checkpoints of before.
+    a change here, or in what a row function returns, makes resume refuse older checkpoints.
     """
     return zlib.crc32(repr(values).encode())
 
 
 def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
-    """The rows without a reason to leave them out, under a fingerprint of all rows' content."""
+    """Returns the usable rows, under a fingerprint of all rows' content."""
     reasons = column(converted, "reason")
     # The same rows from another path, or written at another time, are the same data.
     content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
@@ -205,7 +214,7 @@ def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
 
 
 def describe_unusable(converted: datasets.Dataset) -> list[str]:
-    """How many rows are left out, by reason, and how many of the usable ones are truncated."""
+    """Says how many rows are left out, by reason, and how many usable ones are truncated."""
     reasons = column(converted, "reason")
     is_usable = reasons == ""
     counts = zip(*np.unique(reasons[~is_usable], return_counts=True))
@@ -220,7 +229,7 @@ def describe_unusable(converted: datasets.Dataset) -> list[str]:
 def cache_key(
     rows: datasets.Dataset, function, tokenizer, columns: dict[str, str], settings: dict
 ) -> str:
-    """A name for the converted rows, which changes with everything that they depend on."""
+    """Returns a name for the converted rows, which changes with everything that they depend on."""
     folder = Path(__file__).parent
     key = [
         rows._fingerprint,
@@ -234,7 +243,7 @@ def cache_key(
 
 
 def source_of(function) -> str:
-    """The source of a function and of those functions of its own module that it calls.
+    """Returns the source of a function and of those functions of its own module that it calls.
 
     So a change to the rest of a recipe does not tokenise the data again.
     """

@@ -43,7 +43,7 @@ def load(name: str, split: str) -> datasets.Dataset:
 
 
 def data_files(name: str) -> list[Path]:
-    """The data files that a local name stands for; empty for a data set on the hub."""
+    """Returns the data files that a local name stands for; none for a data set on the hub."""
     path = Path(name)
     if path.is_dir():
         return [file for file in path.rglob("*") if is_data_file(file)]
@@ -68,7 +68,7 @@ def reader_of(path: Path) -> str | None:
 
 
 def csv_options(path: Path) -> dict:
-    """Options that make every cell text: else "42" would be a number and "None" nothing."""
+    """Returns options that make every cell text: else "42" would be a number, "None" nothing."""
     header = pandas.read_csv(path, nrows=1)
     # pandas takes surplus cells as an index, and the columns would shift in silence.
     if not isinstance(header.index, pandas.RangeIndex):

@@ -24,20 +24,20 @@ class BadRow(Exception):
 
 
 def column_names(pairs: list[str] | None) -> dict[str, str]:
-    """The format's column -> the user's: `["prompt=question"]` gives `{"prompt": "question"}`.
+    """Returns the user's column by the format's: `["prompt=question"]` -> `{"prompt": "question"}`.
 
     Raises:
         SystemExit: not of the form COLUMN=YOUR_COLUMN, an unknown column, or one named twice.
     """
     columns = {}
     for pair in pairs or []:
-        column, _, own = pair.partition("=")
-        if column not in FORMAT_COLUMNS or column in columns or not own:
+        column, _, users_name = pair.partition("=")
+        if column not in FORMAT_COLUMNS or column in columns or not users_name:
             sys.exit(
                 f"--columns {' '.join(pairs)}: expected {'|'.join(FORMAT_COLUMNS)}=YOUR_COLUMN, "
                 "each once, such as prompt=question"
             )
-        columns[column] = own
+        columns[column] = users_name
     return columns
 
 
@@ -78,14 +78,14 @@ def is_message(value) -> bool:
 
 
 def as_messages(value: str | list[dict], role: str) -> list[dict]:
-    """A list of messages, each with a content; a string becomes one message of that role."""
+    """Returns a list of messages, each with a content; a string becomes one message of `role`."""
     messages = [{"role": role, "content": value}] if isinstance(value, str) else value
     messages = without_nulls(json.dumps(messages, default=str))
     return [{"content": "", **message} for message in messages]
 
 
 def without_nulls(text: str):
-    """The value of a JSON text without the keys, at any depth, whose value is null.
+    """Returns the value of a JSON text without the keys, at any depth, whose value is null.
 
     In a parquet file every row has the keys of all rows, and those that it lacks are null.
     Templates ask whether a key is there.
@@ -105,7 +105,7 @@ def has_text(value: str | list[dict]) -> bool:
 
 
 def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
-    """An SFT row as (prompt, completion), both strings or both message lists.
+    """Returns an SFT row as (prompt, completion), both strings or both message lists.
 
     The formats are tried in this order: `messages` and `text`, which have an empty prompt, then
     `prompt` and `completion`.
@@ -131,7 +131,7 @@ def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
 
 
 def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict] | str]:
-    """A preference row as (prompt, chosen, rejected), the prompt stated once.
+    """Returns a preference row as (prompt, chosen, rejected), the prompt stated once.
 
     All three are strings, or all three are message lists.
     """
@@ -143,7 +143,7 @@ def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict
     require(
         row,
         *required,
-        expected="'chosen' and 'rejected', and 'prompt' unless it is in both",
+        expected="'chosen' and 'rejected', and 'prompt', unless both begin with it",
     )
     chosen = row["chosen"]
     rejected = row["rejected"]
@@ -154,14 +154,15 @@ def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict
 
     chosen = as_messages(chosen, "assistant")
     rejected = as_messages(rejected, "assistant")
-    # Lists that begin with another role begin with the prompt, whether the row states it or not.
+    # An answer list that does not begin with the assistant begins with the prompt, whether the row
+    # states it or not.
     if has_prompt and (not chosen or chosen[0]["role"] == "assistant"):
         return as_messages(prompt, "user"), chosen, rejected
     return split_conversations(prompt, chosen, rejected)
 
 
 def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """(prompt, chosen, rejected) of two hh-rlhf transcripts that share their beginning."""
+    """Returns (prompt, chosen, rejected) of two hh-rlhf transcripts that share their beginning."""
     shared = os.path.commonprefix([chosen, rejected])
     if HH_MARKER not in shared:
         raise BadRow(
@@ -175,7 +176,7 @@ def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
 def split_conversations(
     prompt: str | list[dict] | None, chosen: list[dict], rejected: list[dict]
 ) -> tuple[list[dict], list[dict], list[dict]]:
-    """(prompt, chosen, rejected) of two conversations that both begin with the prompt.
+    """Returns (prompt, chosen, rejected) of two conversations that both begin with the prompt.
 
     Args:
         prompt: column `prompt`, if there is one. UltraFeedback states the last question there, too.
@@ -194,7 +195,7 @@ def split_conversations(
 
 
 def shared_prompt_length(chosen: list[dict], rejected: list[dict]) -> int:
-    """The number of messages that both conversations begin with, up to an assistant's in both.
+    """Counts the messages that both conversations begin with, up to an assistant's in both.
 
     At least one message of each is left as its answer, also where the conversations are equal.
     """
@@ -202,7 +203,7 @@ def shared_prompt_length(chosen: list[dict], rejected: list[dict]) -> int:
     cut = 0
     while cut < longest and chosen[cut] == rejected[cut]:
         cut += 1
-    # They may part at a user's message: the answers then begin with the assistant's turn before.
+    # If they first differ at a user's message, go back to the assistant's turn before it.
     while cut > 0 and not chosen[cut]["role"] == rejected[cut]["role"] == "assistant":
         cut -= 1
     return cut

@@ -4,7 +4,7 @@ from common.data import formats, tokens
 
 
 def preference_row(row: dict, tokenizer, max_length: int) -> dict:
-    """Token ids of one pair, and whether it can be used.
+    """Returns the token ids of one pair, and whether it can be used.
 
     What is longer than `max_length` is cut at the end; prompt and one answer count together.
 
@@ -45,7 +45,7 @@ def preference_row(row: dict, tokenizer, max_length: int) -> dict:
 
 
 def missing_text(prompt, chosen, rejected) -> str:
-    """Why a pair without some of its text must be left out; "" if it has all."""
+    """Says why a pair without some of its text must be left out; "" if it has all."""
     if not formats.has_text(prompt):
         return "empty prompt"
     if not (formats.has_text(chosen) and formats.has_text(rejected)):

@@ -13,7 +13,7 @@ def render(
     add_generation_prompt: bool = False,
     tools: list[dict] | str | None = None,
 ) -> str:
-    """Messages as the chat template writes them.
+    """Returns messages as the chat template writes them.
 
     Args:
         tools: what the messages may call, as JSON schemas or as a JSON text of them.
@@ -43,11 +43,11 @@ def render(
 
 
 def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
-    """Token ids of consecutive pieces of one text, one list for each piece.
+    """Returns the token ids of consecutive pieces of one text, one list for each piece.
 
     The ids are those of the whole text, cut at the ends of the pieces: so they are what a model
-    meets when it reads the text. Where a piece merges with the one before it, no such cut exists.
-    Then that piece is tokenised alone, and so is every later one, because the tokens of the whole
+    meets when it reads the text. Where a token spans the end of a piece, no such cut exists. Then
+    the next piece is tokenised alone, and so is every later one, because the tokens of the whole
     text no longer begin with the ids so far. The ids of a piece never depend on later pieces.
 
     Args:
@@ -79,16 +79,17 @@ def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
 
 
 def encode_text(tokenizer, text: str) -> list[int]:
-    """Token ids of a text, without the special tokens that the tokenizer puts around texts."""
+    """Returns a text's token ids, without the special tokens that the tokenizer puts around it."""
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def encode_turns(
     tokenizer, messages: list[dict], spans: list[tuple[int, int]], tools=None
 ) -> list[list[int]]:
-    """Token ids of a conversation up to its last answer, in pieces.
+    """Returns the token ids of a conversation up to its last answer, in pieces.
 
     The pieces are what precedes the first answer, the first answer, what precedes the second, ...
+    PPO's prompts have no answer yet: see `prompt_row` in recipes/ppo.py.
 
     Args:
         spans: for each answer its first message, and the one after its last.
@@ -100,6 +101,7 @@ def encode_turns(
     texts = []
     written = ""  # the conversation up to the last answer so far
     for start, end in spans:
+        # A conversation may begin with an answer.
         before = render(tokenizer, messages[:start], True, tools) if start else ""
         after = render(tokenizer, messages[:end], False, tools)
         if not before.startswith(written):
@@ -109,8 +111,8 @@ def encode_turns(
             )
         if not after.startswith(before):
             raise BadRow(
-                "this chat template does not begin an answer with its own generation prompt: "
-                "use another template"
+                "this chat template does not write an answer right after its generation prompt, "
+                "or rewrites earlier turns: use another template"
             )
         context = before[len(written) :]
         answer = after[len(before) :]
@@ -120,14 +122,13 @@ def encode_turns(
 
 
 def turn_length(tokenizer, ids: list[int]) -> int:
-    """The number of a turn's tokens up to the one that ends it; 0 if no token does.
+    """Counts a turn's tokens up to the one that ends it; 0 if no token does.
 
     The last EOS ends a turn. Some templates write none (Gemma, base models of Qwen). There the
     special token at the end of the turn ends it, also where a newline follows. What follows the
     end is never generated, so it is not learned.
     """
-    # Read once: transformers searches for it each time, and a turn has hundreds of tokens.
-    eos = tokenizer.eos_token_id
+    eos = tokenizer.eos_token_id  # a property that searches each time
     if eos in ids:
         return len(ids) - ids[::-1].index(eos)
     added_tokens = tokenizer.added_tokens_decoder
@@ -141,9 +142,10 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 def encode_preference(
     tokenizer, prompt, chosen, rejected, tools=None
 ) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of prompt, chosen and rejected, each answer up to its end; see `turn_length`.
+    """Returns the ids of prompt, chosen and rejected, each answer up to its end.
 
-    The prompt's ids are the same for both answers. `tools`: see `render`.
+    The end is found by `turn_length`. The prompt's ids are the same for both answers. `tools`: see
+    `render`.
     """
     prompt_ids, chosen_ids = encode_answer(tokenizer, prompt, chosen, tools)
     _, rejected_ids = encode_answer(tokenizer, prompt, rejected, tools)
@@ -151,7 +153,7 @@ def encode_preference(
 
 
 def encode_answer(tokenizer, prompt, answer, tools) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt and an answer, both strings or both message lists."""
+    """Returns the token ids of a prompt and an answer, both strings or both message lists."""
     if isinstance(prompt, str):
         prompt_ids, ids = encode(tokenizer, [prompt, answer], plain=True)
     else:
@@ -164,7 +166,7 @@ def encode_answer(tokenizer, prompt, answer, tools) -> tuple[list[int], list[int
 
 
 def fingerprint(tokenizer) -> str:
-    """A text that changes whenever the tokenizer would write other ids."""
+    """Returns a text that changes whenever the tokenizer would write other ids."""
     if tokenizer.is_fast:
         content = tokenizer.backend_tokenizer.to_str()
     else:
@@ -173,7 +175,7 @@ def fingerprint(tokenizer) -> str:
 
 
 def stop_tokens(tokenizer, model) -> set[int]:
-    """The tokens that end a response.
+    """Returns the tokens that end a response.
 
     They are EOS, those of the model's generation config, and what ends a turn of the chat template.
     """

@@ -1,4 +1,4 @@
-"""Whether a model is read rightly: its own log-probs, and several answers in a row."""
+"""Whether a model is read rightly: its own log-probs, and several answers in one row."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ from common.models import packing
 def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str) -> None:
     """Compares our log-probs with those of the architecture's own logits, on one short row.
 
-    All ranks must call it.
+    All processes must call it.
 
     Args:
         prepared: what `accelerator.prepare` returned for a `LogProbModel`.
@@ -42,8 +42,9 @@ def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str)
 def can_pack(models: list[nn.Module], longest: int, device) -> bool:
     """Whether all models read several answers in one row as they read each alone.
 
-    They do not where attention or positions are of another kind than usual, or where more than
-    attention passes from token to token. All ranks must call it.
+    They do not where attention or positions are of another kind than usual, or where something
+    besides attention carries information between tokens (recurrent layers). All processes must
+    call it.
 
     Args:
         models: prepared ones, whose output is scores or log-probs.

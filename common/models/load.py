@@ -17,7 +17,7 @@ from common.data import tokens
 
 
 def tokenizer_of(name: str):
-    """The tokenizer of a model, with an EOS and a pad token.
+    """Loads the tokenizer of a model, with an EOS and a pad token.
 
     Raises:
         SystemExit: no tokenizer there, or one without an EOS token. The message says what to do.
@@ -36,7 +36,7 @@ def tokenizer_of(name: str):
 def causal_lm(
     name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool = False
 ) -> PreTrainedModel:
-    """A causal language model in fp32.
+    """Loads a causal language model in fp32.
 
     Autocast and FSDP2 round it to half precision for each forward pass. DeepSpeed rounds it once,
     and its fp32 masters start from the rounded weights.
@@ -71,7 +71,7 @@ def score_model(
     gradient_checkpointing: bool = False,
     new_head: bool = False,
 ) -> PreTrainedModel:
-    """A sequence classifier with one label in fp32: a reward model, or a critic.
+    """Loads a sequence classifier with one label in fp32: a reward model, or a critic.
 
     Args:
         tokenizer: that of the policy, or of `name` itself.
@@ -85,7 +85,8 @@ def score_model(
     if own_tokenizer.get_vocab() != tokenizer.get_vocab():
         sys.exit(
             f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: "
-            "what is scored in tokens must share them"
+            "the reward model or critic reads the policy's token ids, "
+            "so both need the same vocabulary"
         )
     model, missing = load(
         AutoModelForSequenceClassification,
@@ -118,7 +119,7 @@ def score_model(
 def load(
     auto_class, kind: str, name: str, tokenizer, gradient_checkpointing: bool, **settings
 ) -> tuple:
-    """A model in fp32, and the names of the weights that its folder lacks.
+    """Loads a model in fp32; returns it and the names of the weights that its folder lacks.
 
     Args:
         kind: what is loaded, in words, for messages.
@@ -150,7 +151,7 @@ def load(
 
 
 def from_pretrained(auto_class, kind: str, name: str, **settings):
-    """`auto_class.from_pretrained`, or an exit with the first line of its error."""
+    """Calls `auto_class.from_pretrained`, and exits with the first line of its error."""
     try:
         return auto_class.from_pretrained(name, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
@@ -175,7 +176,7 @@ def draw_score_head(model: PreTrainedModel) -> None:
 
 
 def fingerprint(name: str, model) -> list:
-    """What identifies a model's weights, as JSON values.
+    """Returns what identifies a model's weights, as JSON values.
 
     For a local folder these are its path and the name, size and time of each file in it; for a
     hub name, the commit.

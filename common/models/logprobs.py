@@ -10,17 +10,17 @@ CHUNK_ELEMENTS = 2**27
 
 
 def mean_logits(logits, all_logps, targets) -> torch.Tensor:
-    """Mean of the logits over the vocabulary, fp32 `[n]`."""
+    """Returns the mean of the logits over the vocabulary, fp32 `[n]`."""
     return logits.mean(-1, dtype=torch.float32)
 
 
 def correct(logits, all_logps, targets) -> torch.Tensor:
-    """1.0 where the target is the most probable token, fp32 `[n]`."""
+    """Returns 1.0 where the target is the most probable token, fp32 `[n]`."""
     return (logits.argmax(-1) == targets).float()
 
 
 def entropy(logits, all_logps, targets) -> torch.Tensor:
-    """Entropy of the distribution over the vocabulary, fp32 `[n]`."""
+    """Returns the entropy of the distribution over the vocabulary, fp32 `[n]`."""
     return -all_logps.exp().mul_(all_logps).sum(-1)
 
 
@@ -50,7 +50,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         softcap: float,
         extras: tuple[str, ...],
     ):
-        """The log-prob of each target, and the extras.
+        """Returns the log-prob of each target, and the extras.
 
         Args:
             hidden: `[n, h]`.
@@ -89,7 +89,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logps, *_):
-        """The gradients of hidden states, weight and bias, summed over the chunks in fp32."""
+        """Returns the gradients of hidden states, weight and bias, summed over chunks in fp32."""
         hidden, weight, bias, targets = ctx.saved_tensors
         matrix = weight.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden)
@@ -127,7 +127,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """The precision of the product of hidden states and output weights.
+    """Returns the precision of the product of hidden states and output weights.
 
     autocast neither reaches into a custom function by itself, nor into its backward pass, so the
     precision is decided here.
@@ -143,7 +143,7 @@ def product_dtype(hidden: torch.Tensor) -> torch.dtype:
 def logits_of(
     hidden, matrix, bias, multiplier: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `[n, v]` of some positions, and their log-softmax in fp32."""
+    """Returns the logits `[n, v]` of some positions, and their log-softmax in fp32."""
     with torch.autocast(hidden.device.type, enabled=False):
         logits = hidden.to(matrix.dtype) @ matrix.T
         if bias is not None:
@@ -159,7 +159,7 @@ class LogProbHead(nn.Linear):
     """A model's output layer that, given targets, returns their log-probs and no logits.
 
     It is called as the module that it is, once in a forward pass. So ZeRO-3 gathers its weight
-    once, and on every rank alike.
+    once, and on every process alike.
     """
 
     @torch.compiler.disable  # compiled once for each number of targets, it would be slower
@@ -171,7 +171,7 @@ class LogProbHead(nn.Linear):
         softcap: float = 0.0,
         extras: tuple[str, ...] = (),
     ):
-        """Logits, or, given targets, what `ChunkedLogProbs.forward` returns."""
+        """Returns logits, or, given targets, what `ChunkedLogProbs.forward` returns."""
         if targets is None:
             return super().forward(hidden)
         return ChunkedLogProbs.apply(
@@ -186,7 +186,7 @@ class ScoreHead(nn.Linear):
     """
 
     def forward(self, hidden):
-        """fp32 scores `[n, 1]` of hidden states `[n, h]`."""
+        """Returns fp32 scores `[n, 1]` of hidden states `[n, h]`."""
         bias = None if self.bias is None else self.bias.float()
         with torch.autocast(hidden.device.type, enabled=False):
             return nn.functional.linear(hidden.float(), self.weight.float(), bias)
@@ -262,7 +262,7 @@ class LogProbModel(ModelWrapper):
         extras: tuple[str, ...] = (),
         check: bool = False,
     ) -> dict:
-        """Log-probs of the targets of a batch.
+        """Returns the log-probs of the targets of a batch.
 
         Args:
             batch: of `packing.make_batch`.
@@ -278,6 +278,7 @@ class LogProbModel(ModelWrapper):
         output = self.model.base_model(**batch["inputs"], use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch["before"])
         head = self.model.get_output_embeddings()
+        # (softcap * tanh(multiplier * x / softcap)) / T is the same formula with both divided by T.
         values = head(
             hidden,
             batch["targets"],
@@ -292,7 +293,7 @@ class LogProbModel(ModelWrapper):
         return {name: empty.masked_scatter(batch["mask"], value) for name, value in by_name.items()}
 
     def own_logps(self, batch: dict) -> torch.Tensor:
-        """Log-probs `[targets]` from the logits of the architecture's own forward."""
+        """Returns log-probs `[targets]` from the logits of the architecture's own forward."""
         logits = self.model(**batch["inputs"], use_cache=False).logits
         logits = logits.flatten(0, 1)[batch["before"]].float()
         return logits.log_softmax(-1).gather(1, batch["targets"][:, None]).squeeze(1)
