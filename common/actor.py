@@ -45,7 +45,10 @@ def save(
 def gather_weights(
     accelerator: Accelerator, prepared: nn.Module, unwrapped: nn.Module
 ) -> dict[str, torch.Tensor]:
-    """The whole weights on the main process, by their names in `unwrapped`. A collective."""
+    """Returns the whole weights on the main process, by their names in `unwrapped`.
+
+    All processes must call it.
+    """
     if zero.stage(accelerator) == 3 or accelerator.is_fsdp2:
         return accelerator.get_state_dict(prepared)  # each process holds a part
     # Here every process has all weights. accelerate would copy them to the host on each process,
@@ -56,7 +59,7 @@ def gather_weights(
 def weights_of_actor(
     weights: dict[str, torch.Tensor], unwrapped: nn.Module
 ) -> dict[str, torch.Tensor]:
-    """The weights of `unwrapped.model` under the names it has by itself, tied ones once."""
+    """Returns the weights of `unwrapped.model` under the names it has by itself, tied ones once."""
     state_dict = {
         name.removeprefix("model."): value
         for name, value in weights.items()

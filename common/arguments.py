@@ -87,7 +87,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
 
 
 def make_parser(args_class: type) -> transformers.HfArgumentParser:
-    """The parser of a recipe's arguments."""
+    """Returns the parser of a recipe's arguments."""
     parser = transformers.HfArgumentParser(
         args_class,
         allow_abbrev=False,
@@ -111,7 +111,7 @@ def names_model_or_dataset(argv: list[str]) -> bool:
 
 
 def yaml_to_flags(path: str | Path, parser: transformers.HfArgumentParser) -> list[str]:
-    """The flags that say the same as a flat YAML mapping.
+    """Returns the flags that say the same as a flat YAML mapping.
 
     A value of `null` leaves the default. `{assets}` in a value stands for the folder of the assets.
     """
@@ -135,7 +135,7 @@ def yaml_to_flags(path: str | Path, parser: transformers.HfArgumentParser) -> li
 
 
 def load_function(argument: str, name: str):
-    """The function that an argument names as `MODULE:NAME`.
+    """Loads the function that an argument names as `MODULE:NAME`.
 
     Modules are looked for in the current directory, too.
 
@@ -163,7 +163,7 @@ def accumulation_steps(
     processes: int,
     micro_train_tokens: int = 0,
 ) -> int:
-    """The micro-batches that each process accumulates for one update.
+    """Returns the number of micro-batches that each process accumulates for one update.
 
     This is `train_batch_size / (micro_train_batch_size * processes)`. If `micro_train_tokens` is
     given, micro-batches are cut by tokens, and this is the most there can be: one for each sample.
@@ -200,7 +200,7 @@ def accumulation_steps(
 
 
 def nearest_micro_batch_size(train_batch_size: int, wanted: int, processes: int) -> int:
-    """The size nearest to the wanted one that divides the samples of an update, or 0."""
+    """Returns the size nearest to the wanted one that divides the samples of an update, or 0."""
     sizes = [
         size
         for size in range(1, train_batch_size + 1)
@@ -210,7 +210,7 @@ def nearest_micro_batch_size(train_batch_size: int, wanted: int, processes: int)
 
 
 def check_intervals(args) -> None:
-    """Refuses intervals that are neither a number nor a share of updates, and empty answers.
+    """Refuses intervals that are no number or share of updates, and a --max_new_tokens below 1.
 
     Raises:
         SystemExit: with the argument and its value.
@@ -218,10 +218,7 @@ def check_intervals(args) -> None:
     for name in ("logging_steps", "eval_steps", "save_steps", "save_actor_steps"):
         value = getattr(args, name)
         if value < 0 or (value >= 1 and value != int(value)):
-            sys.exit(
-                f"--{name} {value}: "
-                "expected 0 (never), a share below 1, or a whole number of updates"
-            )
+            sys.exit(f"--{name} {value}: expected 0, a share below 1, or a whole number of updates")
     # A reward model has no answers to generate.
     if getattr(args, "max_new_tokens", 1) < 1:
         sys.exit(f"--max_new_tokens {args.max_new_tokens}: expected at least 1")

@@ -68,10 +68,10 @@ class Run:
 
     @property
     def identity(self) -> dict:
-        """What a run must share with the checkpoint it resumes from, but for what may change.
+        """What must equal the checkpoint's, except arguments that may change.
 
-        Its `world` is the precision. An engine that cuts its state must also be the same, with as
-        many processes.
+        `world` is the precision; for an engine that shards its state it is the engine, the
+        precision, the device and the number of processes.
         """
         accelerator = self.accelerator
         world = accelerator.mixed_precision
@@ -102,7 +102,8 @@ def save(run: Run) -> None:
     try:
         write(run, temporary, final)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
-        # Only the main process removes it: another one might delete what this one is renaming.
+        # Only the main process removes it: another process might delete it while the main process
+        # renames it.
         if run.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
         way_on = "There is none before it."
@@ -139,10 +140,10 @@ def write(run: Run, temporary: Path, final: Path) -> None:
 
 
 def state_beside_engine(run: Run) -> dict:
-    """The content of `state.json`: what the engine does not save. All processes must call it.
+    """Returns the content of `state.json`: what the engine does not save.
 
-    `open_sums` has the sums of the log line not yet written, of each process by itself: added up
-    now, they would be rounded in another order than without a checkpoint.
+    `open_sums` has the sums of the log line not yet written, separately for each process: summing
+    them now would change the rounding, and so the log. All processes must call it.
     """
     metrics = run.metrics
     return {
@@ -272,9 +273,10 @@ def check_disk(run: Run) -> None:
 
 
 def find_checkpoint(run: Run) -> Path | None:
-    """The checkpoint that `--resume` names; with `auto` the newest whole one of this run.
+    """Finds the checkpoint that `--resume` names; with `auto` the newest whole one of this run.
 
-    None if `auto` finds that none was ever written. Prints which ones are passed over, and why.
+    Prints which ones are passed over, and why. Returns None if `auto` finds that none was ever
+    written.
 
     Raises:
         SystemExit: there are checkpoints but none is whole; the run has ended and left none.
@@ -352,10 +354,11 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
     if before.get("world") == universal_world(now["world"]):
         now["world"] = before["world"]
     may_change = arguments.MAY_CHANGE | run.args.may_change
+    # An argument that is newer than the checkpoint is not compared.
     changed = [
         name
         for name in before
-        if name not in may_change and present_name(now.get(name)) != present_name(before[name])
+        if name not in may_change and with_new_name(now.get(name)) != with_new_name(before[name])
     ]
     if not changed:
         return
@@ -368,18 +371,21 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
     sys.exit(f"--resume: {path} is of another run: {differences}{way_out}")
 
 
-def present_name(value):
-    """The name that a function has now, where `value` is one that it had before it moved."""
+def with_new_name(value):
+    """Returns a value for comparison: a function by its old name becomes the new one.
+
+    All else stays; see `arguments.MOVED_FUNCTIONS`.
+    """
     if isinstance(value, str):
         return arguments.MOVED_FUNCTIONS.get(value, value)
     return value
 
 
 def universal_world(world: str) -> str:
-    """Engine, stage and precision: what must stay the same for a universal checkpoint.
+    """Returns the `world` of a universal checkpoint: no device and processes, which may differ.
 
-    `DeepSpeed ZeRO-2 fp16` for `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`. Such checkpoints
-    are made by `common/export.py`.
+    This is `DeepSpeed ZeRO-2 fp16` for `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`. Such
+    checkpoints are made by `common/export.py`.
     """
     return world.partition(" on ")[0]
 

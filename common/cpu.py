@@ -27,7 +27,7 @@ class HalfProductsInFp32(TorchFunctionMode):
 
 
 def to_fp32(value):
-    """A half-precision tensor in fp32; anything else as it is."""
+    """Returns a half-precision tensor in fp32; anything else as it is."""
     if isinstance(value, torch.Tensor) and value.dtype.itemsize == 2:
         return value.float()
     return value
@@ -52,7 +52,7 @@ def use_onednn() -> None:
 
 
 def sdpa_of_short_rows(module: nn.Module, query: torch.Tensor, *args, **kwargs):
-    """transformers' attention, without the flash kernel where rows are short.
+    """Computes transformers' attention, without the flash kernel where rows are short.
 
     The flash kernel's products are too small for oneDNN there.
 

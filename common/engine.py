@@ -10,7 +10,7 @@ from common import zero
 
 
 def describe(accelerator: Accelerator) -> str:
-    """How the run computes, in words: `DeepSpeed ZeRO-2 fp16 on cpu`."""
+    """Returns in words how the run computes, such as `DeepSpeed ZeRO-2 fp16 on cpu`."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         engine = f"DeepSpeed ZeRO-{zero.stage(accelerator)}"
     elif accelerator.distributed_type == DistributedType.FSDP:
@@ -24,7 +24,7 @@ def describe(accelerator: Accelerator) -> str:
 
 
 def is_sharded(accelerator) -> bool:
-    """Whether a process may hold only a part of the state, which the engine gathers or saves."""
+    """Whether a process may hold only a part of the state."""
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
@@ -34,7 +34,7 @@ def begin_update(accelerator, prepared: nn.Module, micro_batches: list) -> int:
     Returns:
         The number by which the engine divides the summed losses: micro-batches times processes.
     """
-    accelerator.step = 0
+    accelerator.step = 0  # so that it syncs at the last micro-batch of this update
     accelerator.gradient_accumulation_steps = len(micro_batches)
     divisor = len(micro_batches) * accelerator.num_processes
     if zero.stage(accelerator):
@@ -43,7 +43,7 @@ def begin_update(accelerator, prepared: nn.Module, micro_batches: list) -> int:
 
 
 def loss_scale(accelerator, prepared: nn.Module) -> float | None:
-    """The current scale of the loss under fp16; None where there is none."""
+    """Returns the current scale of the loss under fp16; None where there is none."""
     if zero.stage(accelerator) and accelerator.mixed_precision == "fp16":
         return zero.loss_scale(prepared)
     if accelerator.scaler is not None:
@@ -52,7 +52,7 @@ def loss_scale(accelerator, prepared: nn.Module) -> float | None:
 
 
 def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
-    """The optimizer that really steps.
+    """Returns the optimizer that really steps.
 
     accelerate and DeepSpeed wrap it. Where it is offloaded to the CPU they replace it by another.
     """
@@ -64,16 +64,16 @@ def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
 def record_group_norms(accelerator, optimizer):
     """Records the gradient norm of each parameter group at every step.
 
-    The gradients are those that the innermost optimizer gets. DeepSpeed has no others left by then,
-    and gives each process a part of them.
+    The gradients are those that the innermost optimizer gets. Under DeepSpeed the parameters' own
+    gradients are gone by then, and each process has only its part.
 
     Args:
         optimizer: what `prepare` returned; each of its groups has a `name`.
 
     Returns:
         A function without arguments that returns the norms of the update just made, by the group's
-        name and up to one common factor. All ranks must call it, after every `optimizer.step()`
-        that updates.
+        name and up to one common factor. All processes must call it, after every
+        `optimizer.step()` that updates.
     """
     squares = {group["name"]: 0.0 for group in optimizer.param_groups}
 
@@ -85,7 +85,8 @@ def record_group_norms(accelerator, optimizer):
             squares[group["name"]] += float(nn.utils.get_total_norm(local)) ** 2
 
     def group_norms() -> dict[str, float]:
-        # Of this process's shards. Under DDP each process has them all: the factor is common.
+        # Under DDP every process has all gradients, so the sum is num_processes times too large:
+        # the common factor.
         table = torch.tensor(list(squares.values()), device=accelerator.device)
         for name in squares:
             squares[name] = 0.0
@@ -107,5 +108,5 @@ def reshard(prepared: nn.Module) -> None:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """The number of the model's parameters, also where ZeRO-3 leaves a process only a part."""
+    """Counts the model's parameters, also where ZeRO-3 leaves a process only a part of them."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())

@@ -39,7 +39,7 @@ def check(checkpoint: Path, out: Path) -> None:
 
 
 def make_temporary(out: Path) -> Path:
-    """The name under which `out` is written, free to be used."""
+    """Returns the name under which `out` is written, free to be used."""
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -102,8 +102,8 @@ def universal(checkpoint: Path, out: Path) -> None:
     source = checkpoint / "engine" / "pytorch_model"
     if not source.is_dir():
         sys.exit(
-            f"{checkpoint} was not written under DeepSpeed: one process and DDP resume from it "
-            "as it is, FSDP2 with its own world only"
+            f"{checkpoint} was not written under DeepSpeed: a checkpoint of one process or DDP "
+            "fits any number of processes as it is; one of FSDP2 only the number that wrote it"
         )
     temporary = make_temporary(out)
     copy_without(checkpoint, temporary, source)
@@ -154,7 +154,7 @@ def convert_engine(source: Path, out: Path) -> None:
 
 
 def step_counts(checkpoint: Path) -> set[float]:
-    """The different step counts that Adam has in a universal ZeRO-3 checkpoint."""
+    """Returns the different step counts that Adam has in a universal ZeRO-3 checkpoint."""
     file = checkpoint / "engine" / "pytorch_model" / "zero" / "optimizer_state.pt"
     shared = torch.load(file, weights_only=False)
     moments = shared["optimizer_state_dict"]["state"].values()

@@ -45,7 +45,7 @@ def flush(*paths: Path) -> None:
 
 
 def step_of(folder: Path) -> int | None:
-    """100 for `global_step_000100`; None for other names, such as `global_step_000100_best`."""
+    """Returns 100 for `global_step_000100`; None for other names (`global_step_000100_best`)."""
     number = folder.name.removeprefix(STEP_PREFIX)
     if number == folder.name or not number.isdigit():
         return None
@@ -53,7 +53,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def by_step(parent: Path) -> list[Path]:
-    """The `global_step_*` folders of a folder, the newest last.
+    """Returns the `global_step_*` folders of a folder, the newest last.
 
     Copies that the user made under other names are left out.
     """
@@ -62,18 +62,18 @@ def by_step(parent: Path) -> list[Path]:
 
 
 def checksum(path: Path) -> int:
-    """The CRC-32 of a file. It finds what storage damages; it is no signature."""
+    """Returns the CRC-32 of a file. It finds what storage damages; it is no signature."""
     if path.stat().st_size == 0:
         return 0  # an empty file cannot be mapped
     return zlib.crc32(np.memmap(path, mode="r"))
 
 
 def describe_files(folder: Path, share: int = 0, shares: int = 1) -> dict[str, list[int]]:
-    """The entries of a folder's manifest: size in bytes and checksum of each file, by its path.
+    """Returns the entries of a folder's manifest: size in bytes and checksum of each file, by path.
 
     Args:
-        share, shares: processes that divide the work describe every `shares`-th file each, from
-            number `share` on.
+        share, shares: this process's number and the number of processes that divide the work: it
+            describes files share, share + shares, share + 2 * shares ...
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
@@ -89,7 +89,7 @@ def write_manifest(folder: Path, entries: dict[str, list[int]]) -> None:
 
 
 def fault_of(path: Path) -> str | None:
-    """What keeps a folder from being a whole checkpoint; None if nothing does."""
+    """Says what keeps a folder from being a whole checkpoint; None if nothing does."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         for name, (size, crc) in manifest.items():

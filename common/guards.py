@@ -34,7 +34,7 @@ class RowLosses(NamedTuple):
 class FiniteLosses:
     """Collects the losses of an update and checks them all at its last micro-batch.
 
-    One check an update is enough, before it is applied. Each check makes a GPU wait.
+    One check per update is enough, before it is applied. Each check makes a GPU wait.
     """
 
     def __init__(self, accelerator, progress: Progress, output_dir: str):

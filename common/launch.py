@@ -31,8 +31,8 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     """Builds the `Accelerator` that the launcher's environment asks for, and checks the result.
 
     Derives `gradient_accumulation_steps`, writes the accumulation, the micro-batch size and the
-    clipping into the DeepSpeed config, decides `args.output_dir` once for all ranks, and seeds
-    Python, NumPy and torch with `args.seed`.
+    clipping into the DeepSpeed config (in `zero.make_plugin`), decides `args.output_dir` once for
+    all processes, and seeds Python, NumPy and torch with `args.seed`.
 
     Args:
         args: needs `train_batch_size micro_train_batch_size micro_train_tokens max_grad_norm
@@ -66,7 +66,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
 
 
 def read_environment() -> Launcher:
-    """What `accelerate launch` or `torchrun` told this process in its environment."""
+    """Returns what `accelerate launch` or `torchrun` told this process in its environment."""
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
     return Launcher(
         processes=int(os.environ.get("WORLD_SIZE", 1)),
@@ -78,8 +78,8 @@ def read_environment() -> Launcher:
 
 def refuse_what_would_be_ignored(launcher: Launcher) -> None:
     """Refuses settings that accelerate would drop in silence."""
-    # accelerate sets this address where it was asked for several processes. It then starts only one
-    # unless the YAML names a way to start more.
+    # When asked for several processes, `accelerate launch` sets MASTER_ADDR; but without a
+    # multi-process distributed_type in the YAML it starts only one.
     started_by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
     asked_for_several = os.environ.get("MASTER_ADDR") == "127.0.0.1"
     if started_by_accelerate and asked_for_several and "WORLD_SIZE" not in os.environ:
@@ -96,13 +96,13 @@ def refuse_what_would_be_ignored(launcher: Launcher) -> None:
 
 
 def build(args, launcher: Launcher, accumulation: int) -> Accelerator:
-    """The Accelerator itself, with the plugins of its engine."""
+    """Builds the Accelerator itself, with the plugins of its engine."""
     deepspeed_plugin = None
     if launcher.deepspeed:
         deepspeed_plugin = zero.make_plugin(accumulation, args)
     if launcher.on_cpu and launcher.fsdp:
-        # On a CPU accelerate falls back to DDP in silence. Only what it takes for a world of GPUs
-        # becomes FSDP.
+        # accelerate applies FSDP only to what it believes is MULTI_GPU, and on a CPU silently uses
+        # DDP. So we tell it that this is MULTI_GPU.
         PartialState(cpu=True, backend="gloo")
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return Accelerator(
@@ -111,12 +111,13 @@ def build(args, launcher: Launcher, accumulation: int) -> Accelerator:
         ),
         deepspeed_plugin=deepspeed_plugin,
         kwargs_handlers=process_group_settings(launcher),
+        # If accelerate is told to use the CPU it ignores DeepSpeed and silently uses DDP.
         cpu=launcher.on_cpu and not launcher.deepspeed,
     )
 
 
 def process_group_settings(launcher: Launcher) -> list[InitProcessGroupKwargs] | None:
-    """How processes find and wait for each other; None for one that no launcher started."""
+    """Returns how processes find and wait for each other; None if no launcher started this one."""
     if "LOCAL_RANK" not in os.environ:
         return None
     if launcher.on_cpu:
@@ -194,7 +195,7 @@ def make_output_dir(accelerator: Accelerator, args, recipe: str) -> None:
 
 
 def decide_output_dir(args, recipe: str) -> str:
-    """The folder that `--output_dir` and `--resume` ask for, made if it is not there.
+    """Returns the folder that `--output_dir` and `--resume` ask for, made if it is not there.
 
     Returns:
         `--output_dir`, the folder of the run that is resumed, or `runs/<recipe>/<date-time>`.
@@ -229,7 +230,7 @@ def decide_output_dir(args, recipe: str) -> str:
 
 
 def output_dir_of_checkpoint(args) -> Path:
-    """`--output_dir`, or, without it, the folder of the run whose checkpoint `--resume` names."""
+    """Returns `--output_dir`, or else the folder of the run whose checkpoint `--resume` names."""
     checkpoint = Path(args.resume)
     if not (checkpoint / "manifest.json").is_file():
         sys.exit(

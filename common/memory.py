@@ -36,7 +36,7 @@ docs/memory.md has a formula for activations."""
 
 
 class Setup(NamedTuple):
-    """What of a launch config decides on memory. Sizes are in elements.
+    """The settings of a launch config that decide the memory. Sizes are in elements.
 
     Attributes:
         kind: `plain` (one process), `ddp`, `fsdp2` or `zero`.
@@ -47,7 +47,8 @@ class Setup(NamedTuple):
         buckets: how many of them there are.
         live: what ZeRO-3 holds gathered at most.
         sub_group: what ZeRO-3 updates at once.
-        accumulates: several micro-batches make an update, so gradients are there while they run.
+        accumulates: several micro-batches make an update, so the gradients of earlier ones are held
+            during the next forward.
     """
 
     kind: str
@@ -76,7 +77,7 @@ class Setup(NamedTuple):
 
     @property
     def while_adding(self) -> tuple[str, ...]:
-        """When the gradients of earlier micro-batches wait for those of the next."""
+        """The moments at which the gradients of earlier micro-batches wait for the next ones."""
         return (FORWARD,) if self.accumulates else ()
 
 
@@ -88,8 +89,8 @@ class State(NamedTuple):
         split: whether each process holds a part of it only.
         moments: when it is there.
         place: `GPU` or `CPU`.
-        limit: elements that it has at most; None for as many as parameters.
-        fixed: elements that it has whatever the model; None for one a parameter.
+        limit: elements that it has at most. None: no limit.
+        fixed: elements that it has whatever the model. None: grows with the parameters.
     """
 
     name: str
@@ -101,14 +102,14 @@ class State(NamedTuple):
     fixed: int | None = None
 
     def formula(self, models: int = 1) -> str:
-        """Bytes per parameter, such as `8 / N`, or `2 x 8 / N` for two models."""
+        """Returns the bytes per parameter, such as `8 / N`, or `2 x 8 / N` for two models."""
         if self.fixed is not None:
             return "fixed"
         times = f"{models} x " if models != 1 else ""
         return f"{times}{self.size}{' / N' if self.split else ''}"
 
     def bytes(self, parameters: int, processes: int) -> float:
-        """What one process holds."""
+        """Returns the bytes that one process holds."""
         if self.fixed is not None:
             elements = self.fixed
         elif self.split:
@@ -153,8 +154,8 @@ def read_setup(path: Path, processes: int | None = None) -> Setup:
         name = config.get("deepspeed_config", {}).get("deepspeed_config_file")
         if not name:
             sys.exit(
-                f"{path} names no deepspeed_config_file: estimated are configs with a DeepSpeed "
-                "JSON only"
+                f"{path} names no deepspeed_config_file: only configs with a DeepSpeed JSON can be "
+                "estimated"
             )
         return read_deepspeed(name, processes)
 
@@ -164,7 +165,7 @@ def read_setup(path: Path, processes: int | None = None) -> Setup:
         version = int(fsdp.get("fsdp_version", 1))
         if version != 2 or fsdp.get("fsdp_reshard_after_forward") is not True:
             sys.exit(
-                f"{path}: estimated are fsdp_version 2 and fsdp_reshard_after_forward true only"
+                f"{path}: only fsdp_version 2 with fsdp_reshard_after_forward true can be estimated"
             )
         on_cpu = fsdp.get("fsdp_offload_params") is True
         return Setup("fsdp2", precision, processes, optimizer_on_cpu=on_cpu, weights_on_cpu=on_cpu)
@@ -197,13 +198,13 @@ def read_deepspeed(name: str, processes: int) -> Setup:
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage")
     if stage not in (1, 2, 3) or "data_types" in config:
-        sys.exit(f"{name}: estimated are ZeRO stages 1, 2 and 3 without data_types")
+        sys.exit(f"{name}: only ZeRO stages 1, 2 and 3 without data_types can be estimated")
     places = {
         what: zero.get(f"offload_{what}", {}).get("device", "none")
         for what in ("optimizer", "param")
     }
     if not set(places.values()) <= {"none", "cpu"}:
-        sys.exit(f"{name}: offloading to {places} is not estimated, to the CPU it is")
+        sys.exit(f"{name}: only offloading to the CPU can be estimated, not to {places}")
 
     halves = [half for half in ("fp16", "bf16") if config.get(half, {}).get("enabled") is True]
 
@@ -232,7 +233,7 @@ def read_deepspeed(name: str, processes: int) -> Setup:
 
 
 def states(setup: Setup, unit: int) -> tuple[list[State], State]:
-    """The states of one trained model, with AdamW, and that of a frozen one.
+    """Returns the states of one trained model, with AdamW, and that of a frozen one.
 
     Args:
         unit: parameters of the largest layer or embedding, which FSDP2 gathers at once.
@@ -245,7 +246,7 @@ def states(setup: Setup, unit: int) -> tuple[list[State], State]:
 
 
 def ddp_states(setup: Setup) -> tuple[list[State], State]:
-    """See `states`; also of a single process without DDP."""
+    """Returns what `states` does, under DDP or in a single process."""
     trained = [
         State("weights", 4, split=False),
         State("gradients", 4, split=False, moments=(*setup.while_adding, BACKWARD, STEP)),
@@ -262,7 +263,7 @@ def ddp_states(setup: Setup) -> tuple[list[State], State]:
 
 
 def fsdp2_states(setup: Setup, unit: int) -> tuple[list[State], State]:
-    """See `states`."""
+    """Returns what `states` does, under FSDP2."""
     weights = State("weights", 4, split=True, place=setup.place_of_weights)
     trained = [
         weights,
@@ -289,7 +290,7 @@ def fsdp2_states(setup: Setup, unit: int) -> tuple[list[State], State]:
 
 
 def zero_states(setup: Setup) -> tuple[list[State], State]:
-    """See `states`."""
+    """Returns what `states` does, under DeepSpeed."""
     size = 2 if setup.is_half else 4
     weights = State("weights", size, split=setup.stage == 3, place=setup.place_of_weights)
     if setup.stage == 3:
@@ -320,7 +321,11 @@ def zero_states(setup: Setup) -> tuple[list[State], State]:
 
 
 def zero3_gradients(setup: Setup, size: int) -> list[State]:
-    """Gradients under ZeRO-3, and the weights that it keeps gathered; `size` bytes an element."""
+    """Returns the gradients under ZeRO-3, and the weights that it keeps gathered.
+
+    Args:
+        size: bytes per element.
+    """
     # From the start of the step the fp32 copies of one group of parameters are there beside the
     # gradients.
     copies = State("fp32 gradients", 4, split=True, moments=(STEP,), limit=setup.sub_group)
@@ -335,7 +340,11 @@ def zero3_gradients(setup: Setup, size: int) -> list[State]:
 
 
 def offloaded_gradients(setup: Setup, size: int) -> list[State]:
-    """Gradients under ZeRO-1 and 2 where Adam runs on the CPU; `size` bytes an element."""
+    """Returns the gradients under ZeRO-1 and 2 where Adam runs on the CPU.
+
+    Args:
+        size: bytes per element.
+    """
     if setup.stage == 1:
         adding = State("gradients", size, split=False, moments=setup.while_adding)
     else:
@@ -354,7 +363,11 @@ def offloaded_gradients(setup: Setup, size: int) -> list[State]:
 
 
 def zero1_or_2_gradients(setup: Setup, size: int) -> list[State]:
-    """Gradients under ZeRO-1 and 2 where Adam runs on the GPU; `size` bytes an element."""
+    """Returns the gradients under ZeRO-1 and 2 where Adam runs on the GPU.
+
+    Args:
+        size: bytes per element.
+    """
     if setup.stage == 1:
         # Whole gradients add up, and are split at the end.
         halves = [
@@ -406,7 +419,7 @@ def count_parameters(name: str) -> tuple[int, int, int]:
 
 
 def count(parameters: Iterable[nn.Parameter]) -> int:
-    """How many numbers the parameters hold."""
+    """Counts the numbers that the parameters hold."""
     return sum(p.numel() for p in parameters)
 
 
@@ -416,10 +429,10 @@ def count(parameters: Iterable[nn.Parameter]) -> int:
 def table(
     setup: Setup, parameters: int, unit: int = 0, trained: int = 1, frozen: int = 0
 ) -> list[Row]:
-    """What one process holds: the states on its GPU and their sum, then those on its CPU if any.
+    """Returns what one process holds: the states on its GPU and their sum, then those on its CPU.
 
-    The trained models are parts of one engine, as in all recipes. So what does not grow with the
-    parameters is there once.
+    The trained models are parts of one engine, as in all recipes, so buffers of fixed size are
+    counted once.
 
     Args:
         parameters: of one model.
@@ -476,7 +489,8 @@ def read_arguments() -> argparse.Namespace:
         "--accumulation_steps",
         type=int,
         default=2,
-        help="1: no gradients are there in the forward; any other number gives the same",
+        help="1: no gradients are held during the forward pass; "
+        "all larger numbers give the same estimate",
     )
     return parser.parse_args()
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from common import guards
 from common.progress import Progress
 
-# Dense half-precision operations a second, from NVIDIA's data sheets. Other GPUs log no MFU.
+# Dense half-precision operations per second, from NVIDIA's data sheets. Other GPUs log no MFU.
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -31,7 +31,7 @@ class Means:
     """Weighted means by name. Every process must add the same names in the same order.
 
     `add` and `merge` never make a GPU wait: they read no value back from it, and make no tensor of
-    Python numbers.
+    Python numbers, which would be a copy that waits.
 
     Attributes:
         sums: by name, float64 `[4]` on the device: sum, count, minimum and maximum of this process.
@@ -191,7 +191,8 @@ class Metrics:
         self.since = time.perf_counter()
         self.samples_before = self.progress.samples
         self.tokens_before = self.progress.tokens
-        self.seconds = dict.fromkeys(self.seconds, 0.0)  # each line shows what the first one showed
+        # A name once timed stays in every line, if only as 0.
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
 
     @contextlib.contextmanager
     def timed(self, name: str):
@@ -270,7 +271,7 @@ class Metrics:
         return values
 
     def log_rollout(self, scores: torch.Tensor, table: str) -> None:
-        """Shows a rollout in TensorBoard at the update that it is made for.
+        """Shows a rollout in TensorBoard at the step of the first update that uses it.
 
         Args:
             scores: `[samples]`, shown as a histogram.

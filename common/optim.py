@@ -7,7 +7,7 @@ from torch import nn
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, **settings) -> list[dict]:
-    """Parameter groups with weight decay on matrices only, as is usual: not on biases and norms.
+    """Returns parameter groups with weight decay on matrices only, not on biases and norms.
 
     Args:
         settings: further settings of both groups, such as `lr`.

@@ -15,7 +15,7 @@ from common import REPOSITORY
 
 
 def stage(accelerator) -> int:
-    """The ZeRO stage; 0 without DeepSpeed."""
+    """Returns the ZeRO stage; 0 without DeepSpeed."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is None:
         return 0
@@ -23,7 +23,7 @@ def stage(accelerator) -> int:
 
 
 def make_plugin(accumulation: int, args) -> DeepSpeedPlugin:
-    """The launcher's DeepSpeed settings, with the run's own sizes and clipping written in.
+    """Returns the launcher's DeepSpeed settings, with the run's own sizes and clipping written in.
 
     Args:
         accumulation: micro-batches of an update in each process.
@@ -93,7 +93,10 @@ def announce_cpu_adam() -> None:
 
 
 def read_json(path: str) -> dict:
-    """The DeepSpeed JSON that a YAML names, relative to the current directory or the repository.
+    """Reads the DeepSpeed JSON that a YAML names.
+
+    Args:
+        path: relative to the current directory or else to this repository.
 
     Raises:
         SystemExit: no such file, or it does not switch on the half precision that was asked for.
@@ -111,7 +114,8 @@ def read_json(path: str) -> dict:
         if enabled not in (True, False) or (asked_for and not enabled):
             sys.exit(
                 f'{path}: "{half}": {{"enabled": {json.dumps(enabled)}}} does not switch {half} on '
-                "(alone it is silently fp32): write true or false, and give no --mixed_precision"
+                '(without --mixed_precision, "auto" silently means fp32): '
+                "write true or false, and give no --mixed_precision"
             )
     return config
 
@@ -146,7 +150,7 @@ def delay_scale_growth() -> None:
 
 
 def loss_scale(prepared: nn.Module) -> float:
-    """The scale of the next loss under fp16; see `delay_scale_growth`."""
+    """Returns the scale of the next loss under fp16; see `delay_scale_growth`."""
     scaler = prepared.optimizer.loss_scaler
     return getattr(scaler, "grown", scaler.cur_scale)
 
@@ -163,12 +167,13 @@ def shard_frozen(accelerator, model: nn.Module) -> nn.Module:
 
 
 def gathered(parameters: list[nn.Parameter], writer: int | None = None):
-    """A context in which every process holds the whole of these parameters.
+    """Returns a context in which every process holds the whole of these parameters.
 
     ZeRO-3 cuts parameters into shards. Without ZeRO-3 this does nothing.
 
     Args:
-        writer: the rank whose changes of the parameters last beyond the block; by default none.
+        writer: the process whose changes of the parameters last beyond the block, by its rank; by
+            default none.
     """
     if not hasattr(parameters[0], "ds_id"):
         return contextlib.nullcontext()
@@ -179,7 +184,7 @@ def gathered(parameters: list[nn.Parameter], writer: int | None = None):
 
 @contextlib.contextmanager
 def gathered_for_generation(prepared: nn.Module, model: nn.Module):
-    """Inside the block every process holds the whole `model` and runs it without ZeRO-3's hooks.
+    """Gathers the whole `model` on every process inside the block, and removes ZeRO-3's hooks.
 
     The hooks would gather and release the weights again at every token, and all processes together.
 

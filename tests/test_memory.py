@@ -163,9 +163,9 @@ def test_an_automatic_bucket_is_the_square_of_the_hidden_size(monkeypatch, capsy
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"zero_optimization": {"stage": 0}}, "estimated are ZeRO stages 1, 2 and 3"),
+        ({"zero_optimization": {"stage": 0}}, "only ZeRO stages 1, 2 and 3"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, "without data_types"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "is not estimated"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "only offloading to the CPU can be estimated"),
     ],
 )
 def test_deepspeed_settings_that_are_not_known(tmp_path, change, message):
