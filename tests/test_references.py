@@ -7,6 +7,13 @@ at the end. The reward model's loop is in test_reward.py.
 
 TRL's values are stored in tests/peers/trl_values.json, made by the script beside it. A slow test
 trains with TRL again and compares what is stored with that.
+
+Faults that turn it red: weight decay left out, or on norms too; a mean of the micro-batches' means; a
+short update divided by the full batch size; a wrong sign or a missing divisor in a loss with label
+smoothing; IPO on sums; a reference that is ignored; dropout left on; a schedule, a warm-up or a
+logged learning rate that is off by one; no clipping, or a norm logged after it; one order for all
+epochs; an order drawn before unusable rows are left out; wrong turns as targets; an answer without
+its end; the reward model's margin or centring left out; logits averaged per pair.
 """
 
 import importlib.metadata
