@@ -1,12 +1,19 @@
-"""SFT, DPO and the reward model by value: whole runs against a plain loop in torch, and against TRL.
+"""SFT, DPO and the reward model by value: whole runs against a plain loop in torch, or against TRL.
 
-The loop shares no code with the recipes. It reads one unpadded row at a time through a plain model of
-transformers. Its losses, schedules, order of rows, clipping and AdamW are written out below in their
-textbook form, in fp64. What is compared: every number of every log line but `perf/*`, and the weights
-at the end. The reward model's loop is in test_reward.py.
+The loop shares no code with the recipes. It reads one unpadded row at a time through a plain model
+of transformers. Its losses, schedules, order of rows, clipping and AdamW are written out below in
+their textbook form, in fp64. What is compared: every number of every log line but `perf/*`, and the
+weights at the end. The reward model's loop is in test_reward.py.
 
 TRL's values are stored in tests/peers/trl_values.json, made by the script beside it. A slow test
 trains with TRL again and compares what is stored with that.
+
+Faults that turn it red: weight decay left out, or on norms too; a mean of the micro-batches'
+means; a short update divided by the full batch size; a wrong sign or a missing divisor in a loss
+with label smoothing; IPO on sums; a reference that is ignored; dropout left on; a schedule, a
+warm-up or a logged learning rate that is off by one; no clipping, or a norm logged after it; one
+order for all epochs; an order drawn before unusable rows are left out; wrong turns as targets; an
+answer without its end; the reward model's margin or centring left out; logits averaged per pair.
 """
 
 import importlib.metadata
