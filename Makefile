@@ -52,6 +52,6 @@ install-test: $(VENV)/installed-test
 # Python.
 $(VENV)/installed $(VENV)/installed-test: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.$(if $(findstring test,$(@F)),[test])'
+	$(VENV)/bin/pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.$(if $(findstring test,$(@F)),[test,peers])'
 	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
