@@ -439,14 +439,19 @@ MODELS = [
         "the saved actor holds one process's part of the weights",
         "common/actor.py",
         return_instead("gather_weights", "unwrapped.state_dict()"),
-        f"{ALL_SPLITS}[zero3-tokens-sft]",
+        # Not SFT's: without generation, DeepSpeed holds weights this small on every process.
+        f"{ALL_SPLITS}[zero3-tokens-ppo]",
     ),
     Fault(
-        "head_outside_of_model",
-        "the head is not called as a module, so ZeRO-3 does not gather its weight",
-        "common/models/logprobs.py",
-        replace("LogProbModel.forward", "head", by="head.forward"),
-        f"{ALL_SPLITS}[zero3-tokens-sft]",
+        "outside_of_the_engine",
+        "log-probs are computed outside of the prepared model, so gradients are not summed",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "model(inputs, extras=('correct',))",
+            by="policy(inputs, extras=('correct',))",
+        ),
+        f"{ALL_SPLITS}[ddp-2-sft]",
     ),
     Fault(
         "half_buffers",

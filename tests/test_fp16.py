@@ -216,7 +216,9 @@ def test_losses_of_values_that_fp16_cannot_hold(autocast):
         one = torch.ones(1)
         sums = {"logps": torch.full((2, 2001), -60.0).cumsum(0), "mean_logits": torch.zeros(2, 2001)}  # -120,060 and -240,120
         args = types.SimpleNamespace(beta=0.1, loss_type="sigmoid", label_smoothing=0.0)
-        losses, metrics, _ = dpo["compare"](sums, torch.ones(2, 2001) > 0, torch.tensor([-120_000.0, -240_000.0]), args)
+        real = torch.ones(2, 2001) > 0
+        losses, logged = dpo["compare"](sums, real, torch.tensor([-120_000.0, -240_000.0]), one, args)
+        metrics, _ = logged[0]
         assert metrics["logps/rejected"].item() == -240_120 and losses.item() == pytest.approx(math.log1p(math.exp(-6)), rel=1e-5)
         assert dpo["preference_loss"](one * 300, -one * 100, one, one, 0.05, "sigmoid").item() == pytest.approx(math.exp(-20), rel=1e-5)
         assert reward["pairwise_loss"](one * 10, -one * 10, one * 0, 0.0).item() == pytest.approx(math.exp(-20), rel=1e-5)
