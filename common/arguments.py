@@ -38,6 +38,19 @@ MAY_CHANGE = {
     "eval_dataset_split",
 }
 
+# What decides no line of metrics.jsonl, not even in its last digit.
+NOT_IN_LINES = {
+    "output_dir",
+    "resume",
+    "report_to",
+    "save_steps",
+    "save_total_limit",
+    "save_actor_steps",
+    "save_actor_limit",
+    "debug_overflow",
+    "dataset_name",  # compared by its content
+}
+
 # Functions that users name on the command line and that have moved. The old names are read for one
 # release.
 MOVED_FUNCTIONS = {"common.generation:answer_reward": "common.rollout.rewards:answer_reward"}

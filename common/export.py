@@ -122,6 +122,7 @@ def universal(checkpoint: Path, out: Path) -> None:
                 "parameter the same one. ZeRO-1 and ZeRO-2 keep them apart."
             )
     state["arguments"]["world"] = world
+    state["metrics_bytes"] = 0  # of the folder that it will be in
     state_file.write_text(json.dumps(state, indent=1), encoding="utf-8")
 
     (temporary / "manifest.json").unlink()
