@@ -308,6 +308,7 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
+    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     first_row = train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"]
     checks.check_logprobs(model, first_row, accelerator.device, args.model_name_or_path)

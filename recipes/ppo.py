@@ -713,6 +713,7 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
+    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     group_norms = engine.record_group_norms(accelerator, optimizer)
     engine.innermost_optimizer(optimizer).register_step_post_hook(optim.hold_step_counts)

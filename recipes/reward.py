@@ -248,6 +248,7 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
+    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer, args.debug_overflow)
     args.share_prompts = args.share_prompts and checks.can_pack(
         [model], args.max_length, accelerator.device
