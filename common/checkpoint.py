@@ -38,6 +38,8 @@ class Run:
         unwrapped: the module inside it, whose `model` is the actor.
         scheduler: a `LambdaLR`, not prepared.
         data_fingerprint: of the tokenised training set. It stands for data, tokenizer and lengths.
+        models: fingerprints of the models that decide the result but are not trained, such as a
+            reference model, by what messages call them.
         extra: what else the recipe carries from update to update, the same on all processes: None,
             tensors, numbers, lists and dicts of them.
         last_saved: `global_step` of the last checkpoint in `folder` that is this run's own; None if
@@ -56,6 +58,7 @@ class Run:
     progress: Progress
     metrics: Metrics
     data_fingerprint: str
+    models: dict[str, str] = dataclasses.field(default_factory=dict)
     extra: Any = None
     last_saved: int | None = None
     stop_signal: int = 0
@@ -77,7 +80,12 @@ class Run:
         world = accelerator.mixed_precision
         if engine.is_sharded(accelerator):
             world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
-        return {**vars(self.args), "data": self.data_fingerprint, "world": world}
+        return {
+            **vars(self.args),
+            **self.models,
+            "data": self.data_fingerprint,
+            "world": world,
+        }
 
 
 # ============================================================ saving

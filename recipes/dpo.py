@@ -316,7 +316,8 @@ def main():
     # ============================================================ reference
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
     reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
-    ref_fingerprint = load.fingerprint(ref_name, reference)
+    ref_fingerprint = load.fingerprint(accelerator, ref_name, reference.config)
+    decides_values = engine.decides_values(accelerator, reference)
     reference = prepare.frozen(accelerator, reference)
     args.share_prompts = args.share_prompts and checks.can_pack(
         [model, reference], args.max_length, accelerator.device
@@ -330,8 +331,10 @@ def main():
                 accelerator,
                 key=[
                     "dpo reference",
+                    ref_name,
                     ref_fingerprint,
-                    accelerator.mixed_precision,
+                    decides_values,
+                    args.share_prompts,
                     rows_of_data._fingerprint,
                 ],
                 compute=partial(reference_table, accelerator, reference, rows_of_data, args),
@@ -366,6 +369,7 @@ def main():
         progress=progress,
         metrics=metrics,
         data_fingerprint=train_set._fingerprint,
+        models={"reference model": ref_fingerprint},
     )
     checkpoint.resume(run)
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)

@@ -723,6 +723,8 @@ def main():
     # ============================================================ reference and reward
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
     reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
+    # Models whose change is noticed when a run is resumed.
+    fingerprints = {"reference model": load.fingerprint(accelerator, ref_name, reference.config)}
     reference = prepare.frozen(accelerator, reference)
     judge = rewards.load_judge(
         accelerator,
@@ -735,6 +737,9 @@ def main():
     models = [model, reference]
     if judge.model is not None:
         models.append(judge.model)
+        fingerprints["reward model"] = load.fingerprint(
+            accelerator, args.reward_model_name_or_path, judge.model.config
+        )
     args.share_prompts = args.share_prompts and checks.can_pack(
         models, args.max_length, accelerator.device
     )
@@ -771,6 +776,7 @@ def main():
         progress=progress,
         metrics=metrics,
         data_fingerprint=f"{train_set._fingerprint} {limits}",
+        models=fingerprints,
         extra={"kl_coef": args.kl_coef, "rollout": None},
     )
     checkpoint.resume(run)

@@ -475,7 +475,7 @@ MODELS = [
         "recipes/dpo.py",
         replace(
             "main",
-            "ref_fingerprint = load.fingerprint(ref_name, reference)",
+            "ref_fingerprint = load.fingerprint(accelerator, ref_name, reference.config)",
             by="ref_fingerprint = []",
         ),
         "test_metrics.py::test_reference_log_probs_are_computed_once",
