@@ -26,6 +26,7 @@ MAY_CHANGE = {
     "save_total_limit",
     "save_actor_steps",
     "save_actor_limit",
+    "save_dtype",
     # What changes the speed and the memory, not the update.
     "micro_train_batch_size",
     "micro_train_tokens",
@@ -47,6 +48,7 @@ NOT_IN_LINES = {
     "save_total_limit",
     "save_actor_steps",
     "save_actor_limit",
+    "save_dtype",
     "debug_overflow",
     "dataset_name",  # compared by its content
 }

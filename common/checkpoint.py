@@ -130,7 +130,7 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     # This also waits until every process has written its files.
-    actor.save(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
+    actor.write(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
 
     # Every process flushes everything: each node holds back what was written on it.
     folders.flush(*temporary.rglob("*"), temporary)

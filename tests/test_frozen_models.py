@@ -13,7 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from common import checkpoint, engine
 from common.models import load
-from runs import LAUNCHERS, config_launcher, launch, recipe, timeless, tiny_inputs, training_lines, weights
+from runs import (
+    LAUNCHERS,
+    config_launcher,
+    launch,
+    recipe,
+    timeless,
+    tiny_inputs,
+    training_lines,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
