@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 import yaml
 
-from common import ASSETS
+from common import ASSETS, show_any_text
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
@@ -73,6 +73,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
         SystemExit: unknown argument, wrong type, YAML file missing or not a flat mapping. The
             message names the argument.
     """
+    show_any_text()
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(args_class)
     if argv and argv[0].endswith((".yaml", ".yml")):

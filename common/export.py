@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common import folders
+from common import folders, show_any_text
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -203,6 +203,7 @@ def step_counts(checkpoint: Path) -> set[float]:
 
 
 def main() -> None:
+    show_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m common.export",
         description=__doc__,
