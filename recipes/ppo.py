@@ -187,6 +187,9 @@ class Args:
         default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor"
     )
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = HfArg(
+        default=None, help="dtype of saved actors; default: as trained. Checkpoints stay exact"
+    )
     resume: str = HfArg(
         default="never",
         help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
@@ -720,6 +723,7 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
+    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     group_norms = engine.record_group_norms(accelerator, optimizer)
     engine.innermost_optimizer(optimizer).register_step_post_hook(optim.hold_step_counts)
@@ -729,6 +733,8 @@ def main():
     # ============================================================ reference and reward
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
     reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
+    # Models whose change is noticed when a run is resumed.
+    fingerprints = {"reference model": load.fingerprint(accelerator, ref_name, reference.config)}
     reference = prepare.frozen(accelerator, reference)
     judge = rewards.load_judge(
         accelerator,
@@ -741,6 +747,9 @@ def main():
     models = [model, reference]
     if judge.model is not None:
         models.append(judge.model)
+        fingerprints["reward model"] = load.fingerprint(
+            accelerator, args.reward_model_name_or_path, judge.model.config
+        )
     args.share_prompts = args.share_prompts and checks.can_pack(
         models, args.max_length, accelerator.device
     )
@@ -777,6 +786,7 @@ def main():
         progress=progress,
         metrics=metrics,
         data_fingerprint=f"{train_set._fingerprint} {limits}",
+        models=fingerprints,
         extra={"kl_coef": args.kl_coef, "rollout": None},
     )
     checkpoint.resume(run)
@@ -908,10 +918,19 @@ def main():
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.save(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
+                actor.save(
+                    accelerator,
+                    model,
+                    policy,
+                    tokenizer,
+                    folder,
+                    args.save_actor_limit,
+                    args.save_dtype,
+                )
         checkpoint.stop_if_asked(run)
 
-    actor.save(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
+    folder = f"{args.output_dir}/actor"
+    actor.save(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
     accelerator.print(
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "

@@ -113,6 +113,9 @@ class Args:
         default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor"
     )
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = HfArg(
+        default=None, help="dtype of saved actors; default: as trained. Checkpoints stay exact"
+    )
     resume: str = HfArg(
         default="never",
         help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
@@ -249,6 +252,7 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
+    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer, args.debug_overflow)
     args.share_prompts = args.share_prompts and checks.can_pack(
         [model], args.max_length, accelerator.device
@@ -346,10 +350,19 @@ def main():
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.save(accelerator, model, scorer, tokenizer, folder, args.save_actor_limit)
+                actor.save(
+                    accelerator,
+                    model,
+                    scorer,
+                    tokenizer,
+                    folder,
+                    args.save_actor_limit,
+                    args.save_dtype,
+                )
         checkpoint.stop_if_asked(run)
 
-    actor.save(accelerator, model, scorer, tokenizer, f"{args.output_dir}/actor")
+    folder = f"{args.output_dir}/actor"
+    actor.save(accelerator, model, scorer, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
     accelerator.print(
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "

@@ -1,6 +1,9 @@
 """Loading a tokenizer and models, and refusing what cannot be trained."""
 
+import hashlib
+import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -12,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from common import cpu, zero
+from common import cpu, distributed, folders, zero
 from common.data import tokens
 
 
@@ -175,16 +178,26 @@ def draw_score_head(model: PreTrainedModel) -> None:
         model.score.weight.copy_(start)
 
 
-def fingerprint(name: str, model) -> list:
-    """Returns what identifies a model's weights, as JSON values.
+def fingerprint(accelerator, name: str, config) -> str:
+    """Returns what identifies a model's weights: the same for a copy of them, another for any change.
 
-    For a local folder these are its path and the name, size and time of each file in it; for a
-    hub name, the commit.
+    For a local folder these are name, size and checksum of each file of its weights and of its
+    config; for a hub name, the commit. All processes must call it.
     """
+    return distributed.on_main_process(accelerator, describe_weights, name, config)
+
+
+def describe_weights(name: str, config) -> str:
+    """See `fingerprint`."""
     folder = Path(name)
-    files = []
-    if folder.is_dir():
-        files = sorted(file for file in folder.glob("*") if file.is_file())
-    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    where = str(folder.resolve()) if files else name
-    return [where, getattr(model.config, "_commit_hash", None), stats]
+    if not folder.is_dir():
+        return f"commit {getattr(config, '_commit_hash', None)} of {name}"
+    files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    files = sorted(file for file in files if file.is_file())
+    # Checksums are computed outside of Python's lock, so threads share the work.
+    with ThreadPoolExecutor() as pool:
+        checksums = list(pool.map(folders.checksum, files))
+    entries = [
+        [file.name, file.stat().st_size, crc] for file, crc in zip(files, checksums, strict=True)
+    ]
+    return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"
