@@ -16,6 +16,7 @@ FORMAT_COLUMNS = (
     "rejected",
     "answer",
     "margin",
+    "tools",
 )
 
 
@@ -179,18 +180,36 @@ def split_conversations(
 
     Args:
         prompt: column `prompt`, if there is one. UltraFeedback states the last question there, too.
+            A list may hold more than the conversations repeat, such as the system message.
     """
     cut = shared_prompt_length(chosen, rejected)
-    shared = [message["content"].strip() for message in chosen[:cut]]
-    is_shared = bool(shared)
+    shared = chosen[:cut]
+    whole = shared
     if shared and prompt:
-        is_shared = as_messages(prompt, "user")[-1]["content"].strip() in shared
-    if not is_shared:
+        whole = joined_prompt(as_messages(prompt, "user"), shared)
+    if not whole:
         raise BadRow(
             "'chosen' and 'rejected' do not begin with the same prompt, "
             "that of column 'prompt' if there is one"
         )
-    return chosen[:cut], chosen[cut:], rejected[cut:]
+    return whole, chosen[cut:], rejected[cut:]
+
+
+def joined_prompt(prompt: list[dict], shared: list[dict]) -> list[dict]:
+    """The prompt of a row whose conversations begin with `shared`; empty if they contradict.
+
+    That is `shared` if it repeats all messages of the prompt in their order. If it repeats only the
+    last ones, those before them go in front.
+    """
+    stated = [message["content"].strip() for message in prompt]
+    repeated = [message["content"].strip() for message in shared]
+    remaining = iter(repeated)
+    if all(content in remaining for content in stated):  # `in` goes on where it stopped
+        return shared
+    for length in range(min(len(stated), len(repeated)), 0, -1):
+        if stated[-length:] == repeated[:length]:
+            return prompt[:-length] + shared
+    return []
 
 
 def shared_prompt_length(chosen: list[dict], rejected: list[dict]) -> int:
