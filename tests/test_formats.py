@@ -1,8 +1,4 @@
-"""Data as people have it: names are names, values keep their type, and the formats of other tools are read as they are.
-
-Mutations that turn it red: a file's name taken for a pattern (`name_as_pattern`), one type for a column of JSON (`column_types`), the
-system message of a prompt lost (`system_lost`), the row of malformed JSON not counted (`row_not_counted`).
-"""
+"""Data as people have it: names are names, values keep their type, and the formats of other tools are read as they are."""
 
 import gzip
 import json
@@ -207,3 +203,182 @@ def test_a_prompt_that_contradicts_its_conversations_is_refused():
     row = {"prompt": [message("system", "Be long."), QUESTION], "chosen": [SYSTEM, QUESTION, YES], "rejected": [SYSTEM, QUESTION, NO]}
     with pytest.raises(BadRow, match="do not begin with the same prompt"):
         formats.preference(row)
+
+
+# ---------------------------------------------------------------------------------------------- the formats of other tools
+
+
+# What a chat template is given stands in the ids as JSON, so that a test can read it back.
+AS_JSON = (
+    "{% if tools %}{{ 'tools' + (tools | tojson) + '\\n' }}{% endif %}"
+    "{% for m in messages %}{{ (m | tojson) + '<|end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def reader(tokenizer, accelerator, tmp_path, monkeypatch):
+    """A function that loads rows and returns the messages and the tools that the template was given."""
+    monkeypatch.setattr(tokenizer, "chat_template", AS_JSON)
+
+    def read(rows: list[dict], function=sft_row, name="rows.jsonl", ids="input_ids", **settings) -> list[tuple[list[dict], object]]:
+        path = tmp_path / name
+        if name.endswith(".parquet"):
+            datasets.Dataset.from_list(rows).to_parquet(path)
+        else:
+            write_jsonl(path, rows)
+        data = load(accelerator, tokenizer, path, function, **settings)
+        found = []
+        for row in data[ids]:
+            lines = tokenizer.decode(row).replace("<|end|>", "").strip().split("\n")
+            tools = json.loads(lines.pop(0).removeprefix("tools")) if lines[0].startswith("tools") else None
+            messages = [json.loads(line) for line in lines]
+            for given in messages:
+                given.pop("thinking", None)  # transformers' second name for `reasoning_content`
+            found.append((messages, tools))
+        return found
+
+    return read
+
+
+def call(name: str, **arguments) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ALPACA = {"instruction": "Describe a process of making crepes.", "input": "", "output": "Making crepes is easy."}
+ALPACA_INPUT = {"instruction": "识别并解释", "input": "细胞理论和日心说。", "output": "细胞理论是"}
+QUESTIONS = [[message("user", ALPACA["instruction"])], [message("user", "识别并解释\n细胞理论和日心说。")]]
+PARAMETERS = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
+BARE_TOOL = {"name": "search", "description": "Search", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": BARE_TOOL}
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_alpaca(reader, name):
+    rows = [ALPACA, ALPACA_INPUT, {**ALPACA, "input": None}]
+    answers = [[message("assistant", row["output"])] for row in rows]
+    questions = [*QUESTIONS, QUESTIONS[0]]
+    assert reader(rows, name=name) == [(prompt + answer, None) for prompt, answer in zip(questions, answers)]
+    assert reader(rows, prompt_row, name, ids="prompt_ids") == [(prompt, None) for prompt in questions]
+    more = {**ALPACA, "system": "Be brief.", "history": [["One?", "One."]]}
+    assert reader([more], name=name) == [([SYSTEM, *BEFORE, *QUESTIONS[0], *answers[0]], None)]
+    pair = {"instruction": "Why?", "input": "", "chosen": "Because.", "rejected": "No."}
+    assert reader([pair], preference_row, name, ids="chosen_ids") == [([YES], None)]
+    assert reader([pair], preference_row, name, ids="rejected_ids") == [([NO], None)]
+
+
+def test_only_the_output_of_alpaca_is_learned(tokenizer, accelerator, tmp_path):
+    (row,) = load(accelerator, tokenizer, write_jsonl(tmp_path / "rows.jsonl", [ALPACA_INPUT]))
+    learned = [token for token, target in zip(row["input_ids"], row["targets"]) if target]
+    assert tokenizer.decode(learned) == ALPACA_INPUT["output"] + "<|end|>"
+    # The reward function of PPO gets the row's own columns.
+    (row,) = load(accelerator, tokenizer, tmp_path / "rows.jsonl", prompt_row)
+    assert {**json.loads(row["columns"]), **ALPACA_INPUT} == json.loads(row["columns"])
+
+
+def said(sender: str, value: str) -> dict:
+    return {"from": sender, "value": value}
+
+
+SHAREGPT = [
+    said("human", "A film?"),
+    said("function_call", '{"name": "search", "arguments": {"title": "Inception", "year": null}}'),
+    said("observation", '{"year": 2010}'),
+    said("gpt", "It is of 2010."),
+]
+SHAREGPT_AS_CHAT = [
+    message("user", "A film?"),
+    {"role": "assistant", "content": "", "tool_calls": [call("search", title="Inception", year=None)]},
+    message("tool", '{"year": 2010}'),
+    message("assistant", "It is of 2010."),
+]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_sharegpt(reader, name):
+    tools = json.dumps([BARE_TOOL])
+    assert reader([{"conversations": SHAREGPT, "tools": tools}], name=name) == [(SHAREGPT_AS_CHAT, [TOOL])]
+    assert reader([{"conversations": SHAREGPT[:1] + SHAREGPT[3:], "tools": "[]"}], name=name) == [
+        ([SHAREGPT_AS_CHAT[0], SHAREGPT_AS_CHAT[3]], None)
+    ]
+    both = [{"conversations": [said("system", "Be brief."), said("human", "Why?"), said("gpt", "Because.")]},
+            {"conversations": [said("human", "Why?"), said("gpt", "Because.")], "system": "Be brief."}]  # fmt: skip
+    for row in both:
+        assert reader([row], name=name) == [([SYSTEM, QUESTION, YES], None)]
+        assert reader([{**row, "conversations": row["conversations"][:-1], "chosen": said("gpt", "Because."), "rejected": said("gpt", "No.")}],
+                      preference_row, name, ids="prompt_ids") == [([SYSTEM, QUESTION], None)]  # fmt: skip
+    named = [{"dialog": SHAREGPT[:1] + SHAREGPT[3:], "functions": tools}]
+    assert reader(named, name=name, columns=["messages=dialog", "tools=functions"]) == [([SHAREGPT_AS_CHAT[0], SHAREGPT_AS_CHAT[3]], [BARE_TOOL])]
+
+
+def test_several_calls_of_one_turn(reader):
+    calls = [{"name": "a", "arguments": {"x": 1}}, {"name": "b"}]
+    turn = said("function_call", json.dumps(calls))
+    assert reader([{"conversations": [SHAREGPT[0], turn]}])[0][0][1]["tool_calls"] == [call("a", x=1), call("b")]
+
+
+def parts(role: str, *given: tuple[str, str], key="value", **more) -> dict:
+    return {"role": role, "content": [{"type": kind, key: value} for kind, value in given], **more}
+
+
+def test_content_as_parts(reader):
+    text = '{"name": "search", "arguments": {"title": "Inception"}}'
+    rows = [
+        {"messages": [parts("user", ("text", "Why?"), loss_weight=0.0), parts("assistant", ("text", "Be"), ("text", "cause."), loss_weight=1.0)]},
+        {"messages": [parts("user", ("text", "Why?"), key="text"), parts("assistant", ("text", "Because."), key="text")]},
+        {"messages": [parts("user", ("text", "Why?")), parts("assistant", ("reasoning", "Hm."), ("tool_call", text), ("tool_call", text)),
+                      parts("tool", ("text", "2010")), parts("assistant", ("reasoning", "So."), ("text", "Because."))], "tools": json.dumps([TOOL])},
+    ]  # fmt: skip
+    searched = call("search", title="Inception")
+    expected = [
+        ([{**QUESTION, "loss_weight": 0.0}, {**YES, "loss_weight": 1.0}], None),
+        ([QUESTION, YES], None),
+        ([QUESTION, {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [searched, searched]},
+          message("tool", "2010"), {**YES, "reasoning_content": "So."}], [TOOL]),
+    ]  # fmt: skip
+    assert reader(rows) == expected
+    assert [reader([row], name=f"{number}.parquet")[0] for number, row in enumerate(rows)] == expected
+    # A field of this name that a message has already is kept, too.
+    thinking = [QUESTION, {**YES, "reasoning_content": "So."}]
+    assert reader([{"messages": thinking}]) == [(thinking, None)]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
+
+
+@pytest.mark.parametrize("row, words", [
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, YES]}, ["message 1, part 2", "'image_url'", "only text"]),
+    ({"messages": [QUESTION, YES], "images": ["a.png"]}, ["column 'images'", "only text"]),
+    ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "KTO", "good answers", "pairs"]),
+    ({"prompt": "a", "completion": "b", "label": False}, ["column 'label'", "KTO"]),
+    ({"messages": [QUESTION, {**YES, "loss_weight": 0.0}]}, ["message 2", "loss_weight 0.0", "--loss_on"]),
+    ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
+    ({"conversations": [said("human", "a"), said("function_call", "look up b")]}, ["message 2", "JSON", "look up b"]),
+    ({"conversations": "a"}, ["column 'conversations'", "found 'a'"]),
+    ({"instruction": "a", "output": 5}, ["column 'output'", "a string", "found 5"]),
+])  # fmt: skip
+def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_path, row, words):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [QUESTION, YES]}, row])
+    refuses("rows.jsonl", "row 2", *words, call=lambda: load(accelerator, tokenizer, path))
+
+
+def test_labels_of_other_data_are_no_format(tokenizer, accelerator, tmp_path):
+    """A class beside a text, and a label beside a pair, are columns like any other."""
+    assert len(load(accelerator, tokenizer, write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": True}]))) == 1
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
+    assert len(load(accelerator, tokenizer, write_jsonl(tmp_path / "b.jsonl", [pair]), preference_row)) == 1
+    refuses("row 1", "KTO", call=lambda: load(
+        accelerator, tokenizer, write_jsonl(tmp_path / "c.jsonl", [{"messages": [QUESTION, YES], "label": 0 == 1}]), preference_row))  # fmt: skip
+
+
+def test_folders_of_save_to_disk(tokenizer, accelerator, tmp_path):
+    rows = {name: datasets.Dataset.from_list([{"text": name, "n": 1}]) for name in ("train", "test")}
+    rows["train"].save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "both")
+    for path, split in (("one", "train"), ("both", "train"), ("both", "test")):
+        before = sorted((tmp_path / path).rglob("*"))
+        data = load(accelerator, tokenizer, tmp_path / path, split=split)
+        assert tokenizer.decode(data[0]["input_ids"]) == f"{split}<|end|>"
+        assert sorted((tmp_path / path).rglob("*")) == before  # nothing is written beside the data
+    refuses("both", "'validation'", "['train', 'test']", call=lambda: load(accelerator, tokenizer, tmp_path / "both", split="validation"))
+    (tmp_path / "a.parquet.gz").write_bytes(b"")
+    refuses("a.parquet.gz", "gunzip", call=lambda: load(accelerator, tokenizer, tmp_path / "a.parquet.gz"))

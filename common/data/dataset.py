@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 
 from common import distributed
-from common.data import files, tokens
+from common.data import files, formats, tokens
 from common.data.formats import BadRow
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
@@ -98,6 +98,7 @@ def tokenise(
     def convert(entry, index: int) -> dict:
         row = rename_columns(rows.row(entry), columns)
         try:
+            row = formats.standard(row)
             values = function(row, tokenizer=tokenizer, **settings)
         except BadRow as error:
             sys.exit(f"data set {name!r}, row {index + 1}: {error}")

@@ -210,16 +210,19 @@ def csv_options(path: Path) -> dict:
 # ============================================================ folders of save_to_disk
 def is_saved_to_disk(path: Path) -> bool:
     """Whether `save_to_disk` of a data set, or of a dict of its splits, wrote a folder."""
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    is_one_set = (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    return is_one_set or (path / "dataset_dict.json").is_file()
 
 
 def load_saved(name: str, split: str) -> datasets.Dataset:
-    """One split of a folder that `save_to_disk` wrote. A data set alone is the split `train`."""
+    """One split of a folder that `save_to_disk` wrote. A data set alone is `train`, too."""
     try:
         saved = datasets.load_from_disk(name)
     except Exception as error:  # a torn folder raises what pyarrow, json or the disk do
         refuse(name, split, error)
-    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    splits = saved
+    if isinstance(saved, datasets.Dataset):
+        splits = {"train": saved, str(saved.split or "train"): saved}
     if split not in splits:
         sys.exit(f"data set {name!r} has no split {split!r}; it has {list(splits)}")
     return splits[split]
