@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 
 from common import distributed
-from common.data import files, tokens
+from common.data import files, formats, tokens
 from common.data.formats import BadRow
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
@@ -64,7 +64,7 @@ def load_evaluation_sets(
         Each set by the prefix of its tags: `eval/`, or `eval/<name>/` where there are several.
     """
     names = names or []
-    stems = [Path(name.partition(":")[0]).name.split(".")[0] for name in names]
+    stems = [files.stem(name) for name in names]
     if len(set(stems)) < len(stems):
         sys.exit(f"--eval_dataset_name {names}: two sets would log under the same name")
     prefixes = [f"eval/{stem}/" for stem in stems] if len(stems) > 1 else ["eval/"]
@@ -99,9 +99,10 @@ def tokenise(
     rows = files.load(name, split)
     check_columns(name, rows, columns)
 
-    def convert(row, index: int) -> dict:
-        row = rename_columns(row, columns)
+    def convert(entry, index: int) -> dict:
+        row = rename_columns(rows.row(entry), columns)
         try:
+            row = formats.standard(row)
             values = function(row, tokenizer=tokenizer, **settings)
         except BadRow as error:
             sys.exit(f"data set {name!r}, row {index + 1}: {error}")
@@ -112,12 +113,17 @@ def tokenise(
             CHECKSUM: checksum(values),
         }
 
+    key = cache_key(rows, function, tokenizer, columns, settings)
+    # Not beside the data: a folder of `save_to_disk` is the user's own, and may be read-only.
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "tokenised"
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        converted = rows.map(
+        converted = rows.table.map(
             convert,
             with_indices=True,
-            remove_columns=rows.column_names,
-            new_fingerprint=cache_key(rows, function, tokenizer, columns, settings),
+            remove_columns=rows.table.column_names,
+            cache_file_name=str(folder / f"{key}.arrow"),
+            new_fingerprint=key,
         )
     except UnicodeDecodeError as error:
         sys.exit(f"data set {name!r} is not UTF-8: {error}")
@@ -128,8 +134,8 @@ def tokenise(
     return usable, notes
 
 
-def check_columns(name: str, rows: datasets.Dataset, columns: dict[str, str]) -> None:
-    """Exits if a column that the user named is not in the data.
+def check_columns(name: str, rows: files.Rows, columns: dict[str, str]) -> None:
+    """Exits if a column that the user named is in no row of the data.
 
     `answer` may be missing: the held-out sets have it, the training set need not.
     """
@@ -227,12 +233,12 @@ def describe_unusable(converted: datasets.Dataset) -> list[str]:
 
 # ============================================================ the cache's key
 def cache_key(
-    rows: datasets.Dataset, function, tokenizer, columns: dict[str, str], settings: dict
+    rows: files.Rows, function, tokenizer, columns: dict[str, str], settings: dict
 ) -> str:
     """Returns a name for the converted rows, which changes with everything that they depend on."""
     folder = Path(__file__).parent
     key = [
-        rows._fingerprint,
+        rows.table._fingerprint,
         *(file.read_text("utf-8") for file in sorted(folder.glob("*.py"))),
         source_of(function),
         tokens.fingerprint(tokenizer),
