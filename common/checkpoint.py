@@ -21,7 +21,7 @@ from common.metrics import Metrics
 from common.progress import Progress
 
 # The counters of `Progress` that a checkpoint holds; it derives the others from these.
-COUNTERS = ("global_step", "skipped_steps", "samples", "tokens")
+COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
 # At most: weights 4, fp32 masters 4, Adam's two moments 8, the actor 4.
 BYTES_PER_PARAMETER = 20
 # A launcher passes on a signal that its processes may have got already. Only what comes later than
@@ -327,8 +327,10 @@ def load(run: Run, path: Path) -> dict:
     refuse_another_run(run, path, state["arguments"])
     load_engine(run, path / "engine")
     load_schedule(run, state["scheduler"])
+    # Older checkpoints do not count sequences: a sample had one.
+    counters = {"sequences": state["progress"]["samples"], **state["progress"]}
     for name in COUNTERS:
-        setattr(run.progress, name, state["progress"][name])
+        setattr(run.progress, name, counters[name])
     run.metrics.last_update = state["last_update"]
     run.extra = torch.load(path / "extra.pt", weights_only=True)
     load_open_sums(run, state["open_sums"])

@@ -148,7 +148,7 @@ def pairwise_loss(
     return ranking + center_coef * (chosen_scores + rejected_scores) ** 2
 
 
-def reward_row(row: dict, tokenizer, max_length: int) -> dict:
+def reward_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
     """Returns what `pairs.preference_row` returns, and the row's `margin`, 0 where it has none."""
     margin = row.get("margin")
     try:
@@ -157,7 +157,8 @@ def reward_row(row: dict, tokenizer, max_length: int) -> dict:
     except ValueError:
         number = math.nan
     formats.check(math.isfinite(number), row, "margin", "a finite number")
-    return {**pairs.preference_row(row, tokenizer, max_length), "margin": number}
+    values = pairs.preference_row(row, tokenizer, max_length, strings_as_messages)
+    return {**values, "margin": number}
 
 
 def collate(columns: dict, share_prompts: bool, device) -> dict:
