@@ -67,6 +67,18 @@ class Args:
     columns: list[str] | None = HfArg(
         default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
     )
+    chat_template: str | None = HfArg(
+        default=None, help="a Jinja file that replaces the model's own chat template"
+    )
+    chat_template_kwargs: str | None = HfArg(
+        default=None,
+        help="variables of the chat template as a JSON object, such as "
+        '{"enable_thinking": false}; saved in the template of the actor',
+    )
+    strings_as_messages: bool = HfArg(
+        default=False,
+        help="make prompts and answers that are strings turns of user and assistant",
+    )
     output_dir: str | None = HfArg(default=None, help="default: runs/reward/<date-time>")
 
     center_coef: float = HfArg(
@@ -207,7 +219,12 @@ def main():
     check_settings(args)
 
     # ============================================================ data
-    tokenizer = load.tokenizer_of(args.model_name_or_path)
+    tokenizer = load.tokenizer_of(
+        args.model_name_or_path,
+        args.chat_template,
+        args.chat_template_kwargs,
+        checkpoint.date_of_run(accelerator, args),
+    )
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise SystemExit(
             f"the tokenizer of {args.model_name_or_path!r} has no pad token of its own, or pads "
@@ -219,6 +236,7 @@ def main():
         function=reward_row,
         tokenizer=tokenizer,
         columns=formats.column_names(args.columns),
+        strings_as_messages=args.strings_as_messages,
         max_length=args.max_length,
     )
     train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **data_settings)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 # The token that ends an answer, by the beginning of a template's name; and the tokenizer's EOS, where that is another.
 ENDS = {
     "cohere": "<|END_OF_TURN_TOKEN|>",
-    "deepseek": "<｜end▁of▁sentence｜>",
+    "deepseek": "<\uff5cend▁of▁sentence\uff5c>",
     "diffusion_gemma": "<turn|>",
     "gemma4": "<turn|>",
     "gemma": "<end_of_turn>",
@@ -93,7 +93,7 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
-    found = set(re.findall(r"<\|[\w/]+\|?>|<[\w/]+\|>|<｜[^<>]+｜>|</?s>|<(?:start|end)_of_\w+>|\[gMASK\]|<sop>|\[end\]", template))
+    found = set(re.findall(r"<\|[\w/]+\|?>|<[\w/]+\|>|<\uff5c[^<>]+\uff5c>|</?s>|<(?:start|end)_of_\w+>|\[gMASK\]|<sop>|\[end\]", template))
     end = end_of(name)
     base = name.removesuffix("_training")
     eos = OTHER_EOS.get(base, end)

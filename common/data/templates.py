@@ -5,8 +5,12 @@ import datetime
 import functools
 import json
 import os
+import re
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
+import jinja2
 import transformers.utils.chat_template_utils as template_utils
 
 from common.data import formats, ids, thoughts
@@ -17,6 +21,10 @@ DROPS_CALLS = "tool calls are not learned, because the chat template does not wr
 DROPS_ANSWER = "answers are not learned, because the chat template does not write them"
 DROPS_ROLE = "messages that the chat template does not write"
 DROPS_TOOLS = "tools that the chat template does not write"
+
+
+# What every template is given anyway.
+GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 
 
 class Conventions(NamedTuple):
@@ -35,6 +43,72 @@ class Conventions(NamedTuple):
     tail: tuple[int, ...] = ()
     stop: int | None = None
     white_tail: str = ""
+
+
+# ============================================================ the template itself
+def read(path: str) -> str:
+    """The chat template in a file.
+
+    Raises:
+        SystemExit: no such file, not UTF-8, or no Jinja template.
+    """
+    try:
+        template = Path(path).read_text(encoding="utf-8")
+        template_utils.render_jinja_template([[]], chat_template=template)
+    except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as error:
+        sys.exit(f"--chat_template {path}: expected a file with a Jinja template: {error}")
+    except Exception:  # it is a template, though it wants messages
+        pass
+    return template
+
+
+def set_defaults(tokenizer, text: str) -> None:
+    """Gives variables of a tokenizer's chat template default values.
+
+    They are written at the beginning of the template. So they are saved with it, and whoever loads
+    the actor gets the same prompts without knowing of them.
+
+    Args:
+        text: a JSON object of names and values.
+
+    Raises:
+        SystemExit: not a JSON object, no chat template, or a variable that it does not have.
+    """
+    argument = f"--chat_template_kwargs {text}"
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        sys.exit(f"{argument}: expected a JSON object: {error}")
+    if not isinstance(values, dict):
+        sys.exit(f'{argument}: expected a JSON object, such as {{"enable_thinking": false}}')
+    if tokenizer.chat_template is None:
+        sys.exit(f"{argument}: the tokenizer has no chat template")
+    for name in values:
+        is_used = re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template))
+        if not name.isidentifier() or name in GIVEN_TO_TEMPLATES or not is_used:
+            sys.exit(f"{argument}: the chat template has no variable {name!r}")
+
+    lines = [
+        f"{{% set {name} = {name} | default({as_jinja(value)}) %}}\n"
+        for name, value in values.items()
+    ]
+    beginning = "".join(lines)
+    if isinstance(tokenizer.chat_template, dict):  # several, by their names
+        tokenizer.chat_template = {
+            name: beginning + template for name, template in tokenizer.chat_template.items()
+        }
+    else:
+        tokenizer.chat_template = beginning + tokenizer.chat_template
+
+
+def as_jinja(value) -> str:
+    """A JSON value as Jinja writes it: null is `none`, all else is as in JSON."""
+    if isinstance(value, dict):
+        pairs = (f"{as_jinja(name)}: {as_jinja(part)}" for name, part in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(as_jinja(part) for part in value) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 # ============================================================ rendering
