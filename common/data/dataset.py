@@ -215,15 +215,21 @@ def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
     reasons = column(converted, "reason")
     # The same rows from another path, or written at another time, are the same data.
     content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
+    # Before the rows get their name, which depends on the columns that are removed later.
+    unused = [name for name in OPTIONAL_COLUMNS if not has_values(converted, name)]
+    converted = converted.remove_columns(["notes", *unused])
     usable = converted.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
-    superfluous = [CHECKSUM, "notes"]
-    for name in OPTIONAL_COLUMNS:
-        if not pyarrow.compute.sum(pyarrow.compute.list_value_length(converted.data[name])).as_py():
-            superfluous.append(name)
+    superfluous = [CHECKSUM]
     # `any` reads until it finds the first answer.
     if "answer" in usable.column_names and not any(usable["answer"]):
         superfluous.append("answer")
     return usable.remove_columns(superfluous)
+
+
+def has_values(converted: datasets.Dataset, name: str) -> bool:
+    """Whether any list of a column is not empty."""
+    lengths = pyarrow.compute.list_value_length(converted.data[name])
+    return bool(pyarrow.compute.sum(lengths).as_py())
 
 
 def describe_unusable(converted: datasets.Dataset) -> list[str]:
