@@ -1,6 +1,9 @@
 """Checkpoints: what they hold, how they are written, and how a run resumes from one."""
 
+import contextlib
 import dataclasses
+import datetime
+import hashlib
 import json
 import os
 import shutil
@@ -21,7 +24,7 @@ from common.metrics import Metrics
 from common.progress import Progress
 
 # The counters of `Progress` that a checkpoint holds; it derives the others from these.
-COUNTERS = ("global_step", "skipped_steps", "samples", "tokens")
+COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
 # At most: weights 4, fp32 masters 4, Adam's two moments 8, the actor 4.
 BYTES_PER_PARAMETER = 20
 # A launcher passes on a signal that its processes may have got already. Only what comes later than
@@ -80,12 +83,41 @@ class Run:
         world = accelerator.mixed_precision
         if engine.is_sharded(accelerator):
             world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
+        template = str(self.tokenizer.chat_template).encode()
         return {
             **vars(self.args),
             **self.models,
+            # The file's content counts, not its name.
+            "chat_template": hashlib.sha256(template).hexdigest()[:16],
+            "date": self.tokenizer.chat_date,
             "data": self.data_fingerprint,
             "world": world,
         }
+
+
+def date_of_run(accelerator: Accelerator, args) -> str:
+    """The date that chat templates print, as in 2026-01-31; the same on all processes.
+
+    It is that of the run's start: a resumed run takes it from the checkpoint.
+    """
+    return distributed.on_main_process(accelerator, find_date, args)
+
+
+def find_date(args) -> str:
+    """Does the work of `date_of_run` on one process."""
+    candidates = []
+    if args.resume == "auto":
+        candidates = folders.by_step(Path(args.output_dir) / "checkpoints")[::-1]
+    elif args.resume != "never":
+        candidates = [Path(args.resume)]
+    for path in candidates:
+        # A torn checkpoint is refused later. Here another one of the same run will do.
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            date = state["arguments"]["date"]
+            if date is not None:
+                return date
+    return datetime.date.today().isoformat()
 
 
 # ============================================================ saving
@@ -373,8 +405,10 @@ def load(run: Run, path: Path) -> dict:
     refuse_another_run(run, path, state["arguments"])
     load_engine(run, path / "engine")
     load_schedule(run, state["scheduler"])
+    # Older checkpoints do not count sequences: a sample had one.
+    counters = {"sequences": state["progress"]["samples"], **state["progress"]}
     for name in COUNTERS:
-        setattr(run.progress, name, state["progress"][name])
+        setattr(run.progress, name, counters[name])
     run.metrics.last_update = state["last_update"]
     run.extra = torch.load(path / "extra.pt", weights_only=True)
     load_open_sums(run, state["open_sums"])

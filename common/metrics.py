@@ -233,6 +233,7 @@ class Metrics:
             "epoch": self.progress.updates_seen / self.progress.updates_per_epoch,
             **means,
             "samples": self.progress.samples,
+            **({"sequences": self.progress.sequences} if self.progress.counts_sequences else {}),
             "tokens": self.progress.tokens,
             "skipped_steps": self.progress.skipped_steps,
             **self.performance(elapsed),

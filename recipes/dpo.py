@@ -74,6 +74,18 @@ class Args:
     columns: list[str] | None = HfArg(
         default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
     )
+    chat_template: str | None = HfArg(
+        default=None, help="a Jinja file that replaces the model's own chat template"
+    )
+    chat_template_kwargs: str | None = HfArg(
+        default=None,
+        help="variables of the chat template as a JSON object, such as "
+        '{"enable_thinking": false}; saved in the template of the actor',
+    )
+    strings_as_messages: bool = HfArg(
+        default=False,
+        help="make prompts and answers that are strings turns of user and assistant",
+    )
     output_dir: str | None = HfArg(default=None, help="default: runs/dpo/<date-time>")
 
     beta: float = HfArg(default=0.1, help="strength of the pull towards the reference")
@@ -280,11 +292,17 @@ def main():
     check_settings(args)
 
     # ============================================================ data
-    tokenizer = load.tokenizer_of(args.model_name_or_path)
+    tokenizer = load.tokenizer_of(
+        args.model_name_or_path,
+        args.chat_template,
+        args.chat_template_kwargs,
+        checkpoint.date_of_run(accelerator, args),
+    )
     data_settings = dict(
         function=pairs.preference_row,
         tokenizer=tokenizer,
         columns=formats.column_names(args.columns),
+        strings_as_messages=args.strings_as_messages,
         max_length=args.max_length,
     )
     train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **data_settings)

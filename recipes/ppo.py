@@ -46,7 +46,7 @@ common.check_recipe(__file__)
 
 from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
 from common.checkpoint import Run
-from common.data import dataset, formats, tokens
+from common.data import dataset, formats, templates, tokens
 from common.metrics import Metrics
 from common.models import checks, load, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
@@ -92,6 +92,18 @@ class Args:
     )
     columns: list[str] | None = HfArg(
         default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
+    )
+    chat_template: str | None = HfArg(
+        default=None, help="a Jinja file that replaces the model's own chat template"
+    )
+    chat_template_kwargs: str | None = HfArg(
+        default=None,
+        help="variables of the chat template as a JSON object, such as "
+        '{"enable_thinking": false}; saved in the template of the actor',
+    )
+    strings_as_messages: bool = HfArg(
+        default=False,
+        help="make prompts and answers that are strings turns of user and assistant",
     )
     output_dir: str | None = HfArg(default=None, help="default: runs/ppo/<date-time>")
 
@@ -235,31 +247,44 @@ class ActorCritic(LogProbModel):
         return output
 
 
-def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> dict:
-    """Returns `prompt_ids length truncated columns reason` of one row.
+def prompt_row(
+    row: dict,
+    tokenizer,
+    max_length: int,
+    max_new_tokens: int,
+    strings_as_messages: bool = False,
+) -> dict:
+    """Returns `prompt_ids length truncated columns reason` of one row, and `notes` if any.
 
     `columns` is the whole row as a JSON text, for the reward function.
     """
     formats.require(row, "prompt", expected="'prompt'")
     prompt = row["prompt"]
+    if strings_as_messages:
+        (prompt,) = formats.as_turns(prompt)
+    notes = []
     if isinstance(prompt, str):
         ids = tokens.encode(tokenizer, [prompt, ""], plain=True)[0]
     else:
         messages = formats.as_messages(prompt, "user")
-        text = tokens.render(tokenizer, messages, True, row.get("tools"))
+        text = templates.render(tokenizer, messages, True, row.get("tools"))
         ids = tokens.encode(tokenizer, [text])[0]
+        notes = templates.unwritten_parts(tokenizer, messages, row.get("tools"))
     reason = ""  # why the row cannot be used
     if not formats.has_text(prompt):
         reason = "empty prompt"
     elif len(ids) + max_new_tokens > max_length:
         reason = "prompt leaves no room for max_new_tokens within max_length"
-    return {
+    values = {
         "prompt_ids": ids,
         "length": len(ids),
         "truncated": False,
         "columns": json.dumps(row, default=str),
         "reason": reason,
     }
+    if notes:
+        values["notes"] = notes
+    return values
 
 
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -660,12 +685,18 @@ def main():
     arguments.check_intervals(args)
 
     # ============================================================ data
-    tokenizer = load.tokenizer_of(args.model_name_or_path)
+    tokenizer = load.tokenizer_of(
+        args.model_name_or_path,
+        args.chat_template,
+        args.chat_template_kwargs,
+        checkpoint.date_of_run(accelerator, args),
+    )
     limits = dict(max_length=args.max_length, max_new_tokens=args.max_new_tokens)
     data_settings = dict(
         function=prompt_row,
         tokenizer=tokenizer,
         columns=formats.column_names(args.columns),
+        strings_as_messages=args.strings_as_messages,
         **limits,
     )
     train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **data_settings)

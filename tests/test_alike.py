@@ -97,6 +97,7 @@ def load(name: str):
 def source(name: str) -> str:
     """The recipe's text, with one word for the model inside the prepared one and one line for each evaluation."""
     text = re.sub(r"\b(policy|scorer)\b", "UNWRAPPED", recipe(name).read_text())
+    text = text.replace("            update_sequences,\n", "            update_rows,\n")  # SFT's rows may hold several
     evaluations = re.findall(r"metrics\.log_evaluation\(.*?\n?.*?\)\n(?=\s+(?:if |model\.train))", text, re.S)
     assert len(evaluations) == 2, "before the first update, and in the loop"
     for call in evaluations:

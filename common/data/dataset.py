@@ -1,5 +1,6 @@
 """Tokenises data sets once, caches the result on disk, and names it by its content."""
 
+import collections
 import inspect
 import sys
 import zlib
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.compute
 
 from common import distributed
 from common.data import files, formats, tokens
@@ -15,6 +17,15 @@ from common.data.formats import BadRow
 # Lists of truth values among the columns that a row function may return. All other lists are of
 # token ids.
 BOOLEAN_COLUMNS = {"targets"}
+
+# Columns that the rows of a row function need not have. Unlike the others they are no part of the
+# result where no row has them.
+OPTIONAL_COLUMNS = ("sequence_lengths",)
+
+PLAIN_STRINGS = (
+    "strings are read as plain text though the model has a chat template; "
+    "--strings_as_messages makes them turns of user and assistant"
+)
 
 # A temporary column: each row's checksum, from which the fingerprint is made. Do not rename it:
 # removing a column adds its name to the fingerprint, and older checkpoints would be refused.
@@ -33,7 +44,9 @@ def load(
         function: called as `function(row, tokenizer=tokenizer, **settings)`. It returns the
             columns of the result; among them `length`, the number of tokens of the row (of a pair,
             those of both sequences), `reason`, why a row is left out ("" if it is not), and
-            `truncated`, whether something was cut off. It raises `BadRow` if a row fits no format.
+            `truncated`, whether something was cut off. It may return `notes`, a list of what is
+            said of such rows, see `tokens.note`, and `sequence_lengths`, see
+            `sequences.Sequences`. It raises `BadRow` if a row fits no format.
         columns: see `formats.column_names`.
         settings: passed to `function`; `max_length` among them.
 
@@ -106,8 +119,15 @@ def tokenise(
             values = function(row, tokenizer=tokenizer, **settings)
         except BadRow as error:
             sys.exit(f"data set {name!r}, row {index + 1}: {error}")
+        notes = values.pop("notes", [])
+        # None: the caller has no such setting.
+        as_text = settings.get("strings_as_messages") is False
+        if as_text and tokenizer.chat_template is not None and formats.is_plain_text(row):
+            notes.append(PLAIN_STRINGS)
+        optional = {column_name: [] for column_name in OPTIONAL_COLUMNS}
         return {
-            **with_typed_lists(values),
+            **with_typed_lists({**optional, **values}),
+            "notes": "\n".join(notes),
             "row": index + 1,
             **answer_of(row, values),
             CHECKSUM: checksum(values),
@@ -211,12 +231,21 @@ def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
     reasons = column(converted, "reason")
     # The same rows from another path, or written at another time, are the same data.
     content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
+    # Before the rows get their name, which depends on the columns that are removed later.
+    unused = [name for name in OPTIONAL_COLUMNS if not has_values(converted, name)]
+    converted = converted.remove_columns(["notes", *unused])
     usable = converted.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
     superfluous = [CHECKSUM]
     # `any` reads until it finds the first answer.
     if "answer" in usable.column_names and not any(usable["answer"]):
         superfluous.append("answer")
     return usable.remove_columns(superfluous)
+
+
+def has_values(converted: datasets.Dataset, name: str) -> bool:
+    """Whether any list of a column is not empty."""
+    lengths = pyarrow.compute.list_value_length(converted.data[name])
+    return bool(pyarrow.compute.sum(lengths).as_py())
 
 
 def describe_unusable(converted: datasets.Dataset) -> list[str]:
@@ -228,7 +257,22 @@ def describe_unusable(converted: datasets.Dataset) -> list[str]:
     truncated = int((column(converted, "truncated") & is_usable).sum())
     if truncated:
         notes.append(f"{truncated} truncated")
-    return notes
+    return notes + describe_notes(converted)
+
+
+def describe_notes(converted: datasets.Dataset) -> list[str]:
+    """What the row function noted of usable rows: each kind once, with its rows and an example."""
+    counts = collections.Counter()
+    examples = {}
+    for part in converted.select_columns(["notes", "reason", "row"]).iter(10_000):
+        for text, reason, row in zip(part["notes"], part["reason"], part["row"]):
+            if not text or reason:
+                continue
+            of_row = dict(line.partition("\t")[::2] for line in reversed(text.split("\n")))
+            counts.update(of_row.keys())
+            for kind, example in of_row.items():
+                examples.setdefault(kind, f" (row {row}: {example})" if example else "")
+    return [f"{kind}: {count} rows{examples[kind]}" for kind, count in counts.items()]
 
 
 # ============================================================ the cache's key

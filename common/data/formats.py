@@ -5,6 +5,7 @@ Rows of Alpaca and ShareGPT are brought into these formats first, see `standard`
 
 import json
 import os
+import re
 import sys
 
 # hh-rlhf transcripts: the prompt ends with the last marker that both answers share.
@@ -457,3 +458,36 @@ def shared_prompt_length(chosen: list[dict], rejected: list[dict]) -> int:
     while cut > 0 and not chosen[cut]["role"] == rejected[cut]["role"] == "assistant":
         cut -= 1
     return cut
+
+
+def is_plain_text(row: dict) -> bool:
+    """Whether a row's prompt and answers are strings, which no chat template writes."""
+    if row.get("messages") is not None or row.get("text") is not None:
+        return False
+    names = ("prompt", "completion", "chosen", "rejected")
+    values = [row[name] for name in names if row.get(name) is not None]
+    return bool(values) and all(isinstance(value, str) for value in values)
+
+
+def as_turns(prompt: str | list[dict], *answers: str | list[dict]) -> tuple[list[dict], ...]:
+    """A prompt and its answers as message lists: strings become turns of user and assistant.
+
+    A transcript of hh-rlhf becomes the turns that it holds. A text without a prompt stays as it
+    is, because nothing says whose turn it would be.
+    """
+    if not isinstance(prompt, str) or (answers and not prompt):
+        return prompt, *answers
+    parts = re.split(r"\n\n(Human|Assistant):", prompt)
+    is_transcript = len(parts) > 1 and not parts[0].strip()
+    if not is_transcript:
+        turns = [{"role": "user", "content": prompt}]
+        return turns, *([{"role": "assistant", "content": answer}] for answer in answers)
+
+    turns = []
+    for speaker, text in zip(parts[1::2], parts[2::2]):
+        role = "user" if speaker == "Human" else "assistant"
+        turns.append({"role": role, "content": text.strip()})
+    # The transcript ends where the answer begins.
+    if turns[-1] == {"role": "assistant", "content": ""}:
+        turns.pop()
+    return turns, *([{"role": "assistant", "content": answer.strip()}] for answer in answers)

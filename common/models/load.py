@@ -16,14 +16,26 @@ from transformers import (
 )
 
 from common import cpu, distributed, folders, zero
-from common.data import tokens
+from common.data import templates, tokens
 
 
-def tokenizer_of(name: str):
+def tokenizer_of(
+    name: str,
+    chat_template: str | None = None,
+    chat_template_kwargs: str | None = None,
+    date: str | None = None,
+):
     """Loads the tokenizer of a model, with an EOS and a pad token.
 
+    Args:
+        chat_template: a file that replaces the chat template.
+        chat_template_kwargs: variables of the chat template as a JSON object. They become defaults
+            in the template itself, so that they are saved with it and hold at inference.
+        date: what a chat template prints as the date of the day, as in 2026-01-31.
+
     Raises:
-        SystemExit: no tokenizer there, or one without an EOS token. The message says what to do.
+        SystemExit: no tokenizer there, or one without an EOS token; a chat template that cannot be
+            read, or variables that it does not have. The message says what to do.
     """
     tokenizer = from_pretrained(AutoTokenizer, "tokenizer", name)
     if tokenizer.eos_token_id is None:
@@ -33,6 +45,11 @@ def tokenizer_of(name: str):
         )
     # The loss never reads padding, so any token will do. A new one would resize the model.
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = templates.read(chat_template)
+    if chat_template_kwargs is not None:
+        templates.set_defaults(tokenizer, chat_template_kwargs)
+    tokenizer.chat_date = date if templates.prints_date(tokenizer) else None
     return tokenizer
 
 
@@ -179,7 +196,7 @@ def draw_score_head(model: PreTrainedModel) -> None:
 
 
 def fingerprint(accelerator, name: str, config) -> str:
-    """Returns what identifies a model's weights: the same for a copy of them, another for any change.
+    """Identifies a model's weights: the same for a copy of them, another for any change.
 
     For a local folder these are name, size and checksum of each file of its weights and of its
     config; for a hub name, the commit. All processes must call it.
