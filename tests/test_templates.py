@@ -406,3 +406,62 @@ def test_what_ends_an_answer_ends_a_response():
         tokenizer = templates.tokenizer(name)
         ends = {tokenizer.eos_token, templates.end_of(name)}
         assert stop_tokens(tokenizer, model) == set(tokenizer.convert_tokens_to_ids(sorted(ends))), name
+
+
+# ---------------------------------------------------------------------------------------------- prompts with more than an answer continues
+
+
+@pytest.mark.parametrize("prompt_end, lead, content, expected", [
+    ("<think>\n\n", "<think>\n", "one two</think>three", "one two</think>three"),  # one newline more than the answer's own
+    ("<|channel>thought\n<channel|>", "", "three", "three"),  # a whole thought: a model answers behind it
+    ("<think></think>", "", "three", "three"),
+    ("[THINK]\n[/THINK]\n", "", "three", "three"),
+    ("<think>", "", "three", None),  # an open one: no model would go on without thinking
+    ("<|assistant_header|>", "", "three", None),
+])  # fmt: skip
+def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expected):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (LEAD if m['role'] == 'assistant' else '') + m['content'] + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + END }}{% endif %}"
+    )
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
+    tokenizer.chat_template = template.replace("LEAD", json.dumps(lead)).replace("END", json.dumps(prompt_end))
+    answer = tokens.encode_turn(tokenizer, [message("user", "five"), message("assistant", content)], 1, 2)
+    prompt = tokenizer.apply_chat_template([message("user", "five")], add_generation_prompt=True, return_dict=False)
+    assert answer.prompt == prompt and tokenizer.decode(answer.ids) == content + "<|im_end|>"
+    assert tokenizer.decode(answer.context) == tokenizer.decode(prompt).removesuffix("" if expected else prompt_end)
+    assert bool(answer.notes) == (expected is None)
+
+
+def test_one_answer_of_a_pair_thinks():
+    """The prompt is what both answers continue; the one that thinks begins with what opens its thinking."""
+    tokenizer = templates.tokenizer("deepseekv3")
+    row = preference_row({"prompt": CHAT[:1], "chosen": [message("assistant", THOUGHT)], "rejected": CHAT[1:2]}, tokenizer, 1000)
+    assert row["prompt_ids"] == context_ids("deepseekv3", CHAT[:1])
+    end = templates.end_of("deepseekv3")
+    assert [tokenizer.decode(row[key]) for key in ("chosen_ids", "rejected_ids")] == [THOUGHT + end, "three four." + end]
+
+
+def test_every_token_is_learned_once_though_histories_repeat():
+    tokenizer = templates.tokenizer("qwen3")
+    chat = [message("user", "one"), message("assistant", "two"), message("user", "five"), message("assistant", "six")]
+    row = sft_row({"messages": chat}, tokenizer, 1000, "all")
+    assert [tokenizer.decode(ids) for _, ids in learned(row)] == [
+        "user\none<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\ntwo<|im_end|>",
+        "\n<|im_start|>user\nfive<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nsix<|im_end|>",
+    ]
+
+
+def test_max_length_holds_for_each_sequence():
+    tokenizer = templates.tokenizer("qwen3")
+    chat = [turn for text in ("one", "two", "five") for turn in (message("user", text), message("assistant", "six seven"))]
+    whole = sft_row({"messages": chat}, tokenizer, 1000, "assistant")
+    lengths = whole["sequence_lengths"]
+    assert len(lengths) == 3 and not whole["truncated"]
+    # The third is cut within its answer, then before it; the second is cut within its answer.
+    for max_length, kept in ((lengths[2] - 2, [lengths[0], lengths[1], lengths[2] - 2]), (lengths[1] - 1, [lengths[0], lengths[1] - 1])):
+        row = sft_row({"messages": chat}, tokenizer, max_length, "assistant")
+        assert row["sequence_lengths"] == kept and row["truncated"] and row["reason"] == "" and row["length"] == sum(kept)
+        assert row["n_targets"] == sum(row["targets"]) == sum(len(ids) for _, ids in learned(row))
+    short = sft_row({"messages": chat}, tokenizer, 5, "assistant")
+    assert short["reason"] == "nothing to learn within max_length" and short["length"] == 5
