@@ -120,7 +120,7 @@ def is_message(value) -> bool:
 
 
 def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
-    """Returns a list of messages, each with a role and a text; a string becomes one message of that role.
+    """Returns messages, each with a role and a text; a string becomes one message of `role`.
 
     Raises:
         BadRow: a message says what no text can hold, such as an image, or is from nobody known.

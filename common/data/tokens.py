@@ -113,7 +113,7 @@ def encode_turn(tokenizer, messages: list[dict], start: int, end: int, tools=Non
 def join(
     tokenizer, before: str, after: str, prompt: list[int], whole: list[int]
 ) -> tuple[list[int], list[int]]:
-    """Returns the ids of what precedes an answer, and of the answer with what the template writes behind it.
+    """Returns the ids of an answer's context, and of the answer with what the template adds to it.
 
     Args:
         before, prompt: the history with the generation prompt, and its ids.
@@ -154,7 +154,7 @@ def without_white_space(tokenizer, rest: list[int], only_in_prompt: str) -> list
 def as_given(
     tokenizer, before: str, prompt: list[int], message: dict, only_in_prompt: str, written: str
 ) -> tuple[list[int], list[int]]:
-    """Returns the ids of what precedes an answer, and of the answer as the user gave it, up to its end.
+    """Returns the ids of an answer's context, and of the answer as the user gave it, to its end.
 
     What opens its thinking is left out where the generation prompt has written that already.
 
