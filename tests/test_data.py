@@ -573,7 +573,7 @@ def test_the_cache_knows_the_source_of_what_a_row_function_calls(tmp_path):
         )
         path = tmp_path / f"{name}.py"
         path.write_text(source)
-        rows = types.SimpleNamespace(_fingerprint="rows")
+        rows = types.SimpleNamespace(table=types.SimpleNamespace(_fingerprint="rows"))
         function = runpy.run_path(str(path))["row_of"]
         return dataset.cache_key(rows, function, tokenizer, {}, {})
 
