@@ -1,4 +1,4 @@
-"""Where this repository stands, and whether a recipe found the `common` that belongs to it."""
+"""Where this repository stands, a recipe's check that this is its `common`, and its console."""
 
 import os
 import sys
@@ -12,6 +12,16 @@ if not torch.cuda.is_available():
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
+
+
+def show_any_text() -> None:
+    """Lets the console show any text: what its encoding lacks appears as `\\u4f60`.
+
+    In the locale C Python would end a run at the first sample, path or message that is not ASCII.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a stream that replaces it, as in a notebook, has none
+            stream.reconfigure(errors="backslashreplace")
 
 
 def check_recipe(recipe_file: str) -> None:

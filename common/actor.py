@@ -1,11 +1,14 @@
 """Saves the actor as an ordinary Hugging Face folder."""
 
+import collections
+import json
 import shutil
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from tqdm import tqdm
 
 from common import engine, folders, zero
 
@@ -17,8 +20,9 @@ def save(
     tokenizer,
     directory: str | Path,
     keep: int = 0,
+    dtype: str | None = None,
 ) -> None:
-    """Writes `unwrapped.model` with the weights that the forward pass used, bit for bit.
+    """Writes `unwrapped.model` and says in which dtype.
 
     All processes must call it.
 
@@ -28,18 +32,72 @@ def save(
         directory: replaced as a whole if it is there. If the process is killed while it writes, the
             previous folder stays (at worst under its name with `.old`).
         keep: how many `global_step_*` folders stay beside each other, the newest; 0 keeps all.
+        dtype: floating-point weights are converted to it. None: the weights that the forward pass
+            used, bit for bit.
     """
+    written = write(accelerator, prepared, unwrapped, tokenizer, directory, keep, dtype)
+    if accelerator.is_main_process:
+        how = "as trained" if dtype is None else "by --save_dtype"
+        # Above the progress bar, if there is one.
+        tqdm.write(f"saved the actor in {written} ({how}): {directory}")
+
+
+def write(
+    accelerator: Accelerator,
+    prepared: nn.Module,
+    unwrapped: nn.Module,
+    tokenizer,
+    directory: str | Path,
+    keep: int = 0,
+    dtype: str | None = None,
+) -> str | None:
+    """See `save`. Returns the dtype of the saved weights on the main process."""
     engine.reshard(prepared)
     weights = gather_weights(accelerator, prepared, unwrapped)
+    written = None
     if accelerator.is_main_process:
         directory = Path(directory)
         temporary = directory.with_name(f".{directory.name}.writing")
         shutil.rmtree(temporary, ignore_errors=True)
         state_dict = weights_of_actor(weights, unwrapped)
+        if dtype is not None:
+            state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
         unwrapped.model.save_pretrained(temporary, state_dict=state_dict)
         tokenizer.save_pretrained(temporary)
+        written = dtype or dtype_of(state_dict)
+        write_dtype(temporary, written)
         folders.replace(temporary, directory, keep)
     accelerator.wait_for_everyone()
+    return written
+
+
+def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A tensor in another floating-point dtype; one of integers stays as it is."""
+    if not tensor.is_floating_point():
+        return tensor
+    result = tensor.to(getattr(torch, dtype))
+    if tensor.isfinite().all() and not result.isfinite().all():
+        tqdm.write(f"NOTE: values of {name} are too large for {dtype}: they are saved as inf")
+    return result
+
+
+def dtype_of(state_dict: dict[str, torch.Tensor]) -> str:
+    """The dtype of most of the floating-point weights."""
+    sizes = collections.Counter()
+    for tensor in state_dict.values():
+        if tensor.is_floating_point():
+            sizes[tensor.dtype] += tensor.numel()
+    (dtype, _), *_ = sizes.most_common(1)
+    return str(dtype).removeprefix("torch.")
+
+
+def write_dtype(folder: Path, dtype: str) -> None:
+    """Says in a Hugging Face folder's config which dtype its weights have."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if config.get("dtype") != dtype:
+        config["dtype"] = dtype
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def gather_weights(

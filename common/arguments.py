@@ -9,7 +9,7 @@ from pathlib import Path
 import transformers
 import yaml
 
-from common import ASSETS
+from common import ASSETS, show_any_text
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
@@ -26,6 +26,7 @@ MAY_CHANGE = {
     "save_total_limit",
     "save_actor_steps",
     "save_actor_limit",
+    "save_dtype",
     # What changes the speed and the memory, not the update.
     "micro_train_batch_size",
     "micro_train_tokens",
@@ -36,6 +37,20 @@ MAY_CHANGE = {
     "dataset_name",
     "eval_dataset_name",
     "eval_dataset_split",
+}
+
+# What decides no line of metrics.jsonl, not even in its last digit.
+NOT_IN_LINES = {
+    "output_dir",
+    "resume",
+    "report_to",
+    "save_steps",
+    "save_total_limit",
+    "save_actor_steps",
+    "save_actor_limit",
+    "save_dtype",
+    "debug_overflow",
+    "dataset_name",  # compared by its content
 }
 
 # Functions that users name on the command line and that have moved. The old names are read for one
@@ -58,6 +73,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
         SystemExit: unknown argument, wrong type, YAML file missing or not a flat mapping. The
             message names the argument.
     """
+    show_any_text()
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(args_class)
     if argv and argv[0].endswith((".yaml", ".yml")):

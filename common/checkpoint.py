@@ -1,6 +1,9 @@
 """Checkpoints: what they hold, how they are written, and how a run resumes from one."""
 
+import contextlib
 import dataclasses
+import datetime
+import hashlib
 import json
 import os
 import shutil
@@ -16,12 +19,12 @@ from accelerate.utils import DistributedType, gather_object, set_seed
 from safetensors import SafetensorError
 from torch import nn
 
-from common import actor, arguments, distributed, engine, folders
+from common import actor, arguments, distributed, engine, folders, left_behind
 from common.metrics import Metrics
 from common.progress import Progress
 
 # The counters of `Progress` that a checkpoint holds; it derives the others from these.
-COUNTERS = ("global_step", "skipped_steps", "samples", "tokens")
+COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
 # At most: weights 4, fp32 masters 4, Adam's two moments 8, the actor 4.
 BYTES_PER_PARAMETER = 20
 # A launcher passes on a signal that its processes may have got already. Only what comes later than
@@ -38,6 +41,8 @@ class Run:
         unwrapped: the module inside it, whose `model` is the actor.
         scheduler: a `LambdaLR`, not prepared.
         data_fingerprint: of the tokenised training set. It stands for data, tokenizer and lengths.
+        models: fingerprints of the models that decide the result but are not trained, such as a
+            reference model, by what messages call them.
         extra: what else the recipe carries from update to update, the same on all processes: None,
             tensors, numbers, lists and dicts of them.
         last_saved: `global_step` of the last checkpoint in `folder` that is this run's own; None if
@@ -56,6 +61,7 @@ class Run:
     progress: Progress
     metrics: Metrics
     data_fingerprint: str
+    models: dict[str, str] = dataclasses.field(default_factory=dict)
     extra: Any = None
     last_saved: int | None = None
     stop_signal: int = 0
@@ -77,7 +83,41 @@ class Run:
         world = accelerator.mixed_precision
         if engine.is_sharded(accelerator):
             world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
-        return {**vars(self.args), "data": self.data_fingerprint, "world": world}
+        template = str(self.tokenizer.chat_template).encode()
+        return {
+            **vars(self.args),
+            **self.models,
+            # The file's content counts, not its name.
+            "chat_template": hashlib.sha256(template).hexdigest()[:16],
+            "date": self.tokenizer.chat_date,
+            "data": self.data_fingerprint,
+            "world": world,
+        }
+
+
+def date_of_run(accelerator: Accelerator, args) -> str:
+    """The date that chat templates print, as in 2026-01-31; the same on all processes.
+
+    It is that of the run's start: a resumed run takes it from the checkpoint.
+    """
+    return distributed.on_main_process(accelerator, find_date, args)
+
+
+def find_date(args) -> str:
+    """Does the work of `date_of_run` on one process."""
+    candidates = []
+    if args.resume == "auto":
+        candidates = folders.by_step(Path(args.output_dir) / "checkpoints")[::-1]
+    elif args.resume != "never":
+        candidates = [Path(args.resume)]
+    for path in candidates:
+        # A torn checkpoint is refused later. Here another one of the same run will do.
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            date = state["arguments"]["date"]
+            if date is not None:
+                return date
+    return datetime.date.today().isoformat()
 
 
 # ============================================================ saving
@@ -123,7 +163,7 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     # This also waits until every process has written its files.
-    actor.save(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
+    actor.write(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
 
     # Every process flushes everything: each node holds back what was written on it.
     folders.flush(*temporary.rglob("*"), temporary)
@@ -229,21 +269,19 @@ def resume(run: Run) -> None:
     choose_engine_state(run)  # this also frees a reference model that is no longer needed
     # The models were made alike on all processes. From here on, dropout differs between them.
     set_seed(run.args.seed, device_specific=True)
-    distributed.on_main_process(run.accelerator, check_disk, run)
+    path = None
+    if run.args.resume != "never":
+        path = distributed.on_main_process(run.accelerator, find_checkpoint, run)
+    distributed.on_main_process(run.accelerator, check_disk, run, path)
     install_signals(run)
-    if run.args.resume == "never":
-        run.metrics.start()
-        return
 
-    path = distributed.on_main_process(run.accelerator, find_checkpoint, run)
-    metrics_bytes = 0
+    state = None
     if path:
         state = load(run, path)
         if path.parent.resolve() == run.folder.resolve():
-            metrics_bytes = state["metrics_bytes"]
             run.last_saved = run.progress.global_step
-    delete_what_comes_later(run)
-    run.metrics.start(metrics_bytes)
+    leave_behind(run, state)
+    run.metrics.start()
 
     came_from_elsewhere = path is not None and run.last_saved is None
     if came_from_elsewhere and run.args.save_steps:
@@ -252,11 +290,12 @@ def resume(run: Run) -> None:
         save(run)
 
 
-def check_disk(run: Run) -> None:
+def check_disk(run: Run, resumes_from: Path | None = None) -> None:
     """Refuses a run whose checkpoints will not fit on the disk.
 
     Before it measures, it removes what a killed run left half written. The disk must hold the
-    checkpoints that the run keeps, and one more while that is written.
+    checkpoints that the run keeps, and one more while that is written. Those later than the one
+    that it resumes from stay on the disk, too, but do not count as kept.
     """
     for leftover in run.folder.glob(".global_step_*"):
         shutil.rmtree(leftover)
@@ -264,7 +303,12 @@ def check_disk(run: Run) -> None:
         return
     most_gib = engine.count_parameters(run.unwrapped) * BYTES_PER_PARAMETER / 2**30
     free_gib = shutil.disk_usage(run.args.output_dir).free / 2**30
-    still_to_come = max(run.args.save_total_limit + 1 - len(folders.by_step(run.folder)), 1)
+    there = folders.by_step(run.folder)
+    if resumes_from:
+        state = json.loads((resumes_from / "state.json").read_text(encoding="utf-8"))
+        step = state["progress"]["global_step"]
+        there = [path for path in there if folders.step_of(path) <= step]
+    still_to_come = max(run.args.save_total_limit + 1 - len(there), 1)
     if free_gib < still_to_come * most_gib:
         sys.exit(
             f"{run.args.output_dir} has {free_gib:.3g} GiB free, too little for {still_to_come} "
@@ -304,18 +348,50 @@ def find_checkpoint(run: Run) -> Path | None:
     return None
 
 
-def delete_what_comes_later(run: Run) -> None:
-    """Deletes checkpoints and actors beyond the point that the run resumes from.
+def leave_behind(run: Run, state: dict | None) -> None:
+    """Moves what lies beyond the resume point to `<output_dir>/left_behind/`, and says so.
 
-    They belong to the abandoned run, as the log lines beyond that point do. If the run starts at 0,
-    that is all of them. All processes must call it.
+    Checkpoints, actors and log lines beyond that point belong to the abandoned run. If the run
+    starts at 0, that is all of them. Only log lines that will be written again are cut. All
+    processes must call it.
+
+    Args:
+        state: the `state.json` that the run resumes from; None if it starts from the beginning.
     """
-    if run.accelerator.is_main_process:
-        actors = run.folder.parent / "actors"
-        for folder in [*folders.by_step(run.folder), *folders.by_step(actors)]:
-            if folders.step_of(folder) > run.progress.global_step:
-                shutil.rmtree(folder)
-    run.accelerator.wait_for_everyone()
+    now = digest_of_lines(run.identity, run.accelerator.num_processes)
+    distributed.on_main_process(run.accelerator, leave_behind_on_main, run, state, now)
+
+
+def leave_behind_on_main(run: Run, state: dict | None, now: str) -> None:
+    """See `leave_behind`."""
+    output_dir = Path(run.args.output_dir)
+    step = None
+    metrics_bytes = 0
+    writers = left_behind.read_writers(output_dir) or []
+    if state is not None:
+        step = run.progress.global_step
+        if run.last_saved is not None:  # else it is a checkpoint of another folder
+            metrics_bytes = state["metrics_bytes"]
+        if not writers:
+            wrote_it = digest_of_lines(state["arguments"], processes=len(state["open_sums"]))
+            writers = [[0, wrote_it]]
+    try:
+        said = left_behind.leave(output_dir, step, metrics_bytes, writers, now)
+    except OSError as error:
+        sys.exit(
+            f"what lies beyond the resume point cannot be moved to {output_dir}/left_behind: "
+            f"{error}. It is all there still: go on with --resume auto"
+        )
+    if said:
+        print(said, flush=True)
+
+
+def digest_of_lines(identity: dict, processes: int) -> str:
+    """Stands for all that decides the lines of `metrics.jsonl`, to the last digit."""
+    decides = {
+        name: value for name, value in identity.items() if name not in arguments.NOT_IN_LINES
+    }
+    return left_behind.digest({**decides, "processes": processes})
 
 
 def load(run: Run, path: Path) -> dict:
@@ -329,8 +405,10 @@ def load(run: Run, path: Path) -> dict:
     refuse_another_run(run, path, state["arguments"])
     load_engine(run, path / "engine")
     load_schedule(run, state["scheduler"])
+    # Older checkpoints do not count sequences: a sample had one.
+    counters = {"sequences": state["progress"]["samples"], **state["progress"]}
     for name in COUNTERS:
-        setattr(run.progress, name, state["progress"][name])
+        setattr(run.progress, name, counters[name])
     run.metrics.last_update = state["last_update"]
     run.extra = torch.load(path / "extra.pt", weights_only=True)
     load_open_sums(run, state["open_sums"])

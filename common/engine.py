@@ -1,6 +1,7 @@
 """What a loop asks of its engine: accumulation, the loss scale, gradient norms, shards."""
 
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
@@ -21,6 +22,28 @@ def describe(accelerator: Accelerator) -> str:
         engine = "one process"
     precision = accelerator.mixed_precision.replace("no", "fp32")
     return f"{engine} {precision} on {accelerator.device.type}"
+
+
+def decides_values(accelerator: Accelerator, model: nn.Module) -> list:
+    """What decides a model's outputs to the last digit, besides weights and inputs.
+
+    bf16 weights under DeepSpeed give other log-probs than bf16 autocast does, and each kernel of
+    the attention gives others again. Versions are part of it, since they mend models.
+
+    Args:
+        model: has the `config` of its Hugging Face model.
+    """
+    hardware = "cpu"
+    if accelerator.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(accelerator.device)
+    return [
+        describe(accelerator),
+        hardware,
+        model.config._attn_implementation,
+        accelerator.state.dynamo_plugin.backend.value,
+        torch.__version__,
+        transformers.__version__,
+    ]
 
 
 def is_sharded(accelerator) -> bool:

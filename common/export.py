@@ -4,9 +4,9 @@
     python -m common.export runs/dpo/.../checkpoints/global_step_000100 OUT --universal
 
 Every checkpoint holds the actor in safetensors, whatever recipe, strategy and ZeRO stage wrote it.
-The first command checks the checkpoint against its manifest and copies the actor, bit for bit
-unless `--dtype` converts it. OUT is then an ordinary Hugging Face folder. This works offline,
-without a GPU, and reads no pickle.
+The first command checks the checkpoint against its manifest and copies those files of the actor
+that the manifest names, bit for bit unless `--dtype` converts it. It follows no links. OUT is then
+an ordinary Hugging Face folder. This works offline, without a GPU, and reads no pickle.
 
 DeepSpeed cuts its own files for the processes that wrote them. With `--universal` OUT is a whole
 checkpoint again, from which another number of processes can resume, in the same ZeRO stage and
@@ -24,18 +24,55 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from common import folders
+from common import folders, show_any_text
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check(checkpoint: Path, out: Path) -> None:
-    """Ends the program if there is no whole checkpoint, or if `out` is taken."""
+def check(checkpoint: Path, out: Path) -> list[str]:
+    """Returns the files that the checkpoint's manifest names, after checking them.
+
+    Raises:
+        SystemExit: it is no whole checkpoint, its manifest names what is not in it, or `out` is
+            taken.
+    """
+    names = named_in_manifest(checkpoint)
+    for name in names:
+        if not is_inside(checkpoint, name):
+            sys.exit(
+                f"{checkpoint} is not a whole checkpoint: its manifest names {name!r}, which is a "
+                "link or not in the checkpoint"
+            )
     fault = folders.fault_of(checkpoint)
     if fault:
         sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         sys.exit(f"{out} exists and is not an empty folder: choose another")
+    return names
+
+
+def named_in_manifest(checkpoint: Path) -> list[str]:
+    """The names in a checkpoint's manifest; none if it cannot be read, see `folders.fault_of`."""
+    try:
+        return list(json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def is_inside(checkpoint: Path, name: str) -> bool:
+    """Whether a name stays in the checkpoint's folder, without any link on the way."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        return False
+    parts = [checkpoint / path, *(checkpoint / parent for parent in path.parents)]
+    return not any(part.is_symlink() for part in parts if part != checkpoint)
+
+
+def copy_files(checkpoint: Path, names: list[str], out: Path) -> None:
+    """Copies these files of a checkpoint, and nothing else that lies beside them."""
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(checkpoint / name, out / name, follow_symlinks=False)
 
 
 def make_temporary(out: Path) -> Path:
@@ -62,17 +99,20 @@ def export(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
         SystemExit: the checkpoint is foreign, torn or damaged (with the file and what is wrong with
             it), or `out` is taken.
     """
-    check(checkpoint, out)
+    names = [name for name in check(checkpoint, out) if name.startswith("actor/")]
+    if "actor/config.json" not in names:
+        sys.exit(f"{checkpoint} is not a whole checkpoint: its manifest names no actor")
     temporary = make_temporary(out)
-    shutil.copytree(checkpoint / "actor", temporary)
+    of_actor = [name.removeprefix("actor/") for name in names]
+    copy_files(checkpoint / "actor", of_actor, temporary)
     if dtype:
         convert(temporary, dtype)
     folders.replace(temporary, out)
 
 
-def convert(actor: Path, dtype: str) -> None:
+def convert(folder: Path, dtype: str) -> None:
     """Converts the floating-point weights of a Hugging Face folder, and says so in its config."""
-    for path in actor.glob("*.safetensors"):
+    for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -80,10 +120,9 @@ def convert(actor: Path, dtype: str) -> None:
             if tensor.is_floating_point():
                 tensors[name] = tensor.to(getattr(torch, dtype))
         save_file(tensors, path, metadata=metadata)
-    config_file = actor / "config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config["dtype"] = dtype
-    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    from common import actor  # slow to import
+
+    actor.write_dtype(folder, dtype)
 
 
 # ============================================================ a universal checkpoint
@@ -98,15 +137,20 @@ def universal(checkpoint: Path, out: Path) -> None:
     """
     from common import checkpoint as checkpoints  # slow to import
 
-    check(checkpoint, out)
+    names = check(checkpoint, out)
     source = checkpoint / "engine" / "pytorch_model"
     if not source.is_dir():
         sys.exit(
             f"{checkpoint} was not written under DeepSpeed: a checkpoint of one process or DDP "
             "fits any number of processes as it is; one of FSDP2 only the number that wrote it"
         )
+    # DeepSpeed reads the files of this folder by patterns, and they are pickles.
+    unnamed = unnamed_files(checkpoint, source, names)
+    if unnamed:
+        sys.exit(f"{checkpoint}: its manifest does not name {unnamed[0]}: remove it")
     temporary = make_temporary(out)
-    copy_without(checkpoint, temporary, source)
+    others = [name for name in names if not name.startswith("engine/pytorch_model/")]
+    copy_files(checkpoint, others, temporary)
     convert_engine(source, temporary / "engine" / "pytorch_model")
 
     state_file = temporary / "state.json"
@@ -122,20 +166,17 @@ def universal(checkpoint: Path, out: Path) -> None:
                 "parameter the same one. ZeRO-1 and ZeRO-2 keep them apart."
             )
     state["arguments"]["world"] = world
+    state["metrics_bytes"] = 0  # of the folder that it will be in
     state_file.write_text(json.dumps(state, indent=1), encoding="utf-8")
 
-    (temporary / "manifest.json").unlink()
     folders.write_manifest(temporary, folders.describe_files(temporary))
     folders.replace(temporary, out)
 
 
-def copy_without(checkpoint: Path, out: Path, left_out: Path) -> None:
-    """Copies a checkpoint but for one folder in it."""
-
-    def ignore(folder: str, names: list[str]) -> list[str]:
-        return [name for name in names if Path(folder) / name == left_out]
-
-    shutil.copytree(checkpoint, out, ignore=ignore)
+def unnamed_files(checkpoint: Path, folder: Path, names: list[str]) -> list[str]:
+    """What is in a folder of the checkpoint, links included, and not in the manifest."""
+    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return sorted({str(path.relative_to(checkpoint)) for path in found} - set(names))
 
 
 def convert_engine(source: Path, out: Path) -> None:
@@ -162,6 +203,7 @@ def step_counts(checkpoint: Path) -> set[float]:
 
 
 def main() -> None:
+    show_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m common.export",
         description=__doc__,

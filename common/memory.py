@@ -21,7 +21,7 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import REPOSITORY
+from common import REPOSITORY, show_any_text
 from common.zero import read_json
 
 GIB = 2**30
@@ -467,6 +467,7 @@ def print_table(rows: list[Row]) -> None:
 
 
 def read_arguments() -> argparse.Namespace:
+    show_any_text()
     parser = argparse.ArgumentParser(
         prog="python -m common.memory",
         description=__doc__,

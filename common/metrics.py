@@ -160,15 +160,8 @@ class Metrics:
         self.shown_in_bar: dict[str, float] = {}
         self.start_interval()
 
-    def start(self, metrics_bytes: int = 0) -> None:
-        """Opens the files and the bar. All processes must call it.
-
-        Args:
-            metrics_bytes: `metrics.jsonl` is cut to this size: what the checkpoint knows of it, or
-                0 in a new run.
-        """
-        if self.accelerator.is_main_process and self.file.exists():
-            os.truncate(self.file, min(metrics_bytes, self.file.stat().st_size))
+    def start(self) -> None:
+        """Opens TensorBoard and the bar. All processes must call it."""
         if self.with_board:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
@@ -240,6 +233,7 @@ class Metrics:
             "epoch": self.progress.updates_seen / self.progress.updates_per_epoch,
             **means,
             "samples": self.progress.samples,
+            **({"sequences": self.progress.sequences} if self.progress.counts_sequences else {}),
             "tokens": self.progress.tokens,
             "skipped_steps": self.progress.skipped_steps,
             **self.performance(elapsed),

@@ -18,6 +18,8 @@ class Progress:
         samples: trained on so far, in applied updates.
         tokens: real tokens of the samples (their `length`; in DPO and reward a pair's prompt counts
             twice), padding excluded, in applied updates.
+        counts_sequences: whether a sample may hold several sequences, so that they are logged.
+        sequences: trained on so far, in applied updates.
         consecutive_skips: how many of the latest updates were skipped since the last applied one.
         recent_skips: which of the latest `RECENT_UPDATES` updates were skipped, counted from 1.
     """
@@ -31,6 +33,8 @@ class Progress:
     skipped_steps: int = 0
     samples: int = 0
     tokens: int = 0
+    counts_sequences: bool = False
+    sequences: int = 0
     consecutive_skips: int = 0
     recent_skips: list[int] = dataclasses.field(default_factory=list)
 
@@ -60,12 +64,13 @@ class Progress:
             return self.global_step >= self.max_steps
         return self.updates_seen >= self.max_epochs * self.updates_per_epoch
 
-    def update_done(self, applied: bool, samples: int, tokens: int) -> None:
+    def update_done(self, applied: bool, samples: int, tokens: int, sequences: int = 0) -> None:
         """Counts one update. The samples of a skipped update were not trained on."""
         if applied:
             self.global_step += 1
             self.samples += samples
             self.tokens += tokens
+            self.sequences += sequences
             self.consecutive_skips = 0
         else:
             self.skipped_steps += 1

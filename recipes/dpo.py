@@ -74,6 +74,18 @@ class Args:
     columns: list[str] | None = HfArg(
         default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
     )
+    chat_template: str | None = HfArg(
+        default=None, help="a Jinja file that replaces the model's own chat template"
+    )
+    chat_template_kwargs: str | None = HfArg(
+        default=None,
+        help="variables of the chat template as a JSON object, such as "
+        '{"enable_thinking": false}; saved in the template of the actor',
+    )
+    strings_as_messages: bool = HfArg(
+        default=False,
+        help="make prompts and answers that are strings turns of user and assistant",
+    )
     output_dir: str | None = HfArg(default=None, help="default: runs/dpo/<date-time>")
 
     beta: float = HfArg(default=0.1, help="strength of the pull towards the reference")
@@ -130,6 +142,9 @@ class Args:
         default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor"
     )
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = HfArg(
+        default=None, help="dtype of saved actors; default: as trained. Checkpoints stay exact"
+    )
     resume: str = HfArg(
         default="never",
         help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
@@ -277,11 +292,17 @@ def main():
     check_settings(args)
 
     # ============================================================ data
-    tokenizer = load.tokenizer_of(args.model_name_or_path)
+    tokenizer = load.tokenizer_of(
+        args.model_name_or_path,
+        args.chat_template,
+        args.chat_template_kwargs,
+        checkpoint.date_of_run(accelerator, args),
+    )
     data_settings = dict(
         function=pairs.preference_row,
         tokenizer=tokenizer,
         columns=formats.column_names(args.columns),
+        strings_as_messages=args.strings_as_messages,
         max_length=args.max_length,
     )
     train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **data_settings)
@@ -311,6 +332,7 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
+    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     first_row = train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"]
     checks.check_logprobs(model, first_row, accelerator.device, args.model_name_or_path)
@@ -318,7 +340,8 @@ def main():
     # ============================================================ reference
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
     reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
-    ref_fingerprint = load.fingerprint(ref_name, reference)
+    ref_fingerprint = load.fingerprint(accelerator, ref_name, reference.config)
+    decides_values = engine.decides_values(accelerator, reference)
     reference = prepare.frozen(accelerator, reference)
     args.share_prompts = args.share_prompts and checks.can_pack(
         [model, reference], args.max_length, accelerator.device
@@ -332,8 +355,10 @@ def main():
                 accelerator,
                 key=[
                     "dpo reference",
+                    ref_name,
                     ref_fingerprint,
-                    accelerator.mixed_precision,
+                    decides_values,
+                    args.share_prompts,
                     rows_of_data._fingerprint,
                 ],
                 compute=partial(reference_table, accelerator, reference, rows_of_data, args),
@@ -368,6 +393,7 @@ def main():
         progress=progress,
         metrics=metrics,
         data_fingerprint=train_set._fingerprint,
+        models={"reference model": ref_fingerprint},
     )
     checkpoint.resume(run)
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
@@ -440,10 +466,19 @@ def main():
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.save(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
+                actor.save(
+                    accelerator,
+                    model,
+                    policy,
+                    tokenizer,
+                    folder,
+                    args.save_actor_limit,
+                    args.save_dtype,
+                )
         checkpoint.stop_if_asked(run)
 
-    actor.save(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
+    folder = f"{args.output_dir}/actor"
+    actor.save(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
     accelerator.print(
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "

@@ -46,7 +46,7 @@ common.check_recipe(__file__)
 
 from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
 from common.checkpoint import Run
-from common.data import dataset, formats, tokens
+from common.data import dataset, formats, templates, tokens
 from common.metrics import Metrics
 from common.models import checks, load, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
@@ -92,6 +92,18 @@ class Args:
     )
     columns: list[str] | None = HfArg(
         default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
+    )
+    chat_template: str | None = HfArg(
+        default=None, help="a Jinja file that replaces the model's own chat template"
+    )
+    chat_template_kwargs: str | None = HfArg(
+        default=None,
+        help="variables of the chat template as a JSON object, such as "
+        '{"enable_thinking": false}; saved in the template of the actor',
+    )
+    strings_as_messages: bool = HfArg(
+        default=False,
+        help="make prompts and answers that are strings turns of user and assistant",
     )
     output_dir: str | None = HfArg(default=None, help="default: runs/ppo/<date-time>")
 
@@ -187,6 +199,9 @@ class Args:
         default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor"
     )
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = HfArg(
+        default=None, help="dtype of saved actors; default: as trained. Checkpoints stay exact"
+    )
     resume: str = HfArg(
         default="never",
         help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
@@ -232,31 +247,44 @@ class ActorCritic(LogProbModel):
         return output
 
 
-def prompt_row(row: dict, tokenizer, max_length: int, max_new_tokens: int) -> dict:
-    """Returns `prompt_ids length truncated columns reason` of one row.
+def prompt_row(
+    row: dict,
+    tokenizer,
+    max_length: int,
+    max_new_tokens: int,
+    strings_as_messages: bool = False,
+) -> dict:
+    """Returns `prompt_ids length truncated columns reason` of one row, and `notes` if any.
 
     `columns` is the whole row as a JSON text, for the reward function.
     """
     formats.require(row, "prompt", expected="'prompt'")
     prompt = row["prompt"]
+    if strings_as_messages:
+        (prompt,) = formats.as_turns(prompt)
+    notes = []
     if isinstance(prompt, str):
         ids = tokens.encode(tokenizer, [prompt, ""], plain=True)[0]
     else:
         messages = formats.as_messages(prompt, "user")
-        text = tokens.render(tokenizer, messages, True, row.get("tools"))
+        text = templates.render(tokenizer, messages, True, row.get("tools"))
         ids = tokens.encode(tokenizer, [text])[0]
+        notes = templates.unwritten_parts(tokenizer, messages, row.get("tools"))
     reason = ""  # why the row cannot be used
     if not formats.has_text(prompt):
         reason = "empty prompt"
     elif len(ids) + max_new_tokens > max_length:
         reason = "prompt leaves no room for max_new_tokens within max_length"
-    return {
+    values = {
         "prompt_ids": ids,
         "length": len(ids),
         "truncated": False,
         "columns": json.dumps(row, default=str),
         "reason": reason,
     }
+    if notes:
+        values["notes"] = notes
+    return values
 
 
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -657,12 +685,18 @@ def main():
     arguments.check_intervals(args)
 
     # ============================================================ data
-    tokenizer = load.tokenizer_of(args.model_name_or_path)
+    tokenizer = load.tokenizer_of(
+        args.model_name_or_path,
+        args.chat_template,
+        args.chat_template_kwargs,
+        checkpoint.date_of_run(accelerator, args),
+    )
     limits = dict(max_length=args.max_length, max_new_tokens=args.max_new_tokens)
     data_settings = dict(
         function=prompt_row,
         tokenizer=tokenizer,
         columns=formats.column_names(args.columns),
+        strings_as_messages=args.strings_as_messages,
         **limits,
     )
     train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **data_settings)
@@ -720,6 +754,7 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
+    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     group_norms = engine.record_group_norms(accelerator, optimizer)
     engine.innermost_optimizer(optimizer).register_step_post_hook(optim.hold_step_counts)
@@ -729,6 +764,8 @@ def main():
     # ============================================================ reference and reward
     ref_name = args.ref_model_name_or_path or args.model_name_or_path
     reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
+    # Models whose change is noticed when a run is resumed.
+    fingerprints = {"reference model": load.fingerprint(accelerator, ref_name, reference.config)}
     reference = prepare.frozen(accelerator, reference)
     judge = rewards.load_judge(
         accelerator,
@@ -741,6 +778,9 @@ def main():
     models = [model, reference]
     if judge.model is not None:
         models.append(judge.model)
+        fingerprints["reward model"] = load.fingerprint(
+            accelerator, args.reward_model_name_or_path, judge.model.config
+        )
     args.share_prompts = args.share_prompts and checks.can_pack(
         models, args.max_length, accelerator.device
     )
@@ -777,6 +817,7 @@ def main():
         progress=progress,
         metrics=metrics,
         data_fingerprint=f"{train_set._fingerprint} {limits}",
+        models=fingerprints,
         extra={"kl_coef": args.kl_coef, "rollout": None},
     )
     checkpoint.resume(run)
@@ -908,10 +949,19 @@ def main():
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.save(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
+                actor.save(
+                    accelerator,
+                    model,
+                    policy,
+                    tokenizer,
+                    folder,
+                    args.save_actor_limit,
+                    args.save_dtype,
+                )
         checkpoint.stop_if_asked(run)
 
-    actor.save(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
+    folder = f"{args.output_dir}/actor"
+    actor.save(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
     accelerator.print(
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "

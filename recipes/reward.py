@@ -67,6 +67,18 @@ class Args:
     columns: list[str] | None = HfArg(
         default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
     )
+    chat_template: str | None = HfArg(
+        default=None, help="a Jinja file that replaces the model's own chat template"
+    )
+    chat_template_kwargs: str | None = HfArg(
+        default=None,
+        help="variables of the chat template as a JSON object, such as "
+        '{"enable_thinking": false}; saved in the template of the actor',
+    )
+    strings_as_messages: bool = HfArg(
+        default=False,
+        help="make prompts and answers that are strings turns of user and assistant",
+    )
     output_dir: str | None = HfArg(default=None, help="default: runs/reward/<date-time>")
 
     center_coef: float = HfArg(
@@ -113,6 +125,9 @@ class Args:
         default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor"
     )
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = HfArg(
+        default=None, help="dtype of saved actors; default: as trained. Checkpoints stay exact"
+    )
     resume: str = HfArg(
         default="never",
         help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
@@ -149,7 +164,7 @@ def pairwise_loss(
     return ranking + center_coef * (chosen_scores + rejected_scores) ** 2
 
 
-def reward_row(row: dict, tokenizer, max_length: int) -> dict:
+def reward_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool = False) -> dict:
     """Returns what `pairs.preference_row` returns, and the row's `margin`, 0 where it has none."""
     margin = row.get("margin")
     try:
@@ -158,7 +173,8 @@ def reward_row(row: dict, tokenizer, max_length: int) -> dict:
     except ValueError:
         number = math.nan
     formats.check(math.isfinite(number), row, "margin", "a finite number")
-    return {**pairs.preference_row(row, tokenizer, max_length), "margin": number}
+    values = pairs.preference_row(row, tokenizer, max_length, strings_as_messages)
+    return {**values, "margin": number}
 
 
 def collate(columns: dict, share_prompts: bool, device) -> dict:
@@ -207,7 +223,12 @@ def main():
     check_settings(args)
 
     # ============================================================ data
-    tokenizer = load.tokenizer_of(args.model_name_or_path)
+    tokenizer = load.tokenizer_of(
+        args.model_name_or_path,
+        args.chat_template,
+        args.chat_template_kwargs,
+        checkpoint.date_of_run(accelerator, args),
+    )
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise SystemExit(
             f"the tokenizer of {args.model_name_or_path!r} has no pad token of its own, or pads "
@@ -219,6 +240,7 @@ def main():
         function=reward_row,
         tokenizer=tokenizer,
         columns=formats.column_names(args.columns),
+        strings_as_messages=args.strings_as_messages,
         max_length=args.max_length,
     )
     train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **data_settings)
@@ -249,6 +271,7 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
+    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer, args.debug_overflow)
     args.share_prompts = args.share_prompts and checks.can_pack(
         [model], args.max_length, accelerator.device
@@ -346,10 +369,19 @@ def main():
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.save(accelerator, model, scorer, tokenizer, folder, args.save_actor_limit)
+                actor.save(
+                    accelerator,
+                    model,
+                    scorer,
+                    tokenizer,
+                    folder,
+                    args.save_actor_limit,
+                    args.save_dtype,
+                )
         checkpoint.stop_if_asked(run)
 
-    actor.save(accelerator, model, scorer, tokenizer, f"{args.output_dir}/actor")
+    folder = f"{args.output_dir}/actor"
+    actor.save(accelerator, model, scorer, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
     accelerator.print(
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "

@@ -21,7 +21,7 @@ Every argument, every metric: docs/sft.md
 # ============================================================ imports
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from transformers import get_scheduler
@@ -38,7 +38,8 @@ common.check_recipe(__file__)
 
 from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
 from common.checkpoint import Run
-from common.data import dataset, formats, tokens
+from common.data import dataset, formats, templates, tokens
+from common.data.sequences import Sequences
 from common.metrics import Means, Metrics
 from common.models import checks, load, packing, prepare
 from common.models.logprobs import LogProbModel
@@ -65,6 +66,18 @@ class Args:
     )
     columns: list[str] | None = HfArg(
         default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
+    )
+    chat_template: str | None = HfArg(
+        default=None, help="a Jinja file that replaces the model's own chat template"
+    )
+    chat_template_kwargs: str | None = HfArg(
+        default=None,
+        help="variables of the chat template as a JSON object, such as "
+        '{"enable_thinking": false}; saved in the template of the actor',
+    )
+    strings_as_messages: bool = HfArg(
+        default=False,
+        help="make prompts and answers that are strings turns of user and assistant",
     )
     output_dir: str | None = HfArg(default=None, help="default: runs/sft/<date-time>")
 
@@ -114,6 +127,9 @@ class Args:
         default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor"
     )
     save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = HfArg(
+        default=None, help="dtype of saved actors; default: as trained. Checkpoints stay exact"
+    )
     resume: str = HfArg(
         default="never",
         help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
@@ -130,76 +146,120 @@ class Args:
 
 
 # ============================================================ the algorithm
+class Sequence(NamedTuple):
+    """What the model reads at once: token ids, and which of them are targets."""
+
+    ids: list[int]
+    targets: list[bool]
+
+
 def encode_conversation(
     tokenizer,
     prompt: str | list[dict],
     completion: str | list[dict],
     loss_on: str,
     tools: list | str | None = None,
-) -> tuple[list[int], list[bool], list[int]]:
-    """Returns a row's token ids, which of them are targets, and the ids before the last answer.
+) -> tuple[list[Sequence], list[int], list[str]]:
+    """Returns a row's sequences, the ids before its last answer, and notes, see `tokens.note`.
 
-    All three are empty where there is no answer.
+    There is no sequence where there is no answer. There is one, unless the chat template writes
+    earlier turns differently once later ones follow. Then each answer has its own sequence, with
+    the history as the model reads it before that answer.
 
     Args:
         loss_on: `assistant` (every assistant turn; of prompt and completion the completion),
             `completion` (the last turn only) or `all`.
-        tools: what the conversation may call, see `tokens.render`.
+        tools: what the conversation may call, see `templates.render`.
     """
-    pieces = []  # alternate: a context, its answer, the next context, its answer ...
-    if isinstance(completion, str):
-        if completion:
-            pieces = tokens.encode(tokenizer, [prompt, completion], plain=True)
-    elif formats.has_text(completion):
-        messages = prompt + completion
-        turns = [
-            (number, number + 1)
-            for number, message in enumerate(messages)
-            if number >= len(prompt) and message["role"] == "assistant"
-            if formats.has_text([message])
-        ]
-        if loss_on == "completion":
-            turns = turns[-1:]
-        pieces = tokens.encode_turns(tokenizer, messages, turns, tools)
-    if not pieces:
-        return [], [], []
-
     learn_contexts = loss_on == "all"
-    targets = []
-    for context, answer in zip(pieces[::2], pieces[1::2]):
-        learned = tokens.turn_length(tokenizer, answer) or len(answer)
-        targets += [learn_contexts] * len(context)
-        targets += [True] * learned
-        targets += [learn_contexts] * (len(answer) - learned)
-    targets[0] = False  # nothing predicts the first token
+    if isinstance(completion, str):
+        if not completion:
+            return [], [], []
+        prompt_ids, ids = tokens.encode(tokenizer, [prompt, completion], plain=True)
+        targets = [learn_contexts] * len(prompt_ids) + [True] * len(ids)
+        return [Sequence(prompt_ids + ids, without_first(targets))], prompt_ids, []
 
-    prompt_ids = [token for piece in pieces[:-1] for token in piece]
-    # What a template writes behind the end of the last answer is never generated. `learned` is that
-    # of the last answer.
-    ids = prompt_ids + pieces[-1][:learned]
-    return ids, targets[: len(ids)], prompt_ids
+    messages = prompt + completion
+    turns = [
+        number
+        for number, message in enumerate(messages)
+        if number >= len(prompt) and message["role"] == "assistant"
+        if formats.has_text([message])
+    ]
+    if loss_on == "completion":
+        turns = turns[-1:]
+    sequences = []
+    prompt_ids = []
+    notes = []
+    last_learned = None
+    for turn in turns:
+        answer = tokens.encode_turn(tokenizer, messages, turn, turn + 1, tools)
+        notes += answer.notes
+        if not answer.ids:  # the template does not write it
+            continue
+        ids, targets = sequences.pop() if sequences else ([], [])
+        new = len(answer.context) - len(ids)
+        if answer.context[: len(ids)] != ids:
+            # The template has rewritten the history, so this answer has a sequence of its own.
+            sequences.append(Sequence(ids, targets))
+            targets = [False] * len(answer.context)
+            new = 0
+            if learn_contexts:
+                new = tokens.tokens_since(tokenizer, messages[:turn], last_learned, tools)
+                targets = targets[new:]
+        targets = targets + [learn_contexts] * new + [True] * len(answer.ids)
+        sequences.append(Sequence(answer.context + answer.ids, without_first(targets)))
+        prompt_ids = answer.prompt
+        last_learned = turn
+    if turns:
+        notes += templates.unwritten_parts(tokenizer, messages[: turns[-1] + 1], tools)
+    return sequences, prompt_ids, notes
 
 
-def sft_row(row: dict, tokenizer, max_length: int, loss_on: str) -> dict:
-    """Returns `input_ids targets prompt_ids length n_targets truncated reason` of one row."""
+def without_first(targets: list[bool]) -> list[bool]:
+    """Returns the targets of a sequence without its first token, which nothing predicts."""
+    return [False, *targets[1:]]
+
+
+def sft_row(
+    row: dict, tokenizer, max_length: int, loss_on: str, strings_as_messages: bool = False
+) -> dict:
+    """Returns `input_ids targets prompt_ids length n_targets truncated reason` of one row.
+
+    `input_ids` and `targets` hold the sequences of the row one after the other. A row of several
+    has `sequence_lengths`, too, and a row with notes has `notes`, see `dataset.load`.
+    """
     prompt, completion = formats.conversation(row)
-    ids, targets, prompt_ids = encode_conversation(
+    if strings_as_messages:
+        prompt, completion = formats.as_turns(prompt, completion)
+    whole, prompt_ids, notes = encode_conversation(
         tokenizer, prompt, completion, loss_on, row.get("tools")
     )
+
+    cut = [Sequence(ids[:max_length], targets[:max_length]) for ids, targets in whole]
+    sequences = [sequence for sequence in cut if any(sequence.targets)]
     reason = ""  # why the row cannot be used
-    if not ids:
-        reason = "empty answer"
-    elif not any(targets[:max_length]):
+    if not whole:
+        reason = tokens.reason_of(notes) or "empty answer"
+    elif not sequences:
         reason = "nothing to learn within max_length"
-    return {
-        "input_ids": ids[:max_length],
-        "targets": targets[:max_length],
+        sequences = cut[:1]
+    ids = [token for sequence in sequences for token in sequence.ids]
+    targets = [target for sequence in sequences for target in sequence.targets]
+    values = {
+        "input_ids": ids,
+        "targets": targets,
         "prompt_ids": prompt_ids,
-        "length": min(len(ids), max_length),
-        "n_targets": sum(targets[:max_length]),
-        "truncated": len(ids) > max_length,
+        "length": len(ids),
+        "n_targets": sum(targets),
+        "truncated": any(len(ids) > max_length for ids, _ in whole),
         "reason": reason,
     }
+    if len(sequences) > 1:
+        values["sequence_lengths"] = [len(sequence.ids) for sequence in sequences]
+    if notes:
+        values["notes"] = notes
+    return values
 
 
 def collate(columns: dict, pack: bool, device) -> dict:
@@ -234,11 +294,17 @@ def main():
     arguments.check_intervals(args)
 
     # ============================================================ data
-    tokenizer = load.tokenizer_of(args.model_name_or_path)
+    tokenizer = load.tokenizer_of(
+        args.model_name_or_path,
+        args.chat_template,
+        args.chat_template_kwargs,
+        checkpoint.date_of_run(accelerator, args),
+    )
     data_settings = dict(
         function=sft_row,
         tokenizer=tokenizer,
         columns=formats.column_names(args.columns),
+        strings_as_messages=args.strings_as_messages,
         max_length=args.max_length,
         loss_on=args.loss_on,
     )
@@ -246,9 +312,16 @@ def main():
     eval_sets = dataset.load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, **data_settings
     )
-    lengths = dataset.column(train_set, "length")
+    train_sequences = Sequences(train_set)
+    lengths = train_sequences.lengths
     target_counts = dataset.column(train_set, "n_targets")
-    progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
+    progress = Progress(
+        len(train_set),
+        args.train_batch_size,
+        args.max_epochs,
+        args.max_steps,
+        counts_sequences=True,
+    )
     accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
@@ -269,8 +342,9 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
+    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
-    first_row = train_set[0]["input_ids"]
+    (first_row,) = train_sequences[[0]]["input_ids"]
     checks.check_logprobs(model, first_row, accelerator.device, args.model_name_or_path)
     args.packing = args.packing and checks.can_pack([model], args.max_length, accelerator.device)
     accelerator.print(f"rows are {'packed' if args.packing else 'padded'}")
@@ -307,9 +381,11 @@ def main():
         update_rows = batches.rows_of_update(
             len(train_set), args.train_batch_size, args.seed, progress.updates_seen
         )
+        # A row may hold several sequences. They are all in this update, wherever they are run.
+        update_sequences = train_sequences.of_rows(update_rows)
         micro_batches = batches.split(
             accelerator,
-            update_rows,
+            update_sequences,
             lengths,
             args.micro_train_batch_size,
             args.micro_train_tokens,
@@ -321,7 +397,7 @@ def main():
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
-                columns = train_set[micro_batch.rows]
+                columns = train_sequences[micro_batch.rows]
                 weights = micro_batch.weights.to(accelerator.device, non_blocking=True)
                 inputs = collate(columns, args.packing, accelerator.device)
 
@@ -341,7 +417,10 @@ def main():
 
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(
-            applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
+            applied,
+            samples=len(update_rows),
+            sequences=len(update_sequences),
+            tokens=int(lengths[update_sequences].sum()),
         )
         metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
@@ -362,10 +441,19 @@ def main():
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.save(accelerator, model, policy, tokenizer, folder, args.save_actor_limit)
+                actor.save(
+                    accelerator,
+                    model,
+                    policy,
+                    tokenizer,
+                    folder,
+                    args.save_actor_limit,
+                    args.save_dtype,
+                )
         checkpoint.stop_if_asked(run)
 
-    actor.save(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor")
+    folder = f"{args.output_dir}/actor"
+    actor.save(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
     accelerator.print(
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "
@@ -393,9 +481,16 @@ def evaluate(
     with checks.evaluation_mode(model):
         for prefix, eval_set in eval_sets.items():
             means = Means(accelerator)
-            for _, columns, weights in batches.evaluation_batches(
-                accelerator, eval_set, args.micro_train_batch_size, args.micro_train_tokens
+            eval_sequences = Sequences(eval_set)
+            for micro_batch in batches.split(
+                accelerator,
+                range(len(eval_sequences)),
+                eval_sequences.lengths,
+                args.micro_train_batch_size,
+                args.micro_train_tokens,
             ):
+                columns = eval_sequences[micro_batch.rows]
+                weights = micro_batch.weights.to(accelerator.device)
                 inputs = collate(columns, args.packing, accelerator.device)
                 output = model(inputs, extras=("correct",))
                 _, _, logged = compare(output, inputs["mask"], weights)

@@ -264,8 +264,8 @@ METRICS = [
     Fault(
         "log_not_cut",
         "a resumed run keeps the lines that the killed one wrote after its checkpoint",
-        "common/metrics.py",
-        drop_call("Metrics.start", "os.truncate"),
+        "common/left_behind.py",
+        drop_call("leave", "os.truncate"),
         "test_resume.py::test_going_back_leaves_behind_what_came_after",
     ),
 ]
@@ -480,7 +480,7 @@ MODELS = [
         "recipes/dpo.py",
         replace(
             "main",
-            "ref_fingerprint = load.fingerprint(ref_name, reference)",
+            "ref_fingerprint = load.fingerprint(accelerator, ref_name, reference.config)",
             by="ref_fingerprint = []",
         ),
         "test_metrics.py::test_reference_log_probs_are_computed_once",

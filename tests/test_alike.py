@@ -38,10 +38,19 @@ TAIL = """
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.save(accelerator, model, UNWRAPPED, tokenizer, folder, args.save_actor_limit)
+                actor.save(
+                    accelerator,
+                    model,
+                    UNWRAPPED,
+                    tokenizer,
+                    folder,
+                    args.save_actor_limit,
+                    args.save_dtype,
+                )
         checkpoint.stop_if_asked(run)
 
-    actor.save(accelerator, model, UNWRAPPED, tokenizer, f"{args.output_dir}/actor")
+    folder = f"{args.output_dir}/actor"
+    actor.save(accelerator, model, UNWRAPPED, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
 """
 # Single lines of the loop, in this order.
@@ -88,6 +97,7 @@ def load(name: str):
 def source(name: str) -> str:
     """The recipe's text, with one word for the model inside the prepared one and one line for each evaluation."""
     text = re.sub(r"\b(policy|scorer)\b", "UNWRAPPED", recipe(name).read_text())
+    text = text.replace("            update_sequences,\n", "            update_rows,\n")  # SFT's rows may hold several
     evaluations = re.findall(r"metrics\.log_evaluation\(.*?\n?.*?\)\n(?=\s+(?:if |model\.train))", text, re.S)
     assert len(evaluations) == 2, "before the first update, and in the loop"
     for call in evaluations:

@@ -187,7 +187,7 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
     tokenizer = make_tokenizer(template)
     tokenizer.eos_token = eos
     ids = lambda *tokens: tokenizer.convert_tokens_to_ids(list(tokens))
-    turn = lambda text: plain(tokenizer, text) + ids(ends) if ends else plain(tokenizer, f"{text}\n")
+    turn = lambda text: plain(tokenizer, text) + ids(ends or eos)  # EOS, where the template writes no end
     row = sft(tokenizer, {"messages": [user(U1), assistant(A1), user(U2), assistant(A2)]})
     assert [i for i, target in zip(row["input_ids"], row["targets"]) if target] == turn(A1) + turn(A2)
     within = f"{A2} <|im_start|> {A1}"  # a special token that ends nothing
@@ -396,8 +396,12 @@ def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path
 
 def test_a_template_that_rewrites_earlier_turns(tokenizer):
     rewriting = make_tokenizer(REWRITING)
-    with pytest.raises(BadRow, match="--loss_on completion"):
-        sft(rewriting, {"messages": CHAT})
+    row = sft(rewriting, {"messages": CHAT})
+    parts = [sft(rewriting, {"messages": CHAT[:length]}, loss_on="completion") for length in (3, 5)]
+    assert row["sequence_lengths"] == [part["length"] for part in parts] and row["length"] == sum(row["sequence_lengths"])
+    for key in ("input_ids", "targets"):
+        assert row[key] == parts[0][key] + parts[1][key]
+    assert row["n_targets"] == parts[0]["n_targets"] + parts[1]["n_targets"] and row["prompt_ids"] == parts[1]["prompt_ids"]
     row = sft(rewriting, {"messages": CHAT}, loss_on="completion")
     whole = rewriting.apply_chat_template(CHAT, tokenize=True, return_dict=False)
     assert row["input_ids"] == whole[: len(row["input_ids"])]
@@ -410,8 +414,17 @@ def test_templates_that_refuse(tokenizer):
         sft(make_tokenizer(ALTERNATING), {"messages": CHAT})
     with pytest.raises(BadRow, match="no chat template"):
         sft(make_tokenizer(None), {"messages": CHAT})
-    with pytest.raises(BadRow, match="right after its generation prompt"):
-        pair(make_tokenizer(CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<t>'")), {"prompt": [user(U1)], "chosen": A1, "rejected": B2})  # fmt: skip
+
+
+def test_an_answer_that_does_not_continue_the_generation_prompt(tokenizer):
+    """It is learned behind what both share, and that is said with both texts."""
+    thinking = make_tokenizer(CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<t>'"))
+    row = pair(thinking, {"prompt": [user(U1)], "chosen": A1, "rejected": B2})
+    same = pair(tokenizer, {"prompt": [user(U1)], "chosen": A1, "rejected": B2})
+    assert [row[key] for key in ("prompt_ids", "chosen_ids", "rejected_ids")] == [same[key] for key in ("prompt_ids", "chosen_ids", "rejected_ids")]
+    kind, _, example = row["notes"][0].partition("\t")
+    assert "do not continue the generation prompt" in kind and "--chat_template" in kind
+    assert "'<t>'" in example and repr(f"{A1}<|im_end|>\n") in example and "notes" not in same
 
 
 @pytest.mark.parametrize("bos, adds, writes_bos", [
@@ -560,7 +573,7 @@ def test_the_cache_knows_the_source_of_what_a_row_function_calls(tmp_path):
         )
         path = tmp_path / f"{name}.py"
         path.write_text(source)
-        rows = types.SimpleNamespace(_fingerprint="rows")
+        rows = types.SimpleNamespace(table=types.SimpleNamespace(_fingerprint="rows"))
         function = runpy.run_path(str(path))["row_of"]
         return dataset.cache_key(rows, function, tokenizer, {}, {})
 

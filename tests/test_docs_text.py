@@ -103,7 +103,7 @@ def test_every_flag_that_a_page_mentions_exists(page, recipe_flags, launcher_fla
 def as_value(text: str, like):
     """A default as a table writes it, with the type of `like`."""
     text = text.strip().strip("`")
-    if text == "as below":
+    if text in ("as below", "as trained", "none"):
         return None
     return {"true": True, "false": False}[text] if isinstance(like, bool) else type(like)(text)
 

@@ -231,6 +231,9 @@ def test_going_back_leaves_behind_what_came_after(inputs, unbroken):
     left = ["global_step_000010", "global_step_000010_best", "global_step_000011"]
     assert [path.name for path in sorted((output / "checkpoints").iterdir())] == left
     assert [line["global_step"] for line in lines(output)] == [1, 3, 6, 9, 11]
+    kept = output / "left_behind/after_global_step_000010"
+    assert [path.name for path in (kept / "checkpoints").iterdir()] == ["global_step_000012"]
+    assert torch.equal(weights(kept), weights(reference)) and timeless(kept) == timeless(reference)[-1:]
 
 
 @pytest.mark.parametrize("name, launcher", [("dpo", "plain"), ("sft", "zero3")])

@@ -1,5 +1,6 @@
 """Tokenises data sets once, caches the result on disk, and names it by its content."""
 
+import collections
 import inspect
 import sys
 import zlib
@@ -7,14 +8,24 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.compute
 
 from common import distributed
-from common.data import files, tokens
+from common.data import files, formats, tokens
 from common.data.formats import BadRow
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
 # token ids.
 BOOLEAN_COLUMNS = {"targets"}
+
+# Columns that the rows of a row function need not have. Unlike the others they are no part of the
+# result where no row has them.
+OPTIONAL_COLUMNS = ("sequence_lengths",)
+
+PLAIN_STRINGS = (
+    "strings are read as plain text though the model has a chat template; "
+    "--strings_as_messages makes them turns of user and assistant"
+)
 
 # A temporary column: each row's checksum, from which the fingerprint is made. Do not rename it:
 # removing a column adds its name to the fingerprint, and older checkpoints would be refused.
@@ -33,7 +44,9 @@ def load(
         function: called as `function(row, tokenizer=tokenizer, **settings)`. It returns the
             columns of the result; among them `length`, the number of tokens of the row (of a pair,
             those of both sequences), `reason`, why a row is left out ("" if it is not), and
-            `truncated`, whether something was cut off. It raises `BadRow` if a row fits no format.
+            `truncated`, whether something was cut off. It may return `notes`, a list of what is
+            said of such rows, see `tokens.note`, and `sequence_lengths`, see
+            `sequences.Sequences`. It raises `BadRow` if a row fits no format.
         columns: see `formats.column_names`.
         settings: passed to `function`; `max_length` among them.
 
@@ -64,7 +77,7 @@ def load_evaluation_sets(
         Each set by the prefix of its tags: `eval/`, or `eval/<name>/` where there are several.
     """
     names = names or []
-    stems = [Path(name.partition(":")[0]).name.split(".")[0] for name in names]
+    stems = [files.stem(name) for name in names]
     if len(set(stems)) < len(stems):
         sys.exit(f"--eval_dataset_name {names}: two sets would log under the same name")
     prefixes = [f"eval/{stem}/" for stem in stems] if len(stems) > 1 else ["eval/"]
@@ -99,25 +112,38 @@ def tokenise(
     rows = files.load(name, split)
     check_columns(name, rows, columns)
 
-    def convert(row, index: int) -> dict:
-        row = rename_columns(row, columns)
+    def convert(entry, index: int) -> dict:
+        row = rename_columns(rows.row(entry), columns)
         try:
+            row = formats.standard(row)
             values = function(row, tokenizer=tokenizer, **settings)
         except BadRow as error:
             sys.exit(f"data set {name!r}, row {index + 1}: {error}")
+        notes = values.pop("notes", [])
+        # None: the caller has no such setting.
+        as_text = settings.get("strings_as_messages") is False
+        if as_text and tokenizer.chat_template is not None and formats.is_plain_text(row):
+            notes.append(PLAIN_STRINGS)
+        optional = {column_name: [] for column_name in OPTIONAL_COLUMNS}
         return {
-            **with_typed_lists(values),
+            **with_typed_lists({**optional, **values}),
+            "notes": "\n".join(notes),
             "row": index + 1,
             **answer_of(row, values),
             CHECKSUM: checksum(values),
         }
 
+    key = cache_key(rows, function, tokenizer, columns, settings)
+    # Not beside the data: a folder of `save_to_disk` is the user's own, and may be read-only.
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "tokenised"
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        converted = rows.map(
+        converted = rows.table.map(
             convert,
             with_indices=True,
-            remove_columns=rows.column_names,
-            new_fingerprint=cache_key(rows, function, tokenizer, columns, settings),
+            remove_columns=rows.table.column_names,
+            cache_file_name=str(folder / f"{key}.arrow"),
+            new_fingerprint=key,
         )
     except UnicodeDecodeError as error:
         sys.exit(f"data set {name!r} is not UTF-8: {error}")
@@ -128,8 +154,8 @@ def tokenise(
     return usable, notes
 
 
-def check_columns(name: str, rows: datasets.Dataset, columns: dict[str, str]) -> None:
-    """Exits if a column that the user named is not in the data.
+def check_columns(name: str, rows: files.Rows, columns: dict[str, str]) -> None:
+    """Exits if a column that the user named is in no row of the data.
 
     `answer` may be missing: the held-out sets have it, the training set need not.
     """
@@ -205,12 +231,21 @@ def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
     reasons = column(converted, "reason")
     # The same rows from another path, or written at another time, are the same data.
     content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
+    # Before the rows get their name, which depends on the columns that are removed later.
+    unused = [name for name in OPTIONAL_COLUMNS if not has_values(converted, name)]
+    converted = converted.remove_columns(["notes", *unused])
     usable = converted.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
     superfluous = [CHECKSUM]
     # `any` reads until it finds the first answer.
     if "answer" in usable.column_names and not any(usable["answer"]):
         superfluous.append("answer")
     return usable.remove_columns(superfluous)
+
+
+def has_values(converted: datasets.Dataset, name: str) -> bool:
+    """Whether any list of a column is not empty."""
+    lengths = pyarrow.compute.list_value_length(converted.data[name])
+    return bool(pyarrow.compute.sum(lengths).as_py())
 
 
 def describe_unusable(converted: datasets.Dataset) -> list[str]:
@@ -222,17 +257,32 @@ def describe_unusable(converted: datasets.Dataset) -> list[str]:
     truncated = int((column(converted, "truncated") & is_usable).sum())
     if truncated:
         notes.append(f"{truncated} truncated")
-    return notes
+    return notes + describe_notes(converted)
+
+
+def describe_notes(converted: datasets.Dataset) -> list[str]:
+    """What the row function noted of usable rows: each kind once, with its rows and an example."""
+    counts = collections.Counter()
+    examples = {}
+    for part in converted.select_columns(["notes", "reason", "row"]).iter(10_000):
+        for text, reason, row in zip(part["notes"], part["reason"], part["row"]):
+            if not text or reason:
+                continue
+            of_row = dict(line.partition("\t")[::2] for line in reversed(text.split("\n")))
+            counts.update(of_row.keys())
+            for kind, example in of_row.items():
+                examples.setdefault(kind, f" (row {row}: {example})" if example else "")
+    return [f"{kind}: {count} rows{examples[kind]}" for kind, count in counts.items()]
 
 
 # ============================================================ the cache's key
 def cache_key(
-    rows: datasets.Dataset, function, tokenizer, columns: dict[str, str], settings: dict
+    rows: files.Rows, function, tokenizer, columns: dict[str, str], settings: dict
 ) -> str:
     """Returns a name for the converted rows, which changes with everything that they depend on."""
     folder = Path(__file__).parent
     key = [
-        rows._fingerprint,
+        rows.table._fingerprint,
         *(file.read_text("utf-8") for file in sorted(folder.glob("*.py"))),
         source_of(function),
         tokens.fingerprint(tokenizer),

@@ -1,47 +1,116 @@
 """Reads the rows of a data set from the hub, a local file or a folder of files."""
 
+import glob
 import gzip
+import io
 import json
+import re
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import datasets
 import pandas
+from datasets.data_files import DataFilesDict, get_data_patterns
 
-# The `datasets` builder for each file suffix.
+# The `datasets` builder for each file suffix. JSON has a reader of our own, see `JsonRows`.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
+# Characters read at once from a JSON array.
+CHUNK = 2**20
 
-def load(name: str, split: str) -> datasets.Dataset:
+WHITE_SPACE = re.compile(r"\s*")
+
+
+class Rows(NamedTuple):
+    """The rows of a data set.
+
+    Attributes:
+        table: one entry a row: its columns, or `json` and `columns`, see `JsonRows`.
+        column_names: the columns of all rows, in the order in which they first appear.
+        is_json: whether the entries are JSON texts.
+    """
+
+    table: datasets.Dataset
+    column_names: list[str]
+    is_json: bool
+
+    def row(self, entry: dict) -> dict:
+        """The columns of one entry of `table`, None where the row lacks one."""
+        if not self.is_json:
+            return entry
+        given = json.loads(entry["json"])
+        return {column_name: given.get(column_name) for column_name in self.column_names}
+
+
+class JsonRows(datasets.GeneratorBasedBuilder):
+    """Keeps each row of JSON files as its own text, beside the names of its columns.
+
+    So every value keeps the type that it has in its row. A table has one type for a whole column:
+    in one a number would turn the text "046" of another row into 46, and dates would become times.
+    """
+
+    def _info(self) -> datasets.DatasetInfo:
+        text = datasets.Value("string")
+        return datasets.DatasetInfo(features=datasets.Features({"json": text, "columns": text}))
+
+    def _split_generators(self, dl_manager) -> list[datasets.SplitGenerator]:
+        return [
+            datasets.SplitGenerator(split, gen_kwargs={"files": list(files)})
+            for split, files in self.config.data_files.items()
+        ]
+
+    def _generate_examples(self, files: list[str]) -> Iterator[tuple[int, dict]]:
+        number = 0
+        for file in files:
+            for text, row in json_rows(Path(file)):
+                yield number, {"json": text, "columns": json.dumps(list(row))}
+                number += 1
+
+
+def load(name: str, split: str) -> Rows:
     """Loads a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
-    Files are `.jsonl .json .parquet .csv`, also gzipped. A single file is the split `train`. As on
-    the hub, the file names in a folder say the split (`train*`, `test*` ...); if none does, all
-    files are `train`. The cells of a CSV are text.
+    Files are `.jsonl .json .csv`, also gzipped, and `.parquet`. A single file is the split `train`.
+    As on the hub, the file names in a folder say the split (`train*`, `test*` ...); if none does,
+    all files are `train`. A folder may also be one that `save_to_disk` wrote. The name of a file or
+    a folder is never a pattern. The cells of a CSV are text.
 
     Raises:
         SystemExit: nothing there, malformed JSON (with the row), no rows.
     """
+    if is_saved_to_disk(Path(name)):
+        return as_rows(name, split, load_saved(name, split), is_json=False)
     files = data_files(name)
-    builders = {reader_of(file) for file in files}
-    if len(builders) > 1:
-        sys.exit(f"folder {name!r} mixes {sorted(builders)} files: give a folder of one kind")
+    kinds = {reader_of(file) for file in files}
+    if len(kinds) > 1:
+        sys.exit(f"folder {name!r} mixes {sorted(kinds)} files: give a folder of one kind")
     try:
-        options = {}
-        if builders == {"csv"}:
-            options = csv_options(files[0])
-        if Path(name).is_file():
-            (builder,) = builders
-            return datasets.load_dataset(builder, data_files=name, split=split, **options)
-        if Path(name).is_dir():
-            return datasets.load_dataset(name, split=split, **options)
-        hub_name, _, config = name.partition(":")
-        return datasets.load_dataset(hub_name, config or None, split=split)
+        if files or Path(name).is_dir():
+            table = read_files(split, kinds, split_files(Path(name)))
+        else:
+            hub_name, _, config = name.partition(":")
+            table = datasets.load_dataset(hub_name, config or None, split=split)
     except Exception as error:  # each reader raises what its library does
-        refuse(name, split, files, error)
+        refuse(name, split, error)
+    return as_rows(name, split, table, is_json=kinds == {"json"})
 
 
+def as_rows(name: str, split: str, table: datasets.Dataset, is_json: bool) -> Rows:
+    """The rows of a table. Exits if there are none."""
+    if len(table) == 0:
+        refuse_empty(name, split)
+    if not is_json:
+        return Rows(table, table.column_names, is_json)
+    column_names = {}
+    for columns in table.unique("columns"):
+        column_names.update(dict.fromkeys(json.loads(columns)))
+    return Rows(table, list(column_names), is_json)
+
+
+# ============================================================ which files
 def data_files(name: str) -> list[Path]:
     """Returns the data files that a local name stands for; none for a data set on the hub."""
     path = Path(name)
@@ -62,9 +131,68 @@ def is_data_file(path: Path) -> bool:
 
 
 def reader_of(path: Path) -> str | None:
-    """The `datasets` builder for a file name; None if it is not a data file."""
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    return READERS.get(suffix)
+    """The kind of a data file by its name; None if it is none.
+
+    Raises:
+        SystemExit: a gzipped parquet file, which no reader reads.
+    """
+    is_gzipped = path.suffix == ".gz"
+    reader = READERS.get(Path(path.stem).suffix if is_gzipped else path.suffix)
+    if is_gzipped and reader == "parquet":
+        sys.exit(f"data file {str(path)!r}: parquet is compressed by itself; unpack it with gunzip")
+    return reader
+
+
+def stem(name: str) -> str:
+    """The last part of a data set's name, without the suffix of a data file."""
+    if not Path(name).exists():
+        name = name.partition(":")[0]  # the hub's name:config
+    last = Path(name).name.removesuffix(".gz")
+    for suffix in READERS:
+        last = last.removesuffix(suffix)
+    return last
+
+
+def split_files(path: Path) -> DataFilesDict:
+    """The files of each split of a local file or folder.
+
+    `datasets` would read the characters `*?[` in a name as a pattern, so they are escaped.
+    """
+    escaped = glob.escape(str(path.resolve()))
+    if path.is_file():
+        return DataFilesDict.from_patterns({"train": [escaped]})
+    if escaped == str(path.resolve()):
+        # This also reads what the data card of a cloned hub folder says of its files.
+        return datasets.load_dataset_builder(str(path)).config.data_files
+    return DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
+
+
+def read_files(split: str, kinds: set[str], files: DataFilesDict) -> datasets.Dataset:
+    """The rows of one split of local files, all of one kind."""
+    if kinds == {"json"}:
+        json_files = {
+            part: datasets.data_files.DataFilesList(
+                [file for file in paths if is_data_file(Path(file))], paths.origin_metadata
+            )
+            for part, paths in files.items()
+        }
+        source = Path(__file__).read_text("utf-8")
+        builder = JsonRows(
+            data_files=DataFilesDict(json_files),
+            hash=datasets.fingerprint.Hasher.hash(source),
+        )
+        builder.download_and_prepare()
+        return builder.as_dataset(split)
+
+    escaped = {
+        part: [glob.escape(file) for file in paths if is_data_file(Path(file))]
+        for part, paths in files.items()
+    }
+    options = {}
+    if kinds == {"csv"}:
+        first_split = next(iter(files.values()))
+        options = csv_options(Path(first_split[0]))
+    return datasets.load_dataset(*kinds, data_files=escaped, split=split, **options)
 
 
 def csv_options(path: Path) -> dict:
@@ -79,7 +207,122 @@ def csv_options(path: Path) -> dict:
     }
 
 
-def refuse(name: str, split: str, files: list[Path], error: Exception) -> NoReturn:
+# ============================================================ folders of save_to_disk
+def is_saved_to_disk(path: Path) -> bool:
+    """Whether `save_to_disk` of a data set, or of a dict of its splits, wrote a folder."""
+    is_one_set = (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    return is_one_set or (path / "dataset_dict.json").is_file()
+
+
+def load_saved(name: str, split: str) -> datasets.Dataset:
+    """One split of a folder that `save_to_disk` wrote. A data set alone is `train`, too."""
+    try:
+        saved = datasets.load_from_disk(name)
+    except Exception as error:  # a torn folder raises what pyarrow, json or the disk do
+        refuse(name, split, error)
+    splits = saved
+    if isinstance(saved, datasets.Dataset):
+        splits = {"train": saved, str(saved.split or "train"): saved}
+    if split not in splits:
+        sys.exit(f"data set {name!r} has no split {split!r}; it has {list(splits)}")
+    return splits[split]
+
+
+# ============================================================ JSON
+def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
+    """The text and the value of each row of a JSON file: one row a line, or one array of rows.
+
+    Raises:
+        SystemExit: a row that cannot be read, or that is no JSON object; with its number, from 1.
+    """
+    number = 1
+    open_file = gzip.open if path.suffix == ".gz" else open
+    try:
+        # A byte order mark, which Windows writes, is no part of the first row.
+        with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
+            is_array = first_character(file) == "["
+            file.seek(0)
+            for text, row in array_rows(file) if is_array else line_rows(file):
+                if not isinstance(row, dict):
+                    found = json.dumps(row, ensure_ascii=False)[:60]
+                    sys.exit(f"{path}, row {number}: expected a JSON object, found {found}")
+                yield text, row
+                number += 1
+    except UnicodeDecodeError as error:
+        sys.exit(f"{path}, row {number} or one soon after it, is not UTF-8: {error}")
+    except (ValueError, RecursionError) as error:
+        sys.exit(f"{path}, row {number}: malformed JSON: {error}")
+    except (OSError, EOFError, zlib.error) as error:
+        sys.exit(f"{path}, row {number}, cannot be read: {error}")
+
+
+def first_character(file: io.TextIOBase) -> str:
+    """The first character that is no white space; empty if there is none."""
+    character = file.read(1)
+    while character.isspace():
+        character = file.read(1)
+    return character
+
+
+def line_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
+    """The text and the value of each line that is not empty."""
+    for line in file:
+        text = line.strip()
+        if text:
+            try:
+                row = json.loads(text)
+            except json.JSONDecodeError as error:
+                # It is always line 1 of this text, which tells nothing.
+                raise ValueError(f"{error.msg}: column {error.colno}") from None
+            yield text, row
+
+
+def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
+    """The text and the value of each element of a JSON array, of which only a part is in memory."""
+    decoder = json.JSONDecoder()
+    buffer = file.read(CHUNK)
+    while "[" not in buffer:  # the array may stand below empty lines
+        buffer += file.read(CHUNK)
+    position = buffer.index("[") + 1
+    lines_before = 0  # lines of the file that are no longer in the buffer
+    may_end = True  # not after a comma
+    comma_due = False
+    while True:
+        position = WHITE_SPACE.match(buffer, position).end()
+        character = buffer[position : position + 1]
+        error = json.JSONDecodeError("the array does not end", buffer, position)
+        if character == "]" and may_end:
+            return
+        if comma_due and character == ",":
+            position += 1
+            comma_due = False
+            may_end = False
+            continue
+        if comma_due and character:
+            error = json.JSONDecodeError("Expecting ',' delimiter", buffer, position)
+            raise ValueError(f"{error.msg}: line {lines_before + error.lineno}")
+        if character:
+            try:
+                row, end = decoder.raw_decode(buffer, position)
+                yield buffer[position:end], row
+                position = end
+                comma_due = True
+                may_end = True
+                continue
+            except json.JSONDecodeError as unfinished:
+                error = unfinished
+
+        # The buffer ends within a row, or the row is malformed: then the whole file does not help.
+        more = file.read(max(CHUNK, len(buffer) - position))
+        if not more:
+            raise ValueError(f"{error.msg}: line {lines_before + error.lineno}")
+        lines_before += buffer.count("\n", 0, position)
+        buffer = buffer[position:] + more
+        position = 0
+
+
+# ============================================================ refusals
+def refuse(name: str, split: str, error: Exception) -> NoReturn:
     """Exits with the reason why a data set could not be read."""
     why = " ".join(str(error.__cause__ or error).split())[:300]
     no_rows = (
@@ -87,29 +330,9 @@ def refuse(name: str, split: str, files: list[Path], error: Exception) -> NoRetu
         or "corresponds to no data" in why
     )
     if no_rows:
-        sys.exit(f"data set {name!r}, split {split!r}, holds no rows")
-    for file in files:
-        if reader_of(file) == "json":
-            find_malformed_json(file)
+        refuse_empty(name, split)
     sys.exit(f"data set {name!r}, split {split!r}, could not be read: {why}")
 
 
-def find_malformed_json(path: Path) -> None:
-    """Exits with the first row of a JSON or JSON-lines file that is not a JSON object.
-
-    Returns if there is none: then the reader failed for another reason.
-    """
-    where = str(path)
-    try:
-        open_file = gzip.open if path.suffix == ".gz" else open
-        with open_file(path, "rb") as file:
-            text = file.read()
-        is_array = ".jsonl" not in path.suffixes and text.lstrip().startswith(b"[")
-        rows = json.loads(text) if is_array else text.splitlines()
-        for number, row in enumerate(rows, 1):
-            where = f"{path}, row {number}"
-            value = row if is_array else json.loads(row.strip() or b"{}")
-            if not isinstance(value, dict):
-                sys.exit(f"{where}: expected a JSON object, found {json.dumps(value)[:60]}")
-    except Exception as error:  # gzip and json raise a dozen kinds
-        sys.exit(f"{where}: malformed JSON: {str(error).replace('line 1 ', '')}")
+def refuse_empty(name: str, split: str) -> NoReturn:
+    sys.exit(f"data set {name!r}, split {split!r}, holds no rows")

@@ -1,7 +1,11 @@
-"""Recognises the formats of rows: conversations, prompts with completions, preferences, text."""
+"""Recognises the formats of rows: conversations, prompts with completions, preferences, text.
+
+Rows of Alpaca and ShareGPT are brought into these formats first, see `standard`.
+"""
 
 import json
 import os
+import re
 import sys
 
 # hh-rlhf transcripts: the prompt ends with the last marker that both answers share.
@@ -16,6 +20,36 @@ FORMAT_COLUMNS = (
     "rejected",
     "answer",
     "margin",
+    "tools",
+)
+
+# Who speaks in ShareGPT's conversations, and the role that chat templates know. `function_call` is
+# an assistant's turn, too, but its value is a call.
+SENDERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool": "tool",
+}
+
+# Columns of pictures, sound and films beside messages that have places for them.
+MEDIA_COLUMNS = ("images", "videos", "audios")
+
+# How much a turn counts in the loss, in LLaMA-Factory's and in OpenAI's files.
+LOSS_WEIGHTS = ("loss_weight", "weight")
+
+IS_KTO = (
+    "column 'label': one answer and whether it is good is KTO's format, which no recipe reads. "
+    "For sft keep the good answers and remove the column; for dpo make pairs of a chosen and a "
+    "rejected answer"
 )
 
 
@@ -57,7 +91,7 @@ def require(row: dict, *columns: str, expected: str) -> None:
                 f"no {column!r}: expected columns {expected}; found {found} "
                 f"(--columns {column}=YOURS names another)"
             )
-        fits = isinstance(value, str) or is_messages(value)
+        fits = isinstance(value, str) or is_messages(value) or is_message(value)
         check(fits, row, column, "a string or a list of messages with role and content")
 
 
@@ -67,21 +101,115 @@ def is_messages(value) -> bool:
 
 
 def is_message(value) -> bool:
-    """Whether a value is `{"role": ..., "content": ...}`, both strings.
+    """Whether a value is `{"role": ..., "content": ...}`, or ShareGPT's `{"from", "value"}`.
 
-    A message that calls tools needs no content.
+    The content is a string or a list of parts. A message that calls tools needs none.
     """
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+    if not isinstance(value, dict):
         return False
+    role = value.get("role")
     content = value.get("content")
+    if role is None:
+        role = value.get("from")
+        content = value.get("value")
+    if not isinstance(role, str):
+        return False
+    if isinstance(content, list):
+        return all(isinstance(part, dict) for part in content)
     return isinstance(content, str) or (content is None and bool(value.get("tool_calls")))
 
 
-def as_messages(value: str | list[dict], role: str) -> list[dict]:
-    """Returns a list of messages, each with a content; a string becomes one message of `role`."""
-    messages = [{"role": role, "content": value}] if isinstance(value, str) else value
+def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
+    """Returns messages, each with a role and a text; a string becomes one message of `role`.
+
+    Raises:
+        BadRow: a message says what no text can hold, such as an image, or is from nobody known.
+    """
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    messages = [value] if isinstance(value, dict) else value
     messages = without_nulls(json.dumps(messages, default=str))
-    return [{"content": "", **message} for message in messages]
+    return [as_message(message, number) for number, message in enumerate(messages, 1)]
+
+
+def as_message(message: dict, number: int) -> dict:
+    """One message with `role` and a text as its `content`; what else it has is kept.
+
+    Args:
+        number: its place in the conversation from 1, for errors.
+    """
+    if "role" not in message:
+        message = from_sharegpt(message, number)
+    if isinstance(message.get("content"), list):
+        message = from_parts(message, number)
+    return {"content": "", **message}
+
+
+def from_sharegpt(message: dict, number: int) -> dict:
+    """A message of `from` and `value` as one of role and content."""
+    sender = message["from"]
+    value = message.get("value", "")
+    others = {key: part for key, part in message.items() if key not in ("from", "value")}
+    if sender == "function_call":
+        calls = tool_calls(value, f"message {number}")
+        return {"role": "assistant", **others, "tool_calls": calls}
+    if sender not in SENDERS:
+        expected = ", ".join([*SENDERS, "function_call"])
+        raise BadRow(f"message {number} is from {sender!r}: expected one of {expected}")
+    return {"role": SENDERS[sender], "content": value, **others}
+
+
+def from_parts(message: dict, number: int) -> dict:
+    """A message whose content is a list of parts as one whose content is a text.
+
+    Thinking goes to `reasoning_content` and calls to `tool_calls`, where chat templates look.
+    """
+    texts = []
+    thoughts = []
+    calls = list(message.get("tool_calls", []))
+    for part_number, part in enumerate(message["content"], 1):
+        kind = part.get("type", "text")
+        value = part.get(kind, part.get("value", part.get("text")))
+        where = f"message {number}, part {part_number}"
+        if kind not in ("text", "reasoning", "thinking", "tool_call"):
+            raise BadRow(f"{where} is of type {kind!r}: only text can be read, calls and reasoning")
+        if kind == "tool_call":
+            calls += tool_calls(value, where)
+            continue
+        if not isinstance(value, str):
+            raise BadRow(f"{where}: expected a text, found {part!r:.80}")
+        if kind == "text":
+            texts.append(value)
+        else:
+            thoughts.append(value)
+
+    message = {**message, "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def tool_calls(value, where: str) -> list[dict]:
+    """The calls that a JSON text of one or several `{"name", "arguments"}` makes.
+
+    Args:
+        where: the message, for errors.
+    """
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        given = None
+    calls = given if isinstance(given, list) else [given]
+    if not all(isinstance(call, dict) and ("name" in call or "function" in call) for call in calls):
+        raise BadRow(
+            f"{where}: expected a function call, JSON of name and arguments, found {value!r:.80}"
+        )
+    return [
+        call if "function" in call else {"type": "function", "function": {"arguments": {}, **call}}
+        for call in calls
+    ]
 
 
 def without_nulls(text: str):
@@ -104,16 +232,120 @@ def has_text(value: str | list[dict]) -> bool:
     return bool(value)
 
 
+def standard(row: dict) -> dict:
+    """The row with the columns of the formats below, if it is one of Alpaca or ShareGPT.
+
+    Its own columns stay: a reward function may ask for them. Rows of the formats below are
+    returned as they are, but for a column `system`, which becomes the first message, and `tools`
+    that hold none.
+
+    Raises:
+        BadRow: a column of the format has a value of another kind.
+    """
+    has_format = any(row.get(column) is not None for column in ("messages", "prompt", "text"))
+    if not has_format and row.get("conversations") is not None:
+        row = standard_sharegpt(row)
+    elif not has_format and row.get("instruction") is not None:
+        row = standard_alpaca(row)
+    if row.get("tools") in ([], "[]"):
+        row = {**row, "tools": None}
+    for column in ("messages", "prompt"):
+        if is_messages(row.get(column)):
+            return {**row, column: with_system(row, row[column])} if row.get("system") else row
+    return row
+
+
+def standard_sharegpt(row: dict) -> dict:
+    """A row of `conversations` as one of `messages`, or of `prompt` beside chosen and rejected."""
+    fits = is_messages(row["conversations"])
+    check(fits, row, "conversations", "a list of messages with from and value")
+    is_preference = row.get("chosen") is not None and row.get("rejected") is not None
+    column = "prompt" if is_preference else "messages"
+    return {**row, column: row["conversations"], "tools": standard_tools(row.get("tools"))}
+
+
+def standard_tools(tools: list | str | None):
+    """Tools, each as `{"type": "function", "function": ...}`, which is what chat templates read."""
+    try:
+        given = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        return tools  # refused where it is rendered
+    if not isinstance(given, list):
+        return tools
+    return [
+        {"type": "function", "function": tool}
+        if isinstance(tool, dict) and "name" in tool and "function" not in tool
+        else tool
+        for tool in given
+    ]
+
+
+def standard_alpaca(row: dict) -> dict:
+    """A row of `instruction`, `input` and `output` as one of `prompt` and `completion`.
+
+    Instruction and input, with a line feed between them, are the user's message. `history` has
+    pairs of earlier questions and answers.
+    """
+    for column in ("instruction", "input", "output"):
+        fits = isinstance(row.get(column), (str, type(None)))
+        check(fits, row, column, "a string")
+    prompt = []
+    for question, answer in row.get("history") or []:
+        prompt.append({"role": "user", "content": question})
+        prompt.append({"role": "assistant", "content": answer})
+    question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
+    prompt.append({"role": "user", "content": question})
+    if row.get("output") is None:
+        return {**row, "prompt": prompt}
+    answer = [{"role": "assistant", "content": row["output"]}]
+    return {**row, "prompt": prompt, "completion": answer}
+
+
+def with_system(row: dict, messages: list[dict]) -> list[dict]:
+    """The messages behind that of column `system`, unless they begin with a system message."""
+    check(isinstance(row["system"], str), row, "system", "a string")
+    first = messages[0] if messages else {}
+    if "system" in (first.get("role"), first.get("from")):
+        return messages
+    return [{"role": "system", "content": row["system"]}, *messages]
+
+
+def refuse_unread(row: dict) -> None:
+    """Raises `BadRow` if the row holds what a language model of text cannot learn from."""
+    for column in MEDIA_COLUMNS:
+        if row.get(column):
+            raise BadRow(f"column {column!r} is not empty: only text can be read")
+    has_pair = row.get("chosen") is not None and row.get("rejected") is not None
+    is_label = str(row.get("label")).lower() in ("true", "false")
+    if is_label and not has_pair and row.get("text") is None:
+        raise BadRow(IS_KTO)
+
+
+def refuse_weights(messages: list[dict]) -> None:
+    """Raises `BadRow` if an assistant's turn is to count other than once."""
+    for number, message in enumerate(messages, 1):
+        for key in LOSS_WEIGHTS:
+            weight = message.get(key, 1)
+            if message["role"] == "assistant" and weight != 1:
+                raise BadRow(
+                    f"message {number}, {key} {weight!r}: every learned turn counts alike; remove "
+                    "the key (--loss_on completion learns the last turn only)"
+                )
+
+
 def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
     """Returns an SFT row as (prompt, completion), both strings or both message lists.
 
     The formats are tried in this order: `messages` and `text`, which have an empty prompt, then
     `prompt` and `completion`.
     """
+    refuse_unread(row)
     if row.get("messages") is not None:
         fits = is_messages(row["messages"])
         check(fits, row, "messages", "a list of messages with role and content")
-        return [], as_messages(row["messages"], "user")
+        messages = as_messages(row["messages"], "user")
+        refuse_weights(messages)
+        return [], messages
     if row.get("text") is not None:
         check(isinstance(row["text"], str), row, "text", "a string")
         return "", row["text"]
@@ -135,6 +367,7 @@ def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict
 
     All three are strings, or all three are message lists.
     """
+    refuse_unread(row)
     prompt = row.get("prompt")
     has_prompt = prompt is not None
     required = ["chosen", "rejected"]
@@ -180,18 +413,36 @@ def split_conversations(
 
     Args:
         prompt: column `prompt`, if there is one. UltraFeedback states the last question there, too.
+            A list may hold more than the conversations repeat, such as the system message.
     """
     cut = shared_prompt_length(chosen, rejected)
-    shared = [message["content"].strip() for message in chosen[:cut]]
-    is_shared = bool(shared)
+    shared = chosen[:cut]
+    whole = shared
     if shared and prompt:
-        is_shared = as_messages(prompt, "user")[-1]["content"].strip() in shared
-    if not is_shared:
+        whole = joined_prompt(as_messages(prompt, "user"), shared)
+    if not whole:
         raise BadRow(
             "'chosen' and 'rejected' do not begin with the same prompt, "
             "that of column 'prompt' if there is one"
         )
-    return chosen[:cut], chosen[cut:], rejected[cut:]
+    return whole, chosen[cut:], rejected[cut:]
+
+
+def joined_prompt(prompt: list[dict], shared: list[dict]) -> list[dict]:
+    """The prompt of a row whose conversations begin with `shared`; empty if they contradict.
+
+    That is `shared` if it repeats all messages of the prompt in their order. If it repeats only the
+    last ones, those before them go in front.
+    """
+    stated = [message["content"].strip() for message in prompt]
+    repeated = [message["content"].strip() for message in shared]
+    remaining = iter(repeated)
+    if all(content in remaining for content in stated):  # `in` goes on where it stopped
+        return shared
+    for length in range(min(len(stated), len(repeated)), 0, -1):
+        if stated[-length:] == repeated[:length]:
+            return prompt[:-length] + shared
+    return []
 
 
 def shared_prompt_length(chosen: list[dict], rejected: list[dict]) -> int:
@@ -207,3 +458,36 @@ def shared_prompt_length(chosen: list[dict], rejected: list[dict]) -> int:
     while cut > 0 and not chosen[cut]["role"] == rejected[cut]["role"] == "assistant":
         cut -= 1
     return cut
+
+
+def is_plain_text(row: dict) -> bool:
+    """Whether a row's prompt and answers are strings, which no chat template writes."""
+    if row.get("messages") is not None or row.get("text") is not None:
+        return False
+    names = ("prompt", "completion", "chosen", "rejected")
+    values = [row[name] for name in names if row.get(name) is not None]
+    return bool(values) and all(isinstance(value, str) for value in values)
+
+
+def as_turns(prompt: str | list[dict], *answers: str | list[dict]) -> tuple[list[dict], ...]:
+    """A prompt and its answers as message lists: strings become turns of user and assistant.
+
+    A transcript of hh-rlhf becomes the turns that it holds. A text without a prompt stays as it
+    is, because nothing says whose turn it would be.
+    """
+    if not isinstance(prompt, str) or (answers and not prompt):
+        return prompt, *answers
+    parts = re.split(r"\n\n(Human|Assistant):", prompt)
+    is_transcript = len(parts) > 1 and not parts[0].strip()
+    if not is_transcript:
+        turns = [{"role": "user", "content": prompt}]
+        return turns, *([{"role": "assistant", "content": answer}] for answer in answers)
+
+    turns = []
+    for speaker, text in zip(parts[1::2], parts[2::2]):
+        role = "user" if speaker == "Human" else "assistant"
+        turns.append({"role": role, "content": text.strip()})
+    # The transcript ends where the answer begins.
+    if turns[-1] == {"role": "assistant", "content": ""}:
+        turns.pop()
+    return turns, *([{"role": "assistant", "content": answer.strip()}] for answer in answers)

@@ -3,7 +3,9 @@
 from common.data import formats, tokens
 
 
-def preference_row(row: dict, tokenizer, max_length: int) -> dict:
+def preference_row(
+    row: dict, tokenizer, max_length: int, strings_as_messages: bool = False
+) -> dict:
     """Returns the token ids of one pair, and whether it can be used.
 
     What is longer than `max_length` is cut at the end; prompt and one answer count together.
@@ -11,18 +13,22 @@ def preference_row(row: dict, tokenizer, max_length: int) -> dict:
     Returns:
         `prompt_ids`, `chosen_ids` and `rejected_ids`; `length`, the tokens of both sequences
         together, the prompt twice; `truncated`, whether anything was cut; `reason`, why the row
-        must be left out, "" if it can be used.
+        must be left out, "" if it can be used; `notes`, if there are some, see `dataset.load`.
 
     Raises:
         BadRow: the row is no preference, or the chat template refuses it.
     """
     prompt, chosen, rejected = formats.preference(row)
+    if strings_as_messages:
+        prompt, chosen, rejected = formats.as_turns(prompt, chosen, rejected)
     reason = missing_text(prompt, chosen, rejected)
-    prompt_ids, chosen_ids, rejected_ids = [], [], []
+    prompt_ids, chosen_ids, rejected_ids, notes = [], [], [], []
     if not reason:
-        prompt_ids, chosen_ids, rejected_ids = tokens.encode_preference(
+        prompt_ids, chosen_ids, rejected_ids, notes = tokens.encode_preference(
             tokenizer, prompt, chosen, rejected, row.get("tools")
         )
+        if not (chosen_ids and rejected_ids):
+            reason = tokens.reason_of(notes)
 
     longest = len(prompt_ids) + max(len(chosen_ids), len(rejected_ids))
     room = max(max_length - len(prompt_ids), 0)
@@ -34,7 +40,7 @@ def preference_row(row: dict, tokenizer, max_length: int) -> dict:
     if not reason and chosen_ids == rejected_ids:
         reason = "chosen equal to rejected" if room else "prompt fills max_length"
     # The order of the keys is part of the data's fingerprint, see `dataset.checksum`.
-    return {
+    values = {
         "prompt_ids": prompt_ids,
         "chosen_ids": chosen_ids,
         "rejected_ids": rejected_ids,
@@ -42,6 +48,9 @@ def preference_row(row: dict, tokenizer, max_length: int) -> dict:
         "truncated": longest > max_length,
         "reason": reason,
     }
+    if notes:
+        values["notes"] = notes
+    return values
 
 
 def missing_text(prompt, chosen, rejected) -> str:

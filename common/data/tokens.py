@@ -1,47 +1,36 @@
 """Turns texts and messages into token ids, as the tokenizer's own chat template writes them."""
 
-import contextlib
 import json
+import os
+from typing import NamedTuple
 
-from common.data import formats
-from common.data.formats import BadRow
+from common.data import templates, thoughts
+from common.data.ids import added_tokens, decode, encode_text, is_marker, shared_length
+
+# What is said of a data set whose template does something that a user should know.
+APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
+DROPS_THOUGHT = "the chat template drops the thinking of answers, so they are learned as given"
 
 
-def render(
-    tokenizer,
-    messages: list[dict],
-    add_generation_prompt: bool = False,
-    tools: list[dict] | str | None = None,
-) -> str:
-    """Returns messages as the chat template writes them.
+class Answer(NamedTuple):
+    """An answer as a model should generate it.
 
-    Args:
-        tools: what the messages may call, as JSON schemas or as a JSON text of them.
-
-    Raises:
-        BadRow: there is no chat template, or it refuses the messages.
+    Attributes:
+        prompt: ids of what the model reads at inference before it answers.
+        context: ids that precede the answer in training: `prompt`, or a beginning of it where the
+            template writes the answer behind another prompt.
+        ids: ids of the answer, up to and including the token that ends it; empty if the template
+            does not write what the user gave.
+        notes: what the user should know of it, as `note` writes it.
     """
-    if tokenizer.chat_template is None:
-        raise BadRow(
-            "messages, but the tokenizer has no chat template: "
-            "set tokenizer.chat_template and save it, or give plain strings"
-        )
-    try:
-        schemas = None
-        if tools:
-            text = tools if isinstance(tools, str) else json.dumps(tools, default=str)
-            schemas = formats.without_nulls(text)
-        return tokenizer.apply_chat_template(
-            messages,
-            schemas,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-    except Exception as error:  # a template raises what it likes, such as that roles must alternate
-        given = "messages or tools" if tools else "messages"
-        raise BadRow(f"the tokenizer's chat template refuses the {given}: {error}") from None
+
+    prompt: list[int]
+    context: list[int]
+    ids: list[int]
+    notes: list[str]
 
 
+# ============================================================ ids of texts
 def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
     """Returns the token ids of consecutive pieces of one text, one list for each piece.
 
@@ -78,100 +67,254 @@ def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
     return pieces
 
 
-def encode_text(tokenizer, text: str) -> list[int]:
-    """Returns a text's token ids, without the special tokens that the tokenizer puts around it."""
-    return tokenizer(text, add_special_tokens=False).input_ids
+# ============================================================ one answer
+def encode_turn(tokenizer, messages: list[dict], start: int, end: int, tools=None) -> Answer:
+    """Returns the token ids of the answer `messages[start:end]`, and of what precedes it.
 
-
-def encode_turns(
-    tokenizer, messages: list[dict], spans: list[tuple[int, int]], tools=None
-) -> list[list[int]]:
-    """Returns the token ids of a conversation up to its last answer, in pieces.
-
-    The pieces are what precedes the first answer, the first answer, what precedes the second, ...
-    PPO's prompts have no answer yet: see `prompt_row` in recipes/ppo.py.
+    Where the template writes the answer right behind its own generation prompt, the answer is what
+    follows the prompt; where it does not, see `join`. Where it drops thinking from the answer, the
+    answer is what the user gave.
 
     Args:
-        spans: for each answer its first message, and the one after its last.
-        tools: see `render`.
+        tools: see `templates.render`.
 
     Raises:
-        BadRow: the template does not write each answer as it stands when it is generated.
+        BadRow: there is no chat template, or it refuses the messages.
     """
-    texts = []
-    written = ""  # the conversation up to the last answer so far
-    for start, end in spans:
-        # A conversation may begin with an answer.
-        before = render(tokenizer, messages[:start], True, tools) if start else ""
-        after = render(tokenizer, messages[:end], False, tools)
-        if not before.startswith(written):
-            raise BadRow(
-                "this chat template rewrites earlier turns when later ones follow: "
-                "use --loss_on completion, or another template"
-            )
-        if not after.startswith(before):
-            raise BadRow(
-                "this chat template does not write an answer right after its generation prompt, "
-                "or rewrites earlier turns: use another template"
-            )
-        context = before[len(written) :]
-        answer = after[len(before) :]
-        texts += [context, answer]
-        written = after
-    return encode(tokenizer, texts)
+    before = templates.render(tokenizer, messages[:start], True, tools) if start else ""
+    after = templates.render(tokenizer, messages[:end], False, tools)
+    prompt = encode_text(tokenizer, before)
+    whole = encode_text(tokenizer, after)
+
+    shared = shared_length(prompt, whole)
+    only_in_prompt = decode(tokenizer, prompt[shared:])
+    written = decode(tokenizer, whole[shared:])
+    unwritten = templates.why_unwritten(tokenizer, messages, start, end, after, written, tools)
+    if unwritten:
+        return Answer(prompt, prompt, [], [unwritten])
+
+    notes = []
+    message = messages[end - 1]
+    thought = thoughts.of_message(message)
+    if thought and thought not in written:
+        context, ids = as_given(tokenizer, before, prompt, message, only_in_prompt, written)
+        notes.append(DROPS_THOUGHT)
+    else:
+        context, rest = join(tokenizer, before, after, prompt, whole)
+        if len(context) < len(prompt):
+            notes.append(describe_other_prompt(tokenizer, only_in_prompt, rest))
+        ids = up_to_end(tokenizer, rest)
+    if not ends(tokenizer, ids):
+        ids = [*ids, tokenizer.eos_token_id]
+        notes.append(APPENDS_EOS)
+    return Answer(prompt, context, ids, notes)
+
+
+def join(
+    tokenizer, before: str, after: str, prompt: list[int], whole: list[int]
+) -> tuple[list[int], list[int]]:
+    """Returns the ids of an answer's context, and of the answer with what the template adds to it.
+
+    Args:
+        before, prompt: the history with the generation prompt, and its ids.
+        after, whole: the history with the answer, and its ids.
+    """
+    if whole[: len(prompt)] == prompt:
+        return prompt, whole[len(prompt) :]
+    if after.startswith(before):
+        # The answer's first characters merge with the prompt's last ones. At inference the prompt
+        # is tokenised alone, and so is what the model generates.
+        return prompt, encode_text(tokenizer, after[len(before) :])
+
+    shared = shared_length(prompt, whole)
+    only_in_prompt = decode(tokenizer, prompt[shared:])
+    if only_in_prompt.strip() and not thoughts.is_whole_thought(only_in_prompt):
+        # No model would write this answer behind this prompt, such as one without thinking behind
+        # an open <think>.
+        return whole[:shared], whole[shared:]
+    return prompt, without_white_space(tokenizer, whole[shared:], only_in_prompt)
+
+
+def without_white_space(tokenizer, rest: list[int], only_in_prompt: str) -> list[int]:
+    """`rest` without the white space that the prompt has written already.
+
+    Ids differ where one newline and two are two tokens: the characters that both begin with are
+    the prompt's.
+    """
+    white = 0
+    while white < len(rest) and decode(tokenizer, rest[white : white + 1]).isspace():
+        white += 1
+    leading = decode(tokenizer, rest[:white])
+    shared = os.path.commonprefix([leading, only_in_prompt])
+    if not shared:
+        return rest
+    return encode_text(tokenizer, leading[len(shared) :]) + rest[white:]
+
+
+def as_given(
+    tokenizer, before: str, prompt: list[int], message: dict, only_in_prompt: str, written: str
+) -> tuple[list[int], list[int]]:
+    """Returns the ids of an answer's context, and of the answer as the user gave it, to its end.
+
+    What opens its thinking is left out where the generation prompt has written that already.
+
+    Args:
+        before, prompt: see `join`.
+        only_in_prompt: what the prompt writes and the template's answer does not continue.
+        written: the answer as the template writes it, without the thinking.
+    """
+    given = thoughts.with_markers(tokenizer, message)
+    if thoughts.is_whole_thought(only_in_prompt):
+        before = before.removesuffix(only_in_prompt)
+        prompt = encode_text(tokenizer, before)
+    elif only_in_prompt.strip() and given.lstrip().startswith(only_in_prompt.strip()):
+        given = given.lstrip()
+        written_already = os.path.commonprefix([given, only_in_prompt.lstrip()])
+        given = given[len(written_already) :]
+    elif not only_in_prompt:
+        given = lead_of(message, written) + given
+    found = templates.conventions(tokenizer)
+    end = [] if found.stop is None else list(found.tail[: found.stop + 1])
+    return prompt, encode(tokenizer, [before, given])[1] + end
+
+
+def lead_of(message: dict, written: str) -> str:
+    """What the template writes between its prompt and an answer, such as a space (LLaVA)."""
+    visible = thoughts.without_thought(message["content"])
+    place = written.find(visible.strip())
+    lead = written[: max(place, 0)]
+    if any(closer in lead for _, closer in thoughts.MARKERS):
+        return ""
+    white_of_answer = visible[: len(visible) - len(visible.lstrip())]
+    return lead.removesuffix(white_of_answer)
+
+
+def describe_other_prompt(tokenizer, only_in_prompt: str, rest: list[int]) -> str:
+    """A note on an answer that does not continue the generation prompt."""
+    answer_text = decode(tokenizer, rest)
+    way_out = "--chat_template FILE with another generation prompt"
+    for name in ("enable_thinking", "thinking"):
+        if name in str(tokenizer.chat_template):
+            opens = any(opener in only_in_prompt for opener, _ in thoughts.MARKERS)
+            value = json.dumps({name: not opens})
+            way_out = f"--chat_template_kwargs '{value}'"
+            break
+    return note(
+        "answers do not continue the generation prompt, so they are learned behind what both "
+        f"share ({way_out} may align them)",
+        f"the prompt ends {only_in_prompt!r}, the answer begins {answer_text[:30]!r}",
+    )
+
+
+def note(kind: str, example: str = "") -> str:
+    """What a user should know of a row; rows of one kind are counted, and one example is shown.
+
+    Args:
+        example: without tabs and newlines.
+    """
+    return f"{kind}\t{example}" if example else kind
+
+
+# ============================================================ where an answer ends
+def up_to_end(tokenizer, ids: list[int]) -> list[int]:
+    """An answer without what the template writes behind the token that ends it."""
+    found = templates.conventions(tokenizer)
+    tail = list(found.tail)
+    has_tail = bool(tail) and ids[-len(tail) :] == tail
+    if found.stop is not None and has_tail:
+        return ids[: len(ids) - len(tail) + found.stop + 1]
+    if found.stop is not None or not found.is_known:
+        # A call of a tool may end otherwise than an answer in words.
+        return ids[: turn_length(tokenizer, ids) or len(ids)]
+    if has_tail and not decode(tokenizer, tail).strip():
+        return ids[: len(ids) - len(tail)]
+    # Between the turns the template writes white space, which has merged with the answer's end.
+    last = decode(tokenizer, ids[-1:])
+    if found.white_tail and last.endswith(found.white_tail):
+        return ids[:-1] + encode_text(tokenizer, last.removesuffix(found.white_tail))
+    return ids
+
+
+def ends(tokenizer, ids: list[int]) -> bool:
+    """Whether the last token of an answer ends it."""
+    if ids[-1:] == [tokenizer.eos_token_id]:
+        return True
+    found = templates.conventions(tokenizer)
+    if found.is_known and found.stop is None:
+        return False
+    if found.stop is not None and ids[-1:] == [found.tail[found.stop]]:
+        return True
+    return turn_length(tokenizer, ids) == len(ids) > 0
 
 
 def turn_length(tokenizer, ids: list[int]) -> int:
     """Counts a turn's tokens up to the one that ends it; 0 if no token does.
 
-    The last EOS ends a turn. Some templates write none (Gemma, base models of Qwen). There the
+    The last EOS ends a turn. Some templates write none (calls of tools in gpt-oss). There the
     special token at the end of the turn ends it, also where a newline follows. What follows the
     end is never generated, so it is not learned.
     """
     eos = tokenizer.eos_token_id  # a property that searches each time
     if eos in ids:
         return len(ids) - ids[::-1].index(eos)
-    added_tokens = tokenizer.added_tokens_decoder
+    added_tokens_by_id = added_tokens(tokenizer)
     for length in (len(ids), len(ids) - 1):
-        token = added_tokens.get(ids[length - 1]) if length > 0 else None
+        token = added_tokens_by_id.get(ids[length - 1]) if length > 0 else None
         if token is not None and token.special:
             return length
     return 0
 
 
-def encode_preference(
-    tokenizer, prompt, chosen, rejected, tools=None
-) -> tuple[list[int], list[int], list[int]]:
-    """Returns the ids of prompt, chosen and rejected, each answer up to its end.
+# ============================================================ preferences
+class Preference(NamedTuple):
+    """Token ids of a prompt and two answers, each up to its end; and notes, see `note`."""
 
-    The end is found by `turn_length`. The prompt's ids are the same for both answers. `tools`: see
-    `render`.
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+    notes: list[str]
+
+
+def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> Preference:
+    """Returns the token ids of a pair. An answer is empty if the chat template does not write it.
+
+    The prompt's ids are the same for both answers. Where one of them continues less of the
+    generation prompt than the other (one thinks, the other does not), the prompt is what both
+    continue, and the rest of it belongs to the answer that continues it.
+
+    Args:
+        prompt, chosen, rejected: three strings, or three message lists.
+        tools: see `templates.render`.
     """
-    prompt_ids, chosen_ids = encode_answer(tokenizer, prompt, chosen, tools)
-    _, rejected_ids = encode_answer(tokenizer, prompt, rejected, tools)
-    return prompt_ids, chosen_ids, rejected_ids
-
-
-def encode_answer(tokenizer, prompt, answer, tools) -> tuple[list[int], list[int]]:
-    """Returns the token ids of a prompt and an answer, both strings or both message lists."""
     if isinstance(prompt, str):
-        prompt_ids, ids = encode(tokenizer, [prompt, answer], plain=True)
-    else:
-        messages = prompt + answer
-        span = (len(prompt), len(messages))
-        prompt_ids, ids = encode_turns(tokenizer, messages, [span], tools)
-    # Without an end token the whole answer is kept.
-    length = turn_length(tokenizer, ids) or len(ids)
-    return prompt_ids, ids[:length]
+        prompt_ids, chosen_ids = encode(tokenizer, [prompt, chosen], plain=True)
+        _, rejected_ids = encode(tokenizer, [prompt, rejected], plain=True)
+        return Preference(prompt_ids, chosen_ids, rejected_ids, [])
+
+    answers = [
+        encode_turn(tokenizer, prompt + answer, len(prompt), len(prompt) + len(answer), tools)
+        for answer in (chosen, rejected)
+    ]
+    context = min((answer.context for answer in answers), key=len)
+    chosen_ids, rejected_ids = (
+        answer.context[len(context) :] + answer.ids if answer.ids else [] for answer in answers
+    )
+    notes = [text for answer in answers for text in answer.notes]
+    notes += templates.unwritten_parts(tokenizer, prompt, tools)
+    return Preference(context, chosen_ids, rejected_ids, notes)
 
 
+# ============================================================ the tokenizer
 def fingerprint(tokenizer) -> str:
     """Returns a text that changes whenever the tokenizer would write other ids."""
     if tokenizer.is_fast:
         content = tokenizer.backend_tokenizer.to_str()
     else:
         content = str(sorted(tokenizer.get_vocab().items()))
-    return "\0".join([content, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)])
+    parts = [content, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)]
+    if templates.prints_date(tokenizer):
+        parts.append(str(getattr(tokenizer, "chat_date", None)))
+    return "\0".join(parts)
 
 
 def stop_tokens(tokenizer, model) -> set[int]:
@@ -183,11 +326,37 @@ def stop_tokens(tokenizer, model) -> set[int]:
     own = model.generation_config.eos_token_id
     if own is not None:
         stops |= {own} if isinstance(own, int) else set(own)
-    with contextlib.suppress(BadRow):  # no template, or one that wants other messages
-        question = {"role": "user", "content": "a"}
-        answer = {"role": "assistant", "content": "b"}
-        _, ids = encode_turns(tokenizer, [question, answer], [(1, 2)])
-        length = turn_length(tokenizer, ids)
-        if length:
-            stops.add(ids[length - 1])
+    found = templates.conventions(tokenizer)
+    if found.stop is not None:
+        stops.add(found.tail[found.stop])
     return stops
+
+
+# ============================================================ notes
+def reason_of(notes: list[str]) -> str:
+    """Why a row is left out, where its notes say that an answer is not written; else ""."""
+    for text in notes:
+        if text in (templates.DROPS_CALLS, templates.DROPS_ANSWER):
+            return text
+    return ""
+
+
+def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
+    """How many tokens of a prompt are new since the answer at `place`, its end not counted.
+
+    They are what the prompt ends with whatever that answer is.
+
+    Args:
+        messages: the history of the prompt.
+        tools: see `templates.render`.
+    """
+    prompts = []
+    for content in ("a", "b"):
+        answer = {"role": "assistant", "content": content}
+        changed = [*messages[:place], answer, *messages[place + 1 :]]
+        text = templates.render(tokenizer, changed, True, tools)
+        prompts.append(encode_text(tokenizer, text))
+    first, second = prompts
+    new = shared_length(first[::-1], second[::-1])
+    has_end = templates.conventions(tokenizer).stop is not None
+    return new - int(has_end and is_marker(tokenizer, first[len(first) - new]))

@@ -1,6 +1,9 @@
 """Loading a tokenizer and models, and refusing what cannot be trained."""
 
+import hashlib
+import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -12,15 +15,27 @@ from transformers import (
     PreTrainedModel,
 )
 
-from common import cpu, zero
-from common.data import tokens
+from common import cpu, distributed, folders, zero
+from common.data import templates, tokens
 
 
-def tokenizer_of(name: str):
+def tokenizer_of(
+    name: str,
+    chat_template: str | None = None,
+    chat_template_kwargs: str | None = None,
+    date: str | None = None,
+):
     """Loads the tokenizer of a model, with an EOS and a pad token.
 
+    Args:
+        chat_template: a file that replaces the chat template.
+        chat_template_kwargs: variables of the chat template as a JSON object. They become defaults
+            in the template itself, so that they are saved with it and hold at inference.
+        date: what a chat template prints as the date of the day, as in 2026-01-31.
+
     Raises:
-        SystemExit: no tokenizer there, or one without an EOS token. The message says what to do.
+        SystemExit: no tokenizer there, or one without an EOS token; a chat template that cannot be
+            read, or variables that it does not have. The message says what to do.
     """
     tokenizer = from_pretrained(AutoTokenizer, "tokenizer", name)
     if tokenizer.eos_token_id is None:
@@ -30,6 +45,11 @@ def tokenizer_of(name: str):
         )
     # The loss never reads padding, so any token will do. A new one would resize the model.
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = templates.read(chat_template)
+    if chat_template_kwargs is not None:
+        templates.set_defaults(tokenizer, chat_template_kwargs)
+    tokenizer.chat_date = date if templates.prints_date(tokenizer) else None
     return tokenizer
 
 
@@ -175,16 +195,26 @@ def draw_score_head(model: PreTrainedModel) -> None:
         model.score.weight.copy_(start)
 
 
-def fingerprint(name: str, model) -> list:
-    """Returns what identifies a model's weights, as JSON values.
+def fingerprint(accelerator, name: str, config) -> str:
+    """Identifies a model's weights: the same for a copy of them, another for any change.
 
-    For a local folder these are its path and the name, size and time of each file in it; for a
-    hub name, the commit.
+    For a local folder these are name, size and checksum of each file of its weights and of its
+    config; for a hub name, the commit. All processes must call it.
     """
+    return distributed.on_main_process(accelerator, describe_weights, name, config)
+
+
+def describe_weights(name: str, config) -> str:
+    """See `fingerprint`."""
     folder = Path(name)
-    files = []
-    if folder.is_dir():
-        files = sorted(file for file in folder.glob("*") if file.is_file())
-    stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    where = str(folder.resolve()) if files else name
-    return [where, getattr(model.config, "_commit_hash", None), stats]
+    if not folder.is_dir():
+        return f"commit {getattr(config, '_commit_hash', None)} of {name}"
+    files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    files = sorted(file for file in files if file.is_file())
+    # Checksums are computed outside of Python's lock, so threads share the work.
+    with ThreadPoolExecutor() as pool:
+        checksums = list(pool.map(folders.checksum, files))
+    entries = [
+        [file.name, file.stat().st_size, crc] for file, crc in zip(files, checksums, strict=True)
+    ]
+    return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"

@@ -1,0 +1,60 @@
+"""The sequences that a model reads, where a row of the data may hold several."""
+
+from collections.abc import Sequence
+
+import datasets
+import numpy as np
+
+from common.data.dataset import column
+
+
+class Sequences:
+    """All sequences of a data set, numbered in the order of its rows.
+
+    A row holds one, or one for each answer; see `sft_row`. The sequences of a row are all in one
+    update, but in any of its micro-batches: the mean over the update's tokens does not depend on
+    where they are.
+
+    Attributes:
+        lengths: tokens of each sequence.
+    """
+
+    def __init__(self, dataset: datasets.Dataset):
+        """
+        Args:
+            dataset: has `input_ids targets length row` and, if a row holds several sequences,
+                `sequence_lengths`, empty for a row of one.
+        """
+        self.dataset = dataset
+        self.lengths = column(dataset, "length")
+        self._row_of = np.arange(len(dataset))
+        if "sequence_lengths" in dataset.column_names:
+            by_row = [
+                lengths or [whole]
+                for lengths, whole in zip(dataset["sequence_lengths"][:], self.lengths.tolist())
+            ]
+            self.lengths = np.concatenate(by_row)
+            self._row_of = np.repeat(self._row_of, [len(lengths) for lengths in by_row])
+        # Where each row's first sequence stands, and behind the last row the end.
+        self._starts = np.searchsorted(self._row_of, np.arange(len(dataset) + 1))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def of_rows(self, rows: Sequence[int]) -> np.ndarray:
+        """Returns the numbers of the sequences of some rows, row after row."""
+        return np.concatenate(
+            [np.arange(self._starts[row], self._starts[row + 1]) for row in np.asarray(rows)]
+        )
+
+    def __getitem__(self, numbers: Sequence[int]) -> dict[str, list]:
+        """Returns `input_ids targets row` of some sequences."""
+        rows = self._row_of[numbers]
+        columns = self.dataset[rows]
+        cut = {"input_ids": [], "targets": [], "row": columns["row"]}
+        for place, number in enumerate(numbers):
+            before = self.lengths[self._starts[rows[place]] : number].sum()
+            span = slice(before, before + self.lengths[number])
+            cut["input_ids"].append(columns["input_ids"][place][span])
+            cut["targets"].append(columns["targets"][place][span])
+        return cut

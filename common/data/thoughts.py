@@ -1,0 +1,65 @@
+"""Thinking in messages: where it stands, and the markers that open and close it."""
+
+import re
+
+# What opens and closes a thought in the templates of today's models.
+MARKERS = [
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+]
+# Fields of a message that hold a thought. transformers takes them all for the same.
+FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+def of_message(message: dict) -> str:
+    """What an assistant thought before its answer, from a field or the content; "" if nothing."""
+    for field in FIELDS:
+        if isinstance(message.get(field), str) and message[field].strip():
+            return message[field].strip()
+    content = message["content"]
+    for opener, closer in MARKERS:
+        if closer in content:
+            return content.partition(closer)[0].strip().removeprefix(opener).strip()
+    return ""
+
+
+def without_thought(content: str) -> str:
+    """The content of a message behind its thinking."""
+    for _, closer in MARKERS:
+        content = content.rpartition(closer)[2]
+    return content
+
+
+def with_markers(tokenizer, message: dict) -> str:
+    """An answer with its thinking as one text, where a field holds the thinking.
+
+    The markers are those that the chat template knows, or else `<think>`.
+    """
+    content = message["content"]
+    if without_thought(content) != content:
+        return content
+    template = str(tokenizer.chat_template)
+    opener, closer = MARKERS[0]
+    for known_opener, known_closer in MARKERS:
+        if known_closer in template:
+            opener = known_opener
+            closer = known_closer
+            break
+    gap = "" if closer == "<channel|>" else "\n\n"
+    return f"{opener}\n{of_message(message)}\n{closer}{gap}{content}"
+
+
+def is_whole_thought(text: str) -> bool:
+    """Whether a text is a thinking block that opens and closes, such as `<think></think>`."""
+    markers = re.findall(r"[<\[◁][^<>\[\]◁▷]*[>\]▷]", text)
+    is_about_thinking = re.search("think|thought|reason|analysis", text, re.IGNORECASE)
+    starts_and_ends = re.fullmatch(r"\s*[<\[◁].*[>\]▷]\s*", text, re.DOTALL)
+    return bool(len(markers) > 1 and is_about_thinking and starts_and_ends)

@@ -1,0 +1,162 @@
+"""Moves aside what a run wrote beyond the point that it resumes from, so that nothing is lost."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+from common import folders
+
+# Which settings wrote the lines of metrics.jsonl: [[0, digest], [8, digest]] says that other
+# settings wrote the lines after update 8.
+WRITERS = ".metrics_writers.json"
+
+
+class LeftBehind:
+    """One folder in `<output_dir>/left_behind/` and what was moved to it.
+
+    Nothing is made on the disk before the first move. A name is never used twice.
+
+    Attributes:
+        folder: such as `left_behind/after_global_step_000008`.
+        moved: what was moved, in words.
+    """
+
+    def __init__(self, output_dir: Path, step: int):
+        self.output_dir = output_dir
+        name = f"after_{folders.STEP_PREFIX}{step:06d}"
+        self.folder = output_dir / "left_behind" / name
+        number = 1
+        while self.folder.exists():
+            number += 1
+            self.folder = self.folder.with_name(f"{name}_{number}")
+        self.moved: list[str] = []
+
+    def place_for(self, path: Path) -> Path:
+        """The place of a file or folder of the run, with its parent folder made."""
+        place = self.folder / path.relative_to(self.output_dir)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
+    def move(self, path: Path) -> None:
+        # `checkpoints` may be a link to another disk, to which a folder cannot be renamed.
+        place = self.place_for(path)
+        shutil.move(path, place)
+        folders.flush(place.parent, path.parent)
+
+    def move_newest_first(self, paths: list[Path], kind: str) -> None:
+        """Moves `global_step_*` folders, the newest first.
+
+        If the process is killed meanwhile, the newest checkpoint that is still there knows of all
+        lines of `metrics.jsonl` up to it.
+        """
+        for path in sorted(paths, key=folders.step_of, reverse=True):
+            self.move(path)
+        if paths:
+            self.moved.append(f"{len(paths)} {kind}{'s' if len(paths) > 1 else ''}")
+
+    def keep_end_of(self, file: Path, start: int) -> None:
+        """Copies what a file of lines has from byte `start` on; the file itself is not cut."""
+        with open(file, "rb") as lines:
+            lines.seek(start)
+            end = lines.read()
+        place = self.place_for(file)
+        place.write_bytes(end)
+        folders.flush(place, place.parent)
+        number = len(end.splitlines())
+        self.moved.append(f"{number} line{'s' if number > 1 else ''} of {file.name}")
+
+
+def leave(
+    output_dir: Path, step: int | None, metrics_bytes: int, writers: list, now: str
+) -> str | None:
+    """Moves everything beyond the resume point to a new folder in `left_behind/`.
+
+    These are checkpoints, saved actors, and the end of `metrics.jsonl` with its TensorBoard. The
+    end of `metrics.jsonl` is only cut where the run will write the same lines again.
+
+    It may be killed at any instant: the metrics come last, so the next resume finds either the same
+    point or an earlier one, and goes on with what is still to be moved.
+
+    Args:
+        step: `global_step` of the checkpoint that the run resumes from; None if it begins anew.
+        metrics_bytes: the size that `metrics.jsonl` had at that point.
+        writers: who wrote `metrics.jsonl`, as `read_writers` returns it.
+        now: the digest of this run's settings.
+
+    Returns:
+        What was moved where, in one line; None if there was nothing.
+    """
+    anew = step is None
+    step = step or 0
+    left = LeftBehind(output_dir, step)
+    metrics = output_dir / "metrics.jsonl"
+    board = output_dir / "tensorboard"
+    actor = output_dir / "actor"
+    lines_beyond = metrics.is_file() and metrics.stat().st_size > metrics_bytes
+
+    checkpoints = beyond(output_dir / "checkpoints", step)
+    left.move_newest_first(checkpoints, "checkpoint")
+    left.move_newest_first(beyond(output_dir / "actors", step), "saved actor")
+    # The final actor has no step in its name. Nothing beyond this point: then it is of this point.
+    if actor.is_dir() and (checkpoints or lines_beyond):
+        left.move(actor)
+        left.moved.append("the final actor")
+
+    same_lines = not anew and set(writers_beyond(writers, step)) == {now}
+    if lines_beyond and not same_lines:
+        if board.is_dir():
+            if anew:
+                left.move(board)
+            else:
+                # The run goes on in these files: TensorBoard hides there what it has left behind.
+                shutil.copytree(board, left.place_for(board))
+            left.moved.append(board.name)
+        left.keep_end_of(metrics, metrics_bytes)
+    if lines_beyond:
+        os.truncate(metrics, metrics_bytes)
+
+    earlier = [entry for entry in writers if entry[0] < step and not anew]
+    if not earlier or earlier[-1][1] != now:
+        earlier.append([step, now])
+    write_writers(output_dir, earlier)
+    if not left.moved:
+        return None
+    return f"left behind in {left.folder}: {', '.join(left.moved)}"
+
+
+def beyond(parent: Path, step: int) -> list[Path]:
+    """The `global_step_*` folders of a folder that are later than `step`."""
+    return [path for path in folders.by_step(parent) if folders.step_of(path) > step]
+
+
+# ============================================================ who wrote which lines
+
+
+def digest(settings: dict) -> str:
+    """A short name of settings that are JSON values."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def writers_beyond(writers: list, step: int) -> list[str]:
+    """The digests of the settings that wrote the lines after `step`."""
+    ends = [start for start, _ in writers[1:]] + [float("inf")]
+    return [settings for (_, settings), end in zip(writers, ends) if end > step]
+
+
+def read_writers(output_dir: Path) -> list | None:
+    """Who wrote `metrics.jsonl`; None if an older version did, which kept no such record."""
+    file = output_dir / WRITERS
+    if not file.is_file():
+        return None
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def write_writers(output_dir: Path, writers: list) -> None:
+    """Replaces the record as a whole."""
+    temporary = output_dir / f"{WRITERS}.writing"
+    temporary.write_text(json.dumps(writers), encoding="utf-8")
+    folders.flush(temporary)
+    os.replace(temporary, output_dir / WRITERS)

@@ -1,0 +1,384 @@
+"""Data as people have it: names are names, values keep their type, and the formats of other tools are read as they are."""
+
+import gzip
+import json
+import runpy
+import tracemalloc
+
+import datasets
+import pytest
+
+from common.data import dataset, files, formats
+from common.data.formats import BadRow
+from common.data.pairs import preference_row
+from runs import recipe, refuses, write_jsonl
+
+sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
+prompt_row = runpy.run_path(str(recipe("ppo")))["prompt_row"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+def load(accelerator, tokenizer, path, function=sft_row, columns=(), split="train", **settings):
+    """The usable rows of a file."""
+    if function is sft_row:
+        settings["loss_on"] = "assistant"
+    if function is prompt_row:
+        settings["max_new_tokens"] = 8
+    named = formats.column_names(list(columns))
+    return dataset.load(accelerator, str(path), split, function, tokenizer, named, max_length=4000, **settings)
+
+
+def rows_of(path, split="train") -> list[dict]:
+    """The rows of a data set as a row function gets them."""
+    rows = files.load(str(path), split)
+    return [rows.row(entry) for entry in rows.table]
+
+
+# ---------------------------------------------------------------------------------------------- names
+
+
+NAMES = ["run[1].jsonl", "a*.jsonl", "what?.jsonl", "run[1].json", "run[1].jsonl.gz", "run[1].csv", "run[1].parquet"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_is_a_name_and_no_pattern(tmp_path, name):
+    """Beside each file stands one that its name would match."""
+
+    def write(path, row: dict) -> None:
+        content = json.dumps([row] if ".json" in path.suffixes else row).encode()
+        if path.suffix == ".csv":
+            content = f"text\n{row['text']}\n".encode()
+        if path.suffix == ".parquet":
+            datasets.Dataset.from_list([row]).to_parquet(path)
+        else:
+            path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+    write(tmp_path / name, {"text": "mine"})
+    write(tmp_path / name.replace("[1]", "1").replace("*", "b").replace("?", "1"), {"text": "other"})
+    assert rows_of(tmp_path / name) == [{"text": "mine"}]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_the_name_of_a_folder_is_no_pattern_either(tmp_path, suffix):
+    for folder in ("set[1]", "set1"):
+        (tmp_path / folder).mkdir()
+        for part in ("train", "test"):
+            text = f"{folder} {part}"
+            lines = json.dumps({"text": text}) if suffix == ".jsonl" else f"text\n{text}"
+            (tmp_path / folder / f"{part}-[0]{suffix}").write_text(f"{lines}\n")
+    assert rows_of(tmp_path / "set[1]") == [{"text": "set[1] train"}]
+    assert rows_of(tmp_path / "set[1]", "test") == [{"text": "set[1] test"}]
+    assert rows_of(tmp_path / "set1") == [{"text": "set1 train"}]
+
+
+def test_held_out_sets_are_named_by_all_but_their_suffix(tmp_path, accelerator, tokenizer):
+    names = ["a.v1.jsonl", "a.v2.jsonl", "b.json.gz"]
+    for name in names:
+        content = json.dumps([{"text": name}] if "json." in name else {"text": name}).encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    how = dict(function=sft_row, tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant")
+    sets = dataset.load_evaluation_sets(accelerator, [str(tmp_path / name) for name in names], "train", **how)
+    assert list(sets) == ["eval/a.v1/", "eval/a.v2/", "eval/b/"]
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+MIXED = [
+    {"prompt": "a", "answer": "046", "when": "2024-01-31", "n": 1},
+    {"prompt": "b", "answer": 46, "when": "2024-02-01T10:00:00", "n": 1.5},
+    {"prompt": "c", "answer": True, "when": None, "n": [1, "x"], "late": {"deep": "1"}},
+    {"prompt": "d", "answer": None, "late": {"deep": 1, "other": 12345678901234567890}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz", "folder"])
+def test_each_row_keeps_the_types_of_its_json(tmp_path, name):
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+        write_jsonl(path / "0.jsonl", MIXED[:2])
+        write_jsonl(path / "1.jsonl", MIXED[2:])
+    else:
+        text = json.dumps(MIXED, indent=1) if name.endswith("json") else "".join(json.dumps(row) + "\r\n\n" for row in MIXED)
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else b"\xef\xbb\xbf" + text.encode())
+    names = ["prompt", "answer", "when", "n", "late"]
+    expected = [{column: row.get(column) for column in names} for row in MIXED]
+    assert json.dumps(rows_of(path)) == json.dumps(expected)  # 1 is not True, and not 1.0
+    # A part of a split keeps the columns of its own rows.
+    assert rows_of(path, "train[:1]") == [MIXED[0]]
+
+
+def test_answers_that_look_like_dates_or_numbers_stay_text(tmp_path, accelerator, tokenizer):
+    answers = ["2024-01-31", "2024-02-01", "046"]
+    rows = [{"prompt": "when?", "completion": answer, "answer": answer} for answer in answers]
+    path = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"prompt": "n", "completion": "46", "answer": 46}])
+    data = load(accelerator, tokenizer, path)
+    assert data["answer"][:] == [*answers, "46"]
+    prompts = load(accelerator, tokenizer, path, prompt_row)
+    assert [json.loads(columns)["answer"] for columns in prompts["columns"]] == [*answers, 46]
+
+
+def test_a_column_that_appears_late_is_read(tmp_path, accelerator, tokenizer):
+    chat = [message("user", "a"), message("assistant", "b")]
+    rows = [{"messages": chat, "pad": "x" * 20_000}] * 1500 + [{"messages": chat, "answer": "7"}]
+    data = load(accelerator, tokenizer, write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert len(data) == 1501 and data["answer"][-2:] == ["", "7"]
+    named = load(accelerator, tokenizer, tmp_path / "rows.jsonl", columns=["answer=pad"])
+    assert named["answer"][-2:] == ["x" * 20_000, ""]
+    refuses("no column 'none'", "['messages', 'pad', 'answer']",
+            call=lambda: load(accelerator, tokenizer, tmp_path / "rows.jsonl", columns=["text=none"]))  # fmt: skip
+
+
+@pytest.mark.parametrize("name, text, parts", [
+    ("a.jsonl", '{"text": "a"}\n{"text": \n', ["row 2", "malformed JSON", "Expecting value"]),
+    ("a.jsonl", '{"text": "a"}\n["text"]\n', ["row 2", "a JSON object", '["text"]']),
+    ("a.jsonl", '{"text": "a"}\n{"text": 5}\n', ["row 2", "column 'text'", "a string", "found 5"]),
+    ("a.json", '[{"text": "a"},\n {"text": "b"}\n {"text": "c"}]', ["row 3", "malformed JSON", "',' delimiter", "line 3"]),
+    ("a.json", '[{"text": "a"},\n {"text": "b"},\n]', ["row 3", "malformed JSON", "line 3"]),
+    ("a.json", '[{"text": "a"},\n {"text": "b"}', ["row 3", "malformed JSON", "does not end", "line 2"]),
+])  # fmt: skip
+def test_an_error_names_the_row_at_fault(tmp_path, accelerator, tokenizer, name, text, parts):
+    (tmp_path / name).write_text(text)
+    refuses(name, *parts, call=lambda: load(accelerator, tokenizer, tmp_path / name))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 1000])
+def test_an_array_is_read_in_parts(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(files, "CHUNK", chunk)
+    rows = [{"a": '], "[{é\u2028'}, {}, {"b": [{"c": 1.5e3}, "\\", None]}, {"d": {"e": {}}}]
+    for text in (json.dumps(rows), f" {json.dumps(rows, indent=3, ensure_ascii=False)}\n\n"):
+        (tmp_path / "a.json").write_text(text, encoding="utf-8")
+        read = list(files.json_rows(tmp_path / "a.json"))
+        assert [row for _, row in read] == rows and [json.loads(text) for text, _ in read] == rows
+        # Lines end at a line feed alone, not at what Unicode takes for an end of line.
+        (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+        assert [row for _, row in files.json_rows(tmp_path / "b.jsonl")] == rows
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
+def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path, name):
+    rows = ({"text": f"{number} " + "x" * 5000} for number in range(8000))
+    text = json.dumps(list(rows)) if name == "a.json" else "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / name).write_bytes(gzip.compress(text.encode(), 1) if name.endswith("gz") else text.encode())
+    size = len(text)
+    del text
+    tracemalloc.start()
+    assert sum(1 for _ in files.json_rows(tmp_path / name)) == 8000
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < size / 4
+
+
+# ---------------------------------------------------------------------------------------------- preferences
+
+
+SYSTEM, QUESTION = message("system", "Be brief."), message("user", "Why?")
+YES, NO = message("assistant", "Because."), message("assistant", "No.")
+BEFORE = [message("user", "One?"), message("assistant", "One.")]
+
+
+@pytest.mark.parametrize("prompt, inside, whole", [
+    ([SYSTEM, QUESTION], [QUESTION], [SYSTEM, QUESTION]),
+    ([SYSTEM, *BEFORE, QUESTION], [QUESTION], [SYSTEM, *BEFORE, QUESTION]),
+    ([SYSTEM, *BEFORE, QUESTION], [*BEFORE, QUESTION], [SYSTEM, *BEFORE, QUESTION]),
+    ([SYSTEM, QUESTION], [SYSTEM, QUESTION], [SYSTEM, QUESTION]),
+    ([QUESTION], [SYSTEM, QUESTION], [SYSTEM, QUESTION]),
+    ("Why?", [SYSTEM, *BEFORE, QUESTION], [SYSTEM, *BEFORE, QUESTION]),
+])  # fmt: skip
+def test_nothing_of_a_prompt_is_lost_beside_conversations(prompt, inside, whole):
+    row = {"prompt": prompt, "chosen": [*inside, YES], "rejected": [*inside, NO]}
+    assert formats.preference(row) == (whole, [YES], [NO])
+
+
+def test_a_prompt_that_contradicts_its_conversations_is_refused():
+    row = {"prompt": [message("system", "Be long."), QUESTION], "chosen": [SYSTEM, QUESTION, YES], "rejected": [SYSTEM, QUESTION, NO]}
+    with pytest.raises(BadRow, match="do not begin with the same prompt"):
+        formats.preference(row)
+
+
+# ---------------------------------------------------------------------------------------------- the formats of other tools
+
+
+# What a chat template is given stands in the ids as JSON, so that a test can read it back.
+AS_JSON = (
+    "{% if tools %}{{ 'tools' + (tools | tojson) + '\\n' }}{% endif %}"
+    "{% for m in messages %}{{ (m | tojson) + '<|end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def reader(tokenizer, accelerator, tmp_path, monkeypatch):
+    """A function that loads rows and returns the messages and the tools that the template was given."""
+    monkeypatch.setattr(tokenizer, "chat_template", AS_JSON)
+
+    def read(rows: list[dict], function=sft_row, name="rows.jsonl", ids="input_ids", **settings) -> list[tuple[list[dict], object]]:
+        path = tmp_path / name
+        if name.endswith(".parquet"):
+            datasets.Dataset.from_list(rows).to_parquet(path)
+        else:
+            write_jsonl(path, rows)
+        data = load(accelerator, tokenizer, path, function, **settings)
+        found = []
+        for row in data[ids]:
+            lines = tokenizer.decode(row).replace("<|end|>", "").strip().split("\n")
+            tools = json.loads(lines.pop(0).removeprefix("tools")) if lines[0].startswith("tools") else None
+            messages = [json.loads(line) for line in lines]
+            for given in messages:
+                given.pop("thinking", None)  # transformers' second name for `reasoning_content`
+            found.append((messages, tools))
+        return found
+
+    return read
+
+
+def call(name: str, **arguments) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ALPACA = {"instruction": "Describe a process of making crepes.", "input": "", "output": "Making crepes is easy."}
+ALPACA_INPUT = {"instruction": "识别并解释", "input": "细胞理论和日心说。", "output": "细胞理论是"}
+QUESTIONS = [[message("user", ALPACA["instruction"])], [message("user", "识别并解释\n细胞理论和日心说。")]]
+PARAMETERS = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
+BARE_TOOL = {"name": "search", "description": "Search", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": BARE_TOOL}
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_alpaca(reader, name):
+    rows = [ALPACA, ALPACA_INPUT, {**ALPACA, "input": None}]
+    answers = [[message("assistant", row["output"])] for row in rows]
+    questions = [*QUESTIONS, QUESTIONS[0]]
+    assert reader(rows, name=name) == [(prompt + answer, None) for prompt, answer in zip(questions, answers)]
+    assert reader(rows, prompt_row, name, ids="prompt_ids") == [(prompt, None) for prompt in questions]
+    more = {**ALPACA, "system": "Be brief.", "history": [["One?", "One."]]}
+    assert reader([more], name=name) == [([SYSTEM, *BEFORE, *QUESTIONS[0], *answers[0]], None)]
+    pair = {"instruction": "Why?", "input": "", "chosen": "Because.", "rejected": "No."}
+    assert reader([pair], preference_row, name, ids="chosen_ids") == [([YES], None)]
+    assert reader([pair], preference_row, name, ids="rejected_ids") == [([NO], None)]
+
+
+def test_only_the_output_of_alpaca_is_learned(tokenizer, accelerator, tmp_path):
+    (row,) = load(accelerator, tokenizer, write_jsonl(tmp_path / "rows.jsonl", [ALPACA_INPUT]))
+    learned = [token for token, target in zip(row["input_ids"], row["targets"]) if target]
+    assert tokenizer.decode(learned) == ALPACA_INPUT["output"] + "<|end|>"
+    # The reward function of PPO gets the row's own columns.
+    (row,) = load(accelerator, tokenizer, tmp_path / "rows.jsonl", prompt_row)
+    assert {**json.loads(row["columns"]), **ALPACA_INPUT} == json.loads(row["columns"])
+
+
+def said(sender: str, value: str) -> dict:
+    return {"from": sender, "value": value}
+
+
+SHAREGPT = [
+    said("human", "A film?"),
+    said("function_call", '{"name": "search", "arguments": {"title": "Inception", "year": null}}'),
+    said("observation", '{"year": 2010}'),
+    said("gpt", "It is of 2010."),
+]
+SHAREGPT_AS_CHAT = [
+    message("user", "A film?"),
+    {"role": "assistant", "content": "", "tool_calls": [call("search", title="Inception", year=None)]},
+    message("tool", '{"year": 2010}'),
+    message("assistant", "It is of 2010."),
+]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_sharegpt(reader, name):
+    tools = json.dumps([BARE_TOOL])
+    assert reader([{"conversations": SHAREGPT, "tools": tools}], name=name) == [(SHAREGPT_AS_CHAT, [TOOL])]
+    assert reader([{"conversations": SHAREGPT[:1] + SHAREGPT[3:], "tools": "[]"}], name=name) == [
+        ([SHAREGPT_AS_CHAT[0], SHAREGPT_AS_CHAT[3]], None)
+    ]
+    both = [{"conversations": [said("system", "Be brief."), said("human", "Why?"), said("gpt", "Because.")]},
+            {"conversations": [said("human", "Why?"), said("gpt", "Because.")], "system": "Be brief."}]  # fmt: skip
+    for row in both:
+        assert reader([row], name=name) == [([SYSTEM, QUESTION, YES], None)]
+        assert reader([{**row, "conversations": row["conversations"][:-1], "chosen": said("gpt", "Because."), "rejected": said("gpt", "No.")}],
+                      preference_row, name, ids="prompt_ids") == [([SYSTEM, QUESTION], None)]  # fmt: skip
+    named = [{"dialog": SHAREGPT[:1] + SHAREGPT[3:], "functions": tools}]
+    assert reader(named, name=name, columns=["messages=dialog", "tools=functions"]) == [([SHAREGPT_AS_CHAT[0], SHAREGPT_AS_CHAT[3]], [BARE_TOOL])]
+
+
+def test_several_calls_of_one_turn(reader):
+    calls = [{"name": "a", "arguments": {"x": 1}}, {"name": "b"}]
+    turn = said("function_call", json.dumps(calls))
+    assert reader([{"conversations": [SHAREGPT[0], turn]}])[0][0][1]["tool_calls"] == [call("a", x=1), call("b")]
+
+
+def parts(role: str, *given: tuple[str, str], key="value", **more) -> dict:
+    return {"role": role, "content": [{"type": kind, key: value} for kind, value in given], **more}
+
+
+def test_content_as_parts(reader):
+    text = '{"name": "search", "arguments": {"title": "Inception"}}'
+    rows = [
+        {"messages": [parts("user", ("text", "Why?"), loss_weight=0.0), parts("assistant", ("text", "Be"), ("text", "cause."), loss_weight=1.0)]},
+        {"messages": [parts("user", ("text", "Why?"), key="text"), parts("assistant", ("text", "Because."), key="text")]},
+        {"messages": [parts("user", ("text", "Why?")), parts("assistant", ("reasoning", "Hm."), ("tool_call", text), ("tool_call", text)),
+                      parts("tool", ("text", "2010")), parts("assistant", ("reasoning", "So."), ("text", "Because."))], "tools": json.dumps([TOOL])},
+    ]  # fmt: skip
+    searched = call("search", title="Inception")
+    expected = [
+        ([{**QUESTION, "loss_weight": 0.0}, {**YES, "loss_weight": 1.0}], None),
+        ([QUESTION, YES], None),
+        ([QUESTION, {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [searched, searched]},
+          message("tool", "2010"), {**YES, "reasoning_content": "So."}], [TOOL]),
+    ]  # fmt: skip
+    assert reader(rows) == expected
+    assert [reader([row], name=f"{number}.parquet")[0] for number, row in enumerate(rows)] == expected
+    # A field of this name that a message has already is kept, too.
+    thinking = [QUESTION, {**YES, "reasoning_content": "So."}]
+    assert reader([{"messages": thinking}]) == [(thinking, None)]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
+
+
+@pytest.mark.parametrize("row, words", [
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, YES]}, ["message 1, part 2", "'image_url'", "only text"]),
+    ({"messages": [QUESTION, YES], "images": ["a.png"]}, ["column 'images'", "only text"]),
+    ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "KTO", "good answers", "pairs"]),
+    ({"prompt": "a", "completion": "b", "label": False}, ["column 'label'", "KTO"]),
+    ({"messages": [QUESTION, {**YES, "loss_weight": 0.0}]}, ["message 2", "loss_weight 0.0", "--loss_on"]),
+    ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
+    ({"conversations": [said("human", "a"), said("function_call", "look up b")]}, ["message 2", "JSON", "look up b"]),
+    ({"conversations": "a"}, ["column 'conversations'", "found 'a'"]),
+    ({"instruction": "a", "output": 5}, ["column 'output'", "a string", "found 5"]),
+])  # fmt: skip
+def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_path, row, words):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [QUESTION, YES]}, row])
+    refuses("rows.jsonl", "row 2", *words, call=lambda: load(accelerator, tokenizer, path))
+
+
+def test_labels_of_other_data_are_no_format(tokenizer, accelerator, tmp_path):
+    """A class beside a text, and a label beside a pair, are columns like any other."""
+    assert len(load(accelerator, tokenizer, write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": True}]))) == 1
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
+    assert len(load(accelerator, tokenizer, write_jsonl(tmp_path / "b.jsonl", [pair]), preference_row)) == 1
+    refuses("row 1", "KTO", call=lambda: load(
+        accelerator, tokenizer, write_jsonl(tmp_path / "c.jsonl", [{"messages": [QUESTION, YES], "label": 0 == 1}]), preference_row))  # fmt: skip
+
+
+def test_folders_of_save_to_disk(tokenizer, accelerator, tmp_path):
+    rows = {name: datasets.Dataset.from_list([{"text": name, "n": 1}]) for name in ("train", "test")}
+    rows["train"].save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "both")
+    for path, split in (("one", "train"), ("both", "train"), ("both", "test")):
+        before = sorted((tmp_path / path).rglob("*"))
+        data = load(accelerator, tokenizer, tmp_path / path, split=split)
+        assert tokenizer.decode(data[0]["input_ids"]) == f"{split}<|end|>"
+        assert sorted((tmp_path / path).rglob("*")) == before  # nothing is written beside the data
+    refuses("both", "'validation'", "['train', 'test']", call=lambda: load(accelerator, tokenizer, tmp_path / "both", split="validation"))
+    (tmp_path / "a.parquet.gz").write_bytes(b"")
+    refuses("a.parquet.gz", "gunzip", call=lambda: load(accelerator, tokenizer, tmp_path / "a.parquet.gz"))

@@ -1,0 +1,169 @@
+"""Conversations whose history is rewritten: several sequences, one sample, the same update however they are split; and the date of a run."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import checkpoint
+from common.batches import rows_of_update
+from runs import (
+    LAUNCHERS,
+    evaluation_lines,
+    launch,
+    lines,
+    recipe,
+    tiny_llama,
+    training_lines,
+    weights,
+    without_timings,
+    write_jsonl,
+)
+
+# The last answer is written with a mark, which is gone when another turn follows.
+REWRITING = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + ('.' if loop.last and m.role == 'assistant' else '') + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+ROWS, BATCH = 13, 6  # updates of 6, 6 and 1 conversation
+SPLITS = [("plain", 1, False), ("plain", 3, True), ("plain", "tokens", False), ("ddp", 3, False), ("ddp", "tokens", True), ("zero2", 3, False)]
+
+
+def conversation(row: int) -> list[dict]:
+    """One to four answers of uneven lengths."""
+    text = lambda salt: "".join(chr(97 + (row * 7 + salt * 3 + i * i) % 26) for i in range(1 + (row * 5 + salt * 7) % 12))
+    return [{"role": role, "content": text(2 * turn + (role == "user"))} for turn in range(1 + row % 4) for role in ("user", "assistant")]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sequences")
+    tiny_llama(folder / "model")
+    write_jsonl(folder / "sft.jsonl", [{"messages": conversation(row)} for row in range(ROWS)])
+    (folder / "rewriting.jinja").write_text(REWRITING)
+    return folder
+
+
+def run(inputs, launcher: str, size, pack: bool, output, *more):
+    micro = ["--micro_train_tokens", 150] if size == "tokens" else ["--micro_train_batch_size", size]
+    return launch(
+        LAUNCHERS[launcher], recipe("sft"), "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl",
+        "--eval_dataset_name", inputs / "sft.jsonl", "--chat_template", inputs / "rewriting.jinja", "--train_batch_size", BATCH,
+        "--learning_rate", 0.01, "--warmup_steps", 0, "--report_to", "none", "--output_dir", output, *micro, "--packing", pack, *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(inputs, tmp_path_factory):
+    output = tmp_path_factory.mktemp("reference") / "run"
+    said = run(inputs, "plain", BATCH, False, output).stdout
+    assert f"data {inputs / 'sft.jsonl'}: {ROWS} usable rows\n" in said and f"{ROWS} samples / train_batch_size {BATCH} = 3 updates" in said
+    return output
+
+
+def test_the_first_update_by_hand(inputs, reference):
+    """The loss is the mean over the targets of all sequences, each read by itself."""
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    tokenizer.chat_template = REWRITING
+    losses = []
+    counted = []
+    for update in range(3):
+        rows = rows_of_update(ROWS, BATCH, 0, update)
+        sequences = tokens = 0
+        for row in rows:
+            chat = conversation(row)
+            for end in range(2, len(chat) + 1, 2):
+                before = tokenizer.apply_chat_template(chat[: end - 1], add_generation_prompt=True, return_dict=False)
+                ids = torch.tensor([tokenizer.apply_chat_template(chat[:end], return_dict=False)])
+                labels = ids.clone()
+                labels[:, : len(before)] = -100
+                sequences += 1
+                tokens += ids.shape[1]
+                if update == 0:
+                    with torch.no_grad():
+                        logits = model(ids).logits[0, :-1]
+                    losses.append(torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="none")[len(before) - 1 :])
+        counted.append((len(rows), sequences, tokens))
+    found = training_lines(reference)
+    assert found[0]["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    totals = np.cumsum(counted, 0).tolist()
+    assert [[line["samples"], line["sequences"], line["tokens"]] for line in found] == totals
+    assert totals[-1][:2] == [ROWS, sum(1 + row % 4 for row in range(ROWS))]
+    assert evaluation_lines(reference)[0]["eval/mean_token_accuracy"] >= 0
+
+
+@pytest.mark.parametrize("launcher, size, pack", SPLITS)
+def test_any_split_is_the_same_update(inputs, reference, tmp_path, launcher, size, pack):
+    run(inputs, launcher, size, pack, tmp_path / "run")
+    expected = [without_timings(line) for line in lines(reference)]
+    found = [without_timings(line) for line in lines(tmp_path / "run")]
+    assert len(found) == len(expected)
+    for line, other in zip(found, expected):
+        assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
+    base = weights(reference)
+    assert (weights(tmp_path / "run") - base).norm() < 1e-5 * base.norm()
+    assert AutoTokenizer.from_pretrained(tmp_path / "run/actor").chat_template == REWRITING
+
+
+DATED = REWRITING.replace("{% for", "{{ strftime_now('%d %b %Y') }}{% for", 1)
+# A recipe as it runs on another day.
+ON_A_DAY = """
+import datetime, os, runpy, sys
+from common import checkpoint
+
+class Day(datetime.date):
+    @classmethod
+    def today(cls):
+        return cls(2020, 2, 29)
+
+checkpoint.datetime = type("datetime", (), {"date": Day})
+recipe = sys.argv.pop(1)
+sys.argv[0] = recipe
+runpy.run_path(recipe, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("launcher", ["plain", "ddp"])
+def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path, launcher):
+    template = tmp_path / "dated.jinja"
+    template.write_text(DATED)
+    script = tmp_path / "on_a_day.py"
+    script.write_text(ON_A_DAY)
+    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl", "--chat_template", template,
+             "--train_batch_size", BATCH, "--micro_train_batch_size", 3, "--learning_rate", 0.01, "--report_to", "none"]  # fmt: skip
+    day = [recipe("sft"), *flags]
+    launch(LAUNCHERS[launcher], script, *day, "--output_dir", tmp_path / "whole")
+    launch(LAUNCHERS[launcher], script, *day, "--output_dir", tmp_path / "cut", "--max_steps", 1, "--save_steps", 1)
+    state = json.loads((tmp_path / "cut/checkpoints/global_step_000001/state.json").read_text())
+    assert state["arguments"]["date"] == "2020-02-29"
+    # On today's date, from a copy of the template under another name.
+    template.rename(tmp_path / "renamed.jinja")
+    flags[flags.index(template)] = tmp_path / "renamed.jinja"
+    launch(LAUNCHERS[launcher], recipe("sft"), *flags, "--output_dir", tmp_path / "cut", "--resume", "auto", "--max_steps", 3, "--save_steps", 1)
+    losses = [[line["loss"] for line in training_lines(tmp_path / name)] for name in ("whole", "cut")]
+    assert losses[0][0] == losses[1][0] and len(losses[1]) == 3
+    # Another template is another run, and is named.
+    (tmp_path / "renamed.jinja").write_text(REWRITING)
+    refused = launch(LAUNCHERS[launcher], recipe("sft"), *flags, "--output_dir", tmp_path / "cut", "--resume", "auto", check=False)
+    assert refused.returncode != 0 and "chat_template: " in refused.stdout
+
+
+def test_the_date_is_that_of_the_newest_checkpoint(tmp_path):
+    args = types.SimpleNamespace(resume="never", output_dir=str(tmp_path))
+    folder = tmp_path / "checkpoints"
+    for step, text in ((1, '{"arguments": {"date": "2020-02-28"}}'), (2, '{"arguments": {"date": "2020-02-29"}}'), (3, "{")):
+        path = folder / f"global_step_{step:06d}"
+        path.mkdir(parents=True)
+        (path / "state.json").write_text(text)
+    today = checkpoint.find_date(args)
+    assert today not in ("2020-02-28", "2020-02-29")
+    args.resume = "auto"
+    assert checkpoint.find_date(args) == "2020-02-29"  # that of a torn one cannot be read
+    args.resume = str(folder / "global_step_000001")
+    assert checkpoint.find_date(args) == "2020-02-28"
+    args.resume = str(folder / "global_step_000009")
+    assert checkpoint.find_date(args) == today
