@@ -97,6 +97,9 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
         parser.error(
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
         )
+    # One data set is recorded by its name alone, as it always was.
+    if isinstance(args.dataset_name, list) and len(args.dataset_name) == 1:
+        (args.dataset_name,) = args.dataset_name
     if demo_flags and os.environ.get("RANK", "0") == "0":
         print(f"no model and no data set given: running the demo, {demo}", flush=True)
     return args

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from common.data.dataset import column
+from common.data.mixture import Mixture, mixture_of
 
 
 class MicroBatch(NamedTuple):
@@ -24,25 +25,32 @@ class MicroBatch(NamedTuple):
 
 
 def rows_of_update(
-    n_rows: int, train_batch_size: int, seed: int | tuple[int, ...], index: int
+    data: int | Mixture, train_batch_size: int, seed: int | tuple[int, ...], index: int
 ) -> np.ndarray:
     """Returns the rows of update `index`, counted from 0 over the whole run.
 
-    Each epoch is a permutation of all rows, cut into updates; the last one may be short. The
+    Each epoch is a permutation of its rows, cut into updates; the last one may be short. The
     permutation depends on the seed and the epoch alone: not on processes, micro-batches or a
     resume. An update that the engine skips has used its rows, too.
+
+    Args:
+        data: the number of rows, each taken once an epoch, or the mixture of several sets.
     """
-    updates_per_epoch = math.ceil(n_rows / train_batch_size)
+    mixture = mixture_of(data)
+    updates_per_epoch = math.ceil(mixture.samples / train_batch_size)
     epoch, index_in_epoch = divmod(index, updates_per_epoch)
     start = index_in_epoch * train_batch_size
-    return epoch_order(n_rows, seed, epoch)[start : start + train_batch_size]
+    return epoch_order(mixture, seed, epoch)[start : start + train_batch_size]
 
 
 # PPO uses two orders in turn: that of the prompts and, within a rollout, that of its samples.
 @functools.lru_cache(maxsize=2)
-def epoch_order(n_rows: int, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
-    """Returns the seeded permutation of `n_rows` rows in one epoch."""
-    return np.random.default_rng(np.append(seed, epoch)).permutation(n_rows)
+def epoch_order(mixture: Mixture, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
+    """Returns the seeded permutation of the rows of one epoch."""
+    order = np.random.default_rng(np.append(seed, epoch)).permutation(mixture.samples)
+    if all(weight == 1 for weight in mixture.weights):
+        return order  # every row once
+    return mixture.rows_of_epoch(seed, epoch)[order]
 
 
 def split(

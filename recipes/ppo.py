@@ -77,10 +77,15 @@ class Args:
         help="MODULE:NAME, a function (prompts, responses, **columns) -> scores; "
         "they are added to the reward model's",
     )
-    dataset_name: str | None = HfArg(
+    dataset_name: list[str] | None = HfArg(
         default=None,
-        help="prompts: a hub name, hub name:config, file or folder; "
+        help="prompts: one or several of hub name, hub name:config, file or folder; "
         "the reward function gets the other columns",
+    )
+    dataset_weights: list[float] | None = HfArg(
+        default=None,
+        help="of several --dataset_name, one each. 2: each row twice an epoch; 0.5: half of the "
+        "rows, the other half in the next epoch",
     )
     dataset_split: str = HfArg(default="train", help="split of --dataset_name")
     eval_dataset_name: list[str] | None = HfArg(
@@ -699,19 +704,25 @@ def main():
         strings_as_messages=args.strings_as_messages,
         **limits,
     )
-    train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **data_settings)
+    train_set, mixture = dataset.load_mixture(
+        accelerator,
+        args.dataset_name,
+        args.dataset_weights,
+        args.dataset_split,
+        **data_settings,
+    )
     eval_sets = dataset.load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, **data_settings
     )
     rollouts = RolloutSchedule(
-        len(train_set),
+        mixture.samples,
         args.rollout_batch_size,
         args.n_samples_per_prompt,
         args.train_batch_size,
         args.num_epochs_per_rollout,
     )
     progress = Progress(
-        len(train_set),
+        mixture.samples,
         args.train_batch_size,
         args.max_epochs,
         args.max_steps,
@@ -838,7 +849,7 @@ def main():
         if run.extra["rollout"] is None:
             # The same permutation rule: a rollout is a batch of prompts.
             prompts = batches.rows_of_update(
-                len(train_set), args.rollout_batch_size, args.seed, position.rollout
+                mixture, args.rollout_batch_size, args.seed, position.rollout
             )
             columns = train_set[np.repeat(prompts, args.n_samples_per_prompt)]
             with metrics.timed("generate"):

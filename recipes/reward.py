@@ -53,9 +53,15 @@ class Args:
     model_name_or_path: str | None = HfArg(
         default=None, help="the model to start from, usually the SFT model: a hub name or a folder"
     )
-    dataset_name: str | None = HfArg(
+    dataset_name: list[str] | None = HfArg(
         default=None,
-        help="pairs: a hub name, hub name:config, file or folder; a column `margin` is used",
+        help="pairs: one or several of hub name, hub name:config, file or folder; "
+        "a column `margin` is used",
+    )
+    dataset_weights: list[float] | None = HfArg(
+        default=None,
+        help="of several --dataset_name, one each. 2: each row twice an epoch; 0.5: half of the "
+        "rows, the other half in the next epoch",
     )
     dataset_split: str = HfArg(default="train", help="split of --dataset_name")
     eval_dataset_name: list[str] | None = HfArg(
@@ -243,12 +249,18 @@ def main():
         strings_as_messages=args.strings_as_messages,
         max_length=args.max_length,
     )
-    train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **data_settings)
+    train_set, mixture = dataset.load_mixture(
+        accelerator,
+        args.dataset_name,
+        args.dataset_weights,
+        args.dataset_split,
+        **data_settings,
+    )
     eval_sets = dataset.load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, **data_settings
     )
     lengths = dataset.column(train_set, "length")
-    progress = Progress(len(train_set), args.train_batch_size, args.max_epochs, args.max_steps)
+    progress = Progress(mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps)
     accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
@@ -312,7 +324,7 @@ def main():
     while not progress.finished:
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = batches.rows_of_update(
-            len(train_set), args.train_batch_size, args.seed, progress.updates_seen
+            mixture, args.train_batch_size, args.seed, progress.updates_seen
         )
         micro_batches = batches.split(
             accelerator,

@@ -53,8 +53,13 @@ class Args:
     model_name_or_path: str | None = HfArg(
         default=None, help="the model to train: a hub name or a folder"
     )
-    dataset_name: str | None = HfArg(
-        default=None, help="demonstrations: a hub name, hub name:config, file or folder"
+    dataset_name: list[str] | None = HfArg(
+        default=None, help="demonstrations: one or several of hub name, hub name:config, file or folder"
+    )
+    dataset_weights: list[float] | None = HfArg(
+        default=None,
+        help="of several --dataset_name, one each. 2: each row twice an epoch; 0.5: half of the "
+        "rows, the other half in the next epoch",
     )
     dataset_split: str = HfArg(default="train", help="split of --dataset_name")
     eval_dataset_name: list[str] | None = HfArg(
@@ -308,7 +313,13 @@ def main():
         max_length=args.max_length,
         loss_on=args.loss_on,
     )
-    train_set = dataset.load(accelerator, args.dataset_name, args.dataset_split, **data_settings)
+    train_set, mixture = dataset.load_mixture(
+        accelerator,
+        args.dataset_name,
+        args.dataset_weights,
+        args.dataset_split,
+        **data_settings,
+    )
     eval_sets = dataset.load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, **data_settings
     )
@@ -316,7 +327,7 @@ def main():
     lengths = train_sequences.lengths
     target_counts = dataset.column(train_set, "n_targets")
     progress = Progress(
-        len(train_set),
+        mixture.samples,
         args.train_batch_size,
         args.max_epochs,
         args.max_steps,
@@ -379,7 +390,7 @@ def main():
     while not progress.finished:
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = batches.rows_of_update(
-            len(train_set), args.train_batch_size, args.seed, progress.updates_seen
+            mixture, args.train_batch_size, args.seed, progress.updates_seen
         )
         # A row may hold several sequences. They are all in this update, wherever they are run.
         update_sequences = train_sequences.of_rows(update_rows)

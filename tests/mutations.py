@@ -280,6 +280,13 @@ ORDER = [
         "test_data.py::test_windows_are_a_permutation_of_each_epoch",
     ),
     Fault(
+        "same_half",
+        "a set of weight 0.5 has the same half of its rows in every epoch",
+        "common/data/mixture.py",
+        replace("rows_of_epoch", "epoch * count", by="0"),
+        "test_mixing.py::test_half_of_a_set_and_the_other_half_in_the_next_epoch",
+    ),
+    Fault(
         "order_by_process",
         "each process draws an order of its own, so rows are seen twice and others never",
         "recipes/sft.py",
@@ -513,6 +520,13 @@ TOKENS = [
             by="f'data set {name!r}, row {index}: {error}'",
         ),
         "test_bad_input.py::test_rows_that_do_not_fit",
+    ),
+    Fault(
+        "system_lost",
+        "a system message that only the column prompt has is lost",
+        "common/data/formats.py",
+        replace("joined_prompt", "prompt[:-length] + shared", by="shared"),
+        "test_formats.py::test_nothing_of_a_prompt_is_lost_beside_conversations",
     ),
     Fault(
         "bos_doubled",

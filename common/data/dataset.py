@@ -2,6 +2,7 @@
 
 import collections
 import inspect
+import math
 import sys
 import zlib
 from pathlib import Path
@@ -13,6 +14,7 @@ import pyarrow.compute
 from common import distributed
 from common.data import files, formats, tokens
 from common.data.formats import BadRow
+from common.data.mixture import Mixture
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
 # token ids.
@@ -66,6 +68,45 @@ def load(
     usable, notes = of_first if is_first else of_others
     accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *notes]))
     return usable
+
+
+def load_mixture(
+    accelerator, names: str | list[str], weights: list[float] | None, *rest, **settings
+) -> tuple[datasets.Dataset, Mixture]:
+    """Loads one or several training sets; see `load`.
+
+    Args:
+        weights: one for each set, see `Mixture`; default 1.
+
+    Returns:
+        The usable rows of all sets behind each other, and how they are mixed.
+
+    Raises:
+        SystemExit: not a weight above 0 for each set; what `load` raises.
+    """
+    names = [names] if isinstance(names, str) else names
+    if weights is None:
+        weights = [1.0] * len(names)
+    if len(weights) != len(names) or not all(0 < weight < math.inf for weight in weights):
+        sys.exit(
+            f"--dataset_weights {' '.join(map(str, weights))}: expected {len(names)} numbers above "
+            f"0, one for each of --dataset_name {' '.join(names)}"
+        )
+    sets = [load(accelerator, name, *rest, **settings) for name in names]
+    mixture = Mixture(tuple(len(rows) for rows in sets), tuple(weights))
+    if len(sets) == 1 and weights == [1]:
+        return sets[0], mixture
+
+    accelerator.print(mixture.describe(names))
+    # Only held-out sets are asked for answers, and not every set may have them.
+    without_answers = [
+        rows.remove_columns([name for name in rows.column_names if name == "answer"])
+        for rows in sets
+    ]
+    rows = datasets.concatenate_datasets(without_answers)
+    content = [[part._fingerprint for part in sets], mixture.weights]
+    fingerprint = datasets.fingerprint.Hasher.hash(content)
+    return rows.select(range(len(rows)), new_fingerprint=fingerprint), mixture
 
 
 def load_evaluation_sets(

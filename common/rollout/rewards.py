@@ -116,7 +116,9 @@ def function_scores(judge: Judge, tokenizer, samples: Samples, numbers: list[int
         [samples.responses[number] for number in numbers], skip_special_tokens=True
     )
     given = ("prompt", "prompts", "responses")
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in given}
+    # Mixed data sets may have different columns.
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names if name not in given}
 
     scores = judge.function(prompts, responses, **columns)
     if len(scores) != len(rows) or not np.isfinite(np.array(scores, dtype=float)).all():

@@ -1,0 +1,62 @@
+"""Says which rows of which data set an epoch takes, where several are mixed with weights."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Mixture(NamedTuple):
+    """Data sets that stand behind each other, and how often an epoch takes the rows of each.
+
+    Attributes:
+        sizes: usable rows of each set.
+        weights: above 0. 2: each row twice an epoch; 0.5: half of the rows, the other half in the
+            next epoch.
+    """
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def counts(self) -> list[int]:
+        """How many samples of each set an epoch has, the same number in every epoch."""
+        return [max(round(size * weight), 1) for size, weight in zip(self.sizes, self.weights)]
+
+    @property
+    def samples(self) -> int:
+        """The samples of an epoch."""
+        return sum(self.counts)
+
+    def describe(self, names: list[str]) -> str:
+        """Returns the arithmetic of an epoch in one line."""
+        parts = [
+            f"{name} {size} rows x {weight:g} = {count}"
+            for name, size, weight, count in zip(names, self.sizes, self.weights, self.counts)
+        ]
+        return f"mixed: {'; '.join(parts)}; {self.samples} samples an epoch"
+
+    def rows_of_epoch(self, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
+        """Returns the rows that an epoch takes, set by set, numbered over all sets.
+
+        Each set is passed through in one seeded permutation after another, and each epoch goes on
+        where the one before it stopped. So no row comes twice before every other came once.
+        """
+        taken = []
+        first_row = 0
+        for number, (size, count) in enumerate(zip(self.sizes, self.counts)):
+            start = epoch * count
+            first_pass = start // size
+            last_pass = (start + count - 1) // size
+            passes = [
+                np.random.default_rng(np.append(seed, [index, number, 1])).permutation(size)
+                for index in range(first_pass, last_pass + 1)
+            ]
+            offset = start - first_pass * size
+            taken.append(first_row + np.concatenate(passes)[offset : offset + count])
+            first_row += size
+        return np.concatenate(taken)
+
+
+def mixture_of(rows: int | Mixture) -> Mixture:
+    """The mixture of one set of so many rows, or the mixture itself."""
+    return rows if isinstance(rows, Mixture) else Mixture((rows,), (1.0,))
