@@ -54,7 +54,8 @@ class Args:
         default=None, help="the model to train: a hub name or a folder"
     )
     dataset_name: list[str] | None = HfArg(
-        default=None, help="demonstrations: one or several of hub name, hub name:config, file or folder"
+        default=None,
+        help="demonstrations: one or several of hub name, hub name:config, file or folder",
     )
     dataset_weights: list[float] | None = HfArg(
         default=None,

@@ -116,9 +116,9 @@ COUNTING = [
         replace(
             "main",
             "batches.rows_of_update("
-            "len(train_set), args.train_batch_size, args.seed, progress.updates_seen)",
+            "mixture, args.train_batch_size, args.seed, progress.updates_seen)",
             by="batches.rows_of_update("
-            "len(train_set), args.train_batch_size, args.seed, progress.global_step)",
+            "mixture, args.train_batch_size, args.seed, progress.global_step)",
         ),
         f"{OVERFLOWS}[sft-2-2]",
     ),

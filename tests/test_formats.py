@@ -33,7 +33,9 @@ def load(accelerator, tokenizer, path, function=sft_row, columns=(), split="trai
     if function is prompt_row:
         settings["max_new_tokens"] = 8
     named = formats.column_names(list(columns))
-    return dataset.load(accelerator, str(path), split, function, tokenizer, named, max_length=4000, **settings)
+    return dataset.load(
+        accelerator, str(path), split, function, tokenizer, named, max_length=4000, **settings
+    )
 
 
 def rows_of(path, split="train") -> list[dict]:
@@ -45,7 +47,15 @@ def rows_of(path, split="train") -> list[dict]:
 # ---------------------------------------------------------------------------------------------- names
 
 
-NAMES = ["run[1].jsonl", "a*.jsonl", "what?.jsonl", "run[1].json", "run[1].jsonl.gz", "run[1].csv", "run[1].parquet"]
+NAMES = [
+    "run[1].jsonl",
+    "a*.jsonl",
+    "what?.jsonl",
+    "run[1].json",
+    "run[1].jsonl.gz",
+    "run[1].csv",
+    "run[1].parquet",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,7 +72,9 @@ def test_a_name_is_a_name_and_no_pattern(tmp_path, name):
             path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
     write(tmp_path / name, {"text": "mine"})
-    write(tmp_path / name.replace("[1]", "1").replace("*", "b").replace("?", "1"), {"text": "other"})
+    write(
+        tmp_path / name.replace("[1]", "1").replace("*", "b").replace("?", "1"), {"text": "other"}
+    )
     assert rows_of(tmp_path / name) == [{"text": "mine"}]
 
 
@@ -84,8 +96,12 @@ def test_held_out_sets_are_named_by_all_but_their_suffix(tmp_path, accelerator, 
     for name in names:
         content = json.dumps([{"text": name}] if "json." in name else {"text": name}).encode()
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    how = dict(function=sft_row, tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant")
-    sets = dataset.load_evaluation_sets(accelerator, [str(tmp_path / name) for name in names], "train", **how)
+    how = dict(
+        function=sft_row, tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant"
+    )
+    sets = dataset.load_evaluation_sets(
+        accelerator, [str(tmp_path / name) for name in names], "train", **how
+    )
     assert list(sets) == ["eval/a.v1/", "eval/a.v2/", "eval/b/"]
 
 
@@ -108,8 +124,14 @@ def test_each_row_keeps_the_types_of_its_json(tmp_path, name):
         write_jsonl(path / "0.jsonl", MIXED[:2])
         write_jsonl(path / "1.jsonl", MIXED[2:])
     else:
-        text = json.dumps(MIXED, indent=1) if name.endswith("json") else "".join(json.dumps(row) + "\r\n\n" for row in MIXED)
-        path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else b"\xef\xbb\xbf" + text.encode())
+        text = (
+            json.dumps(MIXED, indent=1)
+            if name.endswith("json")
+            else "".join(json.dumps(row) + "\r\n\n" for row in MIXED)
+        )
+        path.write_bytes(
+            gzip.compress(text.encode()) if name.endswith("gz") else b"\xef\xbb\xbf" + text.encode()
+        )
     names = ["prompt", "answer", "when", "n", "late"]
     expected = [{column: row.get(column) for column in names} for row in MIXED]
     assert json.dumps(rows_of(path)) == json.dumps(expected)  # 1 is not True, and not 1.0
@@ -120,7 +142,9 @@ def test_each_row_keeps_the_types_of_its_json(tmp_path, name):
 def test_answers_that_look_like_dates_or_numbers_stay_text(tmp_path, accelerator, tokenizer):
     answers = ["2024-01-31", "2024-02-01", "046"]
     rows = [{"prompt": "when?", "completion": answer, "answer": answer} for answer in answers]
-    path = write_jsonl(tmp_path / "rows.jsonl", [*rows, {"prompt": "n", "completion": "46", "answer": 46}])
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", [*rows, {"prompt": "n", "completion": "46", "answer": 46}]
+    )
     data = load(accelerator, tokenizer, path)
     assert data["answer"][:] == [*answers, "46"]
     prompts = load(accelerator, tokenizer, path, prompt_row)
@@ -160,15 +184,23 @@ def test_an_array_is_read_in_parts(tmp_path, monkeypatch, chunk):
         read = list(files.json_rows(tmp_path / "a.json"))
         assert [row for _, row in read] == rows and [json.loads(text) for text, _ in read] == rows
         # Lines end at a line feed alone, not at what Unicode takes for an end of line.
-        (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+        (tmp_path / "b.jsonl").write_text(
+            "\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8"
+        )
         assert [row for _, row in files.json_rows(tmp_path / "b.jsonl")] == rows
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
 def test_a_large_file_is_never_in_memory_as_a_whole(tmp_path, name):
     rows = ({"text": f"{number} " + "x" * 5000} for number in range(8000))
-    text = json.dumps(list(rows)) if name == "a.json" else "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / name).write_bytes(gzip.compress(text.encode(), 1) if name.endswith("gz") else text.encode())
+    text = (
+        json.dumps(list(rows))
+        if name == "a.json"
+        else "".join(json.dumps(row) + "\n" for row in rows)
+    )
+    (tmp_path / name).write_bytes(
+        gzip.compress(text.encode(), 1) if name.endswith("gz") else text.encode()
+    )
     size = len(text)
     del text
     tracemalloc.start()
@@ -200,7 +232,11 @@ def test_nothing_of_a_prompt_is_lost_beside_conversations(prompt, inside, whole)
 
 
 def test_a_prompt_that_contradicts_its_conversations_is_refused():
-    row = {"prompt": [message("system", "Be long."), QUESTION], "chosen": [SYSTEM, QUESTION, YES], "rejected": [SYSTEM, QUESTION, NO]}
+    row = {
+        "prompt": [message("system", "Be long."), QUESTION],
+        "chosen": [SYSTEM, QUESTION, YES],
+        "rejected": [SYSTEM, QUESTION, NO],
+    }
     with pytest.raises(BadRow, match="do not begin with the same prompt"):
         formats.preference(row)
 
@@ -220,7 +256,9 @@ def reader(tokenizer, accelerator, tmp_path, monkeypatch):
     """A function that loads rows and returns the messages and the tools that the template was given."""
     monkeypatch.setattr(tokenizer, "chat_template", AS_JSON)
 
-    def read(rows: list[dict], function=sft_row, name="rows.jsonl", ids="input_ids", **settings) -> list[tuple[list[dict], object]]:
+    def read(
+        rows: list[dict], function=sft_row, name="rows.jsonl", ids="input_ids", **settings
+    ) -> list[tuple[list[dict], object]]:
         path = tmp_path / name
         if name.endswith(".parquet"):
             datasets.Dataset.from_list(rows).to_parquet(path)
@@ -230,7 +268,11 @@ def reader(tokenizer, accelerator, tmp_path, monkeypatch):
         found = []
         for row in data[ids]:
             lines = tokenizer.decode(row).replace("<|end|>", "").strip().split("\n")
-            tools = json.loads(lines.pop(0).removeprefix("tools")) if lines[0].startswith("tools") else None
+            tools = (
+                json.loads(lines.pop(0).removeprefix("tools"))
+                if lines[0].startswith("tools")
+                else None
+            )
             messages = [json.loads(line) for line in lines]
             for given in messages:
                 given.pop("thinking", None)  # transformers' second name for `reasoning_content`
@@ -244,9 +286,16 @@ def call(name: str, **arguments) -> dict:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-ALPACA = {"instruction": "Describe a process of making crepes.", "input": "", "output": "Making crepes is easy."}
+ALPACA = {
+    "instruction": "Describe a process of making crepes.",
+    "input": "",
+    "output": "Making crepes is easy.",
+}
 ALPACA_INPUT = {"instruction": "识别并解释", "input": "细胞理论和日心说。", "output": "细胞理论是"}
-QUESTIONS = [[message("user", ALPACA["instruction"])], [message("user", "识别并解释\n细胞理论和日心说。")]]
+QUESTIONS = [
+    [message("user", ALPACA["instruction"])],
+    [message("user", "识别并解释\n细胞理论和日心说。")],
+]
 PARAMETERS = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
 BARE_TOOL = {"name": "search", "description": "Search", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": BARE_TOOL}
@@ -257,8 +306,12 @@ def test_alpaca(reader, name):
     rows = [ALPACA, ALPACA_INPUT, {**ALPACA, "input": None}]
     answers = [[message("assistant", row["output"])] for row in rows]
     questions = [*QUESTIONS, QUESTIONS[0]]
-    assert reader(rows, name=name) == [(prompt + answer, None) for prompt, answer in zip(questions, answers)]
-    assert reader(rows, prompt_row, name, ids="prompt_ids") == [(prompt, None) for prompt in questions]
+    assert reader(rows, name=name) == [
+        (prompt + answer, None) for prompt, answer in zip(questions, answers)
+    ]
+    assert reader(rows, prompt_row, name, ids="prompt_ids") == [
+        (prompt, None) for prompt in questions
+    ]
     more = {**ALPACA, "system": "Be brief.", "history": [["One?", "One."]]}
     assert reader([more], name=name) == [([SYSTEM, *BEFORE, *QUESTIONS[0], *answers[0]], None)]
     pair = {"instruction": "Why?", "input": "", "chosen": "Because.", "rejected": "No."}
@@ -287,7 +340,11 @@ SHAREGPT = [
 ]
 SHAREGPT_AS_CHAT = [
     message("user", "A film?"),
-    {"role": "assistant", "content": "", "tool_calls": [call("search", title="Inception", year=None)]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [call("search", title="Inception", year=None)],
+    },
     message("tool", '{"year": 2010}'),
     message("assistant", "It is of 2010."),
 ]
@@ -296,7 +353,9 @@ SHAREGPT_AS_CHAT = [
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_sharegpt(reader, name):
     tools = json.dumps([BARE_TOOL])
-    assert reader([{"conversations": SHAREGPT, "tools": tools}], name=name) == [(SHAREGPT_AS_CHAT, [TOOL])]
+    assert reader([{"conversations": SHAREGPT, "tools": tools}], name=name) == [
+        (SHAREGPT_AS_CHAT, [TOOL])
+    ]
     assert reader([{"conversations": SHAREGPT[:1] + SHAREGPT[3:], "tools": "[]"}], name=name) == [
         ([SHAREGPT_AS_CHAT[0], SHAREGPT_AS_CHAT[3]], None)
     ]
@@ -307,13 +366,18 @@ def test_sharegpt(reader, name):
         assert reader([{**row, "conversations": row["conversations"][:-1], "chosen": said("gpt", "Because."), "rejected": said("gpt", "No.")}],
                       preference_row, name, ids="prompt_ids") == [([SYSTEM, QUESTION], None)]  # fmt: skip
     named = [{"dialog": SHAREGPT[:1] + SHAREGPT[3:], "functions": tools}]
-    assert reader(named, name=name, columns=["messages=dialog", "tools=functions"]) == [([SHAREGPT_AS_CHAT[0], SHAREGPT_AS_CHAT[3]], [BARE_TOOL])]
+    assert reader(named, name=name, columns=["messages=dialog", "tools=functions"]) == [
+        ([SHAREGPT_AS_CHAT[0], SHAREGPT_AS_CHAT[3]], [BARE_TOOL])
+    ]
 
 
 def test_several_calls_of_one_turn(reader):
     calls = [{"name": "a", "arguments": {"x": 1}}, {"name": "b"}]
     turn = said("function_call", json.dumps(calls))
-    assert reader([{"conversations": [SHAREGPT[0], turn]}])[0][0][1]["tool_calls"] == [call("a", x=1), call("b")]
+    assert reader([{"conversations": [SHAREGPT[0], turn]}])[0][0][1]["tool_calls"] == [
+        call("a", x=1),
+        call("b"),
+    ]
 
 
 def parts(role: str, *given: tuple[str, str], key="value", **more) -> dict:
@@ -336,7 +400,9 @@ def test_content_as_parts(reader):
           message("tool", "2010"), {**YES, "reasoning_content": "So."}], [TOOL]),
     ]  # fmt: skip
     assert reader(rows) == expected
-    assert [reader([row], name=f"{number}.parquet")[0] for number, row in enumerate(rows)] == expected
+    assert [
+        reader([row], name=f"{number}.parquet")[0] for number, row in enumerate(rows)
+    ] == expected
     # A field of this name that a message has already is kept, too.
     thinking = [QUESTION, {**YES, "reasoning_content": "So."}]
     assert reader([{"messages": thinking}]) == [(thinking, None)]
@@ -363,15 +429,29 @@ def test_what_no_text_holds_is_refused_with_its_row(tokenizer, accelerator, tmp_
 
 def test_labels_of_other_data_are_no_format(tokenizer, accelerator, tmp_path):
     """A class beside a text, and a label beside a pair, are columns like any other."""
-    assert len(load(accelerator, tokenizer, write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": True}]))) == 1
+    assert (
+        len(
+            load(
+                accelerator,
+                tokenizer,
+                write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "label": True}]),
+            )
+        )
+        == 1
+    )
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
-    assert len(load(accelerator, tokenizer, write_jsonl(tmp_path / "b.jsonl", [pair]), preference_row)) == 1
+    assert (
+        len(load(accelerator, tokenizer, write_jsonl(tmp_path / "b.jsonl", [pair]), preference_row))
+        == 1
+    )
     refuses("row 1", "KTO", call=lambda: load(
         accelerator, tokenizer, write_jsonl(tmp_path / "c.jsonl", [{"messages": [QUESTION, YES], "label": 0 == 1}]), preference_row))  # fmt: skip
 
 
 def test_folders_of_save_to_disk(tokenizer, accelerator, tmp_path):
-    rows = {name: datasets.Dataset.from_list([{"text": name, "n": 1}]) for name in ("train", "test")}
+    rows = {
+        name: datasets.Dataset.from_list([{"text": name, "n": 1}]) for name in ("train", "test")
+    }
     rows["train"].save_to_disk(tmp_path / "one")
     datasets.DatasetDict(rows).save_to_disk(tmp_path / "both")
     for path, split in (("one", "train"), ("both", "train"), ("both", "test")):
@@ -379,6 +459,15 @@ def test_folders_of_save_to_disk(tokenizer, accelerator, tmp_path):
         data = load(accelerator, tokenizer, tmp_path / path, split=split)
         assert tokenizer.decode(data[0]["input_ids"]) == f"{split}<|end|>"
         assert sorted((tmp_path / path).rglob("*")) == before  # nothing is written beside the data
-    refuses("both", "'validation'", "['train', 'test']", call=lambda: load(accelerator, tokenizer, tmp_path / "both", split="validation"))
+    refuses(
+        "both",
+        "'validation'",
+        "['train', 'test']",
+        call=lambda: load(accelerator, tokenizer, tmp_path / "both", split="validation"),
+    )
     (tmp_path / "a.parquet.gz").write_bytes(b"")
-    refuses("a.parquet.gz", "gunzip", call=lambda: load(accelerator, tokenizer, tmp_path / "a.parquet.gz"))
+    refuses(
+        "a.parquet.gz",
+        "gunzip",
+        call=lambda: load(accelerator, tokenizer, tmp_path / "a.parquet.gz"),
+    )

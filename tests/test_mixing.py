@@ -3,6 +3,7 @@
 import collections
 import json
 import runpy
+import types
 
 import datasets
 import numpy as np
@@ -27,7 +28,9 @@ def epochs_of(mixture: Mixture, n: int, batch: int = 4, seed: int = 3) -> list[l
     """The rows of the first epochs, in the order of their updates."""
     per_epoch = -(-mixture.samples // batch)
     return [
-        np.concatenate([rows_of_update(mixture, batch, seed, epoch * per_epoch + k) for k in range(per_epoch)]).tolist()
+        np.concatenate(
+            [rows_of_update(mixture, batch, seed, epoch * per_epoch + k) for k in range(per_epoch)]
+        ).tolist()
         for epoch in range(n)
     ]
 
@@ -42,11 +45,16 @@ def test_sets_of_weight_one_are_one_set():
 
 def test_whole_weights_take_each_row_so_often_in_every_epoch():
     mixture = Mixture((5, 3), (2.0, 1.0))
-    assert mixture.samples == 13 and "a 5 rows x 2 = 10; b 3 rows x 1 = 3; 13 samples" in mixture.describe(["a", "b"])
+    assert (
+        mixture.samples == 13
+        and "a 5 rows x 2 = 10; b 3 rows x 1 = 3; 13 samples" in mixture.describe(["a", "b"])
+    )
     epochs = epochs_of(mixture, 3)
     assert all(sorted(epoch) == sorted([*range(5), *range(8)]) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert epochs_of(mixture, 1, batch=13)[0] == epochs[0]  # the cut alone depends on the batch size
+    assert (
+        epochs_of(mixture, 1, batch=13)[0] == epochs[0]
+    )  # the cut alone depends on the batch size
     assert epochs_of(mixture, 1, seed=4)[0] != epochs[0]
 
 
@@ -57,7 +65,11 @@ def test_half_of_a_set_and_the_other_half_in_the_next_epoch():
     assert [len(epoch) for epoch in epochs] == [9] * 4 and [len(half) for half in halves] == [5] * 4
     assert halves[0] | halves[1] == set(range(4, 14)) == halves[2] | halves[3]
     assert all(set(range(4)) <= set(epoch) for epoch in epochs)
-    assert halves[0] not in (halves[2], halves[3], set(range(4, 9)))  # drawn anew, and not in the file's order
+    assert halves[0] not in (
+        halves[2],
+        halves[3],
+        set(range(4, 9)),
+    )  # drawn anew, and not in the file's order
 
 
 @pytest.mark.parametrize("size, weight", [(7, 1.5), (10, 0.3), (3, 0.5), (9, 2.25), (5, 0.01)])
@@ -72,33 +84,60 @@ def test_no_row_comes_twice_before_every_other_came_once(size, weight):
 
 
 def test_a_mixture_of_files(accelerator, tokenizer, tmp_path, capsys):
-    one = str(write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a", "completion": "b", "answer": "b"}] * 2))
+    one = str(
+        write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a", "completion": "b", "answer": "b"}] * 2)
+    )
     two = str(write_jsonl(tmp_path / "two.jsonl", [{"text": "c"}, {"text": ""}, {"text": "d"}]))
 
     def load(names, weights=None):
-        how = dict(function=sft["sft_row"], tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant")
+        how = dict(
+            function=sft["sft_row"],
+            tokenizer=tokenizer,
+            columns={},
+            max_length=99,
+            loss_on="assistant",
+        )
         return dataset.load_mixture(accelerator, names, weights, "train", **how)
 
     rows, mixture = load([one, two], [2, 0.5])
     assert mixture == Mixture((2, 2), (2, 0.5)) and mixture.samples == 5
-    assert [tokenizer.decode(ids) for ids in rows["input_ids"]] == ["ab<|end|>"] * 2 + ["c<|end|>", "d<|end|>"]
+    assert [tokenizer.decode(ids) for ids in rows["input_ids"]] == ["ab<|end|>"] * 2 + [
+        "c<|end|>",
+        "d<|end|>",
+    ]
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"data {one}: 2 usable rows" and said[1].startswith(f"data {two}: 2 usable rows; 1 left out")
+    assert said[0] == f"data {one}: 2 usable rows" and said[1].startswith(
+        f"data {two}: 2 usable rows; 1 left out"
+    )
     assert said[2] == f"mixed: {one} 2 rows x 2 = 4; {two} 2 rows x 0.5 = 1; 5 samples an epoch"
     assert load([one, two], [2, 0.5])[0]._fingerprint == rows._fingerprint
-    others = [load(one)[0], load([one, two])[0], load([two, one], [2, 0.5])[0], load([one, two], [2, 1])[0], load([one], [2])[0]]
+    others = [
+        load(one)[0],
+        load([one, two])[0],
+        load([two, one], [2, 0.5])[0],
+        load([one, two], [2, 1])[0],
+        load([one], [2])[0],
+    ]
     assert len({rows._fingerprint, *(other._fingerprint for other in others)}) == 6
-    how = dict(function=sft["sft_row"], tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant")
+    how = dict(
+        function=sft["sft_row"], tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant"
+    )
     alone = dataset.load(accelerator, one, "train", **how)
     for names, weights in ((one, None), ([one], None), ([one], [1.0])):
         assert load(names, weights)[0]._fingerprint == alone._fingerprint
     for weights in ([1], [1, 2, 3], [1, 0], [1, -1], [1, float("nan")], [1, float("inf")]):
-        refuses("--dataset_weights", "2 numbers above 0", call=lambda weights=weights: load([one, two], weights))
+        refuses(
+            "--dataset_weights",
+            "2 numbers above 0",
+            call=lambda weights=weights: load([one, two], weights),
+        )
 
 
 def test_one_name_stays_a_string():
     def parse(*argv):
-        return arguments.parse(sft["Args"], ASSETS / "sft.yaml", ["--model_name_or_path", "m", *argv])
+        return arguments.parse(
+            sft["Args"], ASSETS / "sft.yaml", ["--model_name_or_path", "m", *argv]
+        )
 
     assert parse("--dataset_name", "a").dataset_name == "a"
     several = parse("--dataset_name", "a", "b", "--dataset_weights", "2", "0.5")
@@ -106,9 +145,8 @@ def test_one_name_stays_a_string():
 
 
 def test_a_reward_function_gets_the_columns_of_all_sets():
-    class Samples:
-        columns = [json.dumps({"prompt": "a", "answer": "1"}), json.dumps({"prompt": "b", "level": 3})]
-        responses = [[1], [2]]
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "level": 3}]
+    samples = types.SimpleNamespace(columns=[json.dumps(row) for row in rows], responses=[[1], [2]])
 
     class Judge:
         function_name = "f"
@@ -123,4 +161,4 @@ def test_a_reward_function_gets_the_columns_of_all_sets():
         def batch_decode(ids, skip_special_tokens):
             return ["x"] * len(ids)
 
-    assert rewards.function_scores(Judge, Tokenizer, Samples, [0, 1]).tolist() == [0, 1]
+    assert rewards.function_scores(Judge, Tokenizer, samples, [0, 1]).tolist() == [0, 1]
