@@ -29,7 +29,8 @@ REWRITING = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 ROWS, BATCH = 13, 6  # updates of 6, 6 and 1 conversation
-SPLITS = [("plain", 1, False), ("plain", 3, True), ("plain", "tokens", False), ("ddp", 3, False), ("ddp", "tokens", True), ("zero2", 3, False)]
+SPLITS = [("plain", 1, False), ("plain", 3, True), ("plain", "tokens", False), ("ddp", 3, False), ("ddp", "tokens", True),
+          pytest.param("zero2", 3, False, marks=pytest.mark.slow)]  # fmt: skip
 
 
 def conversation(row: int) -> list[dict]:
