@@ -83,13 +83,14 @@ class Run:
         world = accelerator.mixed_precision
         if engine.is_sharded(accelerator):
             world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
-        template = str(self.tokenizer.chat_template).encode()
+        # A run in a test may have no tokenizer.
+        template = str(getattr(self.tokenizer, "chat_template", None)).encode()
         return {
             **vars(self.args),
             **self.models,
             # The file's content counts, not its name.
             "chat_template": hashlib.sha256(template).hexdigest()[:16],
-            "date": self.tokenizer.chat_date,
+            "date": getattr(self.tokenizer, "chat_date", None),
             "data": self.data_fingerprint,
             "world": world,
         }
