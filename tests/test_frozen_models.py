@@ -99,7 +99,7 @@ def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
 def test_a_checkpoint_from_before_the_fingerprint_is_resumed(tmp_path):
     accelerator = types.SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1, mixed_precision="no")
     args = types.SimpleNamespace(beta=1, may_change=set())
-    run = types.SimpleNamespace(args=args, accelerator=accelerator, data_fingerprint="d", models={"reference model": "weights 1"})
+    run = types.SimpleNamespace(tokenizer=None, args=args, accelerator=accelerator, data_fingerprint="d", models={"reference model": "weights 1"})
     run.identity = checkpoint.Run.identity.fget(run)
     checkpoint.refuse_another_run(run, tmp_path, {"beta": 1, "data": "d", "world": "no"})
     with pytest.raises(SystemExit, match="reference model: 'weights 2' in the checkpoint, 'weights 1' now"):
