@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     is_json: bool
 
     def row(self, entry: dict) -> dict:
-        """The columns of one entry of `table`, None where the row lacks one."""
+        """Returns the columns of one entry of `table`, None where the row lacks one."""
         if not self.is_json:
             return entry
         given = json.loads(entry["json"])
@@ -99,7 +99,7 @@ def load(name: str, split: str) -> Rows:
 
 
 def as_rows(name: str, split: str, table: datasets.Dataset, is_json: bool) -> Rows:
-    """The rows of a table. Exits if there are none."""
+    """Returns the rows of a table; exits if there are none."""
     if len(table) == 0:
         refuse_empty(name, split)
     if not is_json:
@@ -131,7 +131,7 @@ def is_data_file(path: Path) -> bool:
 
 
 def reader_of(path: Path) -> str | None:
-    """The kind of a data file by its name; None if it is none.
+    """Returns the kind of a data file by its name; None if it is none.
 
     Raises:
         SystemExit: a gzipped parquet file, which no reader reads.
@@ -144,7 +144,7 @@ def reader_of(path: Path) -> str | None:
 
 
 def stem(name: str) -> str:
-    """The last part of a data set's name, without the suffix of a data file."""
+    """Returns the last part of a data set's name, without the suffix of a data file."""
     if not Path(name).exists():
         name = name.partition(":")[0]  # the hub's name:config
     last = Path(name).name.removesuffix(".gz")
@@ -154,7 +154,7 @@ def stem(name: str) -> str:
 
 
 def split_files(path: Path) -> DataFilesDict:
-    """The files of each split of a local file or folder.
+    """Returns the files of each split of a local file or folder.
 
     `datasets` would read the characters `*?[` in a name as a pattern, so they are escaped.
     """
@@ -168,7 +168,7 @@ def split_files(path: Path) -> DataFilesDict:
 
 
 def read_files(split: str, kinds: set[str], files: DataFilesDict) -> datasets.Dataset:
-    """The rows of one split of local files, all of one kind."""
+    """Returns the rows of one split of local files, all of one kind."""
     if kinds == {"json"}:
         json_files = {
             part: datasets.data_files.DataFilesList(
@@ -215,7 +215,7 @@ def is_saved_to_disk(path: Path) -> bool:
 
 
 def load_saved(name: str, split: str) -> datasets.Dataset:
-    """One split of a folder that `save_to_disk` wrote. A data set alone is `train`, too."""
+    """Returns one split of what `save_to_disk` wrote. A data set alone is `train`, too."""
     try:
         saved = datasets.load_from_disk(name)
     except Exception as error:  # a torn folder raises what pyarrow, json or the disk do
@@ -230,7 +230,7 @@ def load_saved(name: str, split: str) -> datasets.Dataset:
 
 # ============================================================ JSON
 def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
-    """The text and the value of each row of a JSON file: one row a line, or one array of rows.
+    """Yields text and value of each row of a JSON file: one row a line, or one array of rows.
 
     Raises:
         SystemExit: a row that cannot be read, or that is no JSON object; with its number, from 1.
@@ -257,7 +257,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
 
 
 def first_character(file: io.TextIOBase) -> str:
-    """The first character that is no white space; empty if there is none."""
+    """Returns the first character that is no white space; empty if there is none."""
     character = file.read(1)
     while character.isspace():
         character = file.read(1)
@@ -265,7 +265,7 @@ def first_character(file: io.TextIOBase) -> str:
 
 
 def line_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
-    """The text and the value of each line that is not empty."""
+    """Yields the text and the value of each line that is not empty."""
     for line in file:
         text = line.strip()
         if text:
@@ -278,7 +278,7 @@ def line_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
 
 
 def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
-    """The text and the value of each element of a JSON array, of which only a part is in memory."""
+    """Yields text and value of each element of a JSON array; only a part of it is in memory."""
     decoder = json.JSONDecoder()
     buffer = file.read(CHUNK)
     while "[" not in buffer:  # the array may stand below empty lines

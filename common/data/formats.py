@@ -133,7 +133,7 @@ def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
 
 
 def as_message(message: dict, number: int) -> dict:
-    """One message with `role` and a text as its `content`; what else it has is kept.
+    """Returns a message with `role` and a text as its `content`; what else it has is kept.
 
     Args:
         number: its place in the conversation from 1, for errors.
@@ -146,7 +146,7 @@ def as_message(message: dict, number: int) -> dict:
 
 
 def from_sharegpt(message: dict, number: int) -> dict:
-    """A message of `from` and `value` as one of role and content."""
+    """Returns a message of `from` and `value` as one of role and content."""
     sender = message["from"]
     value = message.get("value", "")
     others = {key: part for key, part in message.items() if key not in ("from", "value")}
@@ -160,7 +160,7 @@ def from_sharegpt(message: dict, number: int) -> dict:
 
 
 def from_parts(message: dict, number: int) -> dict:
-    """A message whose content is a list of parts as one whose content is a text.
+    """Returns a message whose content is a list of parts as one whose content is a text.
 
     Thinking goes to `reasoning_content` and calls to `tool_calls`, where chat templates look.
     """
@@ -192,7 +192,7 @@ def from_parts(message: dict, number: int) -> dict:
 
 
 def tool_calls(value, where: str) -> list[dict]:
-    """The calls that a JSON text of one or several `{"name", "arguments"}` makes.
+    """Returns the calls that a JSON text of one or several `{"name", "arguments"}` makes.
 
     Args:
         where: the message, for errors.
@@ -233,7 +233,7 @@ def has_text(value: str | list[dict]) -> bool:
 
 
 def standard(row: dict) -> dict:
-    """The row with the columns of the formats below, if it is one of Alpaca or ShareGPT.
+    """Returns the row with the columns of the formats below, if it is one of Alpaca or ShareGPT.
 
     Its own columns stay: a reward function may ask for them. Rows of the formats below are
     returned as they are, but for a column `system`, which becomes the first message, and `tools`
@@ -256,7 +256,7 @@ def standard(row: dict) -> dict:
 
 
 def standard_sharegpt(row: dict) -> dict:
-    """A row of `conversations` as one of `messages`, or of `prompt` beside chosen and rejected."""
+    """Returns a row of `conversations` as one of `messages`, or of a pair as one of `prompt`."""
     fits = is_messages(row["conversations"])
     check(fits, row, "conversations", "a list of messages with from and value")
     is_preference = row.get("chosen") is not None and row.get("rejected") is not None
@@ -265,7 +265,7 @@ def standard_sharegpt(row: dict) -> dict:
 
 
 def standard_tools(tools: list | str | None):
-    """Tools, each as `{"type": "function", "function": ...}`, which is what chat templates read."""
+    """Returns tools as chat templates read them: `{"type": "function", "function": ...}`."""
     try:
         given = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError:
@@ -281,7 +281,7 @@ def standard_tools(tools: list | str | None):
 
 
 def standard_alpaca(row: dict) -> dict:
-    """A row of `instruction`, `input` and `output` as one of `prompt` and `completion`.
+    """Returns a row of `instruction`, `input` and `output` as one of `prompt` and `completion`.
 
     Instruction and input, with a line feed between them, are the user's message. `history` has
     pairs of earlier questions and answers.
@@ -302,7 +302,7 @@ def standard_alpaca(row: dict) -> dict:
 
 
 def with_system(row: dict, messages: list[dict]) -> list[dict]:
-    """The messages behind that of column `system`, unless they begin with a system message."""
+    """Returns the messages behind that of column `system`, unless one begins them already."""
     check(isinstance(row["system"], str), row, "system", "a string")
     first = messages[0] if messages else {}
     if "system" in (first.get("role"), first.get("from")):
@@ -429,7 +429,7 @@ def split_conversations(
 
 
 def joined_prompt(prompt: list[dict], shared: list[dict]) -> list[dict]:
-    """The prompt of a row whose conversations begin with `shared`; empty if they contradict.
+    """Returns the prompt of a row whose answers begin with `shared`; empty if they contradict.
 
     That is `shared` if it repeats all messages of the prompt in their order. If it repeats only the
     last ones, those before them go in front.
