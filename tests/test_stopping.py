@@ -217,7 +217,7 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, world, stage
     plugin = types.SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage}})
     accelerator = types.SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, num_processes=8, mixed_precision=precision,
                                         device=torch.device("cuda"), state=types.SimpleNamespace(deepspeed_plugin=plugin))  # fmt: skip
-    run = partial_run(args=types.SimpleNamespace(beta=1, may_change=set()), accelerator=accelerator, data_fingerprint="d")
+    run = partial_run(args=types.SimpleNamespace(beta=1, may_change=set()), models={}, accelerator=accelerator, data_fingerprint="d")
     before = {"beta": 1, "data": "d", "world": world}
     call = lambda: checkpoint.refuse_another_run(run, tmp_path, before)
     refuses(f"world: '{world}' in the checkpoint", "common.export --universal", call=call)
