@@ -83,7 +83,6 @@ class Run:
         world = accelerator.mixed_precision
         if engine.is_sharded(accelerator):
             world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
-        # A run in a test may have no tokenizer.
         template = str(getattr(self.tokenizer, "chat_template", None)).encode()
         return {
             **vars(self.args),
