@@ -13,7 +13,7 @@ from tqdm import tqdm
 from common import engine, folders, zero
 
 
-def save(
+def publish(
     accelerator: Accelerator,
     prepared: nn.Module,
     unwrapped: nn.Module,
@@ -22,9 +22,9 @@ def save(
     keep: int = 0,
     dtype: str | None = None,
 ) -> None:
-    """Writes `unwrapped.model` and says in which dtype.
+    """Saves the actor for its users, perhaps in another dtype, and says in which one.
 
-    All processes must call it.
+    The weights are those of `unwrapped.model`. All processes must call it.
 
     Args:
         prepared: what `accelerator.prepare` returned for `unwrapped`.
@@ -35,14 +35,14 @@ def save(
         dtype: floating-point weights are converted to it. None: the weights that the forward pass
             used, bit for bit.
     """
-    written = write(accelerator, prepared, unwrapped, tokenizer, directory, keep, dtype)
+    written = save(accelerator, prepared, unwrapped, tokenizer, directory, keep, dtype)
     if accelerator.is_main_process:
         how = "as trained" if dtype is None else "by --save_dtype"
         # Above the progress bar, if there is one.
         tqdm.write(f"saved the actor in {written} ({how}): {directory}")
 
 
-def write(
+def save(
     accelerator: Accelerator,
     prepared: nn.Module,
     unwrapped: nn.Module,
@@ -51,7 +51,7 @@ def write(
     keep: int = 0,
     dtype: str | None = None,
 ) -> str | None:
-    """See `save`. Returns the dtype of the saved weights on the main process."""
+    """Writes the actor as `publish` does, and returns its dtype on the main process."""
     engine.reshard(prepared)
     weights = gather_weights(accelerator, prepared, unwrapped)
     written = None

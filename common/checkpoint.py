@@ -61,7 +61,7 @@ class Run:
     progress: Progress
     metrics: Metrics
     data_fingerprint: str
-    models: dict[str, str] = dataclasses.field(default_factory=dict)
+    models: dict[str, str] | None = None
     extra: Any = None
     last_saved: int | None = None
     stop_signal: int = 0
@@ -86,7 +86,7 @@ class Run:
         template = str(getattr(self.tokenizer, "chat_template", None)).encode()
         return {
             **vars(self.args),
-            **self.models,
+            **(self.models or {}),
             # The file's content counts, not its name.
             "chat_template": hashlib.sha256(template).hexdigest()[:16],
             "date": getattr(self.tokenizer, "chat_date", None),
@@ -163,7 +163,7 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     # This also waits until every process has written its files.
-    actor.write(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
+    actor.save(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
 
     # Every process flushes everything: each node holds back what was written on it.
     folders.flush(*temporary.rglob("*"), temporary)

@@ -960,7 +960,7 @@ def main():
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.save(
+                actor.publish(
                     accelerator,
                     model,
                     policy,
@@ -972,7 +972,7 @@ def main():
         checkpoint.stop_if_asked(run)
 
     folder = f"{args.output_dir}/actor"
-    actor.save(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
+    actor.publish(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
     accelerator.print(
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "

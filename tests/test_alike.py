@@ -38,7 +38,7 @@ TAIL = """
         if args.save_actor_steps and progress.due(args.save_actor_steps):
             with metrics.timed("paused"):
                 folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.save(
+                actor.publish(
                     accelerator,
                     model,
                     UNWRAPPED,
@@ -50,7 +50,7 @@ TAIL = """
         checkpoint.stop_if_asked(run)
 
     folder = f"{args.output_dir}/actor"
-    actor.save(accelerator, model, UNWRAPPED, tokenizer, folder, dtype=args.save_dtype)
+    actor.publish(accelerator, model, UNWRAPPED, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
 """
 # Single lines of the loop, in this order.
