@@ -103,7 +103,7 @@ def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
     launch(LAUNCHERS["ddp"], recipe("sft"), *some, cwd=tmp_path)
     (output,) = (tmp_path / "runs/sft").iterdir()
     datetime.datetime.strptime(output.name, "%Y%m%d-%H%M%S")
-    assert sorted(path.name for path in output.iterdir()) == ["actor", "actors", "metrics.jsonl"]
+    assert sorted(path.name for path in output.iterdir()) == [".metrics_writers.json", "actor", "actors", "metrics.jsonl"]
     assert sorted(path.name for path in (output / "actors").iterdir()) == ["global_step_000002", "global_step_000003"]
     assert weights(output).equal(weights(output, "actors/global_step_000003"))
 
