@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= accelerate_configs/ds_fp16.yaml
 ARGS ?=
+TEST_EXTRAS = [test,peers]
 
 # On a CPU the demo's tiny matrix products gain little from more threads, and threads that wait for a busy core cost
 # several times the work. For a larger model without a GPU use `make dpo OMP_NUM_THREADS=8`.
@@ -52,6 +53,6 @@ install-test: $(VENV)/installed-test
 # Python.
 $(VENV)/installed $(VENV)/installed-test: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.$(if $(findstring test,$(@F)),[test,peers])'
+	$(VENV)/bin/pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.$(if $(findstring test,$(@F)),$(TEST_EXTRAS))'
 	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
