@@ -65,15 +65,26 @@ def make_base(folder: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>", additional_special_tokens=SPECIAL[2:]
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=SPECIAL[2:],
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=264, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=8,
-        max_position_embeddings=512, tie_word_embeddings=True, pad_token_id=0, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=264,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     train, held_out = problems()
     for name, pairs in (("sft_train", train), ("sft_eval", held_out)):
@@ -81,8 +92,13 @@ def make_base(folder: Path) -> None:
         if name == "sft_eval":
             rows = [{**row, "answer": total(p)} for row, p in zip(rows, pairs)]
         write_jsonl(ASSETS / f"{name}.jsonl", rows)
-    write_jsonl(ASSETS / "prompts_train.jsonl", [{"prompt": question(p), "answer": total(p)} for p in train])
-    write_jsonl(ASSETS / "prompts_eval.jsonl", [{"prompt": question(p), "answer": total(p)} for p in held_out])
+    write_jsonl(
+        ASSETS / "prompts_train.jsonl", [{"prompt": question(p), "answer": total(p)} for p in train]
+    )
+    write_jsonl(
+        ASSETS / "prompts_eval.jsonl",
+        [{"prompt": question(p), "answer": total(p)} for p in held_out],
+    )
 
 
 @torch.no_grad()
@@ -91,12 +107,21 @@ def sample(model, tokenizer, pairs: list[tuple[int, int]]) -> list[str]:
     texts = []
     for start in range(0, len(pairs), 500):
         prompts = [
-            tokenizer.apply_chat_template(question(p), tokenize=False, add_generation_prompt=True) for p in pairs[start : start + 500]
+            tokenizer.apply_chat_template(question(p), tokenize=False, add_generation_prompt=True)
+            for p in pairs[start : start + 500]
         ]
-        batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        batch = tokenizer(
+            prompts,
+            return_tensors="pt",
+            padding=True,
+            padding_side="left",
+            add_special_tokens=False,
+        )
         batch.pop("token_type_ids", None)
         out = model.generate(**batch, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=8)
-        texts += tokenizer.batch_decode(out[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
+        texts += tokenizer.batch_decode(
+            out[:, batch.input_ids.shape[1] :], skip_special_tokens=True
+        )
     return texts
 
 
@@ -107,14 +132,21 @@ def make_preferences() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
     torch.manual_seed(0)
     train, held_out = problems()
-    for name, pairs, samples, most in (("preferences_train.jsonl.gz", train, 8, 4), ("preferences_eval.jsonl", held_out, 1000, 1)):
+    for name, pairs, samples, most in (
+        ("preferences_train.jsonl.gz", train, 8, 4),
+        ("preferences_eval.jsonl", held_out, 1000, 1),
+    ):
         rejected = {p: [] for p in pairs}
         for _ in range(samples):
             open_pairs = [p for p in pairs if len(rejected[p]) < most]
             for p, text in zip(open_pairs, sample(model, tokenizer, open_pairs)):
                 if text and text != total(p) and text not in rejected[p]:
                     rejected[p].append(text)
-        rows = [{"prompt": question(p), "chosen": answer(total(p)), "rejected": answer(text)} for p in pairs for text in rejected[p]]
+        rows = [
+            {"prompt": question(p), "chosen": answer(total(p)), "rejected": answer(text)}
+            for p in pairs
+            for text in rejected[p]
+        ]
         if pairs is held_out:
             rows = [{**row, "answer": row["chosen"][0]["content"]} for row in rows]
         write_jsonl(ASSETS / name, rows)

@@ -19,15 +19,26 @@ def main() -> None:
     out, tags, runs = sys.argv[1], sys.argv[2].split(","), sys.argv[3:]
     columns = min(4, len(tags))
     rows = -(-len(tags) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.6 * columns, 2.6 * rows), squeeze=False, constrained_layout=True)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(3.6 * columns, 2.6 * rows), squeeze=False, constrained_layout=True
+    )
     for axis in axes.flat[len(tags) :]:
         axis.axis("off")
     for run in runs:
         name, _, folder = run.rpartition("=")
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         for tag, axis in zip(tags, axes.flat):
             points = [(line["global_step"], line[tag]) for line in lines if tag in line]
-            axis.plot(*zip(*points), marker="o" if len(points) < 10 else "", linewidth=1, markersize=4, label=name or None)
+            axis.plot(
+                *zip(*points),
+                marker="o" if len(points) < 10 else "",
+                linewidth=1,
+                markersize=4,
+                label=name or None,
+            )
             axis.set_title(tag, fontsize=10)
             axis.grid(alpha=0.3)
             axis.tick_params(labelsize=8)

@@ -33,9 +33,27 @@ from transformers import LlamaConfig
 from common.memory import MOMENTS, count_parameters, read_setup, table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-CONFIGS = ["single_gpu.yaml", "ddp.yaml", "fsdp2.yaml", "ds_zero2.yaml", "ds_fp16.yaml", "ds_zero3.yaml"]
-MODEL = dict(hidden_size=256, intermediate_size=688, num_attention_heads=8, vocab_size=8192)  # and the number of layers
-STATES = ("weights", "frozen", "gathered", "masters", "Adam", "reduction buffer", "gradients", "DDP's buckets")
+CONFIGS = [
+    "single_gpu.yaml",
+    "ddp.yaml",
+    "fsdp2.yaml",
+    "ds_zero2.yaml",
+    "ds_fp16.yaml",
+    "ds_zero3.yaml",
+]
+MODEL = dict(
+    hidden_size=256, intermediate_size=688, num_attention_heads=8, vocab_size=8192
+)  # and the number of layers
+STATES = (
+    "weights",
+    "frozen",
+    "gathered",
+    "masters",
+    "Adam",
+    "reduction buffer",
+    "gradients",
+    "DDP's buckets",
+)
 SMALL_BUCKET = 2**22  # elements: DeepSpeed's own of 5e8 would be most of what a small model takes
 
 
@@ -45,14 +63,22 @@ def tensors_of(name: str, accelerator, prepared, optimizer, frozen) -> Iterator:
     engine = prepared.optimizer if hasattr(prepared, "optimizer") else None  # DeepSpeed's optimizer
     parameters = list(prepared.parameters())
     if name in ("weights", "frozen"):
-        sharded = isinstance(prepared, FSDPModule)  # then a gathered parameter stands in the module in its shard's place
-        for p in ([] if sharded else parameters) if name == "weights" else [p for model in frozen for p in model.parameters()]:
+        sharded = isinstance(
+            prepared, FSDPModule
+        )  # then a gathered parameter stands in the module in its shard's place
+        for p in (
+            ([] if sharded else parameters)
+            if name == "weights"
+            else [p for model in frozen for p in model.parameters()]
+        ):
             yield getattr(p, "ds_tensor", p.data)  # under ZeRO-3 its shard
     if name == "weights":
         yield from (p._sharded_param_data for p in fsdp_parameters(prepared))
     if name == "gathered":
         yield from (p.data for p in parameters if hasattr(p, "ds_tensor"))
-        yield from (p._unsharded_param for p in fsdp_parameters(prepared) if hasattr(p, "_unsharded_param"))
+        yield from (
+            p._unsharded_param for p in fsdp_parameters(prepared) if hasattr(p, "_unsharded_param")
+        )
     elif name == "gradients":
         yield from (p.grad for p in parameters)
         yield from (p.grad for group in optimizer.param_groups for p in group["params"])
@@ -60,7 +86,9 @@ def tensors_of(name: str, accelerator, prepared, optimizer, frozen) -> Iterator:
             for group in getattr(engine, attribute, {}).values():
                 yield from group or []
         yield getattr(engine, "grad_partitions_flat_buffer", None)
-        yield from getattr(engine, "accumulated_grads_in_cpu", {}).values()  # with offload_optimizer
+        yield from getattr(
+            engine, "accumulated_grads_in_cpu", {}
+        ).values()  # with offload_optimizer
         yield getattr(engine, "grads_in_partition", None)
         yield from (p.unsharded_accumulated_grad for p in fsdp_parameters(prepared))
         for group in masters_of(engine):
@@ -70,7 +98,12 @@ def tensors_of(name: str, accelerator, prepared, optimizer, frozen) -> Iterator:
         yield from getattr(engine, "param_buffer_of_bit16_for_cpu_offload_groups", [])
     elif name == "Adam":
         states = engine.optimizer.state if engine else optimizer.state
-        yield from (value for state in states.values() for value in state.values() if hasattr(value, "untyped_storage"))
+        yield from (
+            value
+            for state in states.values()
+            for value in state.values()
+            if hasattr(value, "untyped_storage")
+        )
     elif name == "reduction buffer":
         for bucket in getattr(engine, "ipg_buckets", {}).values():
             yield from bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
@@ -79,12 +112,18 @@ def tensors_of(name: str, accelerator, prepared, optimizer, frozen) -> Iterator:
 def fsdp_parameters(prepared) -> Iterator:
     """FSDP2's own record of each parameter."""
     for module in prepared.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        group = (
+            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        )
         yield from group.fsdp_params if group else []
 
 
 def masters_of(engine) -> list:
-    return getattr(engine, "single_partition_of_fp32_groups", None) or getattr(engine, "fp32_partitioned_groups_flat", None) or []
+    return (
+        getattr(engine, "single_partition_of_fp32_groups", None)
+        or getattr(engine, "fp32_partitioned_groups_flat", None)
+        or []
+    )
 
 
 def storages(tensors) -> dict[int, int]:
@@ -111,8 +150,15 @@ def bare_accelerator(steps: int):
 
     world = int(os.environ.get("WORLD_SIZE", 1))
     with tempfile.TemporaryDirectory() as folder:
-        args = argparse.Namespace(train_batch_size=steps * world, micro_train_batch_size=1, micro_train_tokens=0, max_grad_norm=1.0, seed=0,
-                                  resume="never", output_dir=f"{folder}/out")  # fmt: skip
+        args = argparse.Namespace(
+            train_batch_size=steps * world,
+            micro_train_batch_size=1,
+            micro_train_tokens=0,
+            max_grad_norm=1.0,
+            seed=0,
+            resume="never",
+            output_dir=f"{folder}/out",
+        )
         accelerator = launch.make_accelerator(args, "bare")
         accelerator.wait_for_everyone()
     return accelerator
@@ -138,13 +184,17 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
     optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.1), lr=1e-4)
     raw = optimizer
     prepared, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    others = [AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(frozen_models)]
+    others = [
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(frozen_models)
+    ]
     others = [prepare.frozen(accelerator, LogProbModel(other)) for other in others]
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
     if hasattr(prepared, "register_comm_hook"):
 
         def hook(world, bucket):  # DDP's buckets live in C++: only a hook sees them
-            buckets[bucket.index()] = storages([bucket.buffer()])  # DDP lays them out anew after its first backward
+            buckets[bucket.index()] = storages(
+                [bucket.buffer()]
+            )  # DDP lays them out anew after its first backward
             work = torch.distributed.all_reduce(bucket.buffer().div_(world), async_op=True)
             return work.get_future().then(lambda done: done.value()[0])
 
@@ -152,7 +202,13 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
 
     def measure(moment: str) -> None:
         gc.collect()
-        table = count({k: v for found in buckets.values() for k, v in found.items()}, accelerator, prepared, raw, others)
+        table = count(
+            {k: v for found in buckets.values() for k, v in found.items()},
+            accelerator,
+            prepared,
+            raw,
+            others,
+        )
         table["other"] = allocated() - before - sum(table.values())
         if sum(table.values()) >= sum(tables.get(moment, {}).values()):
             tables[moment] = table
@@ -174,7 +230,9 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
 
             prepared.optimizer.independent_gradient_partition_epilogue = first_measure
     raw.register_step_pre_hook(lambda *_: measure("step"))
-    batch = packing.make_batch([[1]], [torch.randint(0, MODEL["vocab_size"], (15,)).tolist()], False, accelerator.device)
+    batch = packing.make_batch(
+        [[1]], [torch.randint(0, MODEL["vocab_size"], (15,)).tolist()], False, accelerator.device
+    )
     for _update in range(2):
         tables.clear()
         for micro in range(steps):
@@ -193,7 +251,12 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     if accelerator.is_main_process:
-        result = {"launch": describe(accelerator), "processes": accelerator.num_processes, "parameters": parameters, "measured": tables}
+        result = {
+            "launch": describe(accelerator),
+            "processes": accelerator.num_processes,
+            "parameters": parameters,
+            "measured": tables,
+        }
         if accelerator.device.type == "cuda":
             result["peak on the GPU"] = torch.cuda.max_memory_allocated()
         print("MEASURED " + json.dumps(result), flush=True)
@@ -205,7 +268,18 @@ class Mallinfo2(Structure):
 
     _fields_ = [
         (name, c_size_t)
-        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
     ]
 
 
@@ -221,26 +295,50 @@ def allocated() -> int:
 def small_config(config: Path, folder: Path) -> Path:
     """A copy of a YAML, or one that names a DeepSpeed JSON, with sizes of DeepSpeed's that fit a small model."""
     plain = config.suffix == ".json"
-    settings = yaml.safe_load((REPOSITORY / "accelerate_configs/ds_zero2.yaml" if plain else config).read_text())
+    settings = yaml.safe_load(
+        (REPOSITORY / "accelerate_configs/ds_zero2.yaml" if plain else config).read_text()
+    )
     if "deepspeed_config" in settings:
-        engine = json.loads((config if plain else REPOSITORY / settings["deepspeed_config"]["deepspeed_config_file"]).read_text())
+        engine = json.loads(
+            (
+                config
+                if plain
+                else REPOSITORY / settings["deepspeed_config"]["deepspeed_config_file"]
+            ).read_text()
+        )
         zero = engine["zero_optimization"]
         zero |= {"reduce_bucket_size": SMALL_BUCKET, "stage3_param_persistence_threshold": 0}
-        settings["deepspeed_config"] = {"deepspeed_config_file": f"{folder}/ds.json", "zero3_init_flag": zero["stage"] == 3}
+        settings["deepspeed_config"] = {
+            "deepspeed_config_file": f"{folder}/ds.json",
+            "zero3_init_flag": zero["stage"] == 3,
+        }
         (folder / "ds.json").write_text(json.dumps(engine))
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     return folder / "config.yaml"
 
 
-def estimated(config: Path, processes: int, frozen: int, layers: int, steps: int, folder: Path) -> dict[str, dict[str, float]]:
+def estimated(
+    config: Path, processes: int, frozen: int, layers: int, steps: int, folder: Path
+) -> dict[str, dict[str, float]]:
     """Bytes of each state at each moment, by the names used here."""
-    LlamaConfig(**MODEL, num_hidden_layers=layers, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    LlamaConfig(
+        **MODEL, num_hidden_layers=layers, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(folder)
     parameters, unit, _ = count_parameters(str(folder))
     result = {moment: dict.fromkeys(STATES, 0.0) for moment in MOMENTS}
-    for _where, name, _formula, *sizes in table(read_setup(config, processes)._replace(accumulates=steps > 1), parameters, unit, 1, frozen):
+    for _where, name, _formula, *sizes in table(
+        read_setup(config, processes)._replace(accumulates=steps > 1), parameters, unit, 1, frozen
+    ):
         for moment, size in zip(MOMENTS, sizes):
             # The half copies of autocast live in C++, and stand under `other`.
-            state = next((state for state in ("frozen", *STATES[3:], "gathered", "weights") if state in name), None)
+            state = next(
+                (
+                    state
+                    for state in ("frozen", *STATES[3:], "gathered", "weights")
+                    if state in name
+                ),
+                None,
+            )
             state = "masters" if name == "half copy" else state
             if state:
                 result[moment][state] += size
@@ -251,11 +349,29 @@ def launch(config: Path, processes: int, frozen: int = 1, layers: int = 6, steps
     """Launches a YAML or a DeepSpeed JSON; returns `{launch, parameters, measured, estimated}`, the last two bytes by moment and state."""
     with tempfile.TemporaryDirectory() as folder:
         small = small_config(config, Path(folder))
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(small), "--num_processes", str(processes),
-                   "--main_process_port", "0", str(Path(__file__).resolve()), "--worker", "--frozen", str(frozen), "--layers", str(layers),
-                   "--steps", str(steps)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(small),
+            "--num_processes",
+            str(processes),
+            "--main_process_port",
+            "0",
+            str(Path(__file__).resolve()),
+            "--worker",
+            "--frozen",
+            str(frozen),
+            "--layers",
+            str(layers),
+            "--steps",
+            str(steps),
+        ]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
-        result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
+        result = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600
+        )
         guess = estimated(small, processes, frozen, layers, steps, Path(folder))
     found = [line for line in result.stdout.splitlines() if line.startswith("MEASURED ")]
     if not found:
@@ -264,10 +380,19 @@ def launch(config: Path, processes: int, frozen: int = 1, layers: int = 6, steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", nargs="+", type=Path, default=[REPOSITORY / "accelerate_configs" / name for name in CONFIGS])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--configs",
+        nargs="+",
+        type=Path,
+        default=[REPOSITORY / "accelerate_configs" / name for name in CONFIGS],
+    )
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--frozen", type=int, default=1, help="frozen models beside the trained one")
+    parser.add_argument(
+        "--frozen", type=int, default=1, help="frozen models beside the trained one"
+    )
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2, help="micro-batches of an update")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -275,17 +400,34 @@ def main() -> None:
     if args.worker:
         return worker(args.layers, args.frozen, args.steps)
     for config in args.configs:
-        for processes in args.processes if yaml.safe_load(config.read_text()).get("distributed_type") != "NO" else [1]:
+        for processes in (
+            args.processes
+            if yaml.safe_load(config.read_text()).get("distributed_type") != "NO"
+            else [1]
+        ):
             result = launch(config, processes, args.frozen, args.layers, args.steps)
             n = result["parameters"]
-            print(f"\n{config.name}: {result['launch']}, N = {processes}, {n:,} parameters; bytes per parameter, measured | estimated")
-            print(f"{'':10}" + "".join(f"{state:>18}" for state in (*STATES, "sum")) + f"{'deviation':>11}{'other':>8}")
+            print(
+                f"\n{config.name}: {result['launch']}, N = {processes}, {n:,} parameters; bytes per parameter, measured | estimated"
+            )
+            print(
+                f"{'':10}"
+                + "".join(f"{state:>18}" for state in (*STATES, "sum"))
+                + f"{'deviation':>11}{'other':>8}"
+            )
             for moment in MOMENTS:
                 measured, guess = result["measured"][moment], result["estimated"][moment]
                 other = measured.pop("other")
-                cells = [(measured[state], guess[state]) for state in STATES] + [(sum(measured.values()), sum(guess.values()))]
-                line = "".join(f"{f'{a / n:.3f} | {b / n:.3f}' if a or b else '-':>18}" for a, b in cells)
-                print(f"{moment:10}{line}{cells[-1][1] / cells[-1][0] - 1:>+11.2%}{other / n:>8.2f}", flush=True)
+                cells = [(measured[state], guess[state]) for state in STATES] + [
+                    (sum(measured.values()), sum(guess.values()))
+                ]
+                line = "".join(
+                    f"{f'{a / n:.3f} | {b / n:.3f}' if a or b else '-':>18}" for a, b in cells
+                )
+                print(
+                    f"{moment:10}{line}{cells[-1][1] / cells[-1][0] - 1:>+11.2%}{other / n:>8.2f}",
+                    flush=True,
+                )
             if "peak on the GPU" in result:
                 print(f"torch.cuda.max_memory_allocated: {result['peak on the GPU'] / n:.3f}")
     return None

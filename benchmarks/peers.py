@@ -61,17 +61,31 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 PEERS = {"ppo": "1.10"}  # the last with a PPO
 PEER = "1.16"
-SHARED = "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy"  # the same versions on both sides
+SHARED = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "numpy",
+)  # the same versions on both sides
 MODELS = {  # of make_model.py
-    "head": {"vocab_size": 32000, "hidden_size": 192, "layers": 4},  # 14 M parameters, 12.3 M of them in embeddings and head
+    "head": {
+        "vocab_size": 32000,
+        "hidden_size": 192,
+        "layers": 4,
+    },  # 14 M parameters, 12.3 M of them in embeddings and head
     "body": {"vocab_size": 4096, "hidden_size": 256, "layers": 8},
 }
 MAX_LENGTH = 1024
 QUIET = 0.05  # of the CPU: threads that wait for a busy core cost several times the work, and hit one program and not the other
 LEARNING_RATES = {"dpo": 2e-5, "sft": 1e-4, "reward": 1e-5, "ppo": 1e-5}
 FIRST = {  # sft's loss is a mean log-prob
-    "dpo": ["logps/chosen", "logps/rejected"], "sft": ["loss"], "reward": ["mean_reward"], "ppo": ["objective/entropy", "objective/scores"],
-}  # fmt: skip
+    "dpo": ["logps/chosen", "logps/rejected"],
+    "sft": ["loss"],
+    "reward": ["mean_reward"],
+    "ppo": ["objective/entropy", "objective/scores"],
+}
 EPOCHS = {"ppo": 4}  # updates of a window: our lines for one of TRL's
 MAX_NEW_TOKENS, MICRO_ROLLOUT = 128, 32
 # Only the first two keep the window: packed, 64 rows are more than 64 samples.
@@ -89,10 +103,17 @@ SAME_WINDOWS = "plain", "padding_free"
 def peer_python(folder: Path, release: str) -> str:
     """The interpreter of TRL's virtual environment, made if it is not there."""
     python = folder / ("trl" if release == PEER else f"trl-{release}") / "bin" / "python"
-    if subprocess.run([python, "-c", "import trl"], capture_output=True).returncode if python.exists() else True:
+    if (
+        subprocess.run([python, "-c", "import trl"], capture_output=True).returncode
+        if python.exists()
+        else True
+    ):
         subprocess.run([sys.executable, "-m", "venv", python.parent.parent], check=True)
         pins = [f"{name}=={version(name)}" for name in SHARED]
-        subprocess.run([python, "-m", "pip", "install", "--quiet", f"trl=={release}.*", "pandas", *pins], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", f"trl=={release}.*", "pandas", *pins],
+            check=True,
+        )
     return str(python)
 
 
@@ -101,7 +122,11 @@ def make_model(folder: Path, data: Path, name: str) -> Path:
     out = folder / f"{name}-{fingerprint(data)}"
     if not (out / "done").exists():
         sizes = [f"--{key}={value}" for key, value in MODELS[name].items()]
-        subprocess.run([sys.executable, HERE / "make_model.py", out, "--data", data, *sizes], check=True, env=environment("0"))
+        subprocess.run(
+            [sys.executable, HERE / "make_model.py", out, "--data", data, *sizes],
+            check=True,
+            env=environment("0"),
+        )
         model = AutoModelForCausalLM.from_pretrained(out)
         # As it is drawn, every token is about as likely as any other, and a log-prob of the wrong token would pass the check.
         model.lm_head.weight.data.mul_(10)
@@ -110,7 +135,8 @@ def make_model(folder: Path, data: Path, name: str) -> Path:
     config = AutoConfig.from_pretrained(out)
     head, body = (
         config.vocab_size * config.hidden_size,
-        config.num_hidden_layers * (4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size),
+        config.num_hidden_layers
+        * (4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size),
     )
     print(
         f"model {name}: {(2 * head + body) / 1e6:.1f} M parameters, {head / (head + body):.0%} of the arithmetic of a scored token in the head"
@@ -123,7 +149,9 @@ def make_scorer(model: Path) -> Path:
     out = model.with_name(f"{model.name}-scorer")
     if not (out / "done").exists():
         tokenizer = AutoTokenizer.from_pretrained(model)
-        scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+        scorer = AutoModelForSequenceClassification.from_pretrained(
+            model, num_labels=1, pad_token_id=tokenizer.pad_token_id
+        )
         scorer.score.weight.data.normal_(0, scorer.config.hidden_size**-0.5)
         scorer.save_pretrained(out)
         tokenizer.save_pretrained(out)
@@ -136,37 +164,74 @@ def make_policy(model: Path, file: Path) -> Path:
     out = model.with_name(f"{model.name}-policy")
     if not (out / "actor" / "model.safetensors").exists():
         shutil.rmtree(out, ignore_errors=True)  # of a run that was interrupted
-        flags = ["--train_batch_size=64", "--max_steps=50", "--learning_rate=1e-3", "--report_to=none", "--columns", "completion=answer"]
-        command = [sys.executable, REPOSITORY / "recipes" / "sft.py", f"--model_name_or_path={model}", f"--dataset_name={file}", *flags]
-        subprocess.run([*command, f"--output_dir={out}"], check=True, env=environment(f"{out}-cache"), stdout=subprocess.DEVNULL)
+        flags = [
+            "--train_batch_size=64",
+            "--max_steps=50",
+            "--learning_rate=1e-3",
+            "--report_to=none",
+            "--columns",
+            "completion=answer",
+        ]
+        command = [
+            sys.executable,
+            REPOSITORY / "recipes" / "sft.py",
+            f"--model_name_or_path={model}",
+            f"--dataset_name={file}",
+            *flags,
+        ]
+        subprocess.run(
+            [*command, f"--output_dir={out}"],
+            check=True,
+            env=environment(f"{out}-cache"),
+            stdout=subprocess.DEVNULL,
+        )
     return out / "actor"
 
 
-def make_data(folder: Path, data: Path, model: Path, work: str, window: int, updates: int, whole_file: bool) -> list[Path]:
+def make_data(
+    folder: Path, data: Path, model: Path, work: str, window: int, updates: int, whole_file: bool
+) -> list[Path]:
     """The rows of so many windows, or of all the file holds, as our file and as TRL's, which is in the order of our windows."""
     tokenizer, rows = AutoTokenizer.from_pretrained(model), []
     with (gzip.open if data.suffix == ".gz" else open)(data, "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             if work in ("sft", "ppo"):
-                row = {"prompt": row["question"] + "\n", "completion" if work == "sft" else "answer": row["answer"]}
+                row = {
+                    "prompt": row["question"] + "\n",
+                    "completion" if work == "sft" else "answer": row["answer"],
+                }
                 answers = [row.get("completion") or row["answer"]]
             else:
                 row = dict(zip(("prompt", "chosen", "rejected"), formats.preference(row)))
                 answers = [row["chosen"], row["rejected"]]
             prompt = tokenizer(row["prompt"]).input_ids
-            ids = [tokenizer(row["prompt"] + answer + tokenizer.eos_token).input_ids for answer in answers]
+            ids = [
+                tokenizer(row["prompt"] + answer + tokenizer.eos_token).input_ids
+                for answer in answers
+            ]
             whole = all(one[: len(prompt)] == prompt and len(one) <= MAX_LENGTH for one in ids)
             if prompt and whole and all(answers) and (len(ids) == 1 or ids[0] != ids[1]):
                 rows.append(row)
             if len(rows) == window * updates and not whole_file:
                 break
     if len(rows) < window * updates:
-        sys.exit(f"{data}: {len(rows)} usable rows make {len(rows) // window} windows of {window}: --updates {updates} are too many")
-    order = [i for index in range(math.ceil(len(rows) / window)) for i in batches.rows_of_update(len(rows), window, 0, index)]
-    files = [folder / f"{model.name}-{work}-{window}-{len(rows)}-{side}.jsonl" for side in ("ours", "trl")]
+        sys.exit(
+            f"{data}: {len(rows)} usable rows make {len(rows) // window} windows of {window}: --updates {updates} are too many"
+        )
+    order = [
+        i
+        for index in range(math.ceil(len(rows) / window))
+        for i in batches.rows_of_update(len(rows), window, 0, index)
+    ]
+    files = [
+        folder / f"{model.name}-{work}-{window}-{len(rows)}-{side}.jsonl"
+        for side in ("ours", "trl")
+    ]
     for file, some in zip(files, (rows, [rows[i] for i in order])):
         text = "".join(json.dumps(row) + "\n" for row in some)
-        if not file.exists() or file.read_text(encoding="utf-8") != text:  # a new time of writing would be a new data set to `datasets`
+        if (
+            not file.exists() or file.read_text(encoding="utf-8") != text
+        ):  # a new time of writing would be a new data set to `datasets`
             file.write_text(text, encoding="utf-8")
     return files
 
@@ -180,25 +245,57 @@ def fingerprint(file: Path) -> str:
 
 def environment(cache: str) -> dict[str, str]:
     """Nothing from the network, no GPU, a cache of its own for each program."""
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": cache}
-    return {**os.environ, **offline, "PYTHONPATH": str(REPOSITORY), "TOKENIZERS_PARALLELISM": "false"}
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_DATASETS_CACHE": cache,
+    }
+    return {
+        **os.environ,
+        **offline,
+        "PYTHONPATH": str(REPOSITORY),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def ours(args, updates: int, micro: int, setting: str, output: Path) -> tuple[list, Path, dict]:
     """Command, log file and environment of our recipe."""
     flags = {
-        "model_name_or_path": args.model_folder, "dataset_name": args.files[0], "output_dir": output, "train_batch_size": args.window,
-        "micro_train_batch_size": micro, "micro_train_tokens": args.micro_tokens, "max_steps": updates, "max_length": MAX_LENGTH, "learning_rate": LEARNING_RATES[args.recipe],
-        "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "seed": 0,
-        "logging_steps": 1, "report_to": "none",
-    }  # fmt: skip
+        "model_name_or_path": args.model_folder,
+        "dataset_name": args.files[0],
+        "output_dir": output,
+        "train_batch_size": args.window,
+        "micro_train_batch_size": micro,
+        "micro_train_tokens": args.micro_tokens,
+        "max_steps": updates,
+        "max_length": MAX_LENGTH,
+        "learning_rate": LEARNING_RATES[args.recipe],
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0,
+        "adam_epsilon": 1e-8,
+        "max_grad_norm": 1.0,
+        "seed": 0,
+        "logging_steps": 1,
+        "report_to": "none",
+    }
     if args.recipe == "ppo":
         flags |= {
-            "reward_model_name_or_path": args.scorer_folder, "rollout_batch_size": args.window, "num_epochs_per_rollout": EPOCHS["ppo"],
-            "micro_rollout_batch_size": min(MICRO_ROLLOUT, args.window), "max_new_tokens": MAX_NEW_TOKENS, "max_steps": updates * EPOCHS["ppo"],
-            "critic_learning_rate": LEARNING_RATES["ppo"], "max_grad_norm": 0,
-        }  # fmt: skip
-    command = [sys.executable, REPOSITORY / "recipes" / f"{args.recipe}.py", *(f"--{key}={value}" for key, value in flags.items())]
+            "reward_model_name_or_path": args.scorer_folder,
+            "rollout_batch_size": args.window,
+            "num_epochs_per_rollout": EPOCHS["ppo"],
+            "micro_rollout_batch_size": min(MICRO_ROLLOUT, args.window),
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "max_steps": updates * EPOCHS["ppo"],
+            "critic_learning_rate": LEARNING_RATES["ppo"],
+            "max_grad_norm": 0,
+        }
+    command = [
+        sys.executable,
+        REPOSITORY / "recipes" / f"{args.recipe}.py",
+        *(f"--{key}={value}" for key, value in flags.items()),
+    ]
     env = environment(f"{args.folder}/cache-ours")
     if args.compile:  # what accelerate launch's --dynamo_* flags set
         env |= {"ACCELERATE_DYNAMO_BACKEND": "inductor", "ACCELERATE_DYNAMO_USE_DYNAMIC": "true"}
@@ -209,22 +306,49 @@ def ours(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
 def peer(args, updates: int, micro: int, setting: str, output: Path) -> tuple[list, Path, dict]:
     """The same of TRL's trainer. Gradient checkpointing and bf16, TRL's defaults, are off: slower on a CPU, and another dtype."""
     config = {
-        "output_dir": str(output), "per_device_train_batch_size": micro, "gradient_accumulation_steps": args.window // micro,
-        "max_steps": updates, "learning_rate": LEARNING_RATES[args.recipe], "lr_scheduler_type": "constant", "warmup_steps": 0,
-        "weight_decay": 0.0, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "seed": 0, "logging_steps": 1, "report_to": "none",
-        "train_sampling_strategy": "sequential", "save_strategy": "no", "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
-        "dataloader_pin_memory": False, "disable_tqdm": True, **PEER_SETTINGS[setting],
-    }  # fmt: skip
+        "output_dir": str(output),
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": args.window // micro,
+        "max_steps": updates,
+        "learning_rate": LEARNING_RATES[args.recipe],
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "adam_epsilon": 1e-8,
+        "max_grad_norm": 1.0,
+        "seed": 0,
+        "logging_steps": 1,
+        "report_to": "none",
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+        **PEER_SETTINGS[setting],
+    }
     if args.recipe == "ppo":
         for field in "max_length", "max_steps", "train_sampling_strategy":
             del config[field]
         config |= {
-            "total_episodes": updates * args.window, "num_ppo_epochs": EPOCHS["ppo"], "local_rollout_forward_batch_size": args.window,
-            "response_length": MAX_NEW_TOKENS, "stop_token": "eos", "temperature": 1.0, "num_sample_generations": 0,
-        }  # fmt: skip
+            "total_episodes": updates * args.window,
+            "num_ppo_epochs": EPOCHS["ppo"],
+            "local_rollout_forward_batch_size": args.window,
+            "response_length": MAX_NEW_TOKENS,
+            "stop_token": "eos",
+            "temperature": 1.0,
+            "num_sample_generations": 0,
+        }
     log, file = output / "log.jsonl", output / "settings.json"
     output.mkdir(parents=True)
-    settings = {"work": args.recipe, "model": str(args.model_folder), "data": str(args.files[1]), "log": str(log), "config": config}
+    settings = {
+        "work": args.recipe,
+        "model": str(args.model_folder),
+        "data": str(args.files[1]),
+        "log": str(log),
+        "config": config,
+    }
     if args.recipe == "ppo":
         settings["scorer"] = str(args.scorer_folder)
     file.write_text(json.dumps(settings), encoding="utf-8")
@@ -235,7 +359,9 @@ def peer(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
 
 def busy_seconds() -> float:
     """CPU seconds that all processes of the machine have used (Linux)."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    user, nice, system, _, _, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text().split()[1:9]
+    )
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
@@ -249,7 +375,13 @@ def run(program, args, updates: int, micro: int, setting: str = "plain") -> dict
     text, first = args.folder / f"{program.__name__}.log", None
     with open(text, "w") as out:
         begun, busy = time.perf_counter(), busy_seconds()
-        process = subprocess.Popen([str(word) for word in command], env=env, stdout=out, stderr=subprocess.STDOUT, cwd=args.folder)
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            env=env,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=args.folder,
+        )
         while True:
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
             if first is None and log.exists() and log.stat().st_size:
@@ -259,19 +391,33 @@ def run(program, args, updates: int, micro: int, setting: str = "plain") -> dict
                 break
             time.sleep(0.01)
     elapsed = time.perf_counter() - begun
-    others = max(0.0, busy_seconds() - busy - usage.ru_utime - usage.ru_stime) / (elapsed * os.cpu_count())
+    others = max(0.0, busy_seconds() - busy - usage.ru_utime - usage.ru_stime) / (
+        elapsed * os.cpu_count()
+    )
     if status or first is None:
         sys.exit(f"{' '.join(map(str, command))} failed:\n{text.read_text()[-3000:]}")
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     lines = [line for line in lines if "loss" in line or "loss/policy_avg" in line]
     for line in lines:
-        line.setdefault("perf/seconds", args.window / line.get("perf/samples_per_second", float("nan")))
+        line.setdefault(
+            "perf/seconds", args.window / line.get("perf/samples_per_second", float("nan"))
+        )
     tokens = [line.get("tokens", line.get("num_tokens", math.nan)) for line in lines]
-    seconds = [line["perf/seconds"] for line in lines[2 * len(lines) // updates :]]  # PPO of ours has several lines an iteration
+    seconds = [
+        line["perf/seconds"] for line in lines[2 * len(lines) // updates :]
+    ]  # PPO of ours has several lines an iteration
     work = tokens[-1] - tokens[1] if args.recipe == "sft" else args.window * (updates - 2)
     rate = work / sum(seconds) if seconds else 0.0
-    return {"lines": lines, "first": first, "rate": rate, "seconds": seconds, "work": work, "tokens": tokens[-1],
-            "memory": usage.ru_maxrss / 1024, "others": others}  # fmt: skip
+    return {
+        "lines": lines,
+        "first": first,
+        "rate": rate,
+        "seconds": seconds,
+        "work": work,
+        "tokens": tokens[-1],
+        "memory": usage.ru_maxrss / 1024,
+        "others": others,
+    }
 
 
 # ---------------------------------------------------------------------------------------------- comparisons
@@ -280,7 +426,10 @@ def run(program, args, updates: int, micro: int, setting: str = "plain") -> dict
 def tune(args) -> None:
     """Sets `micro`, `peer_micro` and `peer_setting` to the fastest of 4 updates each."""
     found = {ours: {}, peer: {}}
-    for program, settings in (ours, ["plain"]), (peer, PEER_SETTINGS if args.recipe == "sft" else ["plain"]):
+    for program, settings in (
+        (ours, ["plain"]),
+        (peer, PEER_SETTINGS if args.recipe == "sft" else ["plain"]),
+    ):
         for setting in settings:
             for micro in (1, 2, 4, 8):
                 result = run(program, args, 4, micro, setting)
@@ -311,18 +460,26 @@ def check(args, our: dict, their: dict) -> bool:
         one, other = our["lines"][0][tag], their["lines"][0][tag]
         far = abs(one - other) / abs(other)
         good &= far <= bound
-        print(f"check: {tag} of update 1: ours {one:.6g}, TRL {other:.6g}: {far:.1e} apart (at most {bound:.0e})")
-    if args.recipe == "ppo":  # later rollouts are sampled by weights that TRL's mean of means has led elsewhere
+        print(
+            f"check: {tag} of update 1: ours {one:.6g}, TRL {other:.6g}: {far:.1e} apart (at most {bound:.0e})"
+        )
+    if (
+        args.recipe == "ppo"
+    ):  # later rollouts are sampled by weights that TRL's mean of means has led elsewhere
         return good
     print(f"check: tokens: ours {our['tokens']}, TRL {their['tokens']:.0f}")
     good &= our["tokens"] == their["tokens"]
     if len(our["lines"]) < 11:
         print("check: fewer than 11 updates: the loss after 10 was not compared")
         return good
-    losses = [(one["loss"], other["loss"]) for one, other in zip(our["lines"][:11], their["lines"][:11])]
+    losses = [
+        (one["loss"], other["loss"]) for one, other in zip(our["lines"][:11], their["lines"][:11])
+    ]
     far = [abs(one - other) / abs(other) for one, other in losses]
-    print(f"check: loss {losses[0][0]:.6g} before, after 10 updates ours {losses[-1][0]:.6g}, TRL {losses[-1][1]:.6g}: {far[-1]:.1e} apart "
-          f"(at most 1e-3), the farthest of updates 1 to 11 {max(far):.1e}")  # fmt: skip
+    print(
+        f"check: loss {losses[0][0]:.6g} before, after 10 updates ours {losses[-1][0]:.6g}, TRL {losses[-1][1]:.6g}: {far[-1]:.1e} apart "
+        f"(at most 1e-3), the farthest of updates 1 to 11 {max(far):.1e}"
+    )
     return good and far[-1] <= 1e-3
 
 
@@ -336,12 +493,19 @@ def compare(args) -> bool:
     if start:  # the data sets' caches: written once, then read, by both
         for side in ("ours", "trl"):
             shutil.rmtree(args.folder / f"cache-{side}", ignore_errors=True)
-        cold = {program: run(program, args, args.updates, *settings[program])["first"] for program in (ours, peer)}
-        print(f"first run, data not in the cache: ours {cold[ours]:.1f} s, TRL {cold[peer]:.1f} s (not counted)", flush=True)
+        cold = {
+            program: run(program, args, args.updates, *settings[program])["first"]
+            for program in (ours, peer)
+        }
+        print(
+            f"first run, data not in the cache: ours {cold[ours]:.1f} s, TRL {cold[peer]:.1f} s (not counted)",
+            flush=True,
+        )
     values, memory, seconds, good, disturbed = *({ours: [], peer: []} for _ in range(3)), True, 0
     for number in range(args.runs):
         results = {
-            program: run(program, args, args.updates, *settings[program]) for program in ((ours, peer) if number % 2 == 0 else (peer, ours))
+            program: run(program, args, args.updates, *settings[program])
+            for program in ((ours, peer) if number % 2 == 0 else (peer, ours))
         }
         for program, result in results.items():
             values[program].append(result["first" if start else "rate"])
@@ -353,15 +517,23 @@ def compare(args) -> bool:
             f"{name(program)} {values[program][-1]:.2f} {args.unit}, {memory[program][-1]:.0f} MiB, others used {others[program]:.0%} of the CPU"
             for program in (ours, peer)
         ]
-        print(f"pair {number + 1}: {'; '.join(each)}; ratio {values[ours][-1] / values[peer][-1]:.2f}", flush=True)
+        print(
+            f"pair {number + 1}: {'; '.join(each)}; ratio {values[ours][-1] / values[peer][-1]:.2f}",
+            flush=True,
+        )
         good &= check(args, results[ours], results[peer]) if number == 0 or not start else True
     ratios = [one / other for one, other in zip(values[ours], values[peer])]
     medians = [statistics.median(values[program]) for program in (ours, peer)]
-    print(f"{args.work}, model {args.model}: ours {medians[0]:.2f} {args.unit}, TRL {medians[1]:.2f} {args.unit}; median ratio {statistics.median(ratios):.2f} "
-          f"({min(ratios):.2f} to {max(ratios):.2f}) over {args.runs} pairs of runs; peak memory ours {statistics.median(memory[ours]):.0f} MiB, "
-          f"TRL {statistics.median(memory[peer]):.0f} MiB")  # fmt: skip
+    print(
+        f"{args.work}, model {args.model}: ours {medians[0]:.2f} {args.unit}, TRL {medians[1]:.2f} {args.unit}; median ratio {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f}) over {args.runs} pairs of runs; peak memory ours {statistics.median(memory[ours]):.0f} MiB, "
+        f"TRL {statistics.median(memory[peer]):.0f} MiB"
+    )
     least = {program: sum(map(min, zip(*seconds[program]))) for program in (ours, peer)}
-    fastest = [least[program] if start else results[program]["work"] / least[program] for program in (ours, peer)]
+    fastest = [
+        least[program] if start else results[program]["work"] / least[program]
+        for program in (ours, peer)
+    ]
     print(
         f"each update at its fastest: ours {fastest[0]:.2f} {args.unit}, TRL {fastest[1]:.2f} {args.unit}; ratio {fastest[0] / fastest[1]:.2f}"
     )
@@ -373,25 +545,43 @@ def compare(args) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("work", choices=["dpo", "sft", "reward", "ppo", "start"])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "preference-recipes-peers")
+    parser.add_argument(
+        "--folder", type=Path, default=Path.home() / ".cache" / "preference-recipes-peers"
+    )
     parser.add_argument("--model", choices=MODELS, default="head")
     parser.add_argument("--runs", type=int, default=5, help="pairs of runs")
-    parser.add_argument("--updates", type=int, default=None, help="of each run; default 12, 1 for start")
-    parser.add_argument("--window", type=int, default=None, help="samples of an update; default 64, 4 for start")
+    parser.add_argument(
+        "--updates", type=int, default=None, help="of each run; default 12, 1 for start"
+    )
+    parser.add_argument(
+        "--window", type=int, default=None, help="samples of an update; default 64, 4 for start"
+    )
     parser.add_argument("--micro", type=int, default=8)
-    parser.add_argument("--micro_tokens", type=int, default=0, help="ours cut by tokens instead, see --micro_train_tokens")
+    parser.add_argument(
+        "--micro_tokens",
+        type=int,
+        default=0,
+        help="ours cut by tokens instead, see --micro_train_tokens",
+    )
     parser.add_argument("--peer_micro", type=int, default=8)
     parser.add_argument("--peer_setting", choices=SAME_WINDOWS, default="plain")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--compile", action="store_true", help="ours by torch.compile, see docs/launching.md")
+    parser.add_argument(
+        "--compile", action="store_true", help="ours by torch.compile, see docs/launching.md"
+    )
     args = parser.parse_args()
     start = args.work == "start"
     args.recipe, args.folder = "dpo" if start else args.work, args.folder.resolve()
-    args.updates, args.window = args.updates or (1 if start else 12), args.window or (4 if start else 64)
+    args.updates, args.window = (
+        args.updates or (1 if start else 12),
+        args.window or (4 if start else 64),
+    )
     args.micro, args.peer_micro = min(args.micro, args.window), min(args.peer_micro, args.window)
     args.unit = {"start": "s", "sft": "tokens/s", "ppo": "samples/s"}.get(args.work, "pairs/s")
     if start and args.tune:
@@ -401,18 +591,27 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     args.peer_python = peer_python(args.folder, PEERS.get(args.recipe, PEER))
     of = f"from importlib.metadata import version; print(*(f'{{name}} {{version(name)}}' for name in {('trl', *SHARED)}), sep=', ')"
-    print(f"TRL's side: {subprocess.run([args.peer_python, '-c', of], capture_output=True, text=True, check=True).stdout.strip()}")
+    print(
+        f"TRL's side: {subprocess.run([args.peer_python, '-c', of], capture_output=True, text=True, check=True).stdout.strip()}"
+    )
     print(
         f"our side: {', '.join(f'{package} {version(package)}' for package in SHARED)}; Python {sys.version.split()[0]}, {args.threads} threads"
     )
     args.model_folder = make_model(args.folder, args.data, args.model)
-    windows = args.updates + (args.recipe == "ppo")  # TRL makes an update of each micro-batch when its data end: let them not end
-    args.files = make_data(args.folder, args.data, args.model_folder, args.recipe, args.window, windows, start)
+    windows = args.updates + (
+        args.recipe == "ppo"
+    )  # TRL makes an update of each micro-batch when its data end: let them not end
+    args.files = make_data(
+        args.folder, args.data, args.model_folder, args.recipe, args.window, windows, start
+    )
     if args.recipe == "reward":
         args.model_folder = make_scorer(args.model_folder)
     if args.recipe == "ppo":
         args.scorer_folder = make_scorer(args.model_folder)
-        args.model_folder = make_policy(args.model_folder, make_data(args.folder, args.data, args.model_folder, "ppo", 64, 4, False)[0])
+        args.model_folder = make_policy(
+            args.model_folder,
+            make_data(args.folder, args.data, args.model_folder, "ppo", 64, 4, False)[0],
+        )
     if args.tune:
         tune(args)
     sys.exit(not compare(args))

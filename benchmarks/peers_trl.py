@@ -30,7 +30,12 @@ class Log(TrainerCallback):
             return
         now = time.perf_counter()
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"global_step": state.global_step, **logs, "perf/seconds": now - self.since}) + "\n")
+            file.write(
+                json.dumps(
+                    {"global_step": state.global_step, **logs, "perf/seconds": now - self.since}
+                )
+                + "\n"
+            )
         self.since = now
 
 
@@ -42,15 +47,17 @@ class Draws:
 
     def start(self, *args, **kwargs):
         """In the place of the policy's `generate`: one call is a rollout."""
-        self.uniforms = torch.from_numpy(np.random.default_rng([self.seed, self.rollouts, 1]).random(self.size))
+        self.uniforms = torch.from_numpy(
+            np.random.default_rng([self.seed, self.rollouts, 1]).random(self.size)
+        )
         self.rollouts, self.step = self.rollouts + 1, 0
         return self.generate(*args, **kwargs)
 
     def __call__(self, probs, num_samples):
         cumulative, self.step = probs.double().cumsum(-1), self.step + 1
-        return torch.searchsorted(cumulative, self.uniforms[:, self.step - 1, None] * cumulative[:, -1:], right=True).clamp(
-            max=probs.shape[1] - 1
-        )
+        return torch.searchsorted(
+            cumulative, self.uniforms[:, self.step - 1, None] * cumulative[:, -1:], right=True
+        ).clamp(max=probs.shape[1] - 1)
 
 
 def ppo(settings: dict):
@@ -61,18 +68,41 @@ def ppo(settings: dict):
 
     args, dtype = PPOConfig(**settings["config"]), torch.float32
     tokenizer = AutoTokenizer.from_pretrained(settings["model"], padding_side="left")
-    policy, reference = (AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype) for _ in range(2))
-    critic, reward = (AutoModelForSequenceClassification.from_pretrained(settings["scorer"], dtype=dtype, num_labels=1) for _ in range(2))
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype) for _ in range(2)
+    )
+    critic, reward = (
+        AutoModelForSequenceClassification.from_pretrained(
+            settings["scorer"], dtype=dtype, num_labels=1
+        )
+        for _ in range(2)
+    )
     data = load_dataset("json", data_files=settings["data"], split="train")
-    data = data.map(lambda row: {"input_ids": tokenizer(row["prompt"]).input_ids}, remove_columns=data.column_names)
-    draws = Draws(policy.generate, args.seed, settings["config"]["local_rollout_forward_batch_size"], args.response_length)
+    data = data.map(
+        lambda row: {"input_ids": tokenizer(row["prompt"]).input_ids},
+        remove_columns=data.column_names,
+    )
+    draws = Draws(
+        policy.generate,
+        args.seed,
+        settings["config"]["local_rollout_forward_batch_size"],
+        args.response_length,
+    )
     policy.generate, torch.multinomial = draws.start, draws
     loader = module.DataLoader
-    module.DataLoader = lambda dataset, shuffle=False, **kwargs: loader(dataset or [], **kwargs)  # no evaluation: an empty set
+    module.DataLoader = lambda dataset, shuffle=False, **kwargs: loader(
+        dataset or [], **kwargs
+    )  # no evaluation: an empty set
     return PPOTrainer(
-        args=args, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward, value_model=critic, train_dataset=data,
+        args=args,
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=reference,
+        reward_model=reward,
+        value_model=critic,
+        train_dataset=data,
         callbacks=[Log(settings["log"])],
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
@@ -92,7 +122,12 @@ def main() -> None:
         from trl import RewardConfig as Config
         from trl import RewardTrainer as Trainer
     data = load_dataset("json", data_files=settings["data"], split="train")
-    trainer = Trainer(model=settings["model"], args=Config(**settings["config"]), train_dataset=data, callbacks=[Log(settings["log"])])
+    trainer = Trainer(
+        model=settings["model"],
+        args=Config(**settings["config"]),
+        train_dataset=data,
+        callbacks=[Log(settings["log"])],
+    )
     trainer.train()
 
 

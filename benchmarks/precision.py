@@ -35,11 +35,33 @@ from common import ASSETS, REPOSITORY
 from common.memory import GIB, count_parameters, read_setup, table
 
 OOM = "out of memory"
-OOM_SIGNS = ("OutOfMemoryError: ", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")  # of torch, of CUDA, of its libraries
+OOM_SIGNS = (
+    "OutOfMemoryError: ",
+    "CUDA error: out of memory",
+    "STATUS_ALLOC_FAILED",
+)  # of torch, of CUDA, of its libraries
 MODELS = {  # the dimensions of Qwen2.5-0.5B and Qwen2.5-3B
-    "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, vocab_size=151936),
-    "3B": dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, vocab_size=151936),
-    "tiny": dict(hidden_size=128, intermediate_size=688, num_hidden_layers=3, num_attention_heads=4, vocab_size=264),
+    "0.5B": dict(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        vocab_size=151936,
+    ),
+    "3B": dict(
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        vocab_size=151936,
+    ),
+    "tiny": dict(
+        hidden_size=128,
+        intermediate_size=688,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=264,
+    ),
 }
 LAUNCHES = {  # config and flags, which peak of PEAKS
     "fp32": (["single_gpu.yaml", "--mixed_precision", "no"], 0),
@@ -50,11 +72,35 @@ LAUNCHES = {  # config and flags, which peak of PEAKS
 }
 # FLOP/s in fp32, TF32 and half precision by part of the GPU's name, without sparsity. NVIDIA's data sheets of H100, H200 (SXM) and A100;
 # those of H100 and H200 give TF32 and half precision with sparsity, which is twice this. Other forms of Hopper are slower.
-PEAKS = {"H100": (67e12, 494e12, 989e12), "H200": (67e12, 494e12, 989e12), "A100": (19.5e12, 156e12, 312e12)}
+PEAKS = {
+    "H100": (67e12, 494e12, 989e12),
+    "H200": (67e12, 494e12, 989e12),
+    "A100": (19.5e12, 156e12, 312e12),
+}
 SLOWER = ("H100 PCIe", "NVL", "MIG")
-STATES = ("frozen", "weights", "gradients", "masters", "Adam")  # what is none of these is a copy or buffer
-HEADER = ("precision", "micro-batch", "peak", "reference", "weights", "gradients", "masters", "Adam", "copies", "activations etc.",
-          "step's states", "tokens/s", "x fp32", "MFU")  # fmt: skip
+STATES = (
+    "frozen",
+    "weights",
+    "gradients",
+    "masters",
+    "Adam",
+)  # what is none of these is a copy or buffer
+HEADER = (
+    "precision",
+    "micro-batch",
+    "peak",
+    "reference",
+    "weights",
+    "gradients",
+    "masters",
+    "Adam",
+    "copies",
+    "activations etc.",
+    "step's states",
+    "tokens/s",
+    "x fp32",
+    "MFU",
+)
 LEGEND = """
 Memory in GiB. peak: the most that torch had allocated at once since the process began (torch.cuda.max_memory_allocated; nothing resets it between
 log lines), in the last line. reference to copies: the estimate of common.memory at the end of a forward, not measured. activations etc.: peak
@@ -70,10 +116,19 @@ def prepare(names: list[str], folder: Path) -> tuple[str | None, int]:
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "model")
     for name in names:
         if not (folder / name / "tokenizer.json").is_file():  # written last
-            config = AutoConfig.for_model("qwen2", **MODELS[name], num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32768,
-                                          eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+            config = AutoConfig.for_model(
+                "qwen2",
+                **MODELS[name],
+                num_key_value_heads=2,
+                tie_word_embeddings=True,
+                max_position_embeddings=32768,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
             with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-                AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / name)
+                AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+                    folder / name
+                )
             tokenizer.save_pretrained(folder / name)
     if not torch.cuda.is_available():
         return None, 0
@@ -85,14 +140,27 @@ def write_rows(path: Path, recipe: str, rows: int, length: int) -> None:
     """One window. The embedded tokenizer makes a token of every letter; what is too long is cut to `--max_length`."""
     draw = random.Random(0)
     text = lambda: "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=length))
-    row = lambda: {"text": text()} if recipe == "sft" else {"prompt": "a", "chosen": text(), "rejected": text()}
+    row = lambda: (
+        {"text": text()}
+        if recipe == "sft"
+        else {"prompt": "a", "chosen": text(), "rejected": text()}
+    )
     path.write_text("".join(json.dumps(row()) + "\n" for _ in range(rows)), encoding="utf-8")
 
 
 def run(args, model: str, recipe: str, precision: str, micro: int) -> dict:
     """`{speed, peak, skipped}` of one run of a recipe, or `{problem}`; taken from the folder if it was made before."""
-    out = args.folder / f"{model}-{recipe}-{precision}-{micro}-{args.length}-{args.updates}".replace(", ", "-").replace(" ", "-")
-    result, log, rows = out.with_suffix(".json"), out.with_suffix(".log"), args.folder / f"{recipe}-{micro}-{args.length}.jsonl"
+    out = (
+        args.folder
+        / f"{model}-{recipe}-{precision}-{micro}-{args.length}-{args.updates}".replace(
+            ", ", "-"
+        ).replace(" ", "-")
+    )
+    result, log, rows = (
+        out.with_suffix(".json"),
+        out.with_suffix(".log"),
+        args.folder / f"{recipe}-{micro}-{args.length}.jsonl",
+    )
     if result.is_file():
         return json.loads(result.read_text())
     if time.monotonic() > args.end:
@@ -100,21 +168,58 @@ def run(args, model: str, recipe: str, precision: str, micro: int) -> dict:
     shutil.rmtree(out, ignore_errors=True)
     write_rows(rows, recipe, 2 * micro, args.length)
     (config, *flags), tf32 = LAUNCHES[precision][0], str(int(precision == "fp32, TF32"))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", REPOSITORY / "accelerate_configs" / config, *flags,
-               "--num_processes", 1, "--main_process_port", 0, REPOSITORY / "recipes" / f"{recipe}.py", "--model_name_or_path", args.folder / model,
-               "--dataset_name", rows, "--output_dir", out, "--train_batch_size", 2 * micro, "--micro_train_batch_size", micro,
-               "--max_length", args.length, "--max_steps", args.updates, "--report_to", "none"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        REPOSITORY / "accelerate_configs" / config,
+        *flags,
+        "--num_processes",
+        1,
+        "--main_process_port",
+        0,
+        REPOSITORY / "recipes" / f"{recipe}.py",
+        "--model_name_or_path",
+        args.folder / model,
+        "--dataset_name",
+        rows,
+        "--output_dir",
+        out,
+        "--train_batch_size",
+        2 * micro,
+        "--micro_train_batch_size",
+        micro,
+        "--max_length",
+        args.length,
+        "--max_steps",
+        args.updates,
+        "--report_to",
+        "none",
+    ]
     # torch's own default is no TF32, which NVIDIA's containers change by this variable.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY), "HF_DATASETS_CACHE": str(args.folder / "datasets"),
-                   "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": tf32, **({"CUDA_VISIBLE_DEVICES": ""} if args.tiny else {})}  # fmt: skip
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "HF_DATASETS_CACHE": str(args.folder / "datasets"),
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": tf32,
+        **({"CUDA_VISIBLE_DEVICES": ""} if args.tiny else {}),
+    }
     lines, deadline = [], time.monotonic() + 300
     with open(log, "w", encoding="utf-8") as file:
-        launcher = psutil.Popen([*map(str, command)], cwd=REPOSITORY, env=environment, stdout=file, stderr=file)
+        launcher = psutil.Popen(
+            [*map(str, command)], cwd=REPOSITORY, env=environment, stdout=file, stderr=file
+        )
     try:
         while len(lines) < args.updates and time.monotonic() < deadline:
             ended = launcher.poll() is not None
-            with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # not there yet, half a line
-                lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+            with contextlib.suppress(
+                FileNotFoundError, json.JSONDecodeError
+            ):  # not there yet, half a line
+                lines = [
+                    json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()
+                ]
             if ended:
                 break
             time.sleep(0.2)
@@ -126,10 +231,16 @@ def run(args, model: str, recipe: str, precision: str, micro: int) -> dict:
             psutil.wait_procs(processes)
     if len(lines) >= args.updates:
         speeds = [line["perf/tokens_per_second"] for line in lines[-(args.updates // 2) :]]
-        found = {"speed": statistics.median(speeds), "peak": lines[-1].get("perf/peak_memory_gib"), "skipped": lines[-1]["skipped_steps"]}
+        found = {
+            "speed": statistics.median(speeds),
+            "peak": lines[-1].get("perf/peak_memory_gib"),
+            "skipped": lines[-1]["skipped_steps"],
+        }
     else:
         text = log.read_text(errors="replace")
-        found = {"problem": OOM if any(sign in text for sign in OOM_SIGNS) else f"failed, see {log}"}
+        found = {
+            "problem": OOM if any(sign in text for sign in OOM_SIGNS) else f"failed, see {log}"
+        }
         if found["problem"] != OOM:
             print(text[-3000:], file=sys.stderr)
     shutil.rmtree(out, ignore_errors=True)  # part of an actor may be there
@@ -152,7 +263,11 @@ def search(run_one, sizes: list[int], start: int, room: float, states: float) ->
         if done[size].get("problem", OOM) != OOM:
             break
         fits = max((s for s, found in done.items() if "speed" in found), default=0)
-        untried = [s for s in sizes if s > fits and all(s < bad for bad, found in done.items() if "problem" in found)]
+        untried = [
+            s
+            for s in sizes
+            if s > fits and all(s < bad for bad, found in done.items() if "problem" in found)
+        ]
         if fits and room:  # memory grows by a fixed amount with each row
             most = (room - states) / max(done[fits]["peak"] - states, 1e-9) * fits
             size = max((s for s in untried if s <= most), default=min(untried, default=0))
@@ -169,7 +284,9 @@ def states_gib(precision: str, folder: Path, recipe: str) -> tuple[dict[str, flo
     setup = setup._replace(precision="no") if flags else setup
     parameters, unit, _ = count_parameters(str(folder))
     result, step = dict.fromkeys([*STATES, "copies"], 0.0), 0.0
-    for _where, name, _formula, forward, _backward, in_step in table(setup, parameters, unit, 1, int(recipe == "dpo")):
+    for _where, name, _formula, forward, _backward, in_step in table(
+        setup, parameters, unit, 1, int(recipe == "dpo")
+    ):
         if name != "sum":
             result[next((state for state in STATES if state in name), "copies")] += forward / GIB
             step += in_step / GIB
@@ -179,7 +296,14 @@ def states_gib(precision: str, folder: Path, recipe: str) -> tuple[dict[str, flo
 def compare(args, model: str, recipe: str, gpu: str | None, memory: int) -> bool:
     """Runs, and prints a table as it grows, then what is to be seen in it; False where something is missing."""
     parameters, flop = count_parameters(str(args.folder / model))[0], 6 if recipe == "sft" else 8
-    peaks = next((peaks for key, peaks in PEAKS.items() if key in (gpu or "") and not any(name in gpu for name in SLOWER)), None)
+    peaks = next(
+        (
+            peaks
+            for key, peaks in PEAKS.items()
+            if key in (gpu or "") and not any(name in gpu for name in SLOWER)
+        ),
+        None,
+    )
     print(f"\n### {recipe}, {model}: {parameters:,} parameters, rows of {args.length} tokens\n")
     print(f"| {' | '.join(HEADER)} |\n|{' --- |' * len(HEADER)}")
     everything, fitted, notes = {}, {}, []
@@ -188,50 +312,99 @@ def compare(args, model: str, recipe: str, gpu: str | None, memory: int) -> bool
         start = max(fitted.get("fp32", {}), default=args.micro[0])
         one, constant = partial(run, args, model, recipe, precision), sum(states.values())
         everything[precision] = results = search(one, args.micro, start, memory / GIB, constant)
-        fitted[precision] = fits = {size: result for size, result in results.items() if "speed" in result}
+        fitted[precision] = fits = {
+            size: result for size, result in results.items() if "speed" in result
+        }
         fastest = max((result["speed"] for result in fitted["fp32"].values()), default=float("nan"))
         for size, result in results.items():
             cells = [result.get("problem", ""), *["-"] * (len(HEADER) - 3)]
             if size in fits:
                 if result["peak"]:
-                    result |= {"weights": states["weights"], "activations": result["peak"] - constant}
-                    cells[:9] = [f"{gib:.1f}" for gib in (result["peak"], *states.values(), result["activations"], step)]
+                    result |= {
+                        "weights": states["weights"],
+                        "activations": result["peak"] - constant,
+                    }
+                    cells[:9] = [
+                        f"{gib:.1f}"
+                        for gib in (result["peak"], *states.values(), result["activations"], step)
+                    ]
                 used = f"{flop * parameters * result['speed'] / peaks[kind]:.1%}" if peaks else "-"
-                cells[0], cells[9:] = cells[0] or "-", [f"{result['speed']:,.0f}", f"{result['speed'] / fastest:.2f}", used]
+                cells[0], cells[9:] = (
+                    cells[0] or "-",
+                    [f"{result['speed']:,.0f}", f"{result['speed'] / fastest:.2f}", used],
+                )
             skipped = f" ({result['skipped']} skipped)" if result.get("skipped") else ""
             print(f"| {precision}{skipped} | {size} | {' | '.join(cells)} |", flush=True)
         note = f"- {precision}: largest micro-batch that fitted {max(fits, default='none')}, tried {', '.join(map(str, results))}"
         common = max(fits.keys() & fitted["fp32"].keys(), default=0)
         if common and precision != "fp32":
             note += f"; best tokens/s {max(result['speed'] for result in fits.values()) / fastest:.2f} x fp32's best{' (goal: 1.5)' if memory else ''}"
-            parts = [f"{key} {fits[common][key] / fitted['fp32'][common][key]:.2f}" for key in ("weights", "activations", "peak") if memory]
+            parts = [
+                f"{key} {fits[common][key] / fitted['fp32'][common][key]:.2f}"
+                for key in ("weights", "activations", "peak")
+                if memory
+            ]
             note += f"; at micro-batch {common} of fp32's: {', '.join(parts)}" if parts else ""
         notes.append(note)
     print("", *notes, sep="\n", flush=True)
-    return all(result.get("problem", OOM) == OOM for results in everything.values() for result in results.values())
+    return all(
+        result.get("problem", OOM) == OOM
+        for results in everything.values()
+        for result in results.values()
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.5B", "3B"])
     parser.add_argument("--recipes", nargs="+", choices=["sft", "dpo"], default=["sft", "dpo"])
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--updates", type=int, default=8)
-    parser.add_argument("--micro", nargs="+", type=int, default=[2, 4, 8, 16, 32, 64, 128], help="micro-batch sizes to choose from")
-    parser.add_argument("--budget", type=float, default=480, help="seconds after which no run is started")
-    parser.add_argument("--folder", type=Path, help="keeps models and results, which another call takes up; default: a temporary one")
-    parser.add_argument("--tiny", action="store_true", help="a model of a million parameters on the CPU")
+    parser.add_argument(
+        "--micro",
+        nargs="+",
+        type=int,
+        default=[2, 4, 8, 16, 32, 64, 128],
+        help="micro-batch sizes to choose from",
+    )
+    parser.add_argument(
+        "--budget", type=float, default=480, help="seconds after which no run is started"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="keeps models and results, which another call takes up; default: a temporary one",
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of a million parameters on the CPU"
+    )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run in progress is ended, too
-    args.end, args.tiny, args.micro = time.monotonic() + args.budget, args.tiny or not torch.cuda.is_available(), sorted(args.micro)
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that a run in progress is ended, too
+    args.end, args.tiny, args.micro = (
+        time.monotonic() + args.budget,
+        args.tiny or not torch.cuda.is_available(),
+        sorted(args.micro),
+    )
     if args.tiny:
         args.models, args.length, args.updates, args.micro = ["tiny"], 64, 4, [2]
     with contextlib.ExitStack() as stack:
-        args.folder = (args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))).resolve()
+        args.folder = (
+            args.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ).resolve()
         args.folder.mkdir(parents=True, exist_ok=True)
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             gpu, memory = pool.submit(prepare, args.models, args.folder).result()
-        print(", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate", "deepspeed")), end="; ")
+        print(
+            ", ".join(
+                f"{name} {version(name)}"
+                for name in ("torch", "transformers", "accelerate", "deepspeed")
+            ),
+            end="; ",
+        )
         if args.tiny:
             gpu, memory = None, 0
             print(
@@ -239,7 +412,11 @@ def main() -> None:
             )
         else:
             print(f"{gpu}, {memory / GIB:.0f} GiB")
-        complete = [compare(args, model, recipe, gpu, memory) for model in args.models for recipe in args.recipes]
+        complete = [
+            compare(args, model, recipe, gpu, memory)
+            for model in args.models
+            for recipe in args.recipes
+        ]
         print(LEGEND)
     sys.exit(not all(complete))
 

@@ -20,25 +20,53 @@ def run(config: str, recipe: str, output_dir: Path, *flags: str) -> tuple[dict, 
     """Runs a recipe with its demo's arguments and these flags; the first and the last evaluation, and the seconds it took."""
     start = time.time()
     defaults = [str(ASSETS / f"{recipe}.yaml"), *flags, "--output_dir", str(output_dir)]
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, str(REPOSITORY / "recipes" / f"{recipe}.py")]
-    subprocess.run([*launcher, *(arg.replace("{assets}", str(ASSETS)) for arg in defaults)], check=True)
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    launcher = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        config,
+        str(REPOSITORY / "recipes" / f"{recipe}.py"),
+    ]
+    subprocess.run(
+        [*launcher, *(arg.replace("{assets}", str(ASSETS)) for arg in defaults)], check=True
+    )
+    lines = [
+        json.loads(line)
+        for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     evaluations = [line for line in lines if "loss" not in line]
     return evaluations[0], evaluations[-1], time.time() - start
 
 
 def main() -> None:
-    config = sys.argv[1] if len(sys.argv) > 1 else str(REPOSITORY / "accelerate_configs" / "ds_fp16.yaml")
-    folder = Path(sys.argv[2] if len(sys.argv) > 2 else f"runs/rlhf/{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    config = (
+        sys.argv[1]
+        if len(sys.argv) > 1
+        else str(REPOSITORY / "accelerate_configs" / "ds_fp16.yaml")
+    )
+    folder = Path(
+        sys.argv[2] if len(sys.argv) > 2 else f"runs/rlhf/{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    )
     sft, reward = folder / "sft", folder / "reward"
     # SFT is stopped early, so that rewards and preferences have room to win.
     stages = {
         "sft": run(config, "sft", sft, "--max_steps", "20", "--warmup_steps", "0"),
         "reward": run(config, "reward", reward),
-        "ppo": run(config, "ppo", folder / "ppo", "--model_name_or_path", f"{sft}/actor", "--reward_function", "",
-                   "--reward_model_name_or_path", f"{reward}/actor", "--normalize_reward"),
+        "ppo": run(
+            config,
+            "ppo",
+            folder / "ppo",
+            "--model_name_or_path",
+            f"{sft}/actor",
+            "--reward_function",
+            "",
+            "--reward_model_name_or_path",
+            f"{reward}/actor",
+            "--normalize_reward",
+        ),
         "dpo": run(config, "dpo", folder / "dpo", "--model_name_or_path", f"{sft}/actor"),
-    }  # fmt: skip
+    }
     print("\n| recipe | held-out | before | after | seconds |\n| --- | --- | --- | --- | --- |")
     for recipe, (before, after, seconds) in stages.items():
         name = "eval/accuracy" if recipe == "reward" else "eval/exact_match"

@@ -13,9 +13,21 @@ from common.memory import GIB, Setup, table
 PEAK = 989e12  # FLOP/s of an H100 SXM, dense bf16
 UTILIZATION = 0.40  # of PEAK, in the matrix products of training and of long prompts: an assumption
 MEMORY = 3.35e12  # bytes/s, H100 SXM
-LINKS = {"NVLink": 360e9, "400 Gb/s": 40e9, "200 Gb/s": 20e9}  # bytes/s a GPU sends: 80 % of 450, 50 and 25 GB/s
-MODELS = {"0.5 B": (0.5e9, 12e3), "7 B": (7e9, 57e3), "70 B": (70e9, 328e3)}  # parameters, bytes of keys and values a token
-ROWS, LENGTH, MICRO = 512, 1024, 8  # sequences of a window, their tokens, sequences of a micro-batch
+LINKS = {
+    "NVLink": 360e9,
+    "400 Gb/s": 40e9,
+    "200 Gb/s": 20e9,
+}  # bytes/s a GPU sends: 80 % of 450, 50 and 25 GB/s
+MODELS = {
+    "0.5 B": (0.5e9, 12e3),
+    "7 B": (7e9, 57e3),
+    "70 B": (70e9, 328e3),
+}  # parameters, bytes of keys and values a token
+ROWS, LENGTH, MICRO = (
+    512,
+    1024,
+    8,
+)  # sequences of a window, their tokens, sequences of a micro-batch
 LIVE = SUB_GROUP = 10**9  # DeepSpeed's defaults, in elements, as is
 BUCKET = 500_000_000
 LAUNCHES = {
@@ -34,21 +46,44 @@ def compute_seconds(parameters: float, tokens: float, flops: float = 8) -> float
 
 def sent_bytes(launch: str, parameters: float, processes: int, accumulation: int) -> float:
     """What each GPU sends for one update, in the proportions that benchmarks/communication.py counts."""
-    gathers = 2 if parameters <= LIVE else 4  # ZeRO-3 gathers once a micro-batch where all stays gathered until the backward
-    each, once = {"DDP": (0, 8), "ZeRO-1": (0, 6), "ZeRO-2": (4, 2), "ZeRO-3": (gathers + 2, 0), "FSDP2": (4, 4)}[launch]
+    gathers = (
+        2 if parameters <= LIVE else 4
+    )  # ZeRO-3 gathers once a micro-batch where all stays gathered until the backward
+    each, once = {
+        "DDP": (0, 8),
+        "ZeRO-1": (0, 6),
+        "ZeRO-2": (4, 2),
+        "ZeRO-3": (gathers + 2, 0),
+        "FSDP2": (4, 4),
+    }[launch]
     return (each * accumulation + once) * parameters * (processes - 1) / processes
 
 
-def update_seconds(launch: str, parameters: float, processes: int, link: str) -> tuple[float, float]:
+def update_seconds(
+    launch: str, parameters: float, processes: int, link: str
+) -> tuple[float, float]:
     """Best and worst time of one update of ROWS sequences."""
     work = compute_seconds(parameters, ROWS * LENGTH / processes)
     talk = sent_bytes(launch, parameters, processes, ROWS // (MICRO * processes)) / LINKS[link]
     return max(work, talk), work + talk
 
 
-def states_gib(launch: str, parameters: float, processes: int, accumulates: bool, trained: int = 1, frozen: int = 0) -> float:
+def states_gib(
+    launch: str,
+    parameters: float,
+    processes: int,
+    accumulates: bool,
+    trained: int = 1,
+    frozen: int = 0,
+) -> float:
     """The most that the states take on a GPU at any of common.memory's three moments."""
-    rows = table(LAUNCHES[launch](processes)._replace(accumulates=accumulates), int(parameters), 0, trained, frozen)
+    rows = table(
+        LAUNCHES[launch](processes)._replace(accumulates=accumulates),
+        int(parameters),
+        0,
+        trained,
+        frozen,
+    )
     return max(next(row[3:] for row in rows if row[:2] == ("GPU", "sum"))) / GIB
 
 
@@ -60,7 +95,9 @@ def decode_seconds(parameters: float, cache: float, rows: int, tokens: int, prom
 
 
 def main() -> None:
-    print(f"computed, not measured: {ROWS} sequences of {LENGTH} tokens an update, micro-batches of {MICRO}, gradient checkpointing\n")
+    print(
+        f"computed, not measured: {ROWS} sequences of {LENGTH} tokens an update, micro-batches of {MICRO}, gradient checkpointing\n"
+    )
     print(
         "| model | launch | states, GiB a GPU: 1 | 8 | 64 | update, s: 1 GPU | 8 GPUs, NVLink | 64 GPUs, 400 Gb/s | 64 GPUs, 200 Gb/s | speed-up of 64, 400 Gb/s |"
     )
@@ -68,39 +105,68 @@ def main() -> None:
     for name, (parameters, _) in MODELS.items():
         alone = compute_seconds(parameters, ROWS * LENGTH)
         for launch in LAUNCHES:
-            sizes = " | ".join(f"{states_gib(launch, parameters, n, n * MICRO < ROWS):,.0f}" for n in (1, 8, 64))
-            times = [update_seconds(launch, parameters, n, link) for n, link in ((8, "NVLink"), (64, "400 Gb/s"), (64, "200 Gb/s"))]
+            sizes = " | ".join(
+                f"{states_gib(launch, parameters, n, n * MICRO < ROWS):,.0f}" for n in (1, 8, 64)
+            )
+            times = [
+                update_seconds(launch, parameters, n, link)
+                for n, link in ((8, "NVLink"), (64, "400 Gb/s"), (64, "200 Gb/s"))
+            ]
             cells = " | ".join(f"{best:.2f} to {worst:.2f}" for best, worst in times)
-            print(f"| {name} | {launch} | {sizes} | {alone:.1f} | {cells} | {alone / times[1][1]:.0f} to {alone / times[1][0]:.0f} |")
+            print(
+                f"| {name} | {launch} | {sizes} | {alone:.1f} | {cells} | {alone / times[1][1]:.0f} to {alone / times[1][0]:.0f} |"
+            )
 
     print(
         "\n| launch | GB sent by a GPU for each billion parameters: 8 GPUs, 8 micro-batches | 64 GPUs, 1 micro-batch | 64 GPUs, 8 micro-batches |"
     )
     print("|" + " --- |" * 4)
     for launch in LAUNCHES:
-        cells = " | ".join(f"{sent_bytes(launch, 1.001e9, n, steps) / 1.001e9:.1f}" for n, steps in ((8, 8), (64, 1), (64, 8)))
+        cells = " | ".join(
+            f"{sent_bytes(launch, 1.001e9, n, steps) / 1.001e9:.1f}"
+            for n, steps in ((8, 8), (64, 1), (64, 8))
+        )
         print(f"| {launch} | {cells} |")
 
-    print("\n| model | responses at once | decode 512 tokens, s | score and learn, s | share of generation |\n|" + " --- |" * 5)
+    print(
+        "\n| model | responses at once | decode 512 tokens, s | score and learn, s | share of generation |\n|"
+        + " --- |" * 5
+    )
     for name, (parameters, cache) in MODELS.items():
         for rows in (8, 32, 128):
             decode = decode_seconds(parameters, cache, rows, 512, 512)
             # Actor and critic learn (8 each); before it policy, critic, reference and reward model read the responses once (2 each).
             learn = compute_seconds(parameters, rows * LENGTH, 2 * 8 + 4 * 2)
-            print(f"| {name} | {rows} | {decode:.1f} | {learn:.1f} | {decode / (decode + learn):.0%} |")
+            print(
+                f"| {name} | {rows} | {decode:.1f} | {learn:.1f} | {decode / (decode + learn):.0%} |"
+            )
 
-    print("\n| model | whole actor, GB | gather it once, s: 8 GPUs, NVLink | 64 GPUs, 400 Gb/s | 64 GPUs, 200 Gb/s |\n|" + " --- |" * 5)
+    print(
+        "\n| model | whole actor, GB | gather it once, s: 8 GPUs, NVLink | 64 GPUs, 400 Gb/s | 64 GPUs, 200 Gb/s |\n|"
+        + " --- |" * 5
+    )
     for name, (parameters, _) in MODELS.items():
         times = " | ".join(
-            f"{2 * parameters * (n - 1) / n / LINKS[link]:.2f}" for n, link in ((8, "NVLink"), (64, "400 Gb/s"), (64, "200 Gb/s"))
+            f"{2 * parameters * (n - 1) / n / LINKS[link]:.2f}"
+            for n, link in ((8, "NVLink"), (64, "400 Gb/s"), (64, "200 Gb/s"))
         )
         print(f"| {name} | {2 * parameters / 1e9:.0f} | {times} |")
 
     print("\n| model | launch | 1 GPU | 8 GPUs | 64 GPUs |\n|" + " --- |" * 5)
     for name, parameters in {"0.5 B": 0.5e9, "3 B": 3e9, "8 B": 8e9, "70 B": 70e9}.items():
         for launch in LAUNCHES:
-            sizes = [[states_gib(launch, parameters, n, True, *models) for models in ((1, 0), (1, 1), (2, 2))] for n in (1, 8, 64)]
-            print(f"| {name} | {launch} | " + " | ".join(" / ".join(f"{size:,.0f}" for size in cell) for cell in sizes) + " |")
+            sizes = [
+                [
+                    states_gib(launch, parameters, n, True, *models)
+                    for models in ((1, 0), (1, 1), (2, 2))
+                ]
+                for n in (1, 8, 64)
+            ]
+            print(
+                f"| {name} | {launch} | "
+                + " | ".join(" / ".join(f"{size:,.0f}" for size in cell) for cell in sizes)
+                + " |"
+            )
 
 
 if __name__ == "__main__":

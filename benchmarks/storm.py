@@ -23,20 +23,71 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from runs import LAUNCHERS, config_launcher, kill, recipe, start, timeless, tiny_inputs, weights
 
 WAYS = {**LAUNCHERS, "ds_fp16": config_launcher("ds_fp16")}
-STEPS = ["--max_steps", 40, "--train_batch_size", 8, "--micro_train_batch_size", 2, "--learning_rate", 0.01, "--logging_steps", 3,
-         "--save_steps", 2, "--save_total_limit", 2, "--report_to", "none", "--resume", "auto"]  # fmt: skip
-PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2, "--kl_target", 1,
-       "--micro_rollout_batch_size", 8, "--max_new_tokens", 6, "--critic_learning_rate", 0.01, "--critic_warmup_rollouts", 2]  # fmt: skip
+STEPS = [
+    "--max_steps",
+    40,
+    "--train_batch_size",
+    8,
+    "--micro_train_batch_size",
+    2,
+    "--learning_rate",
+    0.01,
+    "--logging_steps",
+    3,
+    "--save_steps",
+    2,
+    "--save_total_limit",
+    2,
+    "--report_to",
+    "none",
+    "--resume",
+    "auto",
+]
+PPO = [
+    "--reward_function",
+    "common.rollout.rewards:answer_reward",
+    "--rollout_batch_size",
+    16,
+    "--num_epochs_per_rollout",
+    2,
+    "--kl_target",
+    1,
+    "--micro_rollout_batch_size",
+    8,
+    "--max_new_tokens",
+    6,
+    "--critic_learning_rate",
+    0.01,
+    "--critic_warmup_rollouts",
+    2,
+]
 
 
 def begin(folder: Path, name: str, way: str, output: Path) -> subprocess.Popen:
-    flags = ["--model_name_or_path", folder / "model", "--dataset_name", folder / f"{name}.jsonl", "--output_dir", output]
+    flags = [
+        "--model_name_or_path",
+        folder / "model",
+        "--dataset_name",
+        folder / f"{name}.jsonl",
+        "--output_dir",
+        output,
+    ]
     with open(f"{output}.log", "a") as log:
         more = PPO if name == "ppo" else []
-        return start(WAYS[way], recipe(name), *flags, *STEPS, *more, env={"PYTHONUNBUFFERED": "1"}, stdout=log)
+        return start(
+            WAYS[way],
+            recipe(name),
+            *flags,
+            *STEPS,
+            *more,
+            env={"PYTHONUNBUFFERED": "1"},
+            stdout=log,
+        )
 
 
-def wait_and_kill(process: subprocess.Popen, output: Path, aimed: bool, chance: random.Random) -> str:
+def wait_and_kill(
+    process: subprocess.Popen, output: Path, aimed: bool, chance: random.Random
+) -> str:
     """Kills at a random instant after this process has come some checkpoints further; where it was then."""
     seen, wanted, last = set(), chance.randint(2, 4), time.time()
     while process.poll() is None and time.time() - last < 240:
@@ -50,7 +101,9 @@ def wait_and_kill(process: subprocess.Popen, output: Path, aimed: bool, chance: 
         return "ended"
     kill(process)
     files = [len([*path.rglob("*")]) for path in (output / "checkpoints").glob(".global_step_*")]
-    whole = sum((path / "manifest.json").exists() for path in (output / "checkpoints").glob("global_step_*"))
+    whole = sum(
+        (path / "manifest.json").exists() for path in (output / "checkpoints").glob("global_step_*")
+    )
     assert whole, f"{output}: killed after its first checkpoint, it has none"
     return f"{'in' if files else 'between'} saving"
 
@@ -61,31 +114,53 @@ def storm(folder: Path, name: str, way: str, kills: int, chance: random.Random) 
         sys.exit(f"the run never killed failed:\n{Path(f'{reference}.log').read_text()[-3000:]}")
     places = collections.Counter()
     for number in range(kills):
-        places[wait_and_kill(begin(folder, name, way, output), output, number % 2 == 0, chance)] += 1
+        places[
+            wait_and_kill(begin(folder, name, way, output), output, number % 2 == 0, chance)
+        ] += 1
     status = begin(folder, name, way, output).wait()
     log = Path(f"{output}.log").read_text()
     resumed, anew = log.count("resumed from"), log.count("starting from the beginning")
-    same = not status and torch.equal(weights(output), weights(reference)) and timeless(output) == timeless(reference)
+    same = (
+        not status
+        and torch.equal(weights(output), weights(reference))
+        and timeless(output) == timeless(reference)
+    )
     good = same and anew == 1 and resumed == kills
     at = ", ".join(f"{count} {place}" for place, count in places.items())
-    print(f"{'same' if good else 'DIFFERENT'}  {name:6} {way:8} killed {at}; resumed {resumed} times", flush=True)
+    print(
+        f"{'same' if good else 'DIFFERENT'}  {name:6} {way:8} killed {at}; resumed {resumed} times",
+        flush=True,
+    )
     if not good:
         print(log[-3000:], flush=True)
     return good
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipes", nargs="+", default=["sft", "dpo", "reward", "ppo"])
-    parser.add_argument("--ways", nargs="+", default=["plain", "ddp", "zero2", "zero3", "fsdp2", "ds_fp16"], choices=WAYS)
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=["plain", "ddp", "zero2", "zero3", "fsdp2", "ds_fp16"],
+        choices=WAYS,
+    )
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     chance = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
         tiny_inputs(Path(folder))
-        good = [storm(Path(folder), name, way, args.kills, chance) for name in args.recipes for way in args.ways]
-    print(f"{sum(good)} of {len(good)} the same as if never killed, {args.kills} kills each: {args.kills * len(good)} in all")
+        good = [
+            storm(Path(folder), name, way, args.kills, chance)
+            for name in args.recipes
+            for way in args.ways
+        ]
+    print(
+        f"{sum(good)} of {len(good)} the same as if never killed, {args.kills} kills each: {args.kills * len(good)} in all"
+    )
     sys.exit(not all(good))
 
 

@@ -18,7 +18,13 @@ from common import (  # noqa: E402
 )
 
 args = types.SimpleNamespace(
-    train_batch_size=2, micro_train_batch_size=1, micro_train_tokens=0, max_grad_norm=0.0, output_dir=sys.argv[1], resume="never", seed=0
+    train_batch_size=2,
+    micro_train_batch_size=1,
+    micro_train_tokens=0,
+    max_grad_norm=0.0,
+    output_dir=sys.argv[1],
+    resume="never",
+    seed=0,
 )
 accelerator = launch.make_accelerator(args, "growth")
 
@@ -26,7 +32,10 @@ accelerator = launch.make_accelerator(args, "growth")
 class Weights(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight, self.config = torch.nn.Parameter(torch.full((16,), 8.0)), types.SimpleNamespace(hidden_size=16)
+        self.weight, self.config = (
+            torch.nn.Parameter(torch.full((16,), 8.0)),
+            types.SimpleNamespace(hidden_size=16),
+        )
 
     def forward(self, factor):
         return (self.weight * factor).sum()
@@ -53,5 +62,8 @@ def updates() -> list[tuple[float, float, float]]:
 
 
 print("guarded", updates())
-DynamicLossScaler.update_scale, DynamicLossScaler.scale_loss = update_scale, LossScalerBase.scale_loss
+DynamicLossScaler.update_scale, DynamicLossScaler.scale_loss = (
+    update_scale,
+    LossScalerBase.scale_loss,
+)
 print("unguarded", updates())

@@ -17,7 +17,11 @@ import common.models.logprobs
 import common.progress
 import common.rollout.generation
 
-mode, windows, sys.argv = sys.argv[1], {int(number) for number in sys.argv[2].split(",") if number.isdigit()}, sys.argv[3:]
+mode, windows, sys.argv = (
+    sys.argv[1],
+    {int(number) for number in sys.argv[2].split(",") if number.isdigit()},
+    sys.argv[3:],
+)
 if "fixed" in mode:
 
     def canned(accelerator, prepared, model, tokenizer, prompts, *args, **kwargs):

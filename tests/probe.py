@@ -23,9 +23,14 @@ def probed(*args, **kwargs):
         "stage": engine.zero_optimization_stage(),
         "dtype": str(parameter.dtype),
         "optimizer": type(engine.basic_optimizer).__name__,
-        "offloaded": [engine.zero_offload_optimizer() is not None, engine.zero_offload_param() is not None],
+        "offloaded": [
+            engine.zero_offload_optimizer() is not None,
+            engine.zero_offload_param() is not None,
+        ],
         "scaler": {
-            name: getattr(scaler, name) for name in ("dynamic", "scale_window", "delayed_shift", "min_scale") if hasattr(scaler, name)
+            name: getattr(scaler, name)
+            for name in ("dynamic", "scale_window", "delayed_shift", "min_scale")
+            if hasattr(scaler, name)
         },
     }
     if engine.global_rank == 0:
@@ -37,9 +42,14 @@ def probed(*args, **kwargs):
 def dump(self):
     """Before the last call of a recipe: all updates are made, and the processes still reach each other."""
     parameters = dict(engines[0].module.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=engines[0].zero_optimization_stage() == 3):
+    with deepspeed.zero.GatheredParameters(
+        list(parameters.values()), enabled=engines[0].zero_optimization_stage() == 3
+    ):
         if engines[0].global_rank == 0:
-            torch.save({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}, f"{os.environ['PROBE']}.pt")
+            torch.save(
+                {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()},
+                f"{os.environ['PROBE']}.pt",
+            )
     close(self)
 
 

@@ -23,7 +23,9 @@ ASSETS = REPOSITORY / "assets"
 CONFIGS = Path(__file__).resolve().parent / "configs"
 PYTHON = ["-m", "accelerate.commands.launch"]
 TIMEOUT = 240  # seconds a launch may take: a hang is a failure
-ABORTED: list[str] = []  # launches that `launch` forgave, see there; conftest.py shows them at the end
+ABORTED: list[
+    str
+] = []  # launches that `launch` forgave, see there; conftest.py shows them at the end
 
 
 def deepspeed_launcher(path: Path, processes: int) -> list[str]:
@@ -46,23 +48,61 @@ LAUNCHERS = {
 
 def config_launcher(name: str, processes: int = 1) -> list[str]:
     """The launcher of one of the project's own YAMLs."""
-    return [*PYTHON, "--config_file", str(REPOSITORY / f"accelerate_configs/{name}.yaml"), "--num_processes", str(processes)]
+    return [
+        *PYTHON,
+        "--config_file",
+        str(REPOSITORY / f"accelerate_configs/{name}.yaml"),
+        "--num_processes",
+        str(processes),
+    ]
 
 
 def command_of(launcher: list[str], script: Path, *flags) -> list[str]:
     """What follows `python`, to start a script under a launcher."""
-    return [*launcher, *(["--main_process_port", "0"] if launcher else []), str(script), *map(str, flags)]
+    return [
+        *launcher,
+        *(["--main_process_port", "0"] if launcher else []),
+        str(script),
+        *map(str, flags),
+    ]
 
 
-def start(launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, env: dict | None = None, stdout=subprocess.PIPE):
+def start(
+    launcher: list[str],
+    script: Path,
+    *flags,
+    cwd: Path = REPOSITORY,
+    env: dict | None = None,
+    stdout=subprocess.PIPE,
+):
     """Starts a script under a launcher as a user does, offline, its stdout and stderr together."""
-    command, environment = [sys.executable, *command_of(launcher, script, *flags)], os.environ | warm.OFFLINE | (env or {})
-    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=stdout, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    command, environment = (
+        [sys.executable, *command_of(launcher, script, *flags)],
+        os.environ | warm.OFFLINE | (env or {}),
+    )
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
-def start_warm(launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, env: dict | None = None, output: str = os.devnull):
+def start_warm(
+    launcher: list[str],
+    script: Path,
+    *flags,
+    cwd: Path = REPOSITORY,
+    env: dict | None = None,
+    output: str = os.devnull,
+):
     """The same in processes that have the libraries already, see warm.py."""
-    return warm.Process(command_of(launcher, script, *flags), cwd, os.environ | warm.OFFLINE | (env or {}), output)
+    return warm.Process(
+        command_of(launcher, script, *flags), cwd, os.environ | warm.OFFLINE | (env or {}), output
+    )
 
 
 def workers(process: subprocess.Popen) -> list[int]:
@@ -101,11 +141,15 @@ def launch(
     if hung:
         raise AssertionError(f"hung for {TIMEOUT} s: {' '.join(process.args)}\n{output[-4000:]}")
     # torch's gloo threads now and then abort a process that has finished, while it exits (seen with torch 2.13, on CPUs).
-    aborted_at_exit = "\ndone: " in output and "terminate called without an active exception" in output
+    aborted_at_exit = (
+        "\ndone: " in output and "terminate called without an active exception" in output
+    )
     if process.returncode and aborted_at_exit:
         ABORTED.append(f"{os.environ.get('PYTEST_CURRENT_TEST', '')}: exit {process.returncode}")
     elif check and process.returncode:
-        raise AssertionError(f"exit {process.returncode}: {' '.join(process.args)}\n{output[-6000:]}")
+        raise AssertionError(
+            f"exit {process.returncode}: {' '.join(process.args)}\n{output[-6000:]}"
+        )
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
@@ -121,12 +165,16 @@ def refuses(*parts, call) -> None:
         said = refusal.code
     else:
         raise AssertionError(f"not refused: {parts}")
-    assert isinstance(said, str) and "\n" not in said and all(str(part) in said for part in parts), said
+    assert (
+        isinstance(said, str) and "\n" not in said and all(str(part) in said for part in parts)
+    ), said
 
 
 def lines(output_dir: Path) -> list[dict]:
     """All lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def without_timings(line: dict) -> dict:
@@ -178,7 +226,12 @@ def first_rows(path: Path, source: Path, rows: int) -> Path:
 def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
     """Rows of tokens and which of them are scored, `[rows, length]`, as `lay_out` gives them: entry t of what comes back is of token t."""
     before = (torch.arange(ids.numel(), device=ids.device).view(ids.shape) - 1).clamp(min=0)
-    return {"inputs": {"input_ids": ids}, "targets": ids[scored], "mask": scored, "before": before[scored]}
+    return {
+        "inputs": {"input_ids": ids},
+        "targets": ids[scored],
+        "mask": scored,
+        "before": before[scored],
+    }
 
 
 def letters(folder: Path, rows: int) -> Path:
@@ -186,7 +239,11 @@ def letters(folder: Path, rows: int) -> Path:
     tiny_llama(folder / "model")
     say = lambda role, text: [{"role": role, "content": text}]
     write_jsonl(
-        folder / "sft.jsonl", [{"messages": say("user", str(n)) + say("assistant", "ab"[n % 2] * (n % 5 + 1))} for n in range(rows)]
+        folder / "sft.jsonl",
+        [
+            {"messages": say("user", str(n)) + say("assistant", "ab"[n % 2] * (n % 5 + 1))}
+            for n in range(rows)
+        ],
     )
     return folder
 
@@ -196,8 +253,17 @@ def tiny_inputs(folder: Path) -> Path:
     tiny_llama(folder / "model", attention_dropout=0.2)
     say = lambda role, text: [{"role": role, "content": text}]
     words = [f"{n}{'x' * (n % 9)}" for n in range(44)]
-    pairs = [{"prompt": say("user", w), "chosen": say("assistant", w[::-1]), "rejected": say("assistant", w + "!")} for w in words]
-    write_jsonl(folder / "sft.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs])
+    pairs = [
+        {
+            "prompt": say("user", w),
+            "chosen": say("assistant", w[::-1]),
+            "rejected": say("assistant", w + "!"),
+        }
+        for w in words
+    ]
+    write_jsonl(
+        folder / "sft.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs]
+    )
     write_jsonl(folder / "dpo.jsonl", pairs)
     write_jsonl(folder / "reward.jsonl", pairs)
     write_jsonl(folder / "ppo.jsonl", [{"prompt": say("user", w), "answer": w} for w in words])

@@ -29,7 +29,12 @@ ENDS = {
     "qwen": "<|im_end|>",
     "smolvlm": "<end_of_utterance>",
 }
-OTHER_EOS = {"gemma": "<eos>", "gemma3": "<eos>", "phi3": "<|endoftext|>", "phi3_5": "<|endoftext|>"}
+OTHER_EOS = {
+    "gemma": "<eos>",
+    "gemma3": "<eos>",
+    "phi3": "<|endoftext|>",
+    "phi3_5": "<|endoftext|>",
+}
 
 # A template without any end, as Alpaca's; one that writes the date; one that thinks in the prompt and drops thoughts from history.
 ALPACA = (
@@ -49,7 +54,12 @@ THINKS = (
     "{% if add_generation_prompt %}{{ '[assistant]' }}{% if enable_thinking is not defined or enable_thinking %}{{ '<think>' }}{% endif %}{% endif %}"
 )
 OWN = {"own_alpaca": ALPACA, "own_dated": DATED, "own_thinks": THINKS}
-OWN_ENDS = {"glm4moe_training": "<|user|>", "own_alpaca": "<|endoftext|>", "own_dated": "<|im_end|>", "own_thinks": "[end]"}
+OWN_ENDS = {
+    "glm4moe_training": "<|user|>",
+    "own_alpaca": "<|endoftext|>",
+    "own_dated": "<|im_end|>",
+    "own_thinks": "[end]",
+}
 
 
 def folder() -> Path:
@@ -59,7 +69,9 @@ def folder() -> Path:
     if found is None or not list(found.glob("*.jinja")):
         if os.environ.get("NEWEST_VERSIONS") == "1":
             pytest.skip("the newest TRL has no chat_templates/*.jinja")
-        pytest.fail(f"no chat templates of TRL in {found}: pip install -c constraints.txt -e '.[test]'")
+        pytest.fail(
+            f"no chat templates of TRL in {found}: pip install -c constraints.txt -e '.[test]'"
+        )
     return found
 
 
@@ -81,7 +93,10 @@ def end_of(name: str) -> str:
     return next(end for beginning, end in ENDS.items() if name.startswith(beginning))
 
 
-CORPUS = ["one two three four five six seven. What is the capital of France?\n\nParis is the capital of France.\n", "\n\n\n\n think </think> thought"] * 20
+CORPUS = [
+    "one two three four five six seven. What is the capital of France?\n\nParis is the capital of France.\n",
+    "\n\n\n\n think </think> thought",
+] * 20
 
 
 @cache
@@ -92,14 +107,28 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
-    found = set(re.findall(r"<\|[\w/]+\|?>|<[\w/]+\|>|<\uff5c[^<>]+\uff5c>|</?s>|<(?:start|end)_of_\w+>|\[gMASK\]|<sop>|\[end\]", template))
+    backend.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    found = set(
+        re.findall(
+            r"<\|[\w/]+\|?>|<[\w/]+\|>|<\uff5c[^<>]+\uff5c>|</?s>|<(?:start|end)_of_\w+>|\[gMASK\]|<sop>|\[end\]",
+            template,
+        )
+    )
     end = end_of(name)
     base = name.removesuffix("_training")
     eos = OTHER_EOS.get(base, end)
     special = sorted(found | {end, eos, "<bos>", "<pad>"})
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    backend.add_tokens([AddedToken(token, normalized=False) for token in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token=eos, pad_token="<pad>")
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False)
+            for token in ("<think>", "</think>", "<tool_call>", "</tool_call>")
+        ]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token=eos, pad_token="<pad>"
+    )
     made.chat_template = template
     return made

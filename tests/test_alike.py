@@ -97,8 +97,12 @@ def load(name: str):
 def source(name: str) -> str:
     """The recipe's text, with one word for the model inside the prepared one and one line for each evaluation."""
     text = re.sub(r"\b(policy|scorer)\b", "UNWRAPPED", recipe(name).read_text())
-    text = text.replace("            update_sequences,\n", "            update_rows,\n")  # SFT's rows may hold several
-    evaluations = re.findall(r"metrics\.log_evaluation\(.*?\n?.*?\)\n(?=\s+(?:if |model\.train))", text, re.S)
+    text = text.replace(
+        "            update_sequences,\n", "            update_rows,\n"
+    )  # SFT's rows may hold several
+    evaluations = re.findall(
+        r"metrics\.log_evaluation\(.*?\n?.*?\)\n(?=\s+(?:if |model\.train))", text, re.S
+    )
     assert len(evaluations) == 2, "before the first update, and in the loop"
     for call in evaluations:
         text = text.replace(call, "EVALUATION\n")
@@ -108,7 +112,11 @@ def source(name: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_sections_stand_in_the_same_order(name):
     text = recipe(name).read_text()
-    found = [line.strip().removeprefix(BANNER) for line in text.splitlines() if line.strip().startswith(BANNER)]
+    found = [
+        line.strip().removeprefix(BANNER)
+        for line in text.splitlines()
+        if line.strip().startswith(BANNER)
+    ]
     shared = ["imports", "arguments", "the algorithm", "accelerator", "data", "model and optimizer", "the loop",
               "evaluation and saving"]  # fmt: skip
     assert [section for section in found if not section.startswith("reference")] == shared
@@ -148,7 +156,9 @@ def test_the_loops_lines_stand_in_the_same_order(name):
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_every_recipe_looks_for_its_own_common_first(name):
-    block = lambda name: recipe(name).read_text().partition("import common\n")[2].partition("\nfrom common")[0]
+    block = lambda name: (
+        recipe(name).read_text().partition("import common\n")[2].partition("\nfrom common")[0]
+    )
     assert block(name) == block("sft") and "check_recipe(__file__)" in block(name)
 
 

@@ -62,7 +62,9 @@ def test_sizes_that_do_not_divide(train, micro, processes, parts):
 @pytest.mark.parametrize("value", [2.5, -1.0])
 def test_intervals(value):
     args = argparse.Namespace(logging_steps=0.1, eval_steps=0, save_steps=value, save_actor_steps=7)
-    refuses(f"--save_steps {value}", "share below 1", "whole number", call=lambda: check_intervals(args))
+    refuses(
+        f"--save_steps {value}", "share below 1", "whole number", call=lambda: check_intervals(args)
+    )
     args.save_steps, args.max_new_tokens = 0, 0
     refuses("--max_new_tokens 0", "at least 1", call=lambda: check_intervals(args))
 
@@ -81,7 +83,11 @@ class Args:
 
 
 def parsed(*argv) -> Args:
-    return parse(Args, demo=ASSETS / "sft.yaml", argv=["--model_name_or_path", "m", "--dataset_name", "d", *argv])
+    return parse(
+        Args,
+        demo=ASSETS / "sft.yaml",
+        argv=["--model_name_or_path", "m", "--dataset_name", "d", *argv],
+    )
 
 
 def parse_yaml(path, text: str, *argv) -> Args:
@@ -100,33 +106,55 @@ def refuses_arguments(capsys, *parts, call) -> None:
 def test_a_function_that_moved_is_found_by_its_old_name(capsys):
     function = load_function("reward_function", "common.generation:answer_reward")
     assert function is load_function("reward_function", "common.rollout.rewards:answer_reward")
-    assert capsys.readouterr().out.count("its name is now common.rollout.rewards:answer_reward") == 1
+    assert (
+        capsys.readouterr().out.count("its name is now common.rollout.rewards:answer_reward") == 1
+    )
     missing = lambda: load_function("reward_function", "common.rollout.rewards:none")
     refuses("--reward_function common.rollout.rewards:none", "MODULE:NAME", call=missing)
 
 
 def test_flags(capsys):
     assert parsed("--beta", "0.5").beta == 0.5
-    refuses_arguments(capsys, "--bet 0.5", "abbreviated", "--help", call=lambda: parsed("--bet", "0.5"))
+    refuses_arguments(
+        capsys, "--bet 0.5", "abbreviated", "--help", call=lambda: parsed("--bet", "0.5")
+    )
     refuses_arguments(capsys, "--foo", call=lambda: parsed("--foo", "1"))
-    refuses_arguments(capsys, "--beta", "'strong'", "float", call=lambda: parsed("--beta", "strong"))
+    refuses_arguments(
+        capsys, "--beta", "'strong'", "float", call=lambda: parsed("--beta", "strong")
+    )
     refuses_arguments(capsys, "late.yaml", "first", call=lambda: parsed("late.yaml"))
     refuses_arguments(
-        capsys, "--model_name_or_path", "missing", call=lambda: parse(Args, ASSETS / "sft.yaml", ["--dataset_name", "d"])
+        capsys,
+        "--model_name_or_path",
+        "missing",
+        call=lambda: parse(Args, ASSETS / "sft.yaml", ["--dataset_name", "d"]),
     )
 
 
-@pytest.mark.parametrize("argv", [["--model-name-or-path", "m", "--dataset-name", "d"], ["--model_name_or_path=m", "--dataset_name=d"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--model-name-or-path", "m", "--dataset-name", "d"],
+        ["--model_name_or_path=m", "--dataset_name=d"],
+    ],
+)
 def test_no_demo_where_a_model_is_given_in_another_spelling(capsys, argv):
     """The parser takes dashes, too; the demo's other settings must not slip in."""
-    assert parse(Args, ASSETS / "sft.yaml", argv) == Args("m", "d") and "demo" not in capsys.readouterr().out
+    assert (
+        parse(Args, ASSETS / "sft.yaml", argv) == Args("m", "d")
+        and "demo" not in capsys.readouterr().out
+    )
 
 
 def test_help_with_a_percent_sign(capsys):
     with pytest.raises(SystemExit) as done:
         parsed("--help")
     text = capsys.readouterr().out
-    assert done.value.code == 0 and "100% of it" in text and all(f"--{field.name}" in text for field in dataclasses.fields(Args))
+    assert (
+        done.value.code == 0
+        and "100% of it" in text
+        and all(f"--{field.name}" in text for field in dataclasses.fields(Args))
+    )
 
 
 def test_yaml_of_defaults(capsys, tmp_path):
@@ -134,22 +162,45 @@ def test_yaml_of_defaults(capsys, tmp_path):
     text = "model_name_or_path: m\ndataset_name: '{assets}/d'\neval_dataset_name: [x, y]\nbeta: 0.3\nlearning_rate: 1e-4\ngradient_checkpointing: true\n"
     expected = Args("m", f"{ASSETS}/d", ["x", "y"], 0.3, 1e-4, True)
     assert parse_yaml(path, text) == expected
-    overridden = parse_yaml(path, text, "--beta", "0.7", "--gradient_checkpointing", "false", "--eval_dataset_name", "z")
-    assert overridden == dataclasses.replace(expected, beta=0.7, gradient_checkpointing=False, eval_dataset_name=["z"])
+    overridden = parse_yaml(
+        path, text, "--beta", "0.7", "--gradient_checkpointing", "false", "--eval_dataset_name", "z"
+    )
+    assert overridden == dataclasses.replace(
+        expected, beta=0.7, gradient_checkpointing=False, eval_dataset_name=["z"]
+    )
     assert parse_yaml(path, text + "beta: null\n").beta == 0.1
     name = str(path)
-    refuses_arguments(capsys, name, "'betta'", "--help", call=lambda: parse_yaml(path, text + "betta: 1\n"))
+    refuses_arguments(
+        capsys, name, "'betta'", "--help", call=lambda: parse_yaml(path, text + "betta: 1\n")
+    )
     refuses_arguments(capsys, name, "flat mapping", call=lambda: parse_yaml(path, "beta: {a: 1}\n"))
     refuses_arguments(capsys, name, "flat mapping", call=lambda: parse_yaml(path, "- beta\n"))
-    refuses_arguments(capsys, name, "cannot be read as YAML", "line 1", call=lambda: parse_yaml(path, "beta: [1\n"))
-    refuses_arguments(capsys, "--beta", "'strong'", call=lambda: parse_yaml(path, text.replace("0.3", "strong")))
+    refuses_arguments(
+        capsys,
+        name,
+        "cannot be read as YAML",
+        "line 1",
+        call=lambda: parse_yaml(path, "beta: [1\n"),
+    )
+    refuses_arguments(
+        capsys, "--beta", "'strong'", call=lambda: parse_yaml(path, text.replace("0.3", "strong"))
+    )
     path.unlink()
-    refuses_arguments(capsys, name, "No such file", call=lambda: parse(Args, ASSETS / "sft.yaml", [name]))
+    refuses_arguments(
+        capsys, name, "No such file", call=lambda: parse(Args, ASSETS / "sft.yaml", [name])
+    )
 
 
-@pytest.mark.parametrize("pairs", [["prompt"], ["prompt="], ["promt=question"], ["prompt=a", "prompt=b"]])
+@pytest.mark.parametrize(
+    "pairs", [["prompt"], ["prompt="], ["promt=question"], ["prompt=a", "prompt=b"]]
+)
 def test_columns_argument(pairs):
-    refuses("--columns " + " ".join(pairs), "messages|prompt", "such as prompt=question", call=lambda: formats.column_names(pairs))
+    refuses(
+        "--columns " + " ".join(pairs),
+        "messages|prompt",
+        "such as prompt=question",
+        call=lambda: formats.column_names(pairs),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- data files
@@ -192,7 +243,11 @@ def test_torn_files_and_missing_ones(tmp_path):
     good = str(write_jsonl(tmp_path / "good.jsonl", [PAIR]))
     refuses(good, "'test'", "['train']", call=lambda: files.load(good, "test"))
     datasets.Dataset.from_dict({"prompt": []}).to_parquet(tmp_path / "none.parquet")
-    refuses("none.parquet", "holds no rows", call=lambda: files.load(str(tmp_path / "none.parquet"), "train"))
+    refuses(
+        "none.parquet",
+        "holds no rows",
+        call=lambda: files.load(str(tmp_path / "none.parquet"), "train"),
+    )
     folder = tmp_path / "folder"
     folder.mkdir()
     refuses(folder, "data files", call=lambda: files.load(str(folder), "train"))
@@ -222,21 +277,52 @@ def test_torn_files_and_missing_ones(tmp_path):
 ])  # fmt: skip
 def test_rows_that_do_not_fit(accelerator, model, tmp_path, recipe_name, rows, parts):
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
-    function, settings = {"dpo": (preference_row, {}), "sft": (sft_row, {"loss_on": "assistant"})}[recipe_name]
-    call = lambda: dataset.load(accelerator, path, "train", function, AutoTokenizer.from_pretrained(model), {}, max_length=20, **settings)
+    function, settings = {"dpo": (preference_row, {}), "sft": (sft_row, {"loss_on": "assistant"})}[
+        recipe_name
+    ]
+    call = lambda: dataset.load(
+        accelerator,
+        path,
+        "train",
+        function,
+        AutoTokenizer.from_pretrained(model),
+        {},
+        max_length=20,
+        **settings,
+    )
     for _ in range(2):  # a refused set leaves nothing in the cache
         refuses(path, *parts, call=call)
 
 
 def test_other_refusals_of_the_data(accelerator, model, tmp_path):
-    path, tokenizer = str(write_jsonl(tmp_path / "rows.jsonl", [PAIR])), AutoTokenizer.from_pretrained(model)
+    path, tokenizer = (
+        str(write_jsonl(tmp_path / "rows.jsonl", [PAIR])),
+        AutoTokenizer.from_pretrained(model),
+    )
 
     def load(columns=None, **settings):
-        dataset.load(accelerator, path, "train", preference_row, tokenizer, columns or {}, **{"max_length": 20, **settings})
+        dataset.load(
+            accelerator,
+            path,
+            "train",
+            preference_row,
+            tokenizer,
+            columns or {},
+            **{"max_length": 20, **settings},
+        )
 
-    refuses(path, "'winner'", "['prompt', 'chosen', 'rejected']", call=lambda: load({"chosen": "winner"}))
+    refuses(
+        path,
+        "'winner'",
+        "['prompt', 'chosen', 'rejected']",
+        call=lambda: load({"chosen": "winner"}),
+    )
     refuses("--max_length -1", "at least 2", call=lambda: load(max_length=-1))
-    path = str(write_jsonl(tmp_path / "chat.jsonl", [{**PAIR, "prompt": [{"role": "user", "content": "a"}]}]))
+    path = str(
+        write_jsonl(
+            tmp_path / "chat.jsonl", [{**PAIR, "prompt": [{"role": "user", "content": "a"}]}]
+        )
+    )
     tokenizer.chat_template = None
     refuses(path, "row 1", "no chat template", "tokenizer.chat_template", call=load)
     path = str(tmp_path / "latin.jsonl")
@@ -258,7 +344,12 @@ def copy(model, folder, **config):
 def test_models(model, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in (str(tmp_path / "missing"), str(tmp_path)):
-        refuses(name, "tokenizer", "folder or a hub name", call=lambda name=name: load.tokenizer_of(name))
+        refuses(
+            name,
+            "tokenizer",
+            "folder or a hub name",
+            call=lambda name=name: load.tokenizer_of(name),
+        )
     tokenizer = load.tokenizer_of(str(model))
     unknown = str(copy(model, tmp_path / "unknown", model_type="foo", architectures=["Foo"]))
     refuses(unknown, "`foo`", call=lambda: load.causal_lm(unknown, tokenizer, None))
@@ -269,17 +360,39 @@ def test_models(model, tmp_path, monkeypatch):
     (torn / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
     refuses(torn, "could be loaded", call=lambda: load.causal_lm(str(torn), tokenizer, None))
     state = load_file(model / "model.safetensors")
-    save_file({name: value for name, value in state.items() if "lm_head" not in name}, torn / "model.safetensors", {"format": "pt"})
-    refuses(torn, "lm_head.weight", "at random", call=lambda: load.causal_lm(str(torn), tokenizer, None))
-    refuses(model, '"foo"', "eager", call=lambda: load.causal_lm(str(model), load.tokenizer_of(str(model)), "foo"))
+    save_file(
+        {name: value for name, value in state.items() if "lm_head" not in name},
+        torn / "model.safetensors",
+        {"format": "pt"},
+    )
+    refuses(
+        torn, "lm_head.weight", "at random", call=lambda: load.causal_lm(str(torn), tokenizer, None)
+    )
+    refuses(
+        model,
+        '"foo"',
+        "eager",
+        call=lambda: load.causal_lm(str(model), load.tokenizer_of(str(model)), "foo"),
+    )
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "no_eos")
-    refuses("no_eos", "no EOS", "tokenizer.eos_token", call=lambda: load.tokenizer_of(str(tmp_path / "no_eos")))
+    refuses(
+        "no_eos",
+        "no EOS",
+        "tokenizer.eos_token",
+        call=lambda: load.tokenizer_of(str(tmp_path / "no_eos")),
+    )
     tokenizer = load.tokenizer_of(str(model))
     llama = load.causal_lm(str(model), tokenizer, None)
     tokenizer.add_tokens([f"<{i}>" for i in range(5)])
-    refuses(model, len(tokenizer), "264", "resize", call=lambda: load.causal_lm(str(model), tokenizer, None))
+    refuses(
+        model,
+        len(tokenizer),
+        "264",
+        "resize",
+        call=lambda: load.causal_lm(str(model), tokenizer, None),
+    )
     assert len(tokenizer) > 264 and llama.dtype == torch.float32
 
 
@@ -292,7 +405,9 @@ def test_a_text_model_may_have_the_tokenizer_of_one_that_knows_images(tmp_path):
     assert tokenizer.image_token_id == 261 and len(tokenizer) == 262
     assert load.causal_lm(str(folder), tokenizer, None).config.vocab_size == 261
     tokenizer.add_tokens(["more"])
-    refuses("263 tokens", "261", "resize", call=lambda: load.causal_lm(str(folder), tokenizer, None))
+    refuses(
+        "263 tokens", "261", "resize", call=lambda: load.causal_lm(str(folder), tokenizer, None)
+    )
 
 
 # ---------------------------------------------------------------------------------------------- the recipes themselves
@@ -308,8 +423,16 @@ def test_recipes_end_with_one_line_and_before_training(model, tmp_path):
     sizes = {"--train_batch_size": 4, "--micro_train_batch_size": 2}
     cases = [
         ("plain", {"--train_batch_size": 5}, ["--train_batch_size 5", "4 or 6"]),
-        ("plain", {"--dataset_name": tmp_path / "missing.jsonl"}, ["missing.jsonl", "does not exist"]),
-        ("plain", {"--dataset_name": wrong}, ["wrong.jsonl", "row 2", "column 'chosen'", "found 7"]),
+        (
+            "plain",
+            {"--dataset_name": tmp_path / "missing.jsonl"},
+            ["missing.jsonl", "does not exist"],
+        ),
+        (
+            "plain",
+            {"--dataset_name": wrong},
+            ["wrong.jsonl", "row 2", "column 'chosen'", "found 7"],
+        ),
         ("plain", {"--output_dir": used}, [str(used), "another run", "--resume auto"]),
         ("plain", {"--model_name_or_path": small}, ["261 tokens", "200"]),
         ("plain", {"--bet": 0.5}, ["--bet 0.5", "--help"]),
@@ -319,7 +442,13 @@ def test_recipes_end_with_one_line_and_before_training(model, tmp_path):
 
     def start(index: int):
         launcher, changes, _ = cases[index]
-        arguments = {"--model_name_or_path": model, "--dataset_name": data, "--output_dir": tmp_path / f"new{index}", **sizes, **changes}
+        arguments = {
+            "--model_name_or_path": model,
+            "--dataset_name": data,
+            "--output_dir": tmp_path / f"new{index}",
+            **sizes,
+            **changes,
+        }
         flags = (part for pair in arguments.items() for part in pair)
         return launch(LAUNCHERS[launcher], recipe("dpo"), *flags, check=False)
 
@@ -329,9 +458,14 @@ def test_recipes_end_with_one_line_and_before_training(model, tmp_path):
         said = [line for line in process.stdout.splitlines() if all(part in line for part in parts)]
         assert process.returncode != 0 and len(said) == 1, (changes, process.stdout)
         if launcher == "plain":
-            assert "Traceback" not in process.stdout and said[0] == process.stdout.rstrip().splitlines()[-1], process.stdout
+            assert (
+                "Traceback" not in process.stdout
+                and said[0] == process.stdout.rstrip().splitlines()[-1]
+            ), process.stdout
         else:
-            assert not re.search(r"\[rank\d\]|RuntimeError|Gloo|gloo", process.stdout), process.stdout
+            assert not re.search(r"\[rank\d\]|RuntimeError|Gloo|gloo", process.stdout), (
+                process.stdout
+            )
         assert not (tmp_path / f"new{index}" / "metrics.jsonl").exists(), changes
     assert (used / "metrics.jsonl").read_text() == "{}\n"
 
@@ -345,12 +479,27 @@ def test_help_of_a_recipe():
 @pytest.mark.parametrize(
     "flags, parts",
     [
-        (["--loss_type", "ipo", "--label_smoothing", 0.1], ["--label_smoothing 0.1", "--loss_type sigmoid or robust"]),
-        (["--loss_type", "robust", "--label_smoothing", 0.5], ["--label_smoothing 0.5", "below 0.5"]),
+        (
+            ["--loss_type", "ipo", "--label_smoothing", 0.1],
+            ["--label_smoothing 0.1", "--loss_type sigmoid or robust"],
+        ),
+        (
+            ["--loss_type", "robust", "--label_smoothing", 0.5],
+            ["--label_smoothing 0.5", "below 0.5"],
+        ),
         (["--beta", 0], ["--beta 0.0", "more than 0"]),
     ],
 )
 def test_settings_of_dpo_that_would_be_ignored_or_mean_nothing(tmp_path, flags, parts):
-    result = launch([], recipe("dpo"), *flags, "--output_dir", tmp_path / "out", "--report_to", "none", check=False)
+    result = launch(
+        [],
+        recipe("dpo"),
+        *flags,
+        "--output_dir",
+        tmp_path / "out",
+        "--report_to",
+        "none",
+        check=False,
+    )
     assert result.returncode and "Traceback" not in result.stdout
     assert all(part in result.stdout for part in parts)

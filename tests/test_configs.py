@@ -74,8 +74,14 @@ def test_accelerate_reads_every_key_of_a_yaml(name, monkeypatch):
     # These choose the launcher and its threads: read above, not below.
     assert args.mixed_precision == flat.pop("mixed_precision", "no")
     kind = flat.pop("distributed_type")
-    assert (args.use_deepspeed, args.use_fsdp, args.multi_gpu) == (kind == "DEEPSPEED", kind == "FSDP", kind == "MULTI_GPU")
-    assert flat.pop("compute_environment") == "LOCAL_MACHINE" and args.use_cpu == flat.pop("use_cpu")
+    assert (args.use_deepspeed, args.use_fsdp, args.multi_gpu) == (
+        kind == "DEEPSPEED",
+        kind == "FSDP",
+        kind == "MULTI_GPU",
+    )
+    assert flat.pop("compute_environment") == "LOCAL_MACHINE" and args.use_cpu == flat.pop(
+        "use_cpu"
+    )
     assert {key: getattr(args, key) for key in flat} == flat
 
     monkeypatch.setattr(accelerate_environment, "is_port_in_use", lambda port: False)
@@ -94,17 +100,29 @@ def test_accelerate_reads_every_key_of_a_yaml(name, monkeypatch):
 def test_deepspeed_knows_every_key_of_a_json(name):
     """Below the top it refuses what it does not know; at the top it does not look."""
     content = NotingDict(json.loads((FOLDER / f"{name}.json").read_text()))
-    assert (FOLDER / f"{name}.yaml").is_file() and f"accelerate_configs/{name}.json" in (FOLDER / f"{name}.yaml").read_text()
-    content.update(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1, gradient_clipping=1.0)  # "auto", as the recipe does
+    assert (FOLDER / f"{name}.yaml").is_file() and f"accelerate_configs/{name}.json" in (
+        FOLDER / f"{name}.yaml"
+    ).read_text()
+    content.update(
+        train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1, gradient_clipping=1.0
+    )  # "auto", as the recipe does
     content.read = set()
     config = DeepSpeedConfig(content)  # raises for an unknown key below the top
     assert set(content) - content.read == set()
     assert config.zero_optimization_stage == content["zero_optimization"]["stage"]
     for half, settings in (("fp16", config.float16_config), ("bf16", config.bfloat16_config)):
         assert settings.enabled == (half in content)
-        assert {key: getattr(settings, key) for key in content.get(half, {})} == content.get(half, {})
+        assert {key: getattr(settings, key) for key in content.get(half, {})} == content.get(
+            half, {}
+        )
     if "fp16" in content:  # all five are said, none left to a default
-        assert content["fp16"] == {"enabled": True, "loss_scale": 0.0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+        assert content["fp16"] == {
+            "enabled": True,
+            "loss_scale": 0.0,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        }
 
 
 def test_every_yaml_is_launched_by_a_test():
@@ -130,7 +148,9 @@ def flags(inputs, output):
 SLOW = {"ds_zero1", "ds_zero1_fp16", "ds_zero3_offload"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAUNCHED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAUNCHED]
+)
 def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
     """Three updates with a rate that falls by thirds: losses, gradient norms and where the weights went."""
     description, engine = LAUNCHED[name]
@@ -139,14 +159,21 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
     output, found = inputs / name, inputs / f"{name}.json"
     launcher = config_launcher(name, 2 if engine else 1)
     script = [REPOSITORY / "tests/probe.py", recipe("sft")] if engine else [recipe("sft")]
-    result = launch(launcher, *script, *flags(inputs, output), env={"PROBE": str(found)}, fresh=True)
+    result = launch(
+        launcher, *script, *flags(inputs, output), env={"PROBE": str(found)}, fresh=True
+    )
     assert f"{description} on cpu" in result.stdout
-    assert result.stdout.count("cpu_adam/lock: remove it") == bool(engine and engine[2] == "DeepSpeedCPUAdam")
+    assert result.stdout.count("cpu_adam/lock: remove it") == bool(
+        engine and engine[2] == "DeepSpeedCPUAdam"
+    )
     assert "Warning: " not in result.stdout
     for line, exact in zip(training_lines(output), training_lines(inputs / "fp32"), strict=True):
         assert line["loss"] == pytest.approx(exact["loss"], rel=2e-2)
         assert line["grad_norm"] == pytest.approx(exact["grad_norm"], rel=5e-2)
-        assert line["learning_rate"] == pytest.approx(exact["learning_rate"]) and line["samples"] == exact["samples"]
+        assert (
+            line["learning_rate"] == pytest.approx(exact["learning_rate"])
+            and line["samples"] == exact["samples"]
+        )
     start = weights(inputs, "model")
     moved, expected = weights(output) - start, weights(inputs / "fp32") - start
     assert (moved - expected).norm() <= 0.15 * expected.norm()  # seen: 0.02 in fp16, 0.07 in bf16
@@ -155,6 +182,13 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
         assert (real["stage"], real["dtype"], real["optimizer"], real["offloaded"]) == engine
         held, saved = torch.load(f"{found}.pt"), load_file(output / "actor/model.safetensors")
         assert {name.removeprefix("model.") for name in held} == set(saved)
-        assert all(saved[name.removeprefix("model.")].equal(parameter) for name, parameter in held.items())  # bit for bit, in its dtype
+        assert all(
+            saved[name.removeprefix("model.")].equal(parameter) for name, parameter in held.items()
+        )  # bit for bit, in its dtype
         if "fp16" in name:
-            assert real["scaler"] == {"dynamic": True, "scale_window": 1000, "delayed_shift": 2, "min_scale": 1}
+            assert real["scaler"] == {
+                "dynamic": True,
+                "scale_window": 1000,
+                "delayed_shift": 2,
+                "min_scale": 1,
+            }

@@ -19,16 +19,28 @@ PROMPT, ANSWER = "你好, čaj?", "grüß 👋"
 def inputs(tmp_path_factory):
     folder = tiny_inputs(tmp_path_factory.mktemp("console"))
     say = lambda role, text: [{"role": role, "content": text}]
-    rows = [{"prompt": say("user", f"{PROMPT} {n}"), "chosen": say("assistant", ANSWER), "rejected": say("assistant", "no"), "answer": ANSWER} for n in range(8)]
+    rows = [
+        {
+            "prompt": say("user", f"{PROMPT} {n}"),
+            "chosen": say("assistant", ANSWER),
+            "rejected": say("assistant", "no"),
+            "answer": ANSWER,
+        }
+        for n in range(8)
+    ]
     write_jsonl(folder / "dpo-text.jsonl", rows)
-    write_jsonl(folder / "ppo-text.jsonl", [{"prompt": row["prompt"], "answer": ANSWER} for row in rows])
+    write_jsonl(
+        folder / "ppo-text.jsonl", [{"prompt": row["prompt"], "answer": ANSWER} for row in rows]
+    )
     return folder
 
 
 def test_what_an_encoding_lacks_is_shown_as_its_number(monkeypatch):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", io.StringIO())  # such as a notebook's: it has no encoding to change
+    monkeypatch.setattr(
+        sys, "stderr", io.StringIO()
+    )  # such as a notebook's: it has no encoding to change
     with pytest.raises(UnicodeEncodeError):
         print(PROMPT)
     common.show_any_text()
@@ -42,7 +54,14 @@ def test_what_an_encoding_lacks_is_shown_as_its_number(monkeypatch):
 )  # fmt: skip
 def test_a_run_in_the_locale_c(inputs, name, launcher):
     data, output = inputs / f"{name}-text.jsonl", inputs / f"out-{name}-{launcher}"
-    more = ["--rollout_batch_size", 4, "--micro_rollout_batch_size", 4, "--reward_function", "common.rollout.rewards:answer_reward"]
+    more = [
+        "--rollout_batch_size",
+        4,
+        "--micro_rollout_batch_size",
+        4,
+        "--reward_function",
+        "common.rollout.rewards:answer_reward",
+    ]
     result = launch(
         LAUNCHERS[launcher], recipe(name), "--model_name_or_path", inputs / "model", "--dataset_name", data, "--eval_dataset_name", data,
         "--output_dir", output, "--train_batch_size", 4, "--micro_train_batch_size", 2, "--max_steps", 2, "--save_steps", 1,
@@ -63,5 +82,10 @@ def test_the_commands_on_a_console_of_ascii(tmp_path):
     folders.write_manifest(checkpoint, folders.describe_files(checkpoint))
     command = [sys.executable, "-m", "common.export", checkpoint, out]
     console = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
-    done = subprocess.run(command, env=os.environ | console, cwd=REPOSITORY, capture_output=True, check=True)
-    assert done.stdout.decode("ascii") == f"wrote {tmp_path}/" + r"\xf6" + "\n" and json.loads((out / "config.json").read_text()) == {}
+    done = subprocess.run(
+        command, env=os.environ | console, cwd=REPOSITORY, capture_output=True, check=True
+    )
+    assert (
+        done.stdout.decode("ascii") == f"wrote {tmp_path}/" + r"\xf6" + "\n"
+        and json.loads((out / "config.json").read_text()) == {}
+    )

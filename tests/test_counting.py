@@ -35,13 +35,26 @@ def test_an_epoch_ends_with_its_data_and_max_steps_counts_applied_updates():
             if progress.finished:
                 break
             progress.update_done(applied=index not in (3, 5), samples=16, tokens=100)
-        assert (progress.updates_seen, progress.skipped_steps, progress.global_step) == (seen, 2, seen - 2)
-        assert (progress.samples, progress.tokens) == (16 * progress.global_step, 100 * progress.global_step)
+        assert (progress.updates_seen, progress.skipped_steps, progress.global_step) == (
+            seen,
+            2,
+            seen - 2,
+        )
+        assert (progress.samples, progress.tokens) == (
+            16 * progress.global_step,
+            100 * progress.global_step,
+        )
     assert by_epochs.updates_seen == 2 * by_epochs.updates_per_epoch
 
 
 def test_the_end_is_evaluated_once_whether_or_not_its_update_is_skipped():
-    for skipped, interval, expected in [({4}, 0, [4]), ({4}, 2, [2, 4]), ({4}, 3, [3, 4]), (set(), 2, [2, 4, 5]), ({1}, 2, [2, 4])]:
+    for skipped, interval, expected in [
+        ({4}, 0, [4]),
+        ({4}, 2, [2, 4]),
+        ({4}, 3, [3, 4]),
+        (set(), 2, [2, 4, 5]),
+        ({1}, 2, [2, 4]),
+    ]:
         progress, due = Progress(5, 1, 1, 0), []
         for index in range(5):
             progress.update_done(index not in skipped, 1, 1)
@@ -50,8 +63,15 @@ def test_the_end_is_evaluated_once_whether_or_not_its_update_is_skipped():
 
 
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
-    assert arguments.accumulation_steps(192, 6, 1) == 32 and arguments.accumulation_steps(200, 5, 1) == 40 and arguments.accumulation_steps(64, 4, 8) == 2
-    with pytest.raises(SystemExit, match=r"--train_batch_size 200 .* 6 x 1 processes = 6.*198 or 204.*--micro_train_batch_size 5"):
+    assert (
+        arguments.accumulation_steps(192, 6, 1) == 32
+        and arguments.accumulation_steps(200, 5, 1) == 40
+        and arguments.accumulation_steps(64, 4, 8) == 2
+    )
+    with pytest.raises(
+        SystemExit,
+        match=r"--train_batch_size 200 .* 6 x 1 processes = 6.*198 or 204.*--micro_train_batch_size 5",
+    ):
         arguments.accumulation_steps(200, 6, 1)
     with pytest.raises(SystemExit, match=r"Nearest that would do: --train_batch_size 64"):
         arguments.accumulation_steps(3, 8, 8)
@@ -70,13 +90,26 @@ def test_the_smallest_limit_is_that_of_a_search_one_by_one():
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counting")
-    tiny_llama(folder / "model", hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    pairs = [{"prompt": str(n), "chosen": str(n % 7), "rejected": f"{n % 7}b"} for n in range(600)]  # texts: no template to write
+    tiny_llama(
+        folder / "model",
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    pairs = [
+        {"prompt": str(n), "chosen": str(n % 7), "rejected": f"{n % 7}b"} for n in range(600)
+    ]  # texts: no template to write
     write_jsonl(folder / "600.jsonl", pairs)
     say = lambda role, text: [{"role": role, "content": text}]
     texts = (("x" * (i % 23 + 1), "y" * (i * 7 % 19 + 1), f"{i % 7}b") for i in range(100))
     uneven = [  # no two updates have like means
-        {"prompt": say("user", one), "chosen": say("assistant", two), "rejected": say("assistant", three)} for one, two, three in texts
+        {
+            "prompt": say("user", one),
+            "chosen": say("assistant", two),
+            "rejected": say("assistant", three),
+        }
+        for one, two, three in texts
     ]
     write_jsonl(folder / "100.jsonl", uneven)
     return folder
@@ -116,18 +149,40 @@ def test_accumulation_changes_no_number(inputs):
     runs = {}
     for micro in (16, 2):
         runs[micro] = inputs / f"accumulate-{micro}"
-        launch([], recipe("dpo"), *flags(inputs, 100, runs[micro]), "--train_batch_size", 16, "--micro_train_batch_size", micro)
+        launch(
+            [],
+            recipe("dpo"),
+            *flags(inputs, 100, runs[micro]),
+            "--train_batch_size",
+            16,
+            "--micro_train_batch_size",
+            micro,
+        )
     one, eight = (training_lines(run) for run in runs.values())
     assert len(one) == len(eight) == 7
     for a, b in zip(one, eight):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
-        assert (a["samples"], a["tokens"], a["learning_rate"]) == (b["samples"], b["tokens"], b["learning_rate"])
-    assert [line["learning_rate"] for line in one] == pytest.approx([0, *(1e-3 * (7 - step) / 6 for step in range(1, 7))])
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6) and a["grad_norm"] == pytest.approx(
+            b["grad_norm"], rel=1e-5
+        )
+        assert (a["samples"], a["tokens"], a["learning_rate"]) == (
+            b["samples"],
+            b["tokens"],
+            b["learning_rate"],
+        )
+    assert [line["learning_rate"] for line in one] == pytest.approx(
+        [0, *(1e-3 * (7 - step) / 6 for step in range(1, 7))]
+    )
 
 
 def test_a_skipped_update_leaves_no_trace(inputs):
     """fp16, two processes: 2**16 overflows for this loss; what is skipped is not counted, not logged, not scheduled."""
-    fp16 = [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/ds_fp16.yaml"), "--num_processes", "2"]
+    fp16 = [
+        *PYTHON,
+        "--config_file",
+        str(REPOSITORY / "accelerate_configs/ds_fp16.yaml"),
+        "--num_processes",
+        "2",
+    ]
     output = inputs / "skips"
     more = ["--train_batch_size", 16, "--micro_train_batch_size", 4, "--beta", 2, "--logging_steps", 2, "--lr_scheduler_type", "constant",
             "--learning_rate", 1e-9, "--warmup_steps", 0]  # fmt: skip
@@ -135,7 +190,9 @@ def test_a_skipped_update_leaves_no_trace(inputs):
     lines, skipped = training_lines(output), int(re.search(r"(\d+) skipped", result.stdout)[1])
     applied = 7 - skipped
     assert skipped >= 2 and f"done: {applied} updates" in result.stdout
-    assert [line["global_step"] for line in lines] == sorted({1, *range(2, applied + 1, 2), applied})
+    assert [line["global_step"] for line in lines] == sorted(
+        {1, *range(2, applied + 1, 2), applied}
+    )
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines)
     # At this learning rate the weights stand still: the lines are those of a run that skips nothing,
     # without the skipped updates.
@@ -143,8 +200,13 @@ def test_a_skipped_update_leaves_no_trace(inputs):
     launch([], recipe("dpo"), *flags(inputs, 100, reference, *more), "--logging_steps", 1)
     exact = {line["global_step"]: line for line in training_lines(reference)}
     first, before = lines[0], lines[0]["skipped_steps"]
-    assert before >= 1 and first["loss_scale"] == 65536.0 / 2 ** (before - 1)  # hysteresis 2: the first overflow halves nothing
+    assert before >= 1 and first["loss_scale"] == 65536.0 / 2 ** (
+        before - 1
+    )  # hysteresis 2: the first overflow halves nothing
     assert first["logps/chosen"] == pytest.approx(exact[before + 1]["logps/chosen"], rel=2e-3)
     assert first["tokens"] == exact[before + 1]["tokens"] - exact[before]["tokens"]
     sizes = [len(batches.rows_of_update(100, 16, 0, index)) for index in range(7)]
-    assert sizes == [16] * 6 + [4] and lines[-1]["samples"] in (16 * applied, 16 * (applied - 1) + 4)
+    assert sizes == [16] * 6 + [4] and lines[-1]["samples"] in (
+        16 * applied,
+        16 * (applied - 1) + 4,
+    )

@@ -33,9 +33,18 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 # As Qwen3's: the last answer gets an empty thought, which is gone when another turn follows.
-REWRITING = CHATML.replace("+ m['content']", "+ ('<t></t>' if loop.last and m['role'] == 'assistant' else '') + m['content']")
-ALTERNATING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
-CORPUS = ["What is the capital of France? Paris is the capital of France.", "yes no maybe Question: Answer: one two three four five"] * 20
+REWRITING = CHATML.replace(
+    "+ m['content']",
+    "+ ('<t></t>' if loop.last and m['role'] == 'assistant' else '') + m['content']",
+)
+ALTERNATING = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + CHATML
+)
+CORPUS = [
+    "What is the capital of France? Paris is the capital of France.",
+    "yes no maybe Question: Answer: one two three four five",
+] * 20
 
 U1, A1, U2, A2, B2 = "What is one?", "one is one", "And two?", "two is two", "three"
 PROMPT, CHOSEN, REJECTED = "Question: the capital?\nAnswer:", " Paris is", " yes"
@@ -53,7 +62,9 @@ def assistant(content: str) -> dict:
     return message("assistant", content)
 
 
-def make_tokenizer(template=CHATML, bos=None, pad="<pad>", adds=None, backend=None) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    template=CHATML, bos=None, pad="<pad>", adds=None, backend=None
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE that really merges. `adds`: what it writes around every text, such as `<s> $A </s>`."""
     specials = ["<pad>", "<s>", "<|im_start|>", "<|im_end|>"]
     if backend is None:
@@ -62,12 +73,20 @@ def make_tokenizer(template=CHATML, bos=None, pad="<pad>", adds=None, backend=No
         backend.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         backend.train_from_iterator(
-            CORPUS, trainers.BpeTrainer(vocab_size=340, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+            CORPUS,
+            trainers.BpeTrainer(
+                vocab_size=340,
+                special_tokens=specials,
+                initial_alphabet=alphabet,
+                show_progress=False,
+            ),
         )
     if adds:
         ids = [(token, backend.token_to_id(token)) for token in specials]
         backend.post_processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token="<|im_end|>", pad_token=pad)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=bos, eos_token="<|im_end|>", pad_token=pad
+    )
     tokenizer.chat_template = template
     return tokenizer
 
@@ -105,18 +124,31 @@ def test_sft_formats():
     for prompt in (U1, messages[:1]):
         for completion in (A1, messages[1:]):
             if not isinstance(prompt, str) or not isinstance(completion, str):
-                assert formats.conversation({"prompt": prompt, "completion": completion}) == (messages[:1], messages[1:])
+                assert formats.conversation({"prompt": prompt, "completion": completion}) == (
+                    messages[:1],
+                    messages[1:],
+                )
     # A key that only other rows have comes as null: templates ask whether it is there.
-    assert formats.conversation({"messages": [{**user(U1), "tool_calls": None}, assistant(A1)]}) == ([], messages)
+    assert formats.conversation(
+        {"messages": [{**user(U1), "tool_calls": None}, assistant(A1)]}
+    ) == ([], messages)
 
 
 @pytest.mark.parametrize("prompt", [U1, [user(U1)], None])
 @pytest.mark.parametrize("as_list", [False, True])
 def test_preference_formats(prompt, as_list):
     inside = [user(U1)] if prompt is None else []
-    chosen, rejected = ([*inside, assistant(A1)], [*inside, assistant(B2)]) if inside or as_list else (A1, B2)
-    expected = (U1, A1, B2) if isinstance(prompt, str) and not as_list else ([user(U1)], [assistant(A1)], [assistant(B2)])
-    assert formats.preference({"prompt": prompt, "chosen": chosen, "rejected": rejected}) == expected
+    chosen, rejected = (
+        ([*inside, assistant(A1)], [*inside, assistant(B2)]) if inside or as_list else (A1, B2)
+    )
+    expected = (
+        (U1, A1, B2)
+        if isinstance(prompt, str) and not as_list
+        else ([user(U1)], [assistant(A1)], [assistant(B2)])
+    )
+    assert (
+        formats.preference({"prompt": prompt, "chosen": chosen, "rejected": rejected}) == expected
+    )
 
 
 @pytest.mark.parametrize("prompt", [None, U1, [user(U1)], "  " + U1])
@@ -124,50 +156,82 @@ def test_preference_formats(prompt, as_list):
 def test_a_prompt_inside_message_lists_is_stated_once(prompt, system):
     """UltraFeedback repeats its string prompt inside both lists; some sets put a system message before it."""
     context = [*system, user(U1)]
-    row = {"prompt": prompt, "chosen": [*context, assistant(A1)], "rejected": [*context, assistant(B2)]}
+    row = {
+        "prompt": prompt,
+        "chosen": [*context, assistant(A1)],
+        "rejected": [*context, assistant(B2)],
+    }
     assert formats.preference(row) == (context, [assistant(A1)], [assistant(B2)])
 
 
 def test_prompt_inside_conversations():
     context = [user(U1), assistant(A1), user(U2)]
     chosen, rejected = [*context, assistant(A2)], [*context, assistant(B2)]
-    assert formats.preference({"chosen": chosen, "rejected": rejected}) == (context, [assistant(A2)], [assistant(B2)])
+    assert formats.preference({"chosen": chosen, "rejected": rejected}) == (
+        context,
+        [assistant(A2)],
+        [assistant(B2)],
+    )
     # Equal answers: the prompt is not the whole conversation, so the pair is left out and not refused.
-    assert formats.preference({"chosen": chosen, "rejected": chosen}) == (context, [assistant(A2)], [assistant(A2)])
+    assert formats.preference({"chosen": chosen, "rejected": chosen}) == (
+        context,
+        [assistant(A2)],
+        [assistant(A2)],
+    )
     # They part at a user's message: the answer begins with the assistant's turn before it.
     other = [user(U1), assistant(A1), user("Why?"), assistant(B2)]
-    assert formats.preference({"chosen": chosen, "rejected": other}) == ([user(U1)], chosen[1:], other[1:])
+    assert formats.preference({"chosen": chosen, "rejected": other}) == (
+        [user(U1)],
+        chosen[1:],
+        other[1:],
+    )
     with pytest.raises(BadRow, match="do not begin with the same prompt"):
         formats.preference({"prompt": "something else", "chosen": chosen, "rejected": rejected})
     with pytest.raises(BadRow, match="do not begin with the same prompt"):
-        formats.preference({"chosen": [user(U1), assistant(A1)], "rejected": [user(U2), assistant(A1)]})
+        formats.preference(
+            {"chosen": [user(U1), assistant(A1)], "rejected": [user(U2), assistant(A1)]}
+        )
 
 
 def test_hh_rlhf_transcripts():
     prompt = f"\n\nHuman: {U1}\n\nAssistant: {A1}\n\nHuman: {U2}\n\nAssistant:"
-    row = {"chosen": f"{prompt} {A2}", "rejected": f"{prompt} two {B2}"}  # the answers, too, begin alike
+    row = {
+        "chosen": f"{prompt} {A2}",
+        "rejected": f"{prompt} two {B2}",
+    }  # the answers, too, begin alike
     assert formats.preference(row) == (prompt, f" {A2}", f" two {B2}")
     with pytest.raises(BadRow, match="no column 'prompt'"):
         formats.preference({"chosen": A1, "rejected": B2})
 
 
 def test_columns_name_the_users_own(tokenizer, accelerator, tmp_path):
-    rows = [{"question": "2+2?", "answer": "So #### 4", "messages": [user("x"), assistant("y")]}, {"question": "3?", "answer": "3"}]
+    rows = [
+        {"question": "2+2?", "answer": "So #### 4", "messages": [user("x"), assistant("y")]},
+        {"question": "3?", "answer": "3"},
+    ]
     path = str(write_jsonl(tmp_path / "gsm8k.jsonl", rows))
     columns = formats.column_names(["prompt=question", "completion=answer"])
     assert columns == {"prompt": "question", "completion": "answer"}
-    data = dataset.load(accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant")
-    expected = [[*plain(tokenizer, row["question"] + row["answer"]), tokenizer.eos_token_id] for row in rows]
+    data = dataset.load(
+        accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant"
+    )
+    expected = [
+        [*plain(tokenizer, row["question"] + row["answer"]), tokenizer.eos_token_id] for row in rows
+    ]
     assert data["input_ids"][:] == expected
     assert data["answer"][:] == ["So #### 4", "3"] and data["row"][:] == [1, 2]
     assert data["prompt_ids"][:] == [plain(tokenizer, row["question"]) for row in rows]
 
 
-def test_columns_hide_what_goes_before_and_an_answer_is_for_held_out_sets(tokenizer, accelerator, tmp_path):
+def test_columns_hide_what_goes_before_and_an_answer_is_for_held_out_sets(
+    tokenizer, accelerator, tmp_path
+):
     rows = [{"body": "some text", "messages": [user("x"), assistant("y")]}] * 2
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     columns = formats.column_names(["text=body", "answer=gold"])
-    data = dataset.load(accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant")
+    data = dataset.load(
+        accelerator, path, "train", sft_row, tokenizer, columns, max_length=99, loss_on="assistant"
+    )
     assert data["input_ids"][:] == [[*plain(tokenizer, "some text"), tokenizer.eos_token_id]] * 2
     assert "answer" not in data.column_names
     refuses("has no column 'other'", call=lambda: dataset.load(
@@ -187,29 +251,51 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
     tokenizer = make_tokenizer(template)
     tokenizer.eos_token = eos
     ids = lambda *tokens: tokenizer.convert_tokens_to_ids(list(tokens))
-    turn = lambda text: plain(tokenizer, text) + ids(ends or eos)  # EOS, where the template writes no end
+    turn = lambda text: (
+        plain(tokenizer, text) + ids(ends or eos)
+    )  # EOS, where the template writes no end
     row = sft(tokenizer, {"messages": [user(U1), assistant(A1), user(U2), assistant(A2)]})
-    assert [i for i, target in zip(row["input_ids"], row["targets"]) if target] == turn(A1) + turn(A2)
+    assert [i for i, target in zip(row["input_ids"], row["targets"]) if target] == turn(A1) + turn(
+        A2
+    )
     within = f"{A2} <|im_start|> {A1}"  # a special token that ends nothing
-    both = pair(tokenizer, {"prompt": [user(U1)], "chosen": [assistant(A1)], "rejected": [assistant(within)]})
+    both = pair(
+        tokenizer,
+        {"prompt": [user(U1)], "chosen": [assistant(A1)], "rejected": [assistant(within)]},
+    )
     assert (both["chosen_ids"], both["rejected_ids"]) == (turn(A1), turn(within))
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, eos_token_id=9
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        eos_token_id=9,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    settings = {"eos_token_id": 9, "temperature": 0.7, "do_sample": False}  # as published, though transformers would not let it be made
+    settings = {
+        "eos_token_id": 9,
+        "temperature": 0.7,
+        "do_sample": False,
+    }  # as published, though transformers would not let it be made
     (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
     model = causal_lm(str(tmp_path / "model"), tokenizer, None)
-    assert model.generation_config.eos_token_id == sorted([9, *ids(*stops)]) and stop_tokens(tokenizer, model) == {9, *ids(*stops)}
+    assert model.generation_config.eos_token_id == sorted([9, *ids(*stops)]) and stop_tokens(
+        tokenizer, model
+    ) == {9, *ids(*stops)}
     model.save_pretrained(tmp_path / "actor")
-    assert json.loads((tmp_path / "actor/generation_config.json").read_text())["eos_token_id"] == sorted([9, *ids(*stops)])
+    assert json.loads((tmp_path / "actor/generation_config.json").read_text())[
+        "eos_token_id"
+    ] == sorted([9, *ids(*stops)])
 
 
 def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
     def load(name, answers):
         rows = [{"prompt": U1, "completion": A1, "answer": answer} for answer in answers]
         path = str(write_jsonl(tmp_path / f"{name}.jsonl", rows))
-        return dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant")
+        return dataset.load(
+            accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant"
+        )
 
     assert load("some", [None, 4])["answer"][:] == ["", "4"]
     assert "answer" not in load("none", [None, None]).column_names
@@ -228,12 +314,20 @@ def test_without_a_prompt_there_is_nothing_to_answer(tokenizer, accelerator, tmp
         loss_on="assistant",
     )
     rows = [{"text": U1, "answer": "4"}, {"prompt": U1, "completion": A1, "answer": "5"}]
-    assert load("both", rows)["answer"][:] == ["", "5"] and "answer" not in load("texts", rows[:1]).column_names
+    assert (
+        load("both", rows)["answer"][:] == ["", "5"]
+        and "answer" not in load("texts", rows[:1]).column_names
+    )
 
 
 def test_evaluation_sets_by_prefix(tokenizer, accelerator, tmp_path):
-    paths = [str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": U1, "completion": name}])) for name in ("one", "two")]
-    how = dict(function=sft_row, tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant")
+    paths = [
+        str(write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": U1, "completion": name}]))
+        for name in ("one", "two")
+    ]
+    how = dict(
+        function=sft_row, tokenizer=tokenizer, columns={}, max_length=99, loss_on="assistant"
+    )
     assert dataset.load_evaluation_sets(accelerator, None, "train", **how) == {}
     assert list(dataset.load_evaluation_sets(accelerator, paths[:1], "train", **how)) == ["eval/"]
     sets = dataset.load_evaluation_sets(accelerator, paths, "train", **how)
@@ -251,18 +345,28 @@ def write(path, rows: list[dict]) -> str:
     if kind == "parquet":
         datasets.Dataset.from_list(rows).to_parquet(path)
         return str(path)
-    with (gzip.open if path.suffix == ".gz" else open)(path, "wt", encoding="utf-8", newline="") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(
+        path, "wt", encoding="utf-8", newline=""
+    ) as file:
         if kind == "csv":
             writer = csv.DictWriter(file, rows[0].keys())
             writer.writeheader()
             writer.writerows(rows)
         else:
-            file.write(json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows))
+            file.write(
+                json.dumps(rows)
+                if kind == "json"
+                else "".join(json.dumps(row) + "\n" for row in rows)
+            )
     return str(path)
 
 
 STRINGS = [("1+1=", "2", "3"), ("x\ny, \"z\"", "None", "NA"), ("é", "1e3", "true"), ("empty", "", "4"), ("last", "04", "4")]  # fmt: skip
-NUMBERS = [("1", "04", "4"), ("2.50", "1e3", "-0"), ("3", "5", "6")]  # no cell of a column says that it is text
+NUMBERS = [
+    ("1", "04", "4"),
+    ("2.50", "1e3", "-0"),
+    ("3", "5", "6"),
+]  # no cell of a column says that it is text
 
 
 @pytest.mark.parametrize("strings", [STRINGS, NUMBERS])
@@ -270,7 +374,9 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, s
     rows = [dict(zip(("prompt", "chosen", "rejected"), row)) for row in strings]
 
     def load(path):
-        return dataset.load(accelerator, path, "train", preference_row, tokenizer, {}, max_length=99)[:]
+        return dataset.load(
+            accelerator, path, "train", preference_row, tokenizer, {}, max_length=99
+        )[:]
 
     expected = [pair(tokenizer, row) for row in rows if row["chosen"]]
     for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"):
@@ -285,11 +391,16 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, s
 
 
 def test_message_lists_in_every_file_kind_that_holds_them(tokenizer, accelerator, tmp_path):
-    rows = [{"messages": [user(U1), assistant(A1)]}, {"messages": [message("system", "s"), user(U2), assistant(A2)]}]
+    rows = [
+        {"messages": [user(U1), assistant(A1)]},
+        {"messages": [message("system", "s"), user(U2), assistant(A2)]},
+    ]
     expected = [sft(tokenizer, row)["input_ids"] for row in rows]
     for name in ("a.jsonl", "a.json", "a.parquet", "a.jsonl.gz"):
         path = write(tmp_path / name, rows)
-        data = dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant")
+        data = dataset.load(
+            accelerator, path, "train", sft_row, tokenizer, {}, max_length=99, loss_on="assistant"
+        )
         assert data["input_ids"][:] == expected, name
 
 
@@ -298,14 +409,18 @@ def test_a_folders_splits_are_those_of_its_file_names(tokenizer, accelerator, tm
         write(tmp_path / "set" / f"{name}.jsonl", [{"prompt": U1, "completion": name}])
     for part in ("train", "test"):
         how = dict(max_length=99, loss_on="assistant")
-        (ids,) = dataset.load(accelerator, str(tmp_path / "set"), part, sft_row, tokenizer, {}, **how)["input_ids"][:]
+        (ids,) = dataset.load(
+            accelerator, str(tmp_path / "set"), part, sft_row, tokenizer, {}, **how
+        )["input_ids"][:]
         assert tokenizer.decode(ids) == f"{U1}{part}-0<|im_end|>"
 
 
 # ---------------------------------------------------------------------------------------------- token ids
 
 
-def reference_targets(tokenizer, messages: list[dict], learned: list[int]) -> tuple[list[int], list[bool]]:
+def reference_targets(
+    tokenizer, messages: list[dict], learned: list[int]
+) -> tuple[list[int], list[bool]]:
     """Ids of a ChatML conversation up to its last EOS, and whether each lies inside one of the learned turns, by characters."""
     text, spans = "", []
     for i, m in enumerate(messages):
@@ -314,14 +429,18 @@ def reference_targets(tokenizer, messages: list[dict], learned: list[int]) -> tu
         spans += [(start, len(text))] if i in learned else []
         text += "\n" if i < len(messages) - 1 else ""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    inside = [any(a <= start and end <= b for a, b in spans) for start, end in encoded.offset_mapping]
+    inside = [
+        any(a <= start and end <= b for a, b in spans) for start, end in encoded.offset_mapping
+    ]
     return encoded.input_ids, inside
 
 
 CHAT = [message("system", "s"), user(U1), assistant(A1), user(U2), assistant(A2)]
 
 
-@pytest.mark.parametrize("loss_on, learned", [("assistant", [2, 4]), ("completion", [4]), ("all", [])])
+@pytest.mark.parametrize(
+    "loss_on, learned", [("assistant", [2, 4]), ("completion", [4]), ("all", [])]
+)
 @pytest.mark.parametrize("bos, adds", [(None, None), ("<s>", "<s> $A <|im_end|>")])
 def test_targets_of_a_conversation(loss_on, learned, bos, adds):
     tokenizer = make_tokenizer(bos=bos, adds=adds)
@@ -331,8 +450,14 @@ def test_targets_of_a_conversation(loss_on, learned, bos, adds):
     assert row["targets"] == ([False] + [True] * (len(ids) - 1) if loss_on == "all" else targets)
     whole = tokenizer.apply_chat_template(CHAT, tokenize=True, return_dict=False)
     assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]) == "\n"
-    assert ids[-1] == tokenizer.eos_token_id and row["n_targets"] == sum(row["targets"]) and row["length"] == len(ids)
-    assert row["prompt_ids"] == tokenizer.apply_chat_template(CHAT[:-1], tokenize=True, return_dict=False, add_generation_prompt=True)
+    assert (
+        ids[-1] == tokenizer.eos_token_id
+        and row["n_targets"] == sum(row["targets"])
+        and row["length"] == len(ids)
+    )
+    assert row["prompt_ids"] == tokenizer.apply_chat_template(
+        CHAT[:-1], tokenize=True, return_dict=False, add_generation_prompt=True
+    )
 
 
 def test_prompt_and_completion_lists_learn_the_completion_only(tokenizer):
@@ -344,27 +469,44 @@ def test_prompt_and_completion_lists_learn_the_completion_only(tokenizer):
 
 
 def test_a_tool_call_is_learned_though_it_has_no_text():
-    calls = CHATML.replace("+ m['content']", "+ m['content'] + (m.tool_calls | string if m.tool_calls else '')")
-    tokenizer, call = make_tokenizer(calls), {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}
+    calls = CHATML.replace(
+        "+ m['content']", "+ m['content'] + (m.tool_calls | string if m.tool_calls else '')"
+    )
+    tokenizer, call = (
+        make_tokenizer(calls),
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]},
+    )
     chat = [user("two and two?"), call, {"role": "tool", "content": "4"}, assistant("four")]
     shown = [chat[0], assistant(str(call["tool_calls"])), *chat[2:]]
     for loss_on, learned in (("assistant", [1, 3]), ("completion", [3])):
         row = sft(tokenizer, {"messages": chat}, loss_on=loss_on)
         assert (row["input_ids"], row["targets"]) == reference_targets(tokenizer, shown, learned)
     last = sft(tokenizer, {"messages": chat[:2]}, loss_on="completion")
-    assert (last["input_ids"], last["targets"]) == reference_targets(tokenizer, shown[:2], [1]) and last["reason"] == ""
-    chosen = preference_row({"prompt": chat[:1], "chosen": [call], "rejected": [assistant("5")]}, tokenizer, 128)
+    assert (last["input_ids"], last["targets"]) == reference_targets(
+        tokenizer, shown[:2], [1]
+    ) and last["reason"] == ""
+    chosen = preference_row(
+        {"prompt": chat[:1], "chosen": [call], "rejected": [assistant("5")]}, tokenizer, 128
+    )
     assert "add" in tokenizer.decode(chosen["chosen_ids"]) and chosen["reason"] == ""
 
 
-SHOWS_TOOLS = "{% if tools %}{{ '<|im_start|>tools' + tools | tojson + '<|im_end|>\\n' }}{% endif %}" + CHATML.replace(
-    "+ m['content']", "+ m['content'] + (m.tool_calls | tojson if m.tool_calls else '')"
+SHOWS_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>tools' + tools | tojson + '<|im_end|>\\n' }}{% endif %}"
+    + CHATML.replace(
+        "+ m['content']", "+ m['content'] + (m.tool_calls | tojson if m.tool_calls else '')"
+    )
 )
 
 
 def schema(name: str, **kinds: str) -> list[dict]:
     properties = {key: {"type": kind} for key, kind in kinds.items()}
-    return [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}]
+    return [
+        {
+            "type": "function",
+            "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+        }
+    ]
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -372,23 +514,62 @@ def test_tools_are_rendered_without_the_keys_of_other_rows(accelerator, tmp_path
     """A parquet file gives each call the arguments of all, null; a message that calls has no content there, as in OpenAI's format."""
     tokenizer, clean, raw = make_tokenizer(SHOWS_TOOLS), [], []
     weather, search = {"city": "string"}, {"text": "string", "top": "number"}
-    for name, kinds, arguments in (("weather", weather, {"city": "Paris"}), ("search", search, {"text": "one", "top": 3})):
-        call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
-        chat, tools = [user(U1), {**call, "content": ""}, message("tool", "two"), assistant(A1)], schema(name, **kinds)
+    for name, kinds, arguments in (
+        ("weather", weather, {"city": "Paris"}),
+        ("search", search, {"text": "one", "top": 3}),
+    ):
+        call = {
+            "role": "assistant",
+            "tool_calls": [
+                {"type": "function", "function": {"name": name, "arguments": arguments}}
+            ],
+        }
+        chat, tools = (
+            [user(U1), {**call, "content": ""}, message("tool", "two"), assistant(A1)],
+            schema(name, **kinds),
+        )
         clean.append((chat, tools))
-        raw.append({"messages": [user(U1), {**call, "content": None}, *chat[2:]], "tools": json.dumps(tools) if as_text else tools})
+        raw.append(
+            {
+                "messages": [user(U1), {**call, "content": None}, *chat[2:]],
+                "tools": json.dumps(tools) if as_text else tools,
+            }
+        )
     path = tmp_path / "calls.parquet"
     datasets.Dataset.from_list(raw).to_parquet(path)
-    data = dataset.load(accelerator, str(path), "train", sft_row, tokenizer, {}, max_length=1000, loss_on="assistant")
+    data = dataset.load(
+        accelerator,
+        str(path),
+        "train",
+        sft_row,
+        tokenizer,
+        {},
+        max_length=1000,
+        loss_on="assistant",
+    )
     for row, (chat, tools) in zip(data, clean, strict=True):
         text = tokenizer.apply_chat_template(chat, tools, tokenize=False)
-        assert row["input_ids"] == plain(tokenizer, text.removesuffix("\n")) and "null" not in text and "tools[" in text
+        assert (
+            row["input_ids"] == plain(tokenizer, text.removesuffix("\n"))
+            and "null" not in text
+            and "tools[" in text
+        )
         assert row["n_targets"] == sum(row["targets"])
         # The same in the prompt of a preference and of a rollout.
-        before = plain(tokenizer, tokenizer.apply_chat_template(chat[:-1], tools, tokenize=False, add_generation_prompt=True))
+        before = plain(
+            tokenizer,
+            tokenizer.apply_chat_template(
+                chat[:-1], tools, tokenize=False, add_generation_prompt=True
+            ),
+        )
         given = {"prompt": chat[:-1], "tools": json.dumps(tools) if as_text else tools}
         for function in (preference_row, reward_row):
-            assert function({**given, "chosen": chat[-1:], "rejected": [assistant(B2)]}, tokenizer, 1000)["prompt_ids"] == before
+            assert (
+                function(
+                    {**given, "chosen": chat[-1:], "rejected": [assistant(B2)]}, tokenizer, 1000
+                )["prompt_ids"]
+                == before
+            )
         assert prompt_row(given, tokenizer, 1000, 8)["prompt_ids"] == before
     with pytest.raises(BadRow, match="refuses the messages or tools: Expecting"):
         sft(tokenizer, {"messages": clean[0][0], "tools": "[{"})
@@ -398,15 +579,25 @@ def test_a_template_that_rewrites_earlier_turns(tokenizer):
     rewriting = make_tokenizer(REWRITING)
     row = sft(rewriting, {"messages": CHAT})
     parts = [sft(rewriting, {"messages": CHAT[:length]}, loss_on="completion") for length in (3, 5)]
-    assert row["sequence_lengths"] == [part["length"] for part in parts] and row["length"] == sum(row["sequence_lengths"])
+    assert row["sequence_lengths"] == [part["length"] for part in parts] and row["length"] == sum(
+        row["sequence_lengths"]
+    )
     for key in ("input_ids", "targets"):
         assert row[key] == parts[0][key] + parts[1][key]
-    assert row["n_targets"] == parts[0]["n_targets"] + parts[1]["n_targets"] and row["prompt_ids"] == parts[1]["prompt_ids"]
+    assert (
+        row["n_targets"] == parts[0]["n_targets"] + parts[1]["n_targets"]
+        and row["prompt_ids"] == parts[1]["prompt_ids"]
+    )
     row = sft(rewriting, {"messages": CHAT}, loss_on="completion")
     whole = rewriting.apply_chat_template(CHAT, tokenize=True, return_dict=False)
     assert row["input_ids"] == whole[: len(row["input_ids"])]
-    assert tokenizer.decode([i for i, target in zip(row["input_ids"], row["targets"]) if target]) == f"<t></t>{A2}<|im_end|>"
-    assert sft(rewriting, {"messages": CHAT[:3]})["n_targets"] == len(plain(rewriting, f"<t></t>{A1}<|im_end|>"))
+    assert (
+        tokenizer.decode([i for i, target in zip(row["input_ids"], row["targets"]) if target])
+        == f"<t></t>{A2}<|im_end|>"
+    )
+    assert sft(rewriting, {"messages": CHAT[:3]})["n_targets"] == len(
+        plain(rewriting, f"<t></t>{A1}<|im_end|>")
+    )
 
 
 def test_templates_that_refuse(tokenizer):
@@ -418,10 +609,14 @@ def test_templates_that_refuse(tokenizer):
 
 def test_an_answer_that_does_not_continue_the_generation_prompt(tokenizer):
     """It is learned behind what both share, and that is said with both texts."""
-    thinking = make_tokenizer(CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<t>'"))
+    thinking = make_tokenizer(
+        CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<t>'")
+    )
     row = pair(thinking, {"prompt": [user(U1)], "chosen": A1, "rejected": B2})
     same = pair(tokenizer, {"prompt": [user(U1)], "chosen": A1, "rejected": B2})
-    assert [row[key] for key in ("prompt_ids", "chosen_ids", "rejected_ids")] == [same[key] for key in ("prompt_ids", "chosen_ids", "rejected_ids")]
+    assert [row[key] for key in ("prompt_ids", "chosen_ids", "rejected_ids")] == [
+        same[key] for key in ("prompt_ids", "chosen_ids", "rejected_ids")
+    ]
     kind, _, example = row["notes"][0].partition("\t")
     assert "do not continue the generation prompt" in kind and "--chat_template" in kind
     assert "'<t>'" in example and repr(f"{A1}<|im_end|>\n") in example and "notes" not in same
@@ -439,7 +634,11 @@ def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
     assert row["targets"] == [False] * len(front + prompt) + [True] * len(chosen + eos)
     assert row["prompt_ids"] == front + prompt
     both = pair(tokenizer, {"prompt": PROMPT, "chosen": CHOSEN, "rejected": REJECTED})
-    assert (both["prompt_ids"], both["chosen_ids"], both["rejected_ids"]) == (front + prompt, chosen + eos, rejected + eos)
+    assert (both["prompt_ids"], both["chosen_ids"], both["rejected_ids"]) == (
+        front + prompt,
+        chosen + eos,
+        rejected + eos,
+    )
     assert both["length"] == 2 * len(front + prompt) + len(chosen + rejected) + 2
     # Text that a template wrote before holds its own.
     for text in ("<s>" * writes_bos + A1, A1 + "<|im_end|>", A1):
@@ -450,22 +649,39 @@ def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
 
 def test_chat_pairs_equal_the_template(tokenizer):
     row = pair(tokenizer, {"prompt": CHAT[:4], "chosen": [assistant(A2)], "rejected": B2})
-    assert row["prompt_ids"] == tokenizer.apply_chat_template(CHAT[:4], tokenize=True, return_dict=False, add_generation_prompt=True)
+    assert row["prompt_ids"] == tokenizer.apply_chat_template(
+        CHAT[:4], tokenize=True, return_dict=False, add_generation_prompt=True
+    )
     for name, answer in (("chosen_ids", A2), ("rejected_ids", B2)):
-        whole = tokenizer.apply_chat_template([*CHAT[:4], assistant(answer)], tokenize=True, return_dict=False)
+        whole = tokenizer.apply_chat_template(
+            [*CHAT[:4], assistant(answer)], tokenize=True, return_dict=False
+        )
         assert row["prompt_ids"] + row[name] == whole[: len(row["prompt_ids"] + row[name])]
         assert row[name] == plain(tokenizer, answer + "<|im_end|>")
 
 
 def test_a_merge_over_the_boundary_loses_no_character():
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "d", "bc", "ab"])}
-    tokenizer = make_tokenizer(None, backend=Tokenizer(models.BPE(vocabulary, [("b", "c"), ("a", "b")])))
+    vocabulary = {
+        token: i
+        for i, token in enumerate(
+            ["<pad>", "<s>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "d", "bc", "ab"]
+        )
+    }
+    tokenizer = make_tokenizer(
+        None, backend=Tokenizer(models.BPE(vocabulary, [("b", "c"), ("a", "b")]))
+    )
     assert tokenizer.convert_ids_to_tokens(plain(tokenizer, "abcd")) == ["a", "bc", "d"]
     row = pair(tokenizer, {"prompt": "ab", "chosen": "cd", "rejected": "dd"})
-    tokens = [tokenizer.convert_ids_to_tokens(row[name]) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+    tokens = [
+        tokenizer.convert_ids_to_tokens(row[name])
+        for name in ("prompt_ids", "chosen_ids", "rejected_ids")
+    ]
     assert tokens == [["ab"], ["c", "d", "<|im_end|>"], ["d", "d", "<|im_end|>"]]
     row = sft(tokenizer, {"prompt": "ab", "completion": "cd"})
-    assert tokenizer.convert_ids_to_tokens(row["input_ids"]) == ["ab", "c", "d", "<|im_end|>"] and row["n_targets"] == 3
+    assert (
+        tokenizer.convert_ids_to_tokens(row["input_ids"]) == ["ab", "c", "d", "<|im_end|>"]
+        and row["n_targets"] == 3
+    )
 
 
 # ---------------------------------------------------------------------------------------------- what is left out
@@ -483,7 +699,11 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
         *[("a" * length, "b", "cc") for length in range(12, 17)],
         (prompt, "gg", "kk"),
     ]  # fmt: skip
-    path = str(write_jsonl(tmp_path / "a.jsonl", [dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows]))
+    path = str(
+        write_jsonl(
+            tmp_path / "a.jsonl", [dict(zip(("prompt", "chosen", "rejected"), row)) for row in rows]
+        )
+    )
     data = dataset.load(accelerator, path, "train", preference_row, tokenizer, {}, max_length=12)
     assert data["row"][:] == [1, 2, 17]
     assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [18, 21, 18]
@@ -503,8 +723,14 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
         {"messages": [user("a"), assistant("")]}, {"messages": [user("a")]}, {"messages": []},
     ]  # fmt: skip
     path = str(write_jsonl(tmp_path / "a.jsonl", rows))
-    data = dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant")
-    assert data["row"][:] == [1, 2] and data["length"][:] == [12, 12] and data["n_targets"][:] == [6, 6]
+    data = dataset.load(
+        accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant"
+    )
+    assert (
+        data["row"][:] == [1, 2]
+        and data["length"][:] == [12, 12]
+        and data["n_targets"][:] == [6, 6]
+    )
     assert [ids[-1] == tokenizer.eos_token_id for ids in data["input_ids"]] == [True, False]
     assert capsys.readouterr().out == (
         f"data {path}: 2 usable rows; 4 left out (empty answer); 1 left out (nothing to learn within max_length); 1 truncated\n"
@@ -514,14 +740,24 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
 def test_rows_may_begin_with_a_thousand_empty_lists(tokenizer, accelerator, tmp_path):
     """Of pairs sorted from the longest on, the first are all left out; of texts without a prompt, the prompts are empty. `datasets` takes
     the types from the first thousand rows."""
-    pairs = [{"prompt": "a" * 12, "chosen": "b", "rejected": "cc"}] * 1001 + [{"prompt": "a", "chosen": "b", "rejected": "cc"}]
+    pairs = [{"prompt": "a" * 12, "chosen": "b", "rejected": "cc"}] * 1001 + [
+        {"prompt": "a", "chosen": "b", "rejected": "cc"}
+    ]
     path = str(write_jsonl(tmp_path / "pairs.jsonl", pairs))
     data = dataset.load(accelerator, path, "train", preference_row, tokenizer, {}, max_length=12)
-    assert data["row"][:] == [1002] and data["chosen_ids"][:] == [[*plain(tokenizer, "b"), tokenizer.eos_token_id]]
+    assert data["row"][:] == [1002] and data["chosen_ids"][:] == [
+        [*plain(tokenizer, "b"), tokenizer.eos_token_id]
+    ]
     texts = [{"prompt": "", "completion": ""}] * 1001 + [{"prompt": "a", "completion": "b"}]
     path = str(write_jsonl(tmp_path / "texts.jsonl", texts))
-    data = dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant")
-    assert data["row"][:] == [1002] and data["prompt_ids"][:] == [plain(tokenizer, "a")] and data["targets"][:] == [[False, True, True]]
+    data = dataset.load(
+        accelerator, path, "train", sft_row, tokenizer, {}, max_length=12, loss_on="assistant"
+    )
+    assert (
+        data["row"][:] == [1002]
+        and data["prompt_ids"][:] == [plain(tokenizer, "a")]
+        and data["targets"][:] == [[False, True, True]]
+    )
 
 
 # ---------------------------------------------------------------------------------------------- the cache
@@ -543,14 +779,27 @@ def test_tokenised_once_and_again_when_anything_changes(accelerator, tmp_path):
     def load(tokenizer=None, columns=None, **changes):
         settings = {"max_length": 50, "loss_on": "assistant", **changes}
         before = len(CALLS)
-        data = dataset.load(accelerator, str(path), "train", counted, tokenizer or make_tokenizer(), columns or {}, **settings)
+        data = dataset.load(
+            accelerator,
+            str(path),
+            "train",
+            counted,
+            tokenizer or make_tokenizer(),
+            columns or {},
+            **settings,
+        )
         return len(CALLS) - before, data[0]["input_ids"], sum(data[0]["targets"])
 
     write_rows("aa")
     first = load()
     assert first[0] == 3 and load() == (0, *first[1:])
     with_bos = make_tokenizer(bos="<s>", adds="<s> $A")
-    changes = [dict(max_length=3), dict(loss_on="all"), dict(columns={"prompt": "other"}), dict(tokenizer=with_bos)]
+    changes = [
+        dict(max_length=3),
+        dict(loss_on="all"),
+        dict(columns={"prompt": "other"}),
+        dict(tokenizer=with_bos),
+    ]
     for change in changes:
         calls, *values = load(**change)
         assert calls == 3 and tuple(values) != first[1:], change
@@ -579,7 +828,9 @@ def test_the_cache_knows_the_source_of_what_a_row_function_calls(tmp_path):
 
     tokenizer = make_tokenizer()
     first = key("first", end=".", other="2")
-    assert key("loss_changed", end=".", other="3") == first != key("row_changed", end="!", other="2")
+    assert (
+        key("loss_changed", end=".", other="3") == first != key("row_changed", end="!", other="2")
+    )
 
 
 def test_an_array_is_computed_once_for_each_key(accelerator):
@@ -605,13 +856,20 @@ def test_windows_are_a_permutation_of_each_epoch(n_rows, batch):
     per_epoch = -(-n_rows // batch)
     epochs = []
     for epoch in range(3):
-        windows = [rows_of_update(n_rows, batch, seed=5, index=epoch * per_epoch + k) for k in range(per_epoch)]
-        assert [len(window) for window in windows] == [batch] * (n_rows // batch) + [n_rows % batch] * (n_rows % batch > 0)
+        windows = [
+            rows_of_update(n_rows, batch, seed=5, index=epoch * per_epoch + k)
+            for k in range(per_epoch)
+        ]
+        assert [len(window) for window in windows] == [batch] * (n_rows // batch) + [
+            n_rows % batch
+        ] * (n_rows % batch > 0)
         epochs.append(np.concatenate(windows).tolist())
         assert sorted(epochs[-1]) == list(range(n_rows))
     if n_rows > 3:
         assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-        assert rows_of_update(n_rows, n_rows, 5, 0).tolist() == epochs[0]  # the cut alone depends on the batch size
+        assert (
+            rows_of_update(n_rows, n_rows, 5, 0).tolist() == epochs[0]
+        )  # the cut alone depends on the batch size
         assert rows_of_update(n_rows, n_rows, 6, 0).tolist() != epochs[0]
         assert rows_of_update(n_rows, n_rows, 6, 0).tolist() != epochs[1]
 
@@ -622,18 +880,30 @@ def test_windows_are_a_permutation_of_each_epoch(n_rows, batch):
 def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, tokens):
     lengths = np.random.default_rng(n_rows).integers(1, 10, 100)
     window = rows_of_update(100, n_rows, 0, 1)
-    worlds = [types.SimpleNamespace(num_processes=processes, process_index=index) for index in range(processes)]
+    worlds = [
+        types.SimpleNamespace(num_processes=processes, process_index=index)
+        for index in range(processes)
+    ]
     shares = [split(world, window, lengths, micro, tokens) for world in worlds]
     assert {len(share) for share in shares} == {len(shares[0])}
-    in_order = [(row, weight) for step in zip(*shares) for rows, weights in step for row, weight in zip(rows, weights)]
+    in_order = [
+        (row, weight)
+        for step in zip(*shares)
+        for rows, weights in step
+        for row, weight in zip(rows, weights)
+    ]
     real = [row for row, weight in in_order if weight == 1.0]
     assert sorted(real) == sorted(window.tolist())
     assert [weight for _, weight in in_order] == [1.0] * n_rows + [0.0] * (len(in_order) - n_rows)
     sizes = [lengths[row] for row, _ in in_order]
-    assert sizes == sorted(sizes, reverse=True)  # longest first, and the processes of a step next to each other
+    assert sizes == sorted(
+        sizes, reverse=True
+    )  # longest first, and the processes of a step next to each other
     batches = [rows for share in shares for rows, _ in share]
     if not tokens:
-        assert len(shares[0]) == -(-n_rows // (micro * processes)) and max(map(len, batches)) <= micro
+        assert (
+            len(shares[0]) == -(-n_rows // (micro * processes)) and max(map(len, batches)) <= micro
+        )
         return
     held = [len(rows) * lengths[rows].max() for rows in batches]  # padding counted
     assert all(size <= tokens or len(rows) == 1 for size, rows in zip(held, batches))
@@ -648,14 +918,24 @@ def test_micro_batches_by_tokens_hold_about_as_many():
     """Rows of 1 to 600 tokens, at most 2048 a micro-batch, 3 processes: no process waits long for another."""
     lengths, tokens = np.random.default_rng(0).integers(1, 601, 300), 2048
     worlds = [types.SimpleNamespace(num_processes=3, process_index=index) for index in range(3)]
-    shares = [[len(rows) * lengths[rows].max() for rows, _ in split(world, range(300), lengths, 8, tokens)] for world in worlds]
+    shares = [
+        [
+            len(rows) * lengths[rows].max()
+            for rows, _ in split(world, range(300), lengths, 8, tokens)
+        ]
+        for world in worlds
+    ]
     full = [size for step in list(zip(*shares))[:-1] for size in step]
     assert max(full) <= tokens and min(full) > 0.7 * tokens
     assert max(map(sum, shares)) < 1.06 * min(map(sum, shares))
 
 
 def test_a_column_is_that_of_the_chosen_rows_in_their_order():
-    rows = datasets.Dataset.from_dict({"number": range(25_000), "word": [str(n % 7) for n in range(25_000)]})
+    rows = datasets.Dataset.from_dict(
+        {"number": range(25_000), "word": [str(n % 7) for n in range(25_000)]}
+    )
     order = np.random.default_rng(0).permutation(25_000)[:21_000]
     chosen = rows.select(order)
-    assert dataset.column(chosen, "number").tolist() == order.tolist() and dataset.column(chosen, "word").tolist() == [str(n % 7) for n in order]
+    assert dataset.column(chosen, "number").tolist() == order.tolist() and dataset.column(
+        chosen, "word"
+    ).tolist() == [str(n % 7) for n in order]

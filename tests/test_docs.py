@@ -29,8 +29,19 @@ def demo(request, tmp_path_factory):
     output = tmp_path_factory.mktemp("docs") / request.param
     held_out = {"sft": "sft", "ppo": "prompts"}.get(request.param, "preferences") + "_eval.jsonl"
     few = first_rows(output.with_name(held_out), ASSETS / held_out, 20)
-    more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16, "--eval_dataset_name", few]
-    if held_out.startswith("preferences"):  # to tokenise all pairs would be most of the run, and test_strategies.py does it
+    more = [
+        "--max_steps",
+        2,
+        "--logging_steps",
+        1,
+        "--micro_train_batch_size",
+        16,
+        "--eval_dataset_name",
+        few,
+    ]
+    if held_out.startswith(
+        "preferences"
+    ):  # to tokenise all pairs would be most of the run, and test_strategies.py does it
         more = [ASSETS / f"{request.param}.yaml", "--dataset_name", ASSETS / held_out, *more]
     launch(config_launcher("ds_fp16"), recipe(request.param), *more, "--output_dir", output)
     return request.param, output
@@ -39,7 +50,9 @@ def demo(request, tmp_path_factory):
 def test_the_glossary_is_the_list_of_logged_tags(demo):
     name, output = demo
     page = (REPOSITORY / "docs" / f"{name}.md").read_text()
-    documented = set(re.findall(r"^\| `([^`]+)` \|", page.split("## Metrics")[1].split("\n## ")[0], re.MULTILINE))
+    documented = set(
+        re.findall(r"^\| `([^`]+)` \|", page.split("## Metrics")[1].split("\n## ")[0], re.MULTILINE)
+    )
     assert documented - GPU_ONLY == {tag for line in lines(output) for tag in line}
 
 
@@ -47,25 +60,45 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(demo):
     _, output = demo
     board = EventAccumulator(str(output / "tensorboard"), size_guidance={"scalars": 0})
     board.Reload()
-    shown = {(tag, event.step): event.value for tag in board.Tags()["scalars"] for event in board.Scalars(tag)}
-    written = {(tag, line["global_step"]): value for line in lines(output) for tag, value in line.items() if tag != "global_step"}
+    shown = {
+        (tag, event.step): event.value
+        for tag in board.Tags()["scalars"]
+        for event in board.Scalars(tag)
+    }
+    written = {
+        (tag, line["global_step"]): value
+        for line in lines(output)
+        for tag, value in line.items()
+        if tag != "global_step"
+    }
     assert shown.keys() == written.keys() and len(training_lines(output)) == 2
     for key, value in written.items():
         assert shown[key] == pytest.approx(value, rel=1e-6)  # TensorBoard keeps fp32
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "recipes").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "recipes").glob("*.py")), ids=lambda path: path.stem
+)
 def test_every_command_in_a_docstring_parses(path):
     tree = ast.parse(path.read_text())
     docstring = ast.get_docstring(tree)
-    fields = {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    fields = {
+        node.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
     commands = re.findall(r"(?:accelerate launch|python) .*", docstring)
     assert len(commands) == 4
     for command in commands:
         words = shlex.split(command)
-        before, after = words[: words.index(f"recipes/{path.name}")], words[words.index(f"recipes/{path.name}") + 1 :]
+        before, after = (
+            words[: words.index(f"recipes/{path.name}")],
+            words[words.index(f"recipes/{path.name}") + 1 :],
+        )
         for file in [word for word in before if word.endswith(".yaml")]:
             assert (REPOSITORY / file).is_file()
-        assert {word for word in after if word.startswith("--")} <= {f"--{field}" for field in fields}
+        assert {word for word in after if word.startswith("--")} <= {
+            f"--{field}" for field in fields
+        }
     page = re.search(r"docs/\w+\.md", docstring)[0]
     assert (REPOSITORY / page).is_file()

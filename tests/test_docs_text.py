@@ -49,7 +49,9 @@ def commands(page) -> list[str]:
     text = page.read_text()
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    lines += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    lines += re.findall(
+        r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    )
     started = re.compile(r"(\S*/)?(accelerate launch|python|make|sbatch) ")
     return [line.split("  #")[0].strip() for line in lines if started.match(line)]
 
@@ -59,21 +61,43 @@ def flags_of(words: list[str]) -> set[str]:
 
 
 def test_the_launch_table_is_the_folder():
-    section = (REPOSITORY / "README.md").read_text().partition("## Choosing a launch")[2].partition("\n## ")[0]
-    first_cells = "\n".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
+    section = (
+        (REPOSITORY / "README.md")
+        .read_text()
+        .partition("## Choosing a launch")[2]
+        .partition("\n## ")[0]
+    )
+    first_cells = "\n".join(
+        line.split("|")[1] for line in section.splitlines() if line.startswith("| `")
+    )
     listed = re.findall(r"`([\w.]+)`", first_cells)
-    assert sorted(listed) == sorted(p.name for p in (REPOSITORY / "accelerate_configs").iterdir() if p.suffix != ".json")
+    assert sorted(listed) == sorted(
+        p.name for p in (REPOSITORY / "accelerate_configs").iterdir() if p.suffix != ".json"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
 def test_every_command_names_what_exists(page, recipe_flags, launcher_flags):
-    targets = set(re.findall(r"^\.PHONY: (.*)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)[0].split())
+    targets = set(
+        re.findall(r"^\.PHONY: (.*)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)[
+            0
+        ].split()
+    )
     for command in commands(page):
         words = shlex.split(re.sub(r"[\[\]]", " ", command))
         if words[0].endswith("make"):
-            assert {word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)} <= targets, command
+            assert {word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)} <= targets, (
+                command
+            )
             continue
-        script = next((place for place, word in enumerate(words) if word.endswith(".py") or word.startswith("common.")), None)
+        script = next(
+            (
+                place
+                for place, word in enumerate(words)
+                if word.endswith(".py") or word.startswith("common.")
+            ),
+            None,
+        )
         if script is None:  # such as `python -c`, `accelerate launch` alone
             continue
         for word in words[:script]:
@@ -95,7 +119,9 @@ def test_every_command_names_what_exists(page, recipe_flags, launcher_flags):
 
 @pytest.mark.parametrize("page", PAGES[:-2], ids=lambda page: f"{page.parent.name}-{page.stem}")
 def test_every_flag_that_a_page_mentions_exists(page, recipe_flags, launcher_flags):
-    known = set().union(*recipe_flags.values(), *map(script_flags, SCRIPTS), launcher_flags, FOREIGN)
+    known = set().union(
+        *recipe_flags.values(), *map(script_flags, SCRIPTS), launcher_flags, FOREIGN
+    )
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+[a-z]", page.read_text()))
     assert mentioned <= known
 
@@ -110,7 +136,12 @@ def as_value(text: str, like):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_documented_defaults_are_those_of_the_recipe(name):
-    section = (REPOSITORY / f"docs/{name}.md").read_text().partition("## Defaults")[2].partition("\n## ")[0]
+    section = (
+        (REPOSITORY / f"docs/{name}.md")
+        .read_text()
+        .partition("## Defaults")[2]
+        .partition("\n## ")[0]
+    )
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `--")]
     documented = 0
     for names, values in rows:
@@ -129,6 +160,8 @@ def test_documented_defaults_are_those_of_the_recipe(name):
     ["-m", "common.export", "--help"],
 ])  # fmt: skip
 def test_commands_that_are_cheap_run(words):
-    result = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     assert ("sum" if "--model" in words else "checkpoint") in result.stdout

@@ -49,10 +49,20 @@ def inputs(tmp_path_factory):
 
 def fp16_launcher(folder, stage: int, processes: int, **fp16) -> list[str]:
     """A DeepSpeed world with these loss-scale settings."""
-    settings = {"enabled": True, "loss_scale": 0.0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1, **fp16}
+    settings = {
+        "enabled": True,
+        "loss_scale": 0.0,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+        **fp16,
+    }
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     path = folder / f"{stage}-{abs(hash(str(settings)))}.json"
-    auto = dict.fromkeys(("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
+    auto = dict.fromkeys(
+        ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping"),
+        "auto",
+    )
     path.write_text(json.dumps({"fp16": settings, "zero_optimization": zero, **auto}))
     return deepspeed_launcher(path, processes)
 
@@ -63,18 +73,49 @@ def flags(inputs, name, output, *more):
             "--max_epochs", 1 if name == "ppo" else 2, *(PPO if name == "ppo" else []), *more]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, stage, processes", [("sft", 2, 2), ("dpo", 1, 1), ("reward", 3, 2), ("ppo", 2, 1)])
+@pytest.mark.parametrize(
+    "name, stage, processes", [("sft", 2, 2), ("dpo", 1, 1), ("reward", 3, 2), ("ppo", 2, 1)]
+)
 def test_what_overflows_leaves_no_trace(inputs, name, stage, processes):
     """The first window, the one after a logged update, two in a row, and the last; a scale that is lowered only after the hundredth."""
-    launcher, bad = fp16_launcher(inputs, stage, processes, initial_scale_power=8, hysteresis=100), "0,4,6,7,11"
+    launcher, bad = (
+        fp16_launcher(inputs, stage, processes, initial_scale_power=8, hysteresis=100),
+        "0,4,6,7,11",
+    )
     poisoned, lacking = inputs / f"poisoned-{name}", inputs / f"lacking-{name}"
     # A warm-up does not depend on the horizon, in which the two runs differ.
-    more = ["--logging_steps", 3, "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 4]
-    result = launch(launcher, TESTS / "poison.py", "overflow", bad, recipe(name), *flags(inputs, name, poisoned, *more))
+    more = [
+        "--logging_steps",
+        3,
+        "--lr_scheduler_type",
+        "constant_with_warmup",
+        "--warmup_steps",
+        4,
+    ]
+    result = launch(
+        launcher,
+        TESTS / "poison.py",
+        "overflow",
+        bad,
+        recipe(name),
+        *flags(inputs, name, poisoned, *more),
+    )
     assert "done: 7 updates, 5 skipped" in result.stdout
-    launch(launcher, TESTS / "poison.py", "lack", bad, recipe(name), *flags(inputs, name, lacking, *more, "--max_steps", 7))
+    launch(
+        launcher,
+        TESTS / "poison.py",
+        "lack",
+        bad,
+        recipe(name),
+        *flags(inputs, name, lacking, *more, "--max_steps", 7),
+    )
     found, expected = timeless(poisoned), timeless(lacking)
-    assert [(line["global_step"], line["skipped_steps"]) for line in found] == [(1, 1), (3, 1), (6, 4), (7, 5)]
+    assert [(line["global_step"], line["skipped_steps"]) for line in found] == [
+        (1, 1),
+        (3, 1),
+        (6, 4),
+        (7, 5),
+    ]
     assert all(line.pop("loss_scale") == 256 for line in found + expected)
     for line in found + expected:
         del line["skipped_steps"], line["epoch"]
@@ -85,15 +126,29 @@ def test_what_overflows_leaves_no_trace(inputs, name, stage, processes):
 def test_losses_are_those_of_fp32(inputs, name):
     """ds_fp16.yaml over 200 updates, its first skips included: fp32 on the same windows. PPO from the same responses."""
     half, single = inputs / f"half-{name}", inputs / f"single-{name}"
-    windows, mode = (204, "fixed") if name == "ppo" else (6, "as_is")  # of an epoch; PPO makes them of one rollout
+    windows, mode = (
+        (204, "fixed") if name == "ppo" else (6, "as_is")
+    )  # of an epoch; PPO makes them of one rollout
     more = ["--max_steps", 200, "--micro_train_batch_size", 4, "--learning_rate", 2e-4 if name == "sft" else 1e-4,
             *(["--num_epochs_per_rollout", 34, "--critic_learning_rate", 1e-3] if name == "ppo" else [])]  # fmt: skip
-    launch(config_launcher("ds_fp16"), TESTS / "poison.py", mode, "none", recipe(name), *flags(inputs, name, half, *more))
+    launch(
+        config_launcher("ds_fp16"),
+        TESTS / "poison.py",
+        mode,
+        "none",
+        recipe(name),
+        *flags(inputs, name, half, *more),
+    )
     lines = training_lines(half)
     applied = [round(line["epoch"] * windows) - 1 for line in lines]
     skipped = sorted(set(range(applied[-1])) - set(applied))
     launch(
-        [], TESTS / "poison.py", f"{mode}_lack", ",".join(map(str, skipped)) or "none", recipe(name), *flags(inputs, name, single, *more)
+        [],
+        TESTS / "poison.py",
+        f"{mode}_lack",
+        ",".join(map(str, skipped)) or "none",
+        recipe(name),
+        *flags(inputs, name, single, *more),
     )
     expected = training_lines(single)
     assert len(lines) == 200 and abs(expected[0]["loss"] - expected[-1]["loss"]) > 0.1 * abs(
@@ -101,7 +156,9 @@ def test_losses_are_those_of_fp32(inputs, name):
     )  # there is something to compare
     size = statistics.mean(abs(line["loss"]) for line in expected)  # PPO's loss passes through zero
     for one, other in zip(lines, expected, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=0.02, abs=0.02 * size * (name == "ppo")), one["global_step"]
+        assert one["loss"] == pytest.approx(
+            other["loss"], rel=0.02, abs=0.02 * size * (name == "ppo")
+        ), one["global_step"]
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
@@ -109,7 +166,10 @@ def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
     """DeepSpeed 0.19.8 halves it. Where the last assertion fails, a newer one does not, and `zero.delay_scale_growth` can go."""
     launcher = fp16_launcher(tmp_path, stage, 1, initial_scale_power=4, loss_scale_window=2)
     output = launch(launcher, TESTS / "growth.py", tmp_path / "out").stdout
-    guarded, unguarded = (ast.literal_eval(re.search(rf"^{name} (.*)$", output, re.MULTILINE)[1]) for name in ("guarded", "unguarded"))
+    guarded, unguarded = (
+        ast.literal_eval(re.search(rf"^{name} (.*)$", output, re.MULTILINE)[1])
+        for name in ("guarded", "unguarded")
+    )
     scales = [16, 16, 16, 32, 32]
     assert guarded == [(0.5, 0.5, scale) for scale in scales]
     assert [taken for taken, *_ in unguarded] == [0.5, 0.5, 0.25, 0.5, 0.25]
@@ -121,7 +181,13 @@ def test_a_run_that_skips_too_often_is_warned_and_one_without_remedy_ends(inputs
     more = ["--max_steps", 100, "--max_epochs", 9]
     bad = "2,4,6,8,10,12,14,20,21"
     result = launch(
-        launcher, TESTS / "poison.py", "overflow", bad, recipe("sft"), *flags(inputs, "sft", inputs / "end", *more), check=False
+        launcher,
+        TESTS / "poison.py",
+        "overflow",
+        bad,
+        recipe("sft"),
+        *flags(inputs, "sft", inputs / "end", *more),
+        check=False,
     )
     assert result.returncode
     warnings = re.findall(
@@ -129,7 +195,10 @@ def test_a_run_that_skips_too_often_is_warned_and_one_without_remedy_ends(inputs
         result.stdout,
     )
     assert warnings == ["6"]
-    assert "update 14 overflowed 2 times in a row, the last time at loss scale 1, the smallest being 1. Use bf16" in result.stdout
+    assert (
+        "update 14 overflowed 2 times in a row, the last time at loss scale 1, the smallest being 1. Use bf16"
+        in result.stdout
+    )
     assert [line["global_step"] for line in training_lines(inputs / "end")] == list(range(1, 14))
 
 
@@ -137,10 +206,16 @@ def test_a_run_that_skips_too_often_is_warned_and_one_without_remedy_ends(inputs
                                                    (1.0, {}, 2), (None, {}, 2), (2.0, None, 100)])  # fmt: skip
 def test_skips_without_end_end(tmp_path, scale, settings, ends):
     """At the smallest scale after two, elsewhere (a fixed scale, torch's own scaler) after a hundred; a warning every 50 updates till then."""
-    plugin = None if settings is None else types.SimpleNamespace(deepspeed_config={"fp16": settings})
-    accelerator = types.SimpleNamespace(state=types.SimpleNamespace(deepspeed_plugin=plugin), is_main_process=True)
+    plugin = (
+        None if settings is None else types.SimpleNamespace(deepspeed_config={"fp16": settings})
+    )
+    accelerator = types.SimpleNamespace(
+        state=types.SimpleNamespace(deepspeed_plugin=plugin), is_main_process=True
+    )
     progress, said = Progress(1000, 1, 1, 1000), []
-    metrics = Metrics(accelerator, types.SimpleNamespace(output_dir=tmp_path, report_to="none"), progress, "loss")
+    metrics = Metrics(
+        accelerator, types.SimpleNamespace(output_dir=tmp_path, report_to="none"), progress, "loss"
+    )
     metrics.bar = types.SimpleNamespace(write=said.append, update=lambda: None)
     for _ in range(20):
         progress.update_done(True, 1, 1)
@@ -149,7 +224,9 @@ def test_skips_without_end_end(tmp_path, scale, settings, ends):
             progress.update_done(applied=False, samples=1, tokens=1)
             metrics.update_done(False, loss_scale=scale)
     assert progress.skipped_steps == ends and progress.global_step == 20
-    assert [text[:30] for text in said] == (["WARNING: 6 of the last 50 upda", "WARNING: 50 of the last 50 upd"] if ends == 100 else [])
+    assert [text[:30] for text in said] == (
+        ["WARNING: 6 of the last 50 upda", "WARNING: 50 of the last 50 upd"] if ends == 100 else []
+    )
 
 
 def test_skips_far_apart_need_no_warning(tmp_path):
@@ -177,10 +254,22 @@ def test_the_tensor_that_overflows_is_named(capsys):
         return capsys.readouterr().out.strip()
 
     assert said(1.0, 1.0, 1.0, 1.0) == ""
-    assert said(1e30, 1.0, 1e30, 1.0) == "OVERFLOW in process 0: the output of first, torch.float32, 3 of 3 elements"
-    assert said(1e30, 1e30, 1.0, 1.0) == "OVERFLOW in process 0: the output of second, torch.float32, 3 of 3 elements"
-    assert said(1.0, 1e30, 1.0, 1e30) == "OVERFLOW in process 0: the gradient of the output of first, torch.float32, 3 of 3 elements"
-    assert said(1e-20, 1.0, 1e20, 1e30) == "OVERFLOW in process 0: the gradient of first.weight, torch.float32, 1 of 1 elements"
+    assert (
+        said(1e30, 1.0, 1e30, 1.0)
+        == "OVERFLOW in process 0: the output of first, torch.float32, 3 of 3 elements"
+    )
+    assert (
+        said(1e30, 1e30, 1.0, 1.0)
+        == "OVERFLOW in process 0: the output of second, torch.float32, 3 of 3 elements"
+    )
+    assert (
+        said(1.0, 1e30, 1.0, 1e30)
+        == "OVERFLOW in process 0: the gradient of the output of first, torch.float32, 3 of 3 elements"
+    )
+    assert (
+        said(1e-20, 1.0, 1e20, 1e30)
+        == "OVERFLOW in process 0: the gradient of first.weight, torch.float32, 1 of 1 elements"
+    )
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
@@ -198,13 +287,26 @@ def test_what_a_half_model_returns_is_computed_in_fp32(inputs, half):
     expected = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
     assert expected[scored[:, 1:]].min() < -65_504 or half == torch.bfloat16
     assert all(value.dtype == torch.float32 for value in scores.values())
-    assert torch.allclose(scores["logps"][:, 1:].double(), expected * scored[:, 1:], rtol=1e-5, atol=0.02)
-    classifier = AutoModelForSequenceClassification.from_pretrained(inputs / "still", num_labels=1, dtype=half)
+    assert torch.allclose(
+        scores["logps"][:, 1:].double(), expected * scored[:, 1:], rtol=1e-5, atol=0.02
+    )
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        inputs / "still", num_labels=1, dtype=half
+    )
     with torch.no_grad():
-        values = ScoreModel(classifier).eval()({"inputs": {"input_ids": ids}, "last": torch.arange(36)}).view(3, 12)
+        values = (
+            ScoreModel(classifier)
+            .eval()({"inputs": {"input_ids": ids}, "last": torch.arange(36)})
+            .view(3, 12)
+        )
         hidden = classifier.base_model(input_ids=ids).last_hidden_state.double()
     assert values.dtype == torch.float32
-    assert torch.allclose(values.double(), (hidden @ classifier.score.weight.double().T).squeeze(-1), rtol=1e-5, atol=1e-6)
+    assert torch.allclose(
+        values.double(),
+        (hidden @ classifier.score.weight.double().T).squeeze(-1),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -214,22 +316,45 @@ def test_losses_of_values_that_fp16_cannot_hold(autocast):
     dpo, reward, ppo = recipes["dpo"], recipes["reward"], recipes["ppo"]
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         one = torch.ones(1)
-        sums = {"logps": torch.full((2, 2001), -60.0).cumsum(0), "mean_logits": torch.zeros(2, 2001)}  # -120,060 and -240,120
+        sums = {
+            "logps": torch.full((2, 2001), -60.0).cumsum(0),
+            "mean_logits": torch.zeros(2, 2001),
+        }  # -120,060 and -240,120
         args = types.SimpleNamespace(beta=0.1, loss_type="sigmoid", label_smoothing=0.0)
         real = torch.ones(2, 2001) > 0
-        losses, logged = dpo["compare"](sums, real, torch.tensor([-120_000.0, -240_000.0]), one, args)
+        losses, logged = dpo["compare"](
+            sums, real, torch.tensor([-120_000.0, -240_000.0]), one, args
+        )
         metrics, _ = logged[0]
-        assert metrics["logps/rejected"].item() == -240_120 and losses.item() == pytest.approx(math.log1p(math.exp(-6)), rel=1e-5)
-        assert dpo["preference_loss"](one * 300, -one * 100, one, one, 0.05, "sigmoid").item() == pytest.approx(math.exp(-20), rel=1e-5)
-        assert reward["pairwise_loss"](one * 10, -one * 10, one * 0, 0.0).item() == pytest.approx(math.exp(-20), rel=1e-5)
-        assert reward["pairwise_loss"](one * 400, one * 400, one * 0, 1.0).item() == pytest.approx(640_000 + math.log(2), rel=1e-6)
-        assert ppo["kl_estimate"](one * -12.0, one, "k3").item() == pytest.approx(math.exp(13) - 14, rel=1e-5)
-        assert ppo["kl_estimate"](one * 1e-4, -one * 0, "k2").item() == pytest.approx(5e-9, rel=1e-5)
+        assert metrics["logps/rejected"].item() == -240_120 and losses.item() == pytest.approx(
+            math.log1p(math.exp(-6)), rel=1e-5
+        )
+        assert dpo["preference_loss"](
+            one * 300, -one * 100, one, one, 0.05, "sigmoid"
+        ).item() == pytest.approx(math.exp(-20), rel=1e-5)
+        assert reward["pairwise_loss"](one * 10, -one * 10, one * 0, 0.0).item() == pytest.approx(
+            math.exp(-20), rel=1e-5
+        )
+        assert reward["pairwise_loss"](one * 400, one * 400, one * 0, 1.0).item() == pytest.approx(
+            640_000 + math.log(2), rel=1e-6
+        )
+        assert ppo["kl_estimate"](one * -12.0, one, "k3").item() == pytest.approx(
+            math.exp(13) - 14, rel=1e-5
+        )
+        assert ppo["kl_estimate"](one * 1e-4, -one * 0, "k2").item() == pytest.approx(
+            5e-9, rel=1e-5
+        )
         loss, _ = ppo["value_losses"](one * 500, one * 500, -one * 500, 0.2)
         assert loss.item() == pytest.approx(500_000, rel=1e-6)
         values = 70_000 + torch.tensor([[-0.5, 0.5, -0.5, 0.5]])
-        assert ppo["whiten"](values, values > 0).tolist() == [pytest.approx([-1, 1, -1, 1], rel=1e-4)]
+        assert ppo["whiten"](values, values > 0).tolist() == [
+            pytest.approx([-1, 1, -1, 1], rel=1e-4)
+        ]
         mean = recipes["sft"]["compare"](
-            {"logps": torch.full((2, 3), -1e-8), "correct": torch.ones(2, 3)}, torch.ones(2, 3) > 0, torch.ones(2)
+            {"logps": torch.full((2, 3), -1e-8), "correct": torch.ones(2, 3)},
+            torch.ones(2, 3) > 0,
+            torch.ones(2),
         )
-        assert mean[0].sum().item() == pytest.approx(6e-8, rel=1e-5) and mean[0].dtype == torch.float32
+        assert (
+            mean[0].sum().item() == pytest.approx(6e-8, rel=1e-5) and mean[0].dtype == torch.float32
+        )

@@ -58,9 +58,14 @@ def test_what_decides_the_reference_s_values_is_in_the_key():
     """The same weights under bf16 autocast, under ZeRO-2's bf16 weights, in fp32, and with another attention: four keys."""
 
     def key(stage=0, precision="bf16", attention="sdpa"):
-        plugin = types.SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage}}) if stage else None
+        plugin = (
+            types.SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage}})
+            if stage
+            else None
+        )
         state = types.SimpleNamespace(
-            deepspeed_plugin=plugin, dynamo_plugin=types.SimpleNamespace(backend=types.SimpleNamespace(value="NO"))
+            deepspeed_plugin=plugin,
+            dynamo_plugin=types.SimpleNamespace(backend=types.SimpleNamespace(value="NO")),
         )
         accelerator = types.SimpleNamespace(
             distributed_type=DistributedType.DEEPSPEED if stage else DistributedType.NO, num_processes=1, mixed_precision=precision,
@@ -69,41 +74,65 @@ def test_what_decides_the_reference_s_values_is_in_the_key():
         model = types.SimpleNamespace(config=types.SimpleNamespace(_attn_implementation=attention))
         return json.dumps(engine.decides_values(accelerator, model))
 
-    assert len({key(), key(stage=2), key(stage=3), key(precision="no"), key(attention="eager")}) == 5
+    assert (
+        len({key(), key(stage=2), key(stage=3), key(precision="no"), key(attention="eager")}) == 5
+    )
     assert key() == key()
 
 
 PPO = ["--rollout_batch_size", 8, "--micro_rollout_batch_size", 8, "--max_new_tokens", 4]
 
 
-@pytest.mark.parametrize("name, part", [("dpo", "reference"), ("ppo", "reference"), ("ppo", "reward")])
+@pytest.mark.parametrize(
+    "name, part", [("dpo", "reference"), ("ppo", "reference"), ("ppo", "reward")]
+)
 def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
     for folder in ("reference", "reward"):
         shutil.copytree(inputs / "model", tmp_path / folder)
     flags = ["--model_name_or_path", inputs / "model", "--ref_model_name_or_path", tmp_path / "reference", "--dataset_name", inputs / f"{name}.jsonl",
              "--output_dir", tmp_path / "out", "--train_batch_size", 8, "--save_steps", 1, "--report_to", "none"]  # fmt: skip
     if name == "ppo":
-        model = load.score_model(str(inputs / "model"), load.tokenizer_of(str(inputs / "model")), None, new_head=True)
+        model = load.score_model(
+            str(inputs / "model"), load.tokenizer_of(str(inputs / "model")), None, new_head=True
+        )
         model.save_pretrained(tmp_path / "reward")
         flags += [*PPO, "--reward_model_name_or_path", tmp_path / "reward"]
     launch([], recipe(name), *flags, "--max_steps", 1)
     change(tmp_path / part)
     result = launch([], recipe(name), *flags, "--max_steps", 2, "--resume", "auto", check=False)
-    assert result.returncode and f"is of another run: {part} model: 'weights " in result.stdout and "Traceback" not in result.stdout
+    assert (
+        result.returncode
+        and f"is of another run: {part} model: 'weights " in result.stdout
+        and "Traceback" not in result.stdout
+    )
     change(tmp_path / part, by=-0.1)
     os.utime(tmp_path / part / "model.safetensors")
     result = launch([], recipe(name), *flags, "--max_steps", 2, "--resume", "auto")
-    assert "resumed from" in result.stdout and [line["global_step"] for line in training_lines(tmp_path / "out")] == [1, 2]
+    assert "resumed from" in result.stdout and [
+        line["global_step"] for line in training_lines(tmp_path / "out")
+    ] == [1, 2]
 
 
 def test_a_checkpoint_from_before_the_fingerprint_is_resumed(tmp_path):
-    accelerator = types.SimpleNamespace(distributed_type=DistributedType.NO, num_processes=1, mixed_precision="no")
+    accelerator = types.SimpleNamespace(
+        distributed_type=DistributedType.NO, num_processes=1, mixed_precision="no"
+    )
     args = types.SimpleNamespace(beta=1, may_change=set())
-    run = types.SimpleNamespace(tokenizer=None, args=args, accelerator=accelerator, data_fingerprint="d", models={"reference model": "weights 1"})
+    run = types.SimpleNamespace(
+        tokenizer=None,
+        args=args,
+        accelerator=accelerator,
+        data_fingerprint="d",
+        models={"reference model": "weights 1"},
+    )
     run.identity = checkpoint.Run.identity.fget(run)
     checkpoint.refuse_another_run(run, tmp_path, {"beta": 1, "data": "d", "world": "no"})
-    with pytest.raises(SystemExit, match="reference model: 'weights 2' in the checkpoint, 'weights 1' now"):
-        checkpoint.refuse_another_run(run, tmp_path, {"beta": 1, "data": "d", "world": "no", "reference model": "weights 2"})
+    with pytest.raises(
+        SystemExit, match="reference model: 'weights 2' in the checkpoint, 'weights 1' now"
+    ):
+        checkpoint.refuse_another_run(
+            run, tmp_path, {"beta": 1, "data": "d", "world": "no", "reference model": "weights 2"}
+        )
 
 
 def dpo(inputs, output, launcher, *more):
@@ -120,8 +149,12 @@ def test_log_probs_precomputed_under_zero3(inputs, tmp_path):
     assert "taken from the cache" not in result.stdout  # that of one process is not this engine's
     again = dpo(inputs, tmp_path / "again", LAUNCHERS["zero3"], "--precompute_ref_log_probs")
     assert again.stdout.count("taken from the cache") == 1
-    assert timeless(tmp_path / "again") == timeless(tmp_path / "once") and torch.equal(weights(tmp_path / "again"), weights(tmp_path / "once"))
-    for one, other in zip(training_lines(tmp_path / "each"), training_lines(tmp_path / "once"), strict=True):
+    assert timeless(tmp_path / "again") == timeless(tmp_path / "once") and torch.equal(
+        weights(tmp_path / "again"), weights(tmp_path / "once")
+    )
+    for one, other in zip(
+        training_lines(tmp_path / "each"), training_lines(tmp_path / "once"), strict=True
+    ):
         for key in ("loss", "rewards/margins", "rewards/chosen", "grad_norm", "samples", "tokens"):
             assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-6), key
     one, other = weights(tmp_path / "each"), weights(tmp_path / "once")

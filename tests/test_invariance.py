@@ -21,7 +21,10 @@ from runs import (
     write_jsonl,
 )
 
-ROWS, BATCH = 33, 16  # two epochs of windows 16, 16, 1: in the last one process of two has no real row
+ROWS, BATCH = (
+    33,
+    16,
+)  # two epochs of windows 16, 16, 1: in the last one process of two has no real row
 # Launcher, rows of a micro-batch or "tokens", and what computes less, or once again: each two of the former meet.
 SPLITS = {
     ("plain", 16): "", ("plain", 4): "pack", ("plain", "tokens"): "cached again", ("ddp", 2): "pack cached", ("ddp", "tokens"): "pack",
@@ -41,7 +44,9 @@ def vowels(prompts, responses, **columns):
 
 def text(row: int, salt: int) -> str:
     """Uneven lengths, from 1 to 40 characters."""
-    return "".join(chr(97 + (row * 7 + salt * 3 + i * i) % 26) for i in range(1 + (row * 11 + salt * 17) % 40))
+    return "".join(
+        chr(97 + (row * 7 + salt * 3 + i * i) % 26) for i in range(1 + (row * 11 + salt * 17) % 40)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,10 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     tiny_llama(folder / "model")
     user = [[{"role": "user", "content": text(row, 1)}] for row in range(ROWS + 5)]
-    replies = [[[{"role": "assistant", "content": text(row, salt)}] for row in range(ROWS + 5)] for salt in (2, 3)]
+    replies = [
+        [[{"role": "assistant", "content": text(row, salt)}] for row in range(ROWS + 5)]
+        for salt in (2, 3)
+    ]
     pairs = [{"prompt": p, "chosen": a, "rejected": b} for p, a, b in zip(user, *replies)]
     chats = [{"messages": p + a} for p, a in zip(user, replies[0])]
     prompts = [{"prompt": p} for p in user[: 20 + 5]]
@@ -61,8 +69,12 @@ def inputs(tmp_path_factory):
     config = LlamaConfig.from_pretrained(folder / "scorer", num_labels=1)
     config.update({"reward_mean": 0.1, "reward_std": 0.7})
     LlamaForSequenceClassification(config).save_pretrained(folder / "scorer")
-    settings = json.loads((folder / "model/generation_config.json").read_text())  # random weights rarely write EOS: more ends a response
-    (folder / "model/generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, *range(20, 60)]}))
+    settings = json.loads(
+        (folder / "model/generation_config.json").read_text()
+    )  # random weights rarely write EOS: more ends a response
+    (folder / "model/generation_config.json").write_text(
+        json.dumps({**settings, "eos_token_id": [1, *range(20, 60)]})
+    )
     return folder
 
 
@@ -70,18 +82,37 @@ def run(inputs, name: str, launcher: str, micro: int | str, *extra):
     output = inputs / f"{name}-{launcher}-{micro}{'-'.join(map(str, extra))}"
     less = SPLITS.get((launcher, micro), "")
     if not output.exists():
-        files = ["--dataset_name", inputs / f"{name}.jsonl", "--eval_dataset_name", inputs / f"{name}_eval.jsonl"]
-        flags = [*ARGUMENTS, *files, "--model_name_or_path", inputs / "model", "--output_dir", output]
+        files = [
+            "--dataset_name",
+            inputs / f"{name}.jsonl",
+            "--eval_dataset_name",
+            inputs / f"{name}_eval.jsonl",
+        ]
+        flags = [
+            *ARGUMENTS,
+            *files,
+            "--model_name_or_path",
+            inputs / "model",
+            "--output_dir",
+            output,
+        ]
         flags += (
             ["--learning_rate", 0.003] * (name == "reward")
-            + [*PPO, "--micro_rollout_batch_size", 4 if micro == "tokens" else micro] * (name == "ppo")
-            + (["--micro_train_tokens", 180] if micro == "tokens" else ["--micro_train_batch_size", micro])
+            + [*PPO, "--micro_rollout_batch_size", 4 if micro == "tokens" else micro]
+            * (name == "ppo")
+            + (
+                ["--micro_train_tokens", 180]
+                if micro == "tokens"
+                else ["--micro_train_batch_size", micro]
+            )
             + ["--packing" if name == "sft" else "--share_prompts", "pack" in less]
             + ["--precompute_ref_log_probs", "cached" in less] * (name == "dpo")
             + ["--gradient_checkpointing", "again" in less]
         )
         said = launch(LAUNCHERS[launcher], recipe(name), *flags, *extra, cwd=inputs).stdout
-        assert any(what in said for what in ("once for both", "once for their", "rows are packed")) == ("pack" in less)
+        assert any(
+            what in said for what in ("once for both", "once for their", "rows are packed")
+        ) == ("pack" in less)
     return output
 
 
@@ -89,36 +120,69 @@ def assert_same_run(one, other, name):
     a, b = weights(one), weights(other)
     assert (a - b).norm() <= 1e-5 * a.norm()
     for lines in (training_lines, evaluation_lines):
-        assert [line["global_step"] for line in lines(one)] == [line["global_step"] for line in lines(other)]
+        assert [line["global_step"] for line in lines(one)] == [
+            line["global_step"] for line in lines(other)
+        ]
         for first, second in zip(lines(one), lines(other)):
             keys = without_timings(first).keys()
             assert keys == without_timings(second).keys()
-            size = max(abs(first.get(key, 0)) for key in keys if "logps" in key) if name == "dpo" else 1.0
+            size = (
+                max(abs(first.get(key, 0)) for key in keys if "logps" in key)
+                if name == "dpo"
+                else 1.0
+            )
             margins = abs(first.get("rewards/margins", first.get("eval/rewards/margins", 1)))
             for key in keys:
                 if key.endswith("rewards/accuracies") and margins < 1e-4:
                     continue  # the first update's margins are rounding around zero
-                loss_bound = 1e-6 if first["global_step"] < 2 else 3e-6  # later it is that of weights which may differ by 1e-5
-                bound = loss_bound * max(1, abs(first[key])) if key.endswith("loss") else 1e-5 * max(1, size, abs(first[key]))
-                assert abs(first[key] - second[key]) <= bound, (key, first["global_step"], first[key], second[key])
+                loss_bound = (
+                    1e-6 if first["global_step"] < 2 else 3e-6
+                )  # later it is that of weights which may differ by 1e-5
+                bound = (
+                    loss_bound * max(1, abs(first[key]))
+                    if key.endswith("loss")
+                    else 1e-5 * max(1, size, abs(first[key]))
+                )
+                assert abs(first[key] - second[key]) <= bound, (
+                    key,
+                    first["global_step"],
+                    first[key],
+                    second[key],
+                )
 
 
 # The two of a pair are as costly as they are alike: each recipe takes one of them. torch.compile is tried with PPO, whose actor is a policy like the others.
 HALF = {"sft": [("zero2", "tokens"), ("ddp", "tokens"), ("compiled", 4)], "reward": [("zero2", "tokens"), ("ddp", 2), ("compiled", 4)],
         "dpo": [("zero1", 2), ("ddp", "tokens"), ("compiled", 4)], "ppo": [("zero1", 2), ("ddp", 2)]}  # fmt: skip
-RUNS = [(name, *split) for split in SPLITS for name in HALF if split != REFERENCE and split not in HALF[name]]
+RUNS = [
+    (name, *split)
+    for split in SPLITS
+    for name in HALF
+    if split != REFERENCE and split not in HALF[name]
+]
 
 
 def case(name, launcher, micro):
-    further = launcher in ("zero1", "zero2", "fsdp2", "compiled") and (launcher, name) != ("fsdp2", "sft")
-    return pytest.param(name, launcher, micro, id=f"{launcher}-{micro}-{name}", marks=[pytest.mark.slow] * further)
+    further = launcher in ("zero1", "zero2", "fsdp2", "compiled") and (launcher, name) != (
+        "fsdp2",
+        "sft",
+    )
+    return pytest.param(
+        name, launcher, micro, id=f"{launcher}-{micro}-{name}", marks=[pytest.mark.slow] * further
+    )
 
 
 @pytest.mark.parametrize("name, launcher, micro", [case(*one) for one in RUNS])
 def test_every_split_is_the_same_run(inputs, name, launcher, micro):
     reference = run(inputs, name, *REFERENCE)
-    assert name != "ppo" or all({"perf/generate_seconds", "perf/score_seconds"} <= line.keys() for line in training_lines(reference))
-    assert len(training_lines(reference)) == (8 if name == "ppo" else 6) and torch.isfinite(weights(reference)).all()
+    assert name != "ppo" or all(
+        {"perf/generate_seconds", "perf/score_seconds"} <= line.keys()
+        for line in training_lines(reference)
+    )
+    assert (
+        len(training_lines(reference)) == (8 if name == "ppo" else 6)
+        and torch.isfinite(weights(reference)).all()
+    )
     assert_same_run(reference, run(inputs, name, launcher, micro), name)
 
 

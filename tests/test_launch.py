@@ -51,23 +51,48 @@ def test_each_yaml_says_when_to_choose_it_and_names_what_exists(path):
     if named:
         content = json.loads((REPOSITORY / named).read_text())
         assert "mixed_precision" not in config  # accelerate refuses it beside a JSON
-        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping"):
+        for key in (
+            "gradient_accumulation_steps",
+            "train_micro_batch_size_per_gpu",
+            "gradient_clipping",
+        ):
             assert content[key] == "auto"
 
 
-def test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_repository(inputs, tmp_path):
+def test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_repository(
+    inputs, tmp_path
+):
     """The JSON that the YAML names is found although the current directory is another."""
     copy = shutil.copy(recipe("sft"), tmp_path / "mine.py")
-    result = launch(config_launcher("ds_fp16"), copy, *flags(inputs, tmp_path / "out"), cwd=tmp_path, fresh=True)
-    assert "DeepSpeed ZeRO-2 fp16" in result.stdout and "emulated on the CPU, for checking only" in result.stdout
-    assert "train_batch_size 8 = micro_train_batch_size 2 x 1 processes x 4 gradient accumulation steps" in result.stdout
+    result = launch(
+        config_launcher("ds_fp16"), copy, *flags(inputs, tmp_path / "out"), cwd=tmp_path, fresh=True
+    )
+    assert (
+        "DeepSpeed ZeRO-2 fp16" in result.stdout
+        and "emulated on the CPU, for checking only" in result.stdout
+    )
+    assert (
+        "train_batch_size 8 = micro_train_batch_size 2 x 1 processes x 4 gradient accumulation steps"
+        in result.stdout
+    )
 
 
 def test_another_common_is_refused(inputs, tmp_path):
     for part in ("recipes", "common"):
         shutil.copytree(REPOSITORY / part, tmp_path / "clone" / part)
-    result = launch([], tmp_path / "clone/recipes/sft.py", *flags(inputs, tmp_path / "out"), cwd=tmp_path, check=False)
-    assert result.returncode and "pip install -e" in result.stdout and str(REPOSITORY) in result.stdout and "Traceback" not in result.stdout
+    result = launch(
+        [],
+        tmp_path / "clone/recipes/sft.py",
+        *flags(inputs, tmp_path / "out"),
+        cwd=tmp_path,
+        check=False,
+    )
+    assert (
+        result.returncode
+        and "pip install -e" in result.stdout
+        and str(REPOSITORY) in result.stdout
+        and "Traceback" not in result.stdout
+    )
 
 
 @pytest.mark.parametrize("kind", ["folder", "package", "module", "on PYTHONPATH"])
@@ -99,12 +124,24 @@ def test_each_recipe_checks_its_common_alike(name):
 
 def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
     """Two processes, one folder, named after the recipe and the time."""
-    some = [flag for flag in flags(inputs, "", "--save_actor_steps", 1, "--save_actor_limit", 2) if flag not in ("--output_dir", "")]
+    some = [
+        flag
+        for flag in flags(inputs, "", "--save_actor_steps", 1, "--save_actor_limit", 2)
+        if flag not in ("--output_dir", "")
+    ]
     launch(LAUNCHERS["ddp"], recipe("sft"), *some, cwd=tmp_path)
     (output,) = (tmp_path / "runs/sft").iterdir()
     datetime.datetime.strptime(output.name, "%Y%m%d-%H%M%S")
-    assert sorted(path.name for path in output.iterdir()) == [".metrics_writers.json", "actor", "actors", "metrics.jsonl"]
-    assert sorted(path.name for path in (output / "actors").iterdir()) == ["global_step_000002", "global_step_000003"]
+    assert sorted(path.name for path in output.iterdir()) == [
+        ".metrics_writers.json",
+        "actor",
+        "actors",
+        "metrics.jsonl",
+    ]
+    assert sorted(path.name for path in (output / "actors").iterdir()) == [
+        "global_step_000002",
+        "global_step_000003",
+    ]
     assert weights(output).equal(weights(output, "actors/global_step_000003"))
 
 
@@ -114,7 +151,11 @@ def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(common.launch, "datetime", types.SimpleNamespace(datetime=now))
     args = argparse.Namespace(output_dir=None, resume="never")
     assert common.launch.decide_output_dir(args, "dpo") == "runs/dpo/20300102-030405"
-    refuses("runs/dpo/20300102-030405 cannot be made", "exists", call=lambda: common.launch.decide_output_dir(args, "dpo"))
+    refuses(
+        "runs/dpo/20300102-030405 cannot be made",
+        "exists",
+        call=lambda: common.launch.decide_output_dir(args, "dpo"),
+    )
     args.output_dir = "mine"
     for _ in range(2):  # an empty folder that is named may be there
         assert common.launch.decide_output_dir(args, "dpo") == "mine"
@@ -127,8 +168,13 @@ def test_an_output_dir_that_a_process_does_not_see_is_refused(inputs, tmp_path):
         "common.launch.gather_object = lambda found: [*told(found), False] if found == [True] else told(found)\n"
         "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    result = launch([], tmp_path / "unseen.py", recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
-    assert result.returncode and f"{tmp_path / 'out'} is not visible to every process: several nodes" in result.stdout
+    result = launch(
+        [], tmp_path / "unseen.py", recipe("sft"), *flags(inputs, tmp_path / "out"), check=False
+    )
+    assert (
+        result.returncode
+        and f"{tmp_path / 'out'} is not visible to every process: several nodes" in result.stdout
+    )
     assert "Traceback" not in result.stdout and not [*(tmp_path / "out").iterdir()]
 
 
@@ -141,13 +187,25 @@ def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
         launcher = deepspeed_launcher(tmp_path / "ds.json", 1)
         result = launch(launcher, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
         assert result.returncode and message in result.stdout
-    fp16_without_gpu = [*PYTHON, "--config_file", str(REPOSITORY / "accelerate_configs/cpu.yaml"), "--mixed_precision", "fp16"]
+    fp16_without_gpu = [
+        *PYTHON,
+        "--config_file",
+        str(REPOSITORY / "accelerate_configs/cpu.yaml"),
+        "--mixed_precision",
+        "fp16",
+    ]
     result = launch(fp16_without_gpu, recipe("sft"), *flags(inputs, tmp_path / "out"), check=False)
     assert result.returncode and "fp16 without DeepSpeed needs a GPU" in result.stdout
 
 
 def test_more_processes_under_cpu_yaml_are_more_processes(inputs, tmp_path):
-    result = launch(config_launcher("cpu", 2), recipe("sft"), *flags(inputs, tmp_path / "out"), check=False, fresh=True)
+    result = launch(
+        config_launcher("cpu", 2),
+        recipe("sft"),
+        *flags(inputs, tmp_path / "out"),
+        check=False,
+        fresh=True,
+    )
     assert "x 2 processes" in result.stdout and result.returncode == 0
 
 
@@ -163,12 +221,18 @@ def test_one_argument_rules_the_clipping(inputs, tmp_path, launcher):
     start = weights(inputs, "model")
     moved = {norm: (weights(run) - start).norm().item() for norm, run in runs.items()}
     free, clipped, below = (training_lines(run)[0]["grad_norm"] for run in runs.values())
-    assert free == below == pytest.approx(clipped, rel=1e-6) and free > 0.1 and weights(runs[0]).equal(weights(runs[-1]))
+    assert (
+        free == below == pytest.approx(clipped, rel=1e-6)
+        and free > 0.1
+        and weights(runs[0]).equal(weights(runs[-1]))
+    )
     assert moved[0] == pytest.approx(free, rel=0.3)  # lr * g / (|g| + 1)
     assert moved[1e-3] == pytest.approx(1e-3, rel=0.01)
 
 
-@pytest.mark.parametrize("launcher", ["plain", "ds_fp16", pytest.param("ds_zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "launcher", ["plain", "ds_fp16", pytest.param("ds_zero2", marks=pytest.mark.slow)]
+)
 def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows(inputs, tmp_path, launcher):
     """One embedding is inf: the rows that hold its token, and no other, are named."""
     import torch
@@ -181,9 +245,19 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_the_rows(inputs, tmp_
     model.save_pretrained(tmp_path / "poisoned")
     tokenizer.save_pretrained(tmp_path / "poisoned")
     way = LAUNCHERS[launcher] if launcher in LAUNCHERS else config_launcher(launcher)
-    out = flags(inputs, tmp_path / f"out-{launcher}", "--model_name_or_path", tmp_path / "poisoned", "--train_batch_size", 16)
+    out = flags(
+        inputs,
+        tmp_path / f"out-{launcher}",
+        "--model_name_or_path",
+        tmp_path / "poisoned",
+        "--train_batch_size",
+        16,
+    )
     result = launch(way, recipe("sft"), *out, check=False)
-    assert result.returncode and "update 1 (updates_seen 0) is not finite, because of data rows" in result.stdout
+    assert (
+        result.returncode
+        and "update 1 (updates_seen 0) is not finite, because of data rows" in result.stdout
+    )
     named = result.stdout.split("because of data rows ")[1].split(". Nothing was updated")[0]
     assert named == "8"  # row 8 holds the prompt "7"
     assert not (tmp_path / f"out-{launcher}" / "actor").exists()

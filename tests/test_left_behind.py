@@ -39,7 +39,11 @@ def abandoned(folder, checkpoints=(2, 4), actors=(1, 3), lines=5):
 
 def files(folder):
     """The text of each file of a folder, by its path."""
-    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_a_run_begun_anew_deletes_nothing(tmp_path):
@@ -51,14 +55,25 @@ def test_a_run_begun_anew_deletes_nothing(tmp_path):
         "metrics.jsonl", ".metrics_writers.json",
     }  # fmt: skip
     assert (tmp_path / "metrics.jsonl").read_text() == ""
-    assert said == f"left behind in {kept}: 2 saved actors, the final actor, tensorboard, 5 lines of metrics.jsonl"
+    assert (
+        said
+        == f"left behind in {kept}: 2 saved actors, the final actor, tensorboard, 5 lines of metrics.jsonl"
+    )
     # A second time: nothing of the first is touched.
     abandoned(tmp_path / "again", checkpoints=(), lines=1)
     for path in (tmp_path / "again").iterdir():
-        shutil.move(path, tmp_path / path.name) if path.is_dir() else path.replace(tmp_path / path.name)
+        shutil.move(path, tmp_path / path.name) if path.is_dir() else path.replace(
+            tmp_path / path.name
+        )
     assert "000000_2: " in left_behind.leave(tmp_path, None, 0, [], A)
-    assert files(kept) == before and files(tmp_path / "left_behind/after_global_step_000000_2")["metrics.jsonl"] == "1\n"
-    assert left_behind.leave(tmp_path, None, 0, [], A) is None and len([*(tmp_path / "left_behind").iterdir()]) == 2
+    assert (
+        files(kept) == before
+        and files(tmp_path / "left_behind/after_global_step_000000_2")["metrics.jsonl"] == "1\n"
+    )
+    assert (
+        left_behind.leave(tmp_path, None, 0, [], A) is None
+        and len([*(tmp_path / "left_behind").iterdir()]) == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,12 +94,21 @@ def test_lines_are_cut_only_where_they_will_be_written_again(tmp_path, writers, 
     kept = files(tmp_path / "left_behind/after_global_step_000002")
     moved = ["checkpoints/global_step_000004/what", "actors/global_step_000003/what", "actor/what"]
     assert {name: kept[name] for name in moved} == {name: before[name] for name in moved}
-    assert (tmp_path / "metrics.jsonl").read_text() == "1\n2\n" and (tmp_path / "tensorboard/events").read_text() == "curves"
+    assert (tmp_path / "metrics.jsonl").read_text() == "1\n2\n" and (
+        tmp_path / "tensorboard/events"
+    ).read_text() == "curves"
     assert (kept.keys() - set(moved) == set()) == same
     if not same:
-        assert kept["metrics.jsonl"] == "3\n4\n5\n" and kept["tensorboard/events"] == "curves" and "3 lines of metrics.jsonl" in said
+        assert (
+            kept["metrics.jsonl"] == "3\n4\n5\n"
+            and kept["tensorboard/events"] == "curves"
+            and "3 lines of metrics.jsonl" in said
+        )
     assert "1 checkpoint, 1 saved actor, the final actor" in said
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["global_step_000002", "global_step_000004_best"]
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
+        "global_step_000002",
+        "global_step_000004_best",
+    ]
     # The lines written from now on are those of A.
     assert left_behind.writers_beyond(left_behind.read_writers(tmp_path), 2) == [A]
 
@@ -108,7 +132,12 @@ def test_killed_at_any_instant_of_the_move_nothing_is_lost(tmp_path, monkeypatch
 
         try:
             with monkeypatch.context() as short_life:
-                for module, name in [(shutil, "move"), (shutil, "copytree"), (left_behind.os, "truncate"), (left_behind.os, "replace")]:
+                for module, name in [
+                    (shutil, "move"),
+                    (shutil, "copytree"),
+                    (left_behind.os, "truncate"),
+                    (left_behind.os, "replace"),
+                ]:
                     short_life.setattr(module, name, killed_after(getattr(module, name)))
                 left_behind.leave(output, 2, 4, [[0, A]], settings)
         except KeyboardInterrupt:
@@ -118,16 +147,25 @@ def test_killed_at_any_instant_of_the_move_nothing_is_lost(tmp_path, monkeypatch
             break
         newest = folders.step_of(folders.by_step(output / "checkpoints")[-1])
         writers = left_behind.read_writers(output) or [[0, A]]
-        assert len((output / "metrics.jsonl").read_text()) >= 2 * newest, number  # all lines up to that checkpoint
+        assert len((output / "metrics.jsonl").read_text()) >= 2 * newest, (
+            number
+        )  # all lines up to that checkpoint
         left_behind.leave(output, newest, 2 * newest, writers, settings)
         found = files(output)
         for name, text in before.items():
             if name == "metrics.jsonl":
                 continue
-            assert [value for path, value in found.items() if path.endswith(name)][:1] == [text], (number, name)
+            assert [value for path, value in found.items() if path.endswith(name)][:1] == [text], (
+                number,
+                name,
+            )
         assert (output / "metrics.jsonl").read_text() == before["metrics.jsonl"][: 2 * newest]
         if settings == B:
-            ends = [value for path, value in found.items() if path.startswith("left_behind") and path.endswith("metrics.jsonl")]
+            ends = [
+                value
+                for path, value in found.items()
+                if path.startswith("left_behind") and path.endswith("metrics.jsonl")
+            ]
             assert before["metrics.jsonl"][2 * newest :] in ends, number
     assert wanted >= 6  # that many changes were interrupted
 
@@ -136,12 +174,16 @@ def test_checkpoints_that_are_left_behind_do_not_count_as_kept(tmp_path, monkeyp
     """A billion parameters, 20 GB a checkpoint: of three there, two are beyond, so two more are to come."""
     abandoned(tmp_path, checkpoints=(2, 4, 6))
     for step in (2, 6):
-        (tmp_path / f"checkpoints/global_step_{step:06d}/state.json").write_text(json.dumps({"progress": {"global_step": step}}))
+        (tmp_path / f"checkpoints/global_step_{step:06d}/state.json").write_text(
+            json.dumps({"progress": {"global_step": step}})
+        )
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=39 * 10**9))
     run = types.SimpleNamespace(
         args=types.SimpleNamespace(save_total_limit=2, save_steps=1, output_dir=str(tmp_path)),
         folder=tmp_path / "checkpoints",
-        unwrapped=types.SimpleNamespace(parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)]),
+        unwrapped=types.SimpleNamespace(
+            parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)]
+        ),
     )
     checkpoint.check_disk(run, tmp_path / "checkpoints/global_step_000006")
     with pytest.raises(SystemExit, match="too little for 2 checkpoints"):
@@ -153,12 +195,21 @@ def test_auto_without_a_checkpoint_keeps_the_killed_run(inputs, tmp_path):
     output = tmp_path / "killed"
     launch([], recipe("dpo"), *flags(inputs, output, "--save_actor_steps", 1))
     shutil.rmtree(output / "actor")  # as if it had been killed before its end
-    first, first_lines = weights(output, "actors/global_step_000004"), (output / "metrics.jsonl").read_bytes()
-    result = launch([], recipe("dpo"), *flags(inputs, output, "--save_actor_steps", 2, "--max_steps", 2, "--resume", "auto"))
+    first, first_lines = (
+        weights(output, "actors/global_step_000004"),
+        (output / "metrics.jsonl").read_bytes(),
+    )
+    result = launch(
+        [],
+        recipe("dpo"),
+        *flags(inputs, output, "--save_actor_steps", 2, "--max_steps", 2, "--resume", "auto"),
+    )
     kept = output / "left_behind/after_global_step_000000"
     (said,) = [line for line in result.stdout.splitlines() if "left behind" in line]
     assert said == f"left behind in {kept}: 4 saved actors, tensorboard, 4 lines of metrics.jsonl"
-    assert (kept / "metrics.jsonl").read_bytes() == first_lines and weights(kept, "actors/global_step_000004").equal(first)
+    assert (kept / "metrics.jsonl").read_bytes() == first_lines and weights(
+        kept, "actors/global_step_000004"
+    ).equal(first)
     assert [path.name for path in folders.by_step(output / "actors")] == ["global_step_000002"]
     assert [line["global_step"] for line in lines(output)] == [1, 2]
     assert [*(kept / "tensorboard").iterdir()] and [*(output / "tensorboard").iterdir()]
@@ -168,15 +219,29 @@ def test_a_shorter_run_keeps_the_lines_and_checkpoints_of_the_longer(inputs, tmp
     output = tmp_path / "shorter"
     launch([], recipe("dpo"), *flags(inputs, output, "--save_steps", 1, "--save_total_limit", 0))
     before = (output / "metrics.jsonl").read_text().splitlines()
-    again = ["--resume", output / "checkpoints/global_step_000002", "--save_steps", 1, "--save_total_limit", 0]
+    again = [
+        "--resume",
+        output / "checkpoints/global_step_000002",
+        "--save_steps",
+        1,
+        "--save_total_limit",
+        0,
+    ]
     result = launch([], recipe("dpo"), *flags(inputs, output, *again))  # the same lines: cut
     kept = output / "left_behind/after_global_step_000002"
     assert f"left behind in {kept}: 2 checkpoints, the final actor\n" in result.stdout
     assert not (kept / "metrics.jsonl").exists() and len(lines(output)) == 4
     result = launch([], recipe("dpo"), *flags(inputs, output, *again, "--max_steps", 3))
     kept = output / "left_behind/after_global_step_000002_2"
-    assert f"left behind in {kept}: 2 checkpoints, the final actor, tensorboard, 2 lines of metrics.jsonl\n" in result.stdout
-    timeless = lambda text: {key: value for key, value in json.loads(text).items() if not key.startswith("perf/")}
-    assert [timeless(line) for line in (kept / "metrics.jsonl").read_text().splitlines()] == [timeless(line) for line in before[2:]]
+    assert (
+        f"left behind in {kept}: 2 checkpoints, the final actor, tensorboard, 2 lines of metrics.jsonl\n"
+        in result.stdout
+    )
+    timeless = lambda text: {
+        key: value for key, value in json.loads(text).items() if not key.startswith("perf/")
+    }
+    assert [timeless(line) for line in (kept / "metrics.jsonl").read_text().splitlines()] == [
+        timeless(line) for line in before[2:]
+    ]
     assert folders.fault_of(kept / "checkpoints/global_step_000004") is None
     assert [line["global_step"] for line in lines(output)] == [1, 2, 3]

@@ -63,7 +63,9 @@ def own(model, ids, scored, temperature=1.0):
     logps, means, hits = (torch.zeros(3, 20) for _ in range(3))
     for row in range(3):
         length = int(scored[row].nonzero().max()) + 1
-        logits = model(ids[row : row + 1, :length], use_cache=False).logits[0, :-1].float() / temperature
+        logits = (
+            model(ids[row : row + 1, :length], use_cache=False).logits[0, :-1].float() / temperature
+        )
         target, mask = ids[row, 1:length], scored[row, 1:length]
         logps[row, 1:length] = logits.log_softmax(-1).gather(1, target[:, None])[:, 0] * mask
         means[row, 1:length] = logits.mean(-1) * mask
@@ -105,7 +107,9 @@ NOT_PACKED = {"mistral", "gemma2"}  # a window shorter than the rows
 def test_packed_answers_are_read_as_each_alone(name):
     """Log-probs, their gradient and the mask's pattern: prompts of which two are shared, one is empty, one a single token."""
     wrapper = LogProbModel(build(name)).eval()
-    numbers = iter(torch.randint(3, 300, (200,), generator=torch.Generator().manual_seed(2)).tolist())
+    numbers = iter(
+        torch.randint(3, 300, (200,), generator=torch.Generator().manual_seed(2)).tolist()
+    )
     some = lambda n: [next(numbers) for _ in range(n)]
     shared, other, empty, single = some(5), some(3), [], some(1)
     prompts = [shared, other, shared, empty, shared, other, empty, single]
@@ -115,13 +119,25 @@ def test_packed_answers_are_read_as_each_alone(name):
         return
     found, gradients = {}, {}
     for pack in (False, True):
-        scored = [[len(prompt) > 0 or t > 0 for t in range(len(answer))] for prompt, answer in zip(prompts, answers)]
+        scored = [
+            [len(prompt) > 0 or t > 0 for t in range(len(answer))]
+            for prompt, answer in zip(prompts, answers)
+        ]
         batch = packing.make_batch(prompts, answers, pack, "cpu", scored)
         wrapper.zero_grad()
         found[pack] = wrapper(batch)["logps"]
         (found[pack] * torch.linspace(-1, 1, 72).view(8, 9)).sum().backward()
-        gradients[pack] = torch.cat([parameter.grad.flatten() for parameter in wrapper.parameters() if parameter.grad is not None])
-    assert batch["inputs"]["input_ids"].shape == (3, 17)  # 17 = 5 + 2 + 9 + 1, 3 + 7 + 2 + 4 of the single, 7 of the empty
+        gradients[pack] = torch.cat(
+            [
+                parameter.grad.flatten()
+                for parameter in wrapper.parameters()
+                if parameter.grad is not None
+            ]
+        )
+    assert batch["inputs"]["input_ids"].shape == (
+        3,
+        17,
+    )  # 17 = 5 + 2 + 9 + 1, 3 + 7 + 2 + 4 of the single, 7 of the empty
     torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
     assert (found[False] != 0).sum() == sum(map(len, answers)) - 2
     assert (gradients[True] - gradients[False]).norm() <= 1e-5 * gradients[False].norm()
@@ -161,9 +177,13 @@ def test_log_softmax_is_fp32_under_half_weights(dtype):
     targets = torch.tensor([0, 5, 1])
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     hidden.requires_grad_(), weight.requires_grad_()
-    logps, means, *_ = ChunkedLogProbs.apply(hidden, weight, None, targets, 1.0, 0.0, ("mean_logits",))
+    logps, means, *_ = ChunkedLogProbs.apply(
+        hidden, weight, None, targets, 1.0, 0.0, ("mean_logits",)
+    )
     assert logps.dtype == torch.float32 and torch.isfinite(means).all()
-    torch.testing.assert_close(logps.double(), exact, rtol=1e-4, atol=4e-3)  # fp32 holds 50000 to 0.004
+    torch.testing.assert_close(
+        logps.double(), exact, rtol=1e-4, atol=4e-3
+    )  # fp32 holds 50000 to 0.004
     logps.sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == dtype and torch.isfinite(weight.grad).all()
 
@@ -173,7 +193,11 @@ def test_log_softmax_is_fp32_under_half_weights(dtype):
 def test_the_head_under_half_precision(dtype, softcap):
     """What a GPU computes, where the product is half: everything after it to the digits of fp32, its gradient to those of the half."""
     torch.manual_seed(0)
-    hidden, weight, bias = torch.randn(23, 16).to(dtype), torch.randn(300, 16).to(dtype), torch.randn(300).to(dtype)
+    hidden, weight, bias = (
+        torch.randn(23, 16).to(dtype),
+        torch.randn(300, 16).to(dtype),
+        torch.randn(300).to(dtype),
+    )
     targets, weights = torch.randint(300, (23,)), torch.rand(23)
     ctx = types.SimpleNamespace(
         dtype=dtype,
@@ -191,29 +215,47 @@ def test_the_head_under_half_precision(dtype, softcap):
     assert logps.dtype == torch.float32
     torch.testing.assert_close(logps.double(), exact_logps, rtol=1e-6, atol=1e-6)
     plain = logprobs.logits_of(hidden, weight, None, 1.0, 0.0)
-    torch.testing.assert_close(plain[1].double(), plain[0].double().log_softmax(-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        plain[1].double(), plain[0].double().log_softmax(-1), rtol=1e-6, atol=1e-6
+    )
     (exact_logps.gather(1, targets[:, None]).squeeze(1) * weights).sum().backward()
     ours = ChunkedLogProbs.backward(ctx, weights)[:3]
-    for grad, expected in zip(ours, (raw.grad @ weight.double(), raw.grad.T @ hidden.double(), raw.grad.sum(0))):
+    for grad, expected in zip(
+        ours, (raw.grad @ weight.double(), raw.grad.T @ hidden.double(), raw.grad.sum(0))
+    ):
         assert (grad.double() - expected).norm() <= 2 * torch.finfo(dtype).eps * expected.norm()
 
 
 def test_no_logits_of_the_whole_sequence_exist():
     """The largest tensor of forward and backward is a chunk: 50 positions x 20,000 entries never stand at once."""
-    hidden, weight = torch.randn(50, 8, requires_grad=True), torch.randn(20_000, 8, requires_grad=True)
+    hidden, weight = (
+        torch.randn(50, 8, requires_grad=True),
+        torch.randn(20_000, 8, requires_grad=True),
+    )
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
-            largest = max([largest, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))])
+            largest = max(
+                [
+                    largest,
+                    *(
+                        t.numel()
+                        for t in torch.utils._pytree.tree_leaves(out)
+                        if isinstance(t, torch.Tensor)
+                    ),
+                ]
+            )
             return out
 
     chunk, logprobs.CHUNK_ELEMENTS = logprobs.CHUNK_ELEMENTS, 20_000 * 10
     try:
         with Watch():
-            logps, *_ = ChunkedLogProbs.apply(hidden, weight, None, torch.arange(50), 1.0, 0.0, tuple(logprobs.EXTRAS))
+            logps, *_ = ChunkedLogProbs.apply(
+                hidden, weight, None, torch.arange(50), 1.0, 0.0, tuple(logprobs.EXTRAS)
+            )
             logps.sum().backward()
     finally:
         logprobs.CHUNK_ELEMENTS = chunk
@@ -229,21 +271,33 @@ def test_what_passes_from_token_to_token_otherwise_is_not_packed(kind, changes):
     """A convolution or a recurrence carries the first answer into the second, however little; falcon counts positions from the mask."""
     torch.manual_seed(0)
     sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
-    config = AutoConfig.for_model(kind, **{**sizes, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes})
-    assert not checks.can_pack([LogProbModel(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())], 30, "cpu")
+    config = AutoConfig.for_model(
+        kind, **{**sizes, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes}
+    )
+    assert not checks.can_pack(
+        [LogProbModel(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())],
+        30,
+        "cpu",
+    )
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])  # Mistral's; Llama 4's
 def test_attention_of_a_part_of_longer_rows_is_not_packed(name):
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **SIZES, **{name: 50})
-    wrapper = LogProbModel(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())
+    wrapper = LogProbModel(
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    )
     assert checks.can_pack([wrapper], 50, "cpu") and not checks.can_pack([wrapper], 51, "cpu")
 
 
 def test_rows_that_would_become_too_long_are_not_packed():
     """Sixteen answers of 300 tokens to a prompt of 10: fewer tokens, and 15 times the attention."""
-    rows = lambda prompt, answer, n: len(packing.make_batch([[5] * prompt] * n, [[6] * answer] * n, True, "cpu")["inputs"]["input_ids"])
+    rows = lambda prompt, answer, n: len(
+        packing.make_batch([[5] * prompt] * n, [[6] * answer] * n, True, "cpu")["inputs"][
+            "input_ids"
+        ]
+    )
     assert rows(10, 300, 16) == 16 and rows(300, 10, 16) == 1 and rows(100, 100, 2) == 1
 
 
@@ -268,7 +322,11 @@ def test_products_of_a_wide_model_are_fp32(products, tokenizer, tmp_path):
     assert asked == (attention["sdpa"] is cpu.sdpa_of_short_rows)
     torch.manual_seed(0)
     for rows, length in ((3, 150), (700, 1)):
-        x, weight, grad = torch.randn(rows, length, 256), torch.randn(512, 256), torch.randn(rows, length, 512)
+        x, weight, grad = (
+            torch.randn(rows, length, 256),
+            torch.randn(512, 256),
+            torch.randn(rows, length, 512),
+        )
         found, exact = [], []
         for results, dtype in (found, torch.float32), (exact, torch.float64):
             inputs = [value.to(dtype, copy=True).requires_grad_() for value in (x, weight)]
@@ -284,7 +342,9 @@ def test_products_of_a_wide_model_are_fp32(products, tokenizer, tmp_path):
 
 def test_a_cpu_that_rounds_keeps_its_products(products, monkeypatch):
     setting, attention = products
-    monkeypatch.setattr(torch, "full", lambda size, value: torch.ones(size))  # as a product in bf16 returns it
+    monkeypatch.setattr(
+        torch, "full", lambda size, value: torch.ones(size)
+    )  # as a product in bf16 returns it
     cpu.use_onednn()
     assert (setting.fp32_precision, attention["sdpa"]) == ("ieee", sdpa_attention_forward)
 
@@ -296,13 +356,18 @@ def test_attention_of_short_rows_is_attention(length, masked):
     query, key, value, grad = torch.randn(4, 2, 4, length, 16).unbind()
     allowed = torch.ones(length, length).tril().bool()
     if masked:
-        allowed = allowed & ~((torch.arange(length) % 7 == 3) & (torch.arange(length)[:, None] % 2 == 0)) | torch.eye(length).bool()
+        allowed = (
+            allowed & ~((torch.arange(length) % 7 == 3) & (torch.arange(length)[:, None] % 2 == 0))
+            | torch.eye(length).bool()
+        )
     module = types.SimpleNamespace(is_causal=True, training=True)
     found, expected = [], []
     for results, dtype in (found, torch.float32), (expected, torch.float64):
         inputs = [part.to(dtype, copy=True).requires_grad_() for part in (query, key, value)]
         if dtype == torch.float32:
-            out, _ = cpu.sdpa_of_short_rows(module, *inputs, allowed[None, None] if masked else None)
+            out, _ = cpu.sdpa_of_short_rows(
+                module, *inputs, allowed[None, None] if masked else None
+            )
             names, nodes = set(), [out.grad_fn]
             while nodes:
                 names.add(type(node := nodes.pop()).__name__)
@@ -322,7 +387,9 @@ def test_what_is_compared_meets_no_noise(noise):
     """Nor that of a router: a policy that trains and its reference, which does not, begin with the same log-probs."""
     torch.manual_seed(0)
     experts = dict(num_local_experts=4, num_experts_per_tok=2)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SIZES, **experts, **noise))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mixtral", **SIZES, **experts, **noise)
+    )
     ids = torch.arange(20).view(2, 10)
     found = lambda: model(ids).logits
     still, noisy = model.eval() and found(), model.train() and found()

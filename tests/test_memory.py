@@ -12,7 +12,9 @@ import warm
 from common.memory import Setup, count_parameters, main, read_setup, table
 from runs import CONFIGS, REPOSITORY
 
-spec = importlib.util.spec_from_file_location("benchmark_of_memory", REPOSITORY / "benchmarks/memory.py")
+spec = importlib.util.spec_from_file_location(
+    "benchmark_of_memory", REPOSITORY / "benchmarks/memory.py"
+)
 benchmark = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(benchmark)
 OWN = REPOSITORY / "accelerate_configs"
@@ -21,7 +23,12 @@ PARAMETERS = 1_000_000  # divisible by the processes used here
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(CONFIGS / "zero1.json", marks=pytest.mark.slow), OWN / "ds_fp16.yaml", OWN / "ds_zero3.yaml", OWN / "ddp.yaml"],
+    [
+        pytest.param(CONFIGS / "zero1.json", marks=pytest.mark.slow),
+        OWN / "ds_fp16.yaml",
+        OWN / "ds_zero3.yaml",
+        OWN / "ddp.yaml",
+    ],
     ids=lambda p: p.stem,
 )
 def test_the_estimate_is_what_two_processes_hold(config, monkeypatch):
@@ -31,13 +38,21 @@ def test_the_estimate_is_what_two_processes_hold(config, monkeypatch):
     for moment, guess in result["estimated"].items():
         measured = result["measured"][moment]
         # Each state by itself, within padding and the norms' parameter group, whose fp32 gradients come after those of the matrices.
-        assert {state: measured[state] / n for state in guess} == pytest.approx({s: b / n for s, b in guess.items()}, abs=0.01)
-        assert sum(guess.values()) == pytest.approx(sum(measured[state] for state in guess), rel=0.001)
+        assert {state: measured[state] / n for state in guess} == pytest.approx(
+            {s: b / n for s, b in guess.items()}, abs=0.01
+        )
+        assert sum(guess.values()) == pytest.approx(
+            sum(measured[state] for state in guess), rel=0.001
+        )
 
 
 def sums(setup: Setup, unit: int = 0, **models) -> dict[str, tuple]:
     """Bytes per parameter at the three moments, by place."""
-    return {row[0]: tuple(size / PARAMETERS for size in row[3:]) for row in table(setup, PARAMETERS, unit, **models) if row[1] == "sum"}
+    return {
+        row[0]: tuple(size / PARAMETERS for size in row[3:])
+        for row in table(setup, PARAMETERS, unit, **models)
+        if row[1] == "sum"
+    }
 
 
 @pytest.mark.parametrize(
@@ -50,10 +65,18 @@ def sums(setup: Setup, unit: int = 0, **models) -> dict[str, tuple]:
         (Setup("fsdp2", "bf16", 4), {"frozen": 2}, (7 + 2, 6, 6)),
         (Setup("zero", "bf16", 4, 1), {}, (2 + 2 + 3, 2 + 3.5, 2 + 3 + 1.5)),
         (Setup("zero", "fp16", 4, 2), {}, (2 + 3.5, 2 + 4, 2 + 3 + 1.5)),
-        (Setup("zero", "fp16", 4, 2), {"trained": 2, "frozen": 2}, (4 + 7 + 4, 4 + 8 + 4, 4 + 9 + 4)),
+        (
+            Setup("zero", "fp16", 4, 2),
+            {"trained": 2, "frozen": 2},
+            (4 + 7 + 4, 4 + 8 + 4, 4 + 9 + 4),
+        ),
         (Setup("zero", "no", 4, 2), {}, (4 + 4, 4 + 5, 4 + 5)),
         (Setup("zero", "bf16", 4, 3, live=10**9, sub_group=10**9), {}, (4 + 2, 4, 5)),
-        (Setup("zero", "bf16", 4, 3, live=PARAMETERS // 2, sub_group=PARAMETERS // 8), {"frozen": 1}, (4 + 1 + 0.5, 4.5, 4.5 + 0.5)),
+        (
+            Setup("zero", "bf16", 4, 3, live=PARAMETERS // 2, sub_group=PARAMETERS // 8),
+            {"frozen": 1},
+            (4 + 1 + 0.5, 4.5, 4.5 + 0.5),
+        ),
         (Setup("zero", "bf16", 1, 3, live=10**9, sub_group=10**9), {}, (16, 16, 20)),
     ],
 )
@@ -68,8 +91,16 @@ def test_closed_form(setup, models, expected):
         (Setup("zero", "bf16", 4, 1, optimizer_on_cpu=True), (4, 2, 2), (4.5, 4.5, 4.5)),
         (Setup("zero", "bf16", 4, 2, optimizer_on_cpu=True), (2, 2, 2), (5, 5, 5)),
         (Setup("zero", "bf16", 4, 3, live=10**9, optimizer_on_cpu=True), (3, 1, 1), (4, 4, 4)),
-        (Setup("zero", "bf16", 4, 3, live=10**9, optimizer_on_cpu=True, weights_on_cpu=True), (2.5, 0.5, 0.5), (4.5, 4.5, 4.5)),
-        (Setup("fsdp2", "bf16", 4, optimizer_on_cpu=True, weights_on_cpu=True), (4, 0, 0), (3, 4, 4)),
+        (
+            Setup("zero", "bf16", 4, 3, live=10**9, optimizer_on_cpu=True, weights_on_cpu=True),
+            (2.5, 0.5, 0.5),
+            (4.5, 4.5, 4.5),
+        ),
+        (
+            Setup("fsdp2", "bf16", 4, optimizer_on_cpu=True, weights_on_cpu=True),
+            (4, 0, 0),
+            (3, 4, 4),
+        ),
     ],
 )
 def test_offload(setup, gpu, cpu):
@@ -113,7 +144,9 @@ def test_the_configs_of_this_repository():
         "ds_zero1": Setup("zero", "bf16", 1, 1, **zero),
         "ds_zero1_fp16": Setup("zero", "fp16", 1, 1, **zero),
         "ds_zero3_fp16": Setup("zero", "fp16", 1, 3, **zero),
-        "ds_zero3_offload": Setup("zero", "bf16", 1, 3, **zero, optimizer_on_cpu=True, weights_on_cpu=True),
+        "ds_zero3_offload": Setup(
+            "zero", "bf16", 1, 3, **zero, optimizer_on_cpu=True, weights_on_cpu=True
+        ),
         "multi_node": Setup("ddp", "bf16", 16),
     }
     assert read_setup(OWN / "ds_zero2.yaml", 8).processes == 8
@@ -121,13 +154,21 @@ def test_the_configs_of_this_repository():
 
 def test_parameters_are_counted_without_weights(tmp_path):
     sizes = dict(
-        vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, architectures=["LlamaForCausalLM"]
+        vocab_size=100,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        architectures=["LlamaForCausalLM"],
     )
     layer = 4 * 8 * 8 + 3 * 8 * 16 + 2 * 8
     for tied in (True, False):
         LlamaConfig(**sizes, tie_word_embeddings=tied).save_pretrained(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-        assert count_parameters(str(tmp_path))[:2] == (800 * (1 if tied else 2) + 3 * layer + 8, 800)
+        assert count_parameters(str(tmp_path))[:2] == (
+            800 * (1 if tied else 2) + 3 * layer + 8,
+            800,
+        )
     LlamaConfig(**{**sizes, "vocab_size": 10}).save_pretrained(tmp_path)
     assert count_parameters(str(tmp_path))[1] == layer
 
@@ -139,22 +180,35 @@ def test_the_printed_table(monkeypatch, capsys):
     main()
     lines = capsys.readouterr().out.splitlines()
     n = 825472
-    assert lines[0].startswith(f"assets/model: {n:,} parameters") and lines[1] == "DeepSpeed ZeRO-3 bf16, N = 2, 1 trained, 1 frozen"
+    assert (
+        lines[0].startswith(f"assets/model: {n:,} parameters")
+        and lines[1] == "DeepSpeed ZeRO-3 bf16, N = 2, 1 trained, 1 frozen"
+    )
     total = next(line for line in lines if line.startswith("GPU sum")).split()[2:]
     fixed = 2 * 500_000_000
-    assert [float(x) for x in total] == pytest.approx([(x * n + fixed) / 2**30 for x in (9 + 2 - 1 + 1 - 1, 9, 11)], abs=1e-3)
+    assert [float(x) for x in total] == pytest.approx(
+        [(x * n + fixed) / 2**30 for x in (9 + 2 - 1 + 1 - 1, 9, 11)], abs=1e-3
+    )
 
 
 def test_an_automatic_bucket_is_the_square_of_the_hidden_size(monkeypatch, capsys, tmp_path):
     """As accelerate fills it in; in half precision two bytes each."""
     LlamaConfig(
-        hidden_size=4096, intermediate_size=64, num_hidden_layers=1, vocab_size=100, architectures=["LlamaForCausalLM"]
+        hidden_size=4096,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        vocab_size=100,
+        architectures=["LlamaForCausalLM"],
     ).save_pretrained(tmp_path)
     settings = json.loads((OWN / "ds_zero2.json").read_text())
     settings["zero_optimization"]["reduce_bucket_size"] = "auto"
     (tmp_path / "ds.json").write_text(json.dumps(settings))
-    (tmp_path / "ds.yaml").write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {tmp_path / 'ds.json'}}}\n")
-    monkeypatch.setattr(sys, "argv", ["memory", "--model", str(tmp_path), "--config", str(tmp_path / "ds.yaml")])
+    (tmp_path / "ds.yaml").write_text(
+        f"distributed_type: DEEPSPEED\ndeepspeed_config: {{deepspeed_config_file: {tmp_path / 'ds.json'}}}\n"
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["memory", "--model", str(tmp_path), "--config", str(tmp_path / "ds.yaml")]
+    )
     main()
     (row,) = (line for line in capsys.readouterr().out.splitlines() if "reduction buffer" in line)
     assert f"{2 * 4096**2 / 2**30:.3f}" in row.split()
@@ -165,7 +219,10 @@ def test_an_automatic_bucket_is_the_square_of_the_hidden_size(monkeypatch, capsy
     [
         ({"zero_optimization": {"stage": 0}}, "only ZeRO stages 1, 2 and 3"),
         ({"data_types": {"grad_accum_dtype": "fp32"}}, "without data_types"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "only offloading to the CPU can be estimated"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "only offloading to the CPU can be estimated",
+        ),
     ],
 )
 def test_deepspeed_settings_that_are_not_known(tmp_path, change, message):
@@ -202,5 +259,7 @@ def test_configs_that_cannot_be_used(tmp_path, text, message):
 def test_a_model_that_is_not_there(tmp_path):
     with pytest.raises(SystemExit) as error:
         count_parameters(str(tmp_path))
-    assert str(error.value).startswith(f"no causal language model could be built from the config of {str(tmp_path)!r}: ")
+    assert str(error.value).startswith(
+        f"no causal language model could be built from the config of {str(tmp_path)!r}: "
+    )
     assert "\n" not in str(error.value)

@@ -28,7 +28,14 @@ from runs import (
 )
 
 BETA, EVERY, BATCH = 0.3, 3, 8
-EIGHT = ["rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"]
+EIGHT = [
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +43,26 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("metrics")
     tiny_llama(folder / "model")
     tiny_llama(folder / "reference", initializer_range=0.2)
-    text = lambda n, salt: "".join(chr(97 + (n * 5 + salt * 7 + i * i) % 26) for i in range(1 + (n * 13 + salt * 5) % 30))
+    text = lambda n, salt: "".join(
+        chr(97 + (n * 5 + salt * 7 + i * i) % 26) for i in range(1 + (n * 13 + salt * 5) % 30)
+    )
     say = lambda role, content: [{"role": role, "content": content}]
     rows = [
-        {"prompt": say("user", text(n, 1)), "chosen": say("assistant", text(n, 2)), "rejected": say("assistant", text(n, 3))}
+        {
+            "prompt": say("user", text(n, 1)),
+            "chosen": say("assistant", text(n, 2)),
+            "rejected": say("assistant", text(n, 3)),
+        }
         for n in range(34)
     ]
     shutil.copytree(folder / "model", folder / "dropping")
     config = json.loads((folder / "model/config.json").read_text())
-    (folder / "dropping/config.json").write_text(json.dumps({**config, "attention_dropout": 0.2}))  # DPO must switch it off
-    write_jsonl(folder / "train.jsonl", rows[:33])  # updates of 8, 8, 8, 8, 1: in the last one of two processes has no row
+    (folder / "dropping/config.json").write_text(
+        json.dumps({**config, "attention_dropout": 0.2})
+    )  # DPO must switch it off
+    write_jsonl(
+        folder / "train.jsonl", rows[:33]
+    )  # updates of 8, 8, 8, 8, 1: in the last one of two processes has no row
     write_jsonl(folder / "eval.jsonl", rows[33:])  # 1 row for 2 processes
     return folder
 
@@ -60,26 +77,38 @@ def run(inputs, name, launcher, *more):
         flags += ["--beta", BETA, "--ref_model_name_or_path", inputs / "reference"]
     else:
         flags += ["--columns", "completion=chosen"]
-    (output.parent / f"{output.name}.console").write_text(launch(LAUNCHERS[launcher], recipe(name), *flags, *more).stdout)
+    (output.parent / f"{output.name}.console").write_text(
+        launch(LAUNCHERS[launcher], recipe(name), *flags, *more).stdout
+    )
     return output
 
 
 def score(model, tokenizer, row, answer):
     """log-probs, logits' means and hits of an answer's tokens, one row, no padding: `[tokens]` each; and all its tokens' number."""
-    prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer.apply_chat_template(
+        row["prompt"], add_generation_prompt=True, tokenize=False
+    )
     full = tokenizer.apply_chat_template(row["prompt"] + row[answer], tokenize=False)
     ids, start = tokenizer(full, return_tensors="pt").input_ids, len(tokenizer(prompt).input_ids)
     with torch.no_grad():
         logits = model(ids).logits[0, start - 1 : -1].double()
     target = ids[0, start:]
-    return logits.log_softmax(-1).gather(1, target[:, None])[:, 0], logits.mean(-1), (logits.argmax(-1) == target).double(), ids.shape[1]
+    return (
+        logits.log_softmax(-1).gather(1, target[:, None])[:, 0],
+        logits.mean(-1),
+        (logits.argmax(-1) == target).double(),
+        ids.shape[1],
+    )
 
 
 @pytest.fixture(scope="module")
 def brute_force(inputs):
     """Per-pair values of both files, and the tokens' logits."""
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
-    model, reference = (AutoModelForCausalLM.from_pretrained(inputs / name).eval() for name in ("model", "reference"))
+    model, reference = (
+        AutoModelForCausalLM.from_pretrained(inputs / name).eval()
+        for name in ("model", "reference")
+    )
     result = {}
     for name in ("train", "eval"):
         pairs = []
@@ -88,7 +117,9 @@ def brute_force(inputs):
             for answer in ("chosen", "rejected"):
                 logps, means, hits, tokens = score(model, tokenizer, row, answer)
                 pair[f"logps/{answer}"] = logps.sum().item()
-                pair[f"rewards/{answer}"] = BETA * (logps.sum() - score(reference, tokenizer, row, answer)[0].sum()).item()
+                pair[f"rewards/{answer}"] = (
+                    BETA * (logps.sum() - score(reference, tokenizer, row, answer)[0].sum()).item()
+                )
                 pair[f"tokens/{answer}"], pair[f"logits/{answer}"] = tokens, means.tolist()
                 pair[f"nll/{answer}"], pair[f"hits/{answer}"] = (-logps).tolist(), hits.tolist()
             pair["rewards/margins"] = pair["rewards/chosen"] - pair["rewards/rejected"]
@@ -104,7 +135,10 @@ def mean(values):
 
 
 def expect_dpo(pairs):
-    tokens = {f"logits/{answer}": mean([v for p in pairs for v in p[f"logits/{answer}"]]) for answer in ("chosen", "rejected")}
+    tokens = {
+        f"logits/{answer}": mean([v for p in pairs for v in p[f"logits/{answer}"]])
+        for answer in ("chosen", "rejected")
+    }
     return {key: mean([p[key] for p in pairs]) for key in [*EIGHT, "loss"]} | tokens
 
 
@@ -119,7 +153,10 @@ def assert_line(line, expected, prefix=""):
         assert line[prefix + key] == pytest.approx(value, rel=2e-5, abs=2e-5), key
 
 
-@pytest.mark.parametrize("launcher, more", [("plain", []), ("ddp", []), ("zero3", []), ("ddp", ["--precompute_ref_log_probs"])])
+@pytest.mark.parametrize(
+    "launcher, more",
+    [("plain", []), ("ddp", []), ("zero3", []), ("ddp", ["--precompute_ref_log_probs"])],
+)
 def test_the_eight_metrics_of_dpo(inputs, brute_force, launcher, more):
     output = run(inputs, "dpo", launcher, *more)
     lines = training_lines(output)
@@ -163,8 +200,13 @@ def test_reference_log_probs_are_computed_once(inputs):
     first = run(inputs, "dpo", "plain", *flags)
     again = run(inputs, "dpo", "plain", *flags, "--warmup_steps", 0)
     consoles = [(inputs / f"{output.name}.console").read_text() for output in (first, again)]
-    assert [console.count("taken from the cache") for console in consoles] == [0, 2]  # training and evaluation set
-    assert training_lines(first)[0]["rewards/margins"] == training_lines(again)[0]["rewards/margins"]
+    assert [console.count("taken from the cache") for console in consoles] == [
+        0,
+        2,
+    ]  # training and evaluation set
+    assert (
+        training_lines(first)[0]["rewards/margins"] == training_lines(again)[0]["rewards/margins"]
+    )
     other = launch([], recipe("dpo"), "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "train.jsonl", "--output_dir",
                    inputs / "other-reference", "--precompute_ref_log_probs", "--max_steps", 1, "--max_length", 20, "--report_to", "none")  # fmt: skip
     assert "taken from the cache" not in other.stdout  # another reference is another key
@@ -198,27 +240,47 @@ def closed_form(kind, chosen, rejected, lengths, beta, smoothing):
     return (chosen / lengths[0] - rejected / lengths[1] - 1 / (2 * beta)) ** 2
 
 
-@pytest.mark.parametrize("kind, smoothing", [("sigmoid", 0.0), ("sigmoid", 0.2), ("robust", 0.2), ("hinge", 0.0), ("ipo", 0.0)])
+@pytest.mark.parametrize(
+    "kind, smoothing",
+    [("sigmoid", 0.0), ("sigmoid", 0.2), ("robust", 0.2), ("hinge", 0.0), ("ipo", 0.0)],
+)
 def test_preference_losses(kind, smoothing):
     preference_loss = runpy.run_path(str(recipe("dpo")))["preference_loss"]
-    chosen, rejected = torch.tensor([3.0, -40.0, 0.0, 500.0]), torch.tensor([-1.0, 60.0, 0.0, -500.0])
+    chosen, rejected = (
+        torch.tensor([3.0, -40.0, 0.0, 500.0]),
+        torch.tensor([-1.0, 60.0, 0.0, -500.0]),
+    )
     lengths = torch.tensor([5, 7, 1, 9]), torch.tensor([6, 3, 2, 8])
     losses = preference_loss(chosen, rejected, *lengths, 0.3, kind, smoothing)
     for i, loss in enumerate(losses.tolist()):
         values = chosen[i].item(), rejected[i].item()
-        assert loss == pytest.approx(closed_form(kind, *values, (lengths[0][i].item(), lengths[1][i].item()), 0.3, smoothing), rel=1e-6)
+        assert loss == pytest.approx(
+            closed_form(
+                kind, *values, (lengths[0][i].item(), lengths[1][i].item()), 0.3, smoothing
+            ),
+            rel=1e-6,
+        )
     # Under no smoothing robust is sigmoid; the sigmoid loss of equal ratios is log 2.
-    assert preference_loss(torch.zeros(1), torch.zeros(1), *lengths, 0.3, "robust", 0.0).mean().item() == pytest.approx(math.log(2))
+    assert preference_loss(
+        torch.zeros(1), torch.zeros(1), *lengths, 0.3, "robust", 0.0
+    ).mean().item() == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize("gpu, share", [("NVIDIA H200", 0.4), ("NVIDIA T400", None)])
 def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     """Two processes, a billion parameters, 989e12 x 2 x 0.4 / 6e9 tokens a second; no number where the GPU's peak is not known."""
-    accelerator = types.SimpleNamespace(device=torch.device("cuda"), num_processes=2, is_main_process=True, gather=lambda table: table)
+    accelerator = types.SimpleNamespace(
+        device=torch.device("cuda"),
+        num_processes=2,
+        is_main_process=True,
+        gather=lambda table: table,
+    )
     progress = Progress(64, 8, 1, 0)
     args = types.SimpleNamespace(output_dir=tmp_path, report_to="none")
     metrics = Metrics(accelerator, args, progress, "loss", trained_parameters=10**9)
-    metrics.bar = types.SimpleNamespace(update=lambda: None, set_postfix=lambda *args, **kwargs: None)
+    metrics.bar = types.SimpleNamespace(
+        update=lambda: None, set_postfix=lambda *args, **kwargs: None
+    )
     metrics.start_interval()
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
@@ -229,4 +291,7 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     metrics.log()
     (line,) = training_lines(tmp_path)
-    assert line.get("perf/mfu") == (share and pytest.approx(share, rel=1e-4)) and line["perf/peak_memory_gib"] == 1.5
+    assert (
+        line.get("perf/mfu") == (share and pytest.approx(share, rel=1e-4))
+        and line["perf/peak_memory_gib"] == 1.5
+    )

@@ -146,7 +146,9 @@ def test_one_name_stays_a_string():
 
 def test_a_reward_function_gets_the_columns_of_all_sets():
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "level": 3}]
-    samples = types.SimpleNamespace(row_texts=[json.dumps(row) for row in rows], responses=[[1], [2]])
+    samples = types.SimpleNamespace(
+        row_texts=[json.dumps(row) for row in rows], responses=[[1], [2]]
+    )
 
     class Judge:
         function_name = "f"

@@ -31,14 +31,27 @@ def one_node(inputs):
     output = inputs / "one-node"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *torchrun, str(recipe("sft")), *map(str, flags(inputs, output))]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=NODE_TIMEOUT, env=environment())
+    result = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=NODE_TIMEOUT,
+        env=environment(),
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "x 2 processes x 2 gradient accumulation steps; DDP fp32 on cpu" in result.stdout
     return output
 
 
 def environment(**more):
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **more}
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **more,
+    }
 
 
 def assert_same_run(output, reference):
@@ -49,12 +62,28 @@ def assert_same_run(output, reference):
 @pytest.fixture(scope="module")
 def two_nodes():
     """Two network namespaces with a cable between them: (name, address) of each, and the name of both ends of the cable."""
-    nodes, cable = [(f"node{number}-{os.getpid()}", f"10.213.77.{number + 1}") for number in range(2)], f"cable{os.getpid()}"
+    nodes, cable = (
+        [(f"node{number}-{os.getpid()}", f"10.213.77.{number + 1}") for number in range(2)],
+        f"cable{os.getpid()}",
+    )
     with contextlib.ExitStack() as undo:
         for name, _ in nodes:
             ip_or_skip("netns", "add", name)
             undo.callback(subprocess.run, ["ip", "netns", "del", name])  # and its end of the cable
-        ip_or_skip("link", "add", cable, "netns", nodes[0][0], "type", "veth", "peer", "name", cable, "netns", nodes[1][0])
+        ip_or_skip(
+            "link",
+            "add",
+            cable,
+            "netns",
+            nodes[0][0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            cable,
+            "netns",
+            nodes[1][0],
+        )
         for name, address in nodes:
             ip_or_skip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
             ip_or_skip("-n", name, "link", "set", cable, "up")
@@ -68,7 +97,9 @@ def ip_or_skip(*command):
         subprocess.run(["ip", *command], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         why = str(getattr(error, "stderr", "") or error).strip()
-        pytest.skip(f"two nodes need network namespaces, which cannot be made here: `ip {' '.join(command)}` failed: {why}")
+        pytest.skip(
+            f"two nodes need network namespaces, which cannot be made here: `ip {' '.join(command)}` failed: {why}"
+        )
 
 
 def launch_on(two_nodes, launcher, *command):
@@ -79,14 +110,25 @@ def launch_on(two_nodes, launcher, *command):
     env = environment(GLOO_SOCKET_IFNAME=cable)
     try:
         for rank, (name, _) in enumerate(nodes):
-            several = ["--num_machines", 2, "--machine_rank", rank, "--main_process_ip", nodes[0][1], "--main_process_port", 29500]
+            several = [
+                "--num_machines",
+                2,
+                "--machine_rank",
+                rank,
+                "--main_process_ip",
+                nodes[0][1],
+                "--main_process_port",
+                29500,
+            ]
             whole = ["ip", "netns", "exec", name, sys.executable, *launcher, *several, *command]
             processes.append(subprocess.Popen(list(map(str, whole)), cwd=REPOSITORY, env=env, stdout=subprocess.PIPE,
                                               stderr=subprocess.STDOUT, text=True))  # fmt: skip
         outputs = [process.communicate(timeout=NODE_TIMEOUT)[0] for process in processes]
     finally:
         for name, _ in nodes:  # what still runs there is ours
-            for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
+            for pid in subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True
+            ).stdout.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
     for process, output in zip(processes, outputs):
@@ -97,7 +139,12 @@ def launch_on(two_nodes, launcher, *command):
 def test_two_nodes_are_one_node_with_two_processes(inputs, one_node, two_nodes):
     output = inputs / "multi_node"
     # Both say "x 2 processes", and each node has one of them: the first of a node prints.
-    outputs = launch_on(two_nodes, [*config_launcher("multi_node", 2), "--mixed_precision", "no"], recipe("sft"), *flags(inputs, output))
+    outputs = launch_on(
+        two_nodes,
+        [*config_launcher("multi_node", 2), "--mixed_precision", "no"],
+        recipe("sft"),
+        *flags(inputs, output),
+    )
     for text in outputs:
         assert "x 2 processes x 2 gradient accumulation steps; DDP fp32 on cpu" in text
     assert_same_run(output, one_node)
@@ -106,7 +153,9 @@ def test_two_nodes_are_one_node_with_two_processes(inputs, one_node, two_nodes):
 def test_deepspeed_on_two_nodes(inputs, two_nodes):
     """Any other YAML takes the same flags."""
     output, reference = inputs / "zero2-nodes", inputs / "zero2"
-    for text in launch_on(two_nodes, config_launcher("ds_zero2", 2), recipe("sft"), *flags(inputs, output, 3)):
+    for text in launch_on(
+        two_nodes, config_launcher("ds_zero2", 2), recipe("sft"), *flags(inputs, output, 3)
+    ):
         assert "x 2 processes x 2 gradient accumulation steps; DeepSpeed ZeRO-2 bf16 on cpu" in text
     launch(config_launcher("ds_zero2", 2), recipe("sft"), *flags(inputs, reference, 3))
     assert_same_run(output, reference)
@@ -133,18 +182,40 @@ def test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue(inputs, on
     for name, text in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    job = dict(SLURM_JOB_ID=str(os.getpid()), SLURM_NNODES="2", SLURM_JOB_NODELIST="127.0.0.1,127.0.0.2", PROCESSES_PER_NODE="1")
-    command = ["bash", script, "accelerate_configs/cpu.yaml", recipe("sft"), *flags(inputs, output), "--resume", "auto"]
+    job = dict(
+        SLURM_JOB_ID=str(os.getpid()),
+        SLURM_NNODES="2",
+        SLURM_JOB_NODELIST="127.0.0.1,127.0.0.2",
+        PROCESSES_PER_NODE="1",
+    )
+    command = [
+        "bash",
+        script,
+        "accelerate_configs/cpu.yaml",
+        recipe("sft"),
+        *flags(inputs, output),
+        "--resume",
+        "auto",
+    ]
     for turn in ("stopped", "ended"):
         notes = tmp_path / turn
         notes.mkdir()
         env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}", NOTES=str(notes), **job)
         process = subprocess.Popen(
-            list(map(str, command)), cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            list(map(str, command)),
+            cwd=REPOSITORY,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         try:
             deadline = time.time() + NODE_TIMEOUT
-            while turn == "stopped" and not (output / "metrics.jsonl").is_file() and process.poll() is None:
+            while (
+                turn == "stopped"
+                and not (output / "metrics.jsonl").is_file()
+                and process.poll() is None
+            ):
                 assert time.time() < deadline
                 time.sleep(0.02)
             if turn == "stopped":
@@ -158,7 +229,11 @@ def test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue(inputs, on
         for text in said:
             assert "x 2 processes x 2 gradient accumulation steps; DDP fp32 on cpu" in text, text
         if turn == "stopped":
-            assert process.returncode and "goes back into the queue" in printed and "done: " not in said[0]
+            assert (
+                process.returncode
+                and "goes back into the queue" in printed
+                and "done: " not in said[0]
+            )
             assert (notes / "scancel").read_text().split() == ["--signal=TERM", job["SLURM_JOB_ID"]]
             assert (notes / "scontrol").read_text().split() == ["requeue", job["SLURM_JOB_ID"]]
             assert len(list((output / "checkpoints").glob("global_step_*"))) == 1

@@ -6,6 +6,7 @@ cache, batches nor engine.
 """
 
 import functools
+import itertools
 import json
 import math
 import runpy
@@ -65,19 +66,26 @@ def expect(found: torch.Tensor, of_token) -> None:
     """`of_token(row, t)` at every real token."""
     for row, length in enumerate(LENGTHS):
         for t in range(length):
-            assert found[row, t].item() == pytest.approx(float(of_token(row, t)), rel=1e-5, abs=1e-6), (row, t)
+            assert found[row, t].item() == pytest.approx(
+                float(of_token(row, t)), rel=1e-5, abs=1e-6
+            ), (row, t)
 
 
 # ---------------------------------------------------------------------------------------------- the functions
 
 
 def test_kl_estimates():
-    p, q = (torch.randn(9, generator=torch.Generator().manual_seed(seed)).log_softmax(0) for seed in (1, 2))
+    p, q = (
+        torch.randn(9, generator=torch.Generator().manual_seed(seed)).log_softmax(0)
+        for seed in (1, 2)
+    )
     exact = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist()))
     estimates = {name: ppo.kl_estimate(p, q, name) for name in ("k1", "k2", "k3")}
     for token, (a, b) in enumerate(zip(p.tolist(), q.tolist())):
         closed = {"k1": a - b, "k2": (a - b) ** 2 / 2, "k3": math.exp(b - a) - 1 - (b - a)}
-        assert {name: value[token].item() for name, value in estimates.items()} == pytest.approx(closed, rel=1e-5, abs=1e-6)
+        assert {name: value[token].item() for name, value in estimates.items()} == pytest.approx(
+            closed, rel=1e-5, abs=1e-6
+        )
     for name in ("k1", "k3"):  # unbiased: the mean over what the policy samples is the divergence
         assert (p.exp() * estimates[name]).sum().item() == pytest.approx(exact, rel=1e-5)
     assert estimates["k2"].min() >= 0 and estimates["k3"].min() >= 0 > estimates["k1"].min()
@@ -86,7 +94,9 @@ def test_kl_estimates():
 def test_token_rewards():
     scores, kl = torch.tensor([2.0, -1.0, 0.5, 3.0]), ragged(1)
     rewards = ppo.token_rewards(scores, kl, MASK, 0.3)
-    expect(rewards, lambda row, t: -0.3 * kl[row, t] + (scores[row] if t == LENGTHS[row] - 1 else 0.0))
+    expect(
+        rewards, lambda row, t: -0.3 * kl[row, t] + (scores[row] if t == LENGTHS[row] - 1 else 0.0)
+    )
     assert (rewards[~MASK] == 0).all()
 
 
@@ -99,21 +109,32 @@ def test_advantages(gamma, lam):
         after = values[row, t + 1].item() if t + 1 < LENGTHS[row] else 0.0
         return rewards[row, t].item() + gamma * after - values[row, t].item()
 
-    advantage = lambda row, t: sum((gamma * lam) ** (s - t) * delta(row, s) for s in range(t, LENGTHS[row]))
+    advantage = lambda row, t: sum(
+        (gamma * lam) ** (s - t) * delta(row, s) for s in range(t, LENGTHS[row])
+    )
     expect(advantages, advantage)
     expect(returns, lambda row, t: advantage(row, t) + values[row, t].item())
     if lam == 1:
-        expect(returns, lambda row, t: sum(gamma ** (s - t) * rewards[row, s].item() for s in range(t, LENGTHS[row])))
+        expect(
+            returns,
+            lambda row, t: sum(
+                gamma ** (s - t) * rewards[row, s].item() for s in range(t, LENGTHS[row])
+            ),
+        )
     assert (advantages[~MASK] == 0).all() and (returns[~MASK] == 0).all()
 
 
 def test_whitening_is_over_all_tokens_together():
     values = ragged(3, scale=4.0)
-    real = np.array([values[row, t].item() for row, length in enumerate(LENGTHS) for t in range(length)])
+    real = np.array(
+        [values[row, t].item() for row, length in enumerate(LENGTHS) for t in range(length)]
+    )
     white = ppo.whiten(values, MASK)
     expect(white, lambda row, t: (values[row, t].item() - real.mean()) / real.std())
     assert (white[~MASK] == 0).all() and white.dtype == torch.float32
-    assert ppo.whiten(torch.full((4, 7), 2.0), MASK).abs().max() == 0  # all alike: no advantage, and no division by zero
+    assert (
+        ppo.whiten(torch.full((4, 7), 2.0), MASK).abs().max() == 0
+    )  # all alike: no advantage, and no division by zero
 
 
 @pytest.mark.parametrize("low, high, dual", [(0.2, 0.2, 0.0), (0.1, 0.4, 0.0), (0.2, 0.3, 1.5)])
@@ -136,7 +157,9 @@ def test_policy_losses(low, high, dual):
         return value
 
     expect(losses, loss)
-    assert seen >= {("above", True), ("below", False), ("free", True)} and (("above", False) in seen) == bool(dual)
+    assert seen >= {("above", True), ("below", False), ("free", True)} and (
+        ("above", False) in seen
+    ) == bool(dual)
 
 
 @pytest.mark.parametrize("clip", [0.2, 0.0])
@@ -146,18 +169,26 @@ def test_value_losses(clip):
 
     def loss(row, t):
         v, o, r = (part[row, t].item() for part in (values, old, returns))
-        free, near = (v - r) ** 2, (min(max(v, o - clip), o + clip) - r) ** 2 if clip else (v - r) ** 2
+        free, near = (
+            (v - r) ** 2,
+            (min(max(v, o - clip), o + clip) - r) ** 2 if clip else (v - r) ** 2,
+        )
         assert clipped[row, t].item() == (near > free)
         return 0.5 * max(free, near)
 
     expect(losses, loss)
-    near = [part[None] * 0.05 for part in torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))]  # rounding is no clipping
+    near = [
+        part[None] * 0.05
+        for part in torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    ]  # rounding is no clipping
     assert not ppo.value_losses(*near, torch.ones(1, 1000), 0.5)[1].any()
 
 
 def test_next_kl_coef():
     for kl, error in ((6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (0.0, -0.2), (-5.0, -0.2), (5.4, -0.1)):
-        assert ppo.next_kl_coef(0.1, kl, 6.0, 1000, 64) == pytest.approx(0.1 * (1 + error * 64 / 1000))
+        assert ppo.next_kl_coef(0.1, kl, 6.0, 1000, 64) == pytest.approx(
+            0.1 * (1 + error * 64 / 1000)
+        )
 
 
 def test_values_of_a_forward_pass_stand_at_the_tokens_they_are_of():
@@ -166,20 +197,48 @@ def test_values_of_a_forward_pass_stand_at_the_tokens_they_are_of():
     for share in (False, True):  # no two prompts are alike
         batch = ppo.collate(rollout, rows, share, "cpu")
         ids, mask = batch["inputs"]["input_ids"], batch["mask"]
-        assert mask.equal(MASK[rows, : mask.shape[1]]) and batch["targets"].tolist() == [9] * int(mask.sum())
+        assert mask.equal(MASK[rows, : mask.shape[1]]) and batch["targets"].tolist() == [9] * int(
+            mask.sum()
+        )
         # The last of the prompt, then the response but for its last.
         for row, before in zip(rows, batch["before"].split(mask.sum(1).tolist())):
-            assert ids.flatten()[before].tolist() == [7] + [9] * (LENGTHS[row] - 1) and (before.diff() == 1).all()
+            assert (
+                ids.flatten()[before].tolist() == [7] + [9] * (LENGTHS[row] - 1)
+                and (before.diff() == 1).all()
+            )
 
 
 @pytest.mark.parametrize("kl_in, learns", [("reward", True), ("loss", True), ("loss", False)])
 def test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for(kl_in, learns):
-    args = ppo.Args(kl_in=kl_in, kl_estimator="k2", vf_coef=0.3, clip_range=0.1, clip_range_high=0.25, value_clip_range=0.15)
-    logps, old, ref, values, old_values, advantages, returns, entropy = (ragged(seed, 0.4) for seed in range(10, 18))
-    before = {"mask": MASK, "logps": old, "ref_logps": ref, "values": old_values, "advantages": advantages, "returns": returns}
-    output, weights = {"logps": logps, "values": values, "entropy": entropy}, torch.tensor([1.0, 0.0, 1.0, 1.0])
+    args = ppo.Args(
+        kl_in=kl_in,
+        kl_estimator="k2",
+        vf_coef=0.3,
+        clip_range=0.1,
+        clip_range_high=0.25,
+        value_clip_range=0.15,
+    )
+    logps, old, ref, values, old_values, advantages, returns, entropy = (
+        ragged(seed, 0.4) for seed in range(10, 18)
+    )
+    before = {
+        "mask": MASK,
+        "logps": old,
+        "ref_logps": ref,
+        "values": old_values,
+        "advantages": advantages,
+        "returns": returns,
+    }
+    output, weights = (
+        {"logps": logps, "values": values, "entropy": entropy},
+        torch.tensor([1.0, 0.0, 1.0, 1.0]),
+    )
     losses, token_weights, logged = ppo.compare(output, before, weights, 0.7, learns, args)
-    assert token_weights.equal(MASK * weights[:, None]) and len(logged) == 1 and logged[0][1].equal(token_weights)
+    assert (
+        token_weights.equal(MASK * weights[:, None])
+        and len(logged) == 1
+        and logged[0][1].equal(token_weights)
+    )
     metrics = logged[0][0]
     policy, policy_clipped = ppo.policy_losses(logps, old, advantages, 0.1, 0.25, 0.0)
     value, value_clipped = ppo.value_losses(values, old_values, returns, 0.15)
@@ -202,13 +261,25 @@ ARCHITECTURES = {
     "llama": LlamaConfig(**SMALL, num_key_value_heads=1),
     "qwen3": Qwen3Config(**SMALL, num_key_value_heads=1, head_dim=16),
     "gpt_neox": GPTNeoXConfig(**SMALL),
-    "jamba": JambaConfig(**SMALL, num_key_value_heads=1, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1, num_experts=1),
-    "lfm2": Lfm2Config(**SMALL, num_key_value_heads=1, full_attn_idxs=[1]),  # its other layer remembers by a convolution
+    "jamba": JambaConfig(
+        **SMALL,
+        num_key_value_heads=1,
+        use_mamba_kernels=False,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=1,
+    ),
+    "lfm2": Lfm2Config(
+        **SMALL, num_key_value_heads=1, full_attn_idxs=[1]
+    ),  # its other layer remembers by a convolution
     "gemma2": Gemma2Config(
         **SMALL, num_key_value_heads=1, head_dim=16, sliding_window=6, query_pre_attn_scalar=16
     ),  # logits soft-capped, too
 }
-PROMPTS = [[10 + (7 * row + place * place) % 200 for place in range(length)] for row, length in enumerate((3, 9, 1, 6, 9, 2, 12))]
+PROMPTS = [
+    [10 + (7 * row + place * place) % 200 for place in range(length)]
+    for row, length in enumerate((3, 9, 1, 6, 9, 2, 12))
+]
 ROOM, TEMPERATURE = 24, 0.7
 STOPS = [1, *range(30, 60)]  # so many that most responses end early
 
@@ -229,7 +300,9 @@ def alone(model, prompt, numbers, temperature, stops, room):
         seen.append(logits)
         chances = np.exp((logits - logits.max()) / (temperature or 1.0))
         below = np.cumsum(chances / chances.sum())
-        ids.append(int((below <= numbers[len(seen) - 1]).sum()) if temperature else int(logits.argmax()))
+        ids.append(
+            int((below <= numbers[len(seen) - 1]).sum()) if temperature else int(logits.argmax())
+        )
     return ids[len(prompt) :], seen
 
 
@@ -242,21 +315,30 @@ def test_generation_is_that_of_each_prompt_alone(accelerator, tokenizer, monkeyp
 
     def watched(self, input_ids, scores):
         for row, numbers in enumerate(self.uniforms[:, 0].tolist()):
-            seen.setdefault(int(np.flatnonzero(uniforms[:, 0] == numbers)[0]), []).append(scores[row].double().numpy())
+            seen.setdefault(int(np.flatnonzero(uniforms[:, 0] == numbers)[0]), []).append(
+                scores[row].double().numpy()
+            )
         return draw(self, input_ids, scores)
 
     monkeypatch.setattr(generation.SampleByUniform, "__call__", watched)
     for temperature in (0.0, TEMPERATURE):
-        expected = [alone(model, prompt, numbers, temperature, STOPS, ROOM) for prompt, numbers in zip(PROMPTS, uniforms)]
+        expected = [
+            alone(model, prompt, numbers, temperature, STOPS, ROOM)
+            for prompt, numbers in zip(PROMPTS, uniforms)
+        ]
         sampling = {"temperature": temperature, "uniforms": uniforms} if temperature else {}
         for batch_size in (1, 3, 16):
             seen.clear()
-            found = generation.generate(accelerator, model, model, tokenizer, PROMPTS, batch_size, ROOM, **sampling)
+            found = generation.generate(
+                accelerator, model, model, tokenizer, PROMPTS, batch_size, ROOM, **sampling
+            )
             assert found == [response for response, _ in expected]
             for row, (_, logits) in enumerate(expected if temperature else []):
                 np.testing.assert_allclose(seen[row][: len(logits)], logits, rtol=1e-4, atol=1e-4)
     lengths = {len(response) for response in found}
-    assert min(lengths) < 16 < max(lengths)  # some end early, others go on after these were dropped from the batch
+    assert (
+        min(lengths) < 16 < max(lengths)
+    )  # some end early, others go on after these were dropped from the batch
     assert all(
         (token in STOPS) == (place + 1 == len(response)) or len(response) == ROOM
         for response in found
@@ -267,7 +349,9 @@ def test_generation_is_that_of_each_prompt_alone(accelerator, tokenizer, monkeyp
 def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
     """Log-probs are of the whole distribution at `--temperature`: a generation config that cuts it would make them wrong."""
     model, uniforms = made("llama"), np.random.default_rng(1).random((len(PROMPTS), ROOM))
-    draw = lambda: generation.generate(accelerator, model, model, tokenizer, PROMPTS, 4, ROOM, temperature=1.0, uniforms=uniforms)
+    draw = lambda: generation.generate(
+        accelerator, model, model, tokenizer, PROMPTS, 4, ROOM, temperature=1.0, uniforms=uniforms
+    )
     before = draw()
     others = dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=3.0, no_repeat_ngram_size=1, do_sample=True, num_beams=2,
                   min_new_tokens=20, forced_eos_token_id=2, use_cache=False, cache_implementation="static")  # fmt: skip
@@ -275,8 +359,12 @@ def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
     model.train()
     model.lm_head.eval()
     assert draw() == before
-    assert model.training and model.model.training and not model.lm_head.training  # modes are left as they were
-    assert {name: getattr(model.generation_config, name) for name in others} == others  # it is saved with the actor
+    assert (
+        model.training and model.model.training and not model.lm_head.training
+    )  # modes are left as they were
+    assert {
+        name: getattr(model.generation_config, name) for name in others
+    } == others  # it is saved with the actor
 
 
 def test_sampling_is_the_inverse_of_the_cumulative_probability():
@@ -288,14 +376,24 @@ def test_sampling_is_the_inverse_of_the_cumulative_probability():
     def drawn(numbers):
         uniforms = torch.tensor(numbers, dtype=torch.float64)[:, None]
         sample = generation.SampleByUniform(uniforms, prompt_length=1, temperature=TEMPERATURE)
-        return sample(torch.zeros(len(numbers), 1), scores.expand(len(numbers), -1)).argmax(-1).numpy()
+        return (
+            sample(torch.zeros(len(numbers), 1), scores.expand(len(numbers), -1)).argmax(-1).numpy()
+        )
 
     even = drawn((np.arange(n) + 0.5) / n)  # evenly spaced: every count is exact to one draw
-    assert np.abs(np.bincount(even, minlength=7) - n * chances).max() <= 1 and (np.diff(even) >= 0).all()
+    assert (
+        np.abs(np.bincount(even, minlength=7) - n * chances).max() <= 1
+        and (np.diff(even) >= 0).all()
+    )
     random = np.bincount(drawn(np.random.default_rng(0).random(n)), minlength=7)
     possible = chances > 0
-    assert ((random - n * chances)[possible] ** 2 / (n * chances)[possible]).sum() < 16.3 and not random[~possible].any()  # p = 0.001
-    assert drawn([0.0, 1 - 2**-53]).tolist() == [1, 5]  # the ends, beside tokens of probability zero
+    assert (
+        (random - n * chances)[possible] ** 2 / (n * chances)[possible]
+    ).sum() < 16.3 and not random[~possible].any()  # p = 0.001
+    assert drawn([0.0, 1 - 2**-53]).tolist() == [
+        1,
+        5,
+    ]  # the ends, beside tokens of probability zero
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
@@ -305,8 +403,15 @@ def test_log_probs_and_entropy_are_at_the_temperature_of_sampling(architecture):
     with torch.no_grad():
         exact = (model(ids).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1)
         found = LogProbModel(model)(whole_rows(ids, scored), TEMPERATURE, ("entropy",))
-    torch.testing.assert_close(found["logps"][0, 9:].double(), exact.gather(1, ids[0, 1:, None])[8:, 0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found["entropy"][0, 9:].double(), -(exact.exp() * exact).sum(-1)[8:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found["logps"][0, 9:].double(),
+        exact.gather(1, ids[0, 1:, None])[8:, 0],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    torch.testing.assert_close(
+        found["entropy"][0, 9:].double(), -(exact.exp() * exact).sum(-1)[8:], rtol=1e-4, atol=1e-5
+    )
     assert (found["logps"][0, :9] == 0).all()
 
 
@@ -317,21 +422,30 @@ def stub_samples(tokenizer):
     """Three responses of which the second does not end; the first prompt holds the token that pads."""
     prompts, responses = [[5, 0, 8], [9], [7, 6]], [[40, 41, 1], [50, 51, 52, 53], [1]]
     # A column "responses", of the data, gives way to what is meant by that name.
-    columns = [json.dumps({"prompt": f"p{row}", "responses": "old", "weight": row + 1, "answer": "x"}) for row in range(3)]
-    return Samples(prompts, responses, columns, rows=[1, 2, 3], ended=torch.tensor([True, False, True]))
+    columns = [
+        json.dumps({"prompt": f"p{row}", "responses": "old", "weight": row + 1, "answer": "x"})
+        for row in range(3)
+    ]
+    return Samples(
+        prompts, responses, columns, rows=[1, 2, 3], ended=torch.tensor([True, False, True])
+    )
 
 
 def sequence_classifier(folder, **changes):
     """A tiny reward model with a random head, as recipes/reward.py saves one."""
     torch.manual_seed(5)
-    config = LlamaConfig(**{**SMALL, "initializer_range": 0.15, "num_key_value_heads": 1, "num_labels": 1, **changes})
+    config = LlamaConfig(
+        **{**SMALL, "initializer_range": 0.15, "num_key_value_heads": 1, "num_labels": 1, **changes}
+    )
     LlamaForSequenceClassification(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
-def test_a_score_is_model_plus_function_clipped_less_the_penalty(accelerator, tokenizer, tmp_path, micro):
+def test_a_score_is_model_plus_function_clipped_less_the_penalty(
+    accelerator, tokenizer, tmp_path, micro
+):
     sequence_classifier(tmp_path, reward_mean=0.4, reward_std=1.6)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     samples, calls = stub_samples(tokenizer), []
@@ -347,13 +461,19 @@ def test_a_score_is_model_plus_function_clipped_less_the_penalty(accelerator, to
 
     def score(clip=0.0, penalty=0.0, **judge):
         scoring_batches = samples.scoring_batches(accelerator, micro, 1, True)
-        scores = rewards.score(accelerator, tokenizer, rewards.Judge(**judge), samples, scoring_batches)
+        scores = rewards.score(
+            accelerator, tokenizer, rewards.Judge(**judge), samples, scoring_batches
+        )
         return ppo.final_scores(scores, samples.ended, clip, penalty).tolist()
 
     both = score(clip=0.9, penalty=0.25, model=reward_model, function=function, mean=0.4, std=1.6)
     summed = [min(max(m + row - 0.5, -0.9), 0.9) for row, m in enumerate(modelled)]
-    assert both == pytest.approx([summed[0], summed[1] - 0.25, summed[2]], rel=1e-5)  # the penalty is not clipped away
-    assert any(abs(value) == 0.9 for value in summed) and not all(abs(value) == 0.9 for value in summed)
+    assert both == pytest.approx(
+        [summed[0], summed[1] - 0.25, summed[2]], rel=1e-5
+    )  # the penalty is not clipped away
+    assert any(abs(value) == 0.9 for value in summed) and not all(
+        abs(value) == 0.9 for value in summed
+    )
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response in samples.responses]
     assert sorted(calls) == [(f"p{row}", texts[row], row + 1, "x") for row in range(3)]
     assert score(function=function) == pytest.approx([-0.5, 0.5, 1.5])
@@ -361,25 +481,42 @@ def test_a_score_is_model_plus_function_clipped_less_the_penalty(accelerator, to
 
 
 @pytest.mark.parametrize(
-    "values, found", [([1.0], "[1.0]"), ([1.0, math.nan, 1.0], "nan"), ([1.0, math.inf, 0.0], "inf"), ([1.0] * 4, "1.0")]
+    "values, found",
+    [
+        ([1.0], "[1.0]"),
+        ([1.0, math.nan, 1.0], "nan"),
+        ([1.0, math.inf, 0.0], "inf"),
+        ([1.0] * 4, "1.0"),
+    ],
 )
 def test_scores_that_cannot_be_used_are_refused(accelerator, tokenizer, values, found):
-    samples, judge = stub_samples(tokenizer), rewards.Judge(function=lambda *_, **__: values, function_name="module:function")
-    with pytest.raises(ValueError, match="--reward_function module:function: expected 3 finite scores, got") as refusal:
-        rewards.score(accelerator, tokenizer, judge, samples, samples.scoring_batches(accelerator, 3, 1, True))
+    samples, judge = (
+        stub_samples(tokenizer),
+        rewards.Judge(function=lambda *_, **__: values, function_name="module:function"),
+    )
+    with pytest.raises(
+        ValueError, match="--reward_function module:function: expected 3 finite scores, got"
+    ) as refusal:
+        rewards.score(
+            accelerator, tokenizer, judge, samples, samples.scoring_batches(accelerator, 3, 1, True)
+        )
     assert found in str(refusal.value)
 
 
 def test_a_new_head_begins_at_the_standard_deviation_of_the_papers(tmp_path, tokenizer):
     tiny_llama(tmp_path, hidden_size=2048, intermediate_size=8, num_hidden_layers=1)
     head = score_model(str(tmp_path), tokenizer, None, new_head=True).score.weight.detach()
-    assert head.shape == (1, 2048) and head.std().item() * math.sqrt(2049) == pytest.approx(1, abs=0.06)
+    assert head.shape == (1, 2048) and head.std().item() * math.sqrt(2049) == pytest.approx(
+        1, abs=0.06
+    )
     assert abs(head.mean().item()) * math.sqrt(2049) < 0.08
 
 
 def alone_in(process_index, processes):
     """What code that splits rows needs to know of one of several processes."""
-    return types.SimpleNamespace(num_processes=processes, process_index=process_index, device=torch.device("cpu"))
+    return types.SimpleNamespace(
+        num_processes=processes, process_index=process_index, device=torch.device("cpu")
+    )
 
 
 def test_responses_to_a_prompt_are_scored_side_by_side():
@@ -405,8 +542,15 @@ def test_a_padding_row_is_read_but_not_kept():
 def test_collected_values_are_padded_with_zeros(accelerator):
     collected = Collected(accelerator)
     mask = torch.tensor([[True, True], [True, False]])
-    collected.add([2, 0], mask, logps=torch.tensor([[1.0, 2.0], [3.0, 9.0]]), values=-torch.ones(2, 2))
-    collected.add([1], torch.ones(1, 3, dtype=torch.bool), logps=torch.tensor([[4.0, 5.0, 6.0]]), values=torch.zeros(1, 3))
+    collected.add(
+        [2, 0], mask, logps=torch.tensor([[1.0, 2.0], [3.0, 9.0]]), values=-torch.ones(2, 2)
+    )
+    collected.add(
+        [1],
+        torch.ones(1, 3, dtype=torch.bool),
+        logps=torch.tensor([[4.0, 5.0, 6.0]]),
+        values=torch.zeros(1, 3),
+    )
     found = collected.gather()
     assert found["logps"].tolist() == [[3.0, 0.0, 0.0], [4.0, 5.0, 6.0], [1.0, 2.0, 0.0]]
     assert found["values"].tolist() == [[-1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [-1.0, -1.0, 0.0]]
@@ -415,7 +559,9 @@ def test_collected_values_are_padded_with_zeros(accelerator):
 # ---------------------------------------------------------------------------------------------- the schedule
 
 
-@pytest.mark.parametrize("sizes", [(7, 4, 2, 4, 2), (8, 4, 1, 3, 1), (3, 5, 2, 4, 3), (5, 2, 3, 100, 2)])
+@pytest.mark.parametrize(
+    "sizes", [(7, 4, 2, 4, 2), (8, 4, 1, 3, 1), (3, 5, 2, 4, 3), (5, 2, 3, 100, 2)]
+)
 def test_the_position_of_every_update(sizes):
     """Against two plain loops."""
     n_prompts, rollout_batch_size, n_samples_per_prompt, train_batch_size, passes = sizes
@@ -441,7 +587,12 @@ def test_the_position_of_every_update(sizes):
     (1, (4, 0, 1, 1), ["--n_samples_per_prompt", "at least 1"]),
 ])  # fmt: skip
 def test_sizes_of_a_rollout_that_do_not_divide(processes, sizes, parts):
-    names = ("rollout_batch_size", "n_samples_per_prompt", "micro_rollout_batch_size", "train_batch_size")
+    names = (
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "micro_rollout_batch_size",
+        "train_batch_size",
+    )
     args = ppo.Args(reward_function="a:b", **dict(zip(names, sizes)))
     refuses(*parts, call=lambda: ppo.check_settings(args, processes))
     if parts[-1].startswith("--rollout_batch_size "):
@@ -463,7 +614,10 @@ def test_an_update_of_no_samples_is_left_to_the_common_refusal():
 def test_a_response_is_right_where_it_ends_as_the_answer(response, answer, right):
     """Behind the last `####`, GSM8K's mark, or whole without one; behind what was thought. A whole number may have become a float."""
     assert answers.is_right(response, answer) == right
-    assert rewards.answer_reward(["", ""], [response, str(answer)], [answer, answer]) == [float(right), 1.0]
+    assert rewards.answer_reward(["", ""], [response, str(answer)], [answer, answer]) == [
+        float(right),
+        1.0,
+    ]
 
 
 @pytest.mark.parametrize("settings, parts", [
@@ -485,10 +639,17 @@ def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
 
 def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine_of_test.py").write_text("def reward(prompts, responses):\n    return [0.0] * len(prompts)\n")
+    (tmp_path / "mine_of_test.py").write_text(
+        "def reward(prompts, responses):\n    return [0.0] * len(prompts)\n"
+    )
     assert arguments.load_function("reward_function", "mine_of_test:reward")(["a"], ["b"]) == [0.0]
     for name in ("mine_of_test:other", "no_such_module:reward", "mine_of_test"):
-        refuses(f"--reward_function {name}", "MODULE:NAME", tmp_path, call=lambda name=name: arguments.load_function("reward_function", name))
+        refuses(
+            f"--reward_function {name}",
+            "MODULE:NAME",
+            tmp_path,
+            call=lambda name=name: arguments.load_function("reward_function", name),
+        )
     other = tiny_llama(tmp_path / "other")
     changed = AutoTokenizer.from_pretrained(other)
     changed.add_tokens(["more"])
@@ -496,7 +657,12 @@ def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatc
     call = lambda: score_model(str(other), tokenizer_of(str(ASSETS / "model")), None, new_head=True)
     refuses(other, "another tokenizer", call=call)
     tiny = tiny_llama(tmp_path / "tiny")
-    refuses(tiny, "score.weight", "recipes/reward.py", call=lambda: score_model(str(tiny), tokenizer, None))
+    refuses(
+        tiny,
+        "score.weight",
+        "recipes/reward.py",
+        call=lambda: score_model(str(tiny), tokenizer, None),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -532,16 +698,23 @@ WHOLE = {
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ppo")
-    tiny_llama(folder / "model", attention_dropout=0.2, eos_token_id=1)  # what dropout would change, were it on
+    tiny_llama(
+        folder / "model", attention_dropout=0.2, eos_token_id=1
+    )  # what dropout would change, were it on
     tiny_llama(folder / "reference", initializer_range=0.2)
     sequence_classifier(folder / "reward", reward_mean=0.1, reward_std=0.7, attention_dropout=0.2)
-    rows = [{"prompt": [{"role": "user", "content": "ab3" * (1 + 5 * row % 7)}], "weight": 1 + row % 3} for row in range(7)]
+    rows = [
+        {"prompt": [{"role": "user", "content": "ab3" * (1 + 5 * row % 7)}], "weight": 1 + row % 3}
+        for row in range(7)
+    ]
     write_jsonl(folder / "prompts.jsonl", rows)
     (folder / "rewarding_of_test.py").write_text(REWARDING)
     # Random weights rarely end a response: a bias towards EOS, by an output row that points along the mean state, would change the model's
     # kind, so the stop tokens of its generation config are many.
     settings = json.loads((folder / "model/generation_config.json").read_text())
-    (folder / "model/generation_config.json").write_text(json.dumps({**settings, "eos_token_id": STOPS}))
+    (folder / "model/generation_config.json").write_text(
+        json.dumps({**settings, "eos_token_id": STOPS})
+    )
     return folder
 
 
@@ -564,14 +737,24 @@ class Reference:
         self.set, self.scored = types.SimpleNamespace(**{**vars(ppo.Args()), **settings}), scored
         self.tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
         load = lambda name, kind=AutoModelForCausalLM: kind.from_pretrained(inputs / name).eval()
-        self.actor, self.reference, self.judge = load("model"), load(ref), load("reward", AutoModelForSequenceClassification)
+        self.actor, self.reference, self.judge = (
+            load("model"),
+            load(ref),
+            load("reward", AutoModelForSequenceClassification),
+        )
         if scored == "both":
             self.critic = load("reward", AutoModelForSequenceClassification)
         else:
-            self.critic = AutoModelForSequenceClassification.from_pretrained(inputs / "model", num_labels=1).eval()
-            head = torch.randn(1, 32, generator=torch.Generator().manual_seed(self.set.seed)) / math.sqrt(33)
+            self.critic = AutoModelForSequenceClassification.from_pretrained(
+                inputs / "model", num_labels=1
+            ).eval()
+            head = torch.randn(
+                1, 32, generator=torch.Generator().manual_seed(self.set.seed)
+            ) / math.sqrt(33)
             self.critic.score.weight.data.copy_(head)
-        self.rows = [json.loads(line) for line in (inputs / "prompts.jsonl").read_text().splitlines()]
+        self.rows = [
+            json.loads(line) for line in (inputs / "prompts.jsonl").read_text().splitlines()
+        ]
         groups = [
             {"params": [p for p in model.parameters() if (p.ndim > 1) == matrix], "lr0": rate, "weight_decay": self.set.weight_decay * matrix}
             for model, rate in ((self.actor, self.set.learning_rate), (self.critic, self.set.critic_learning_rate)) for matrix in (True, False)
@@ -603,21 +786,32 @@ class Reference:
 
     def kl(self, logps, ref):
         d = logps - ref
-        return {"k1": d, "k2": d * d / 2, "k3": (ref - logps).exp() - 1 - (ref - logps)}[self.set.kl_estimator]
+        return {"k1": d, "k2": d * d / 2, "k3": (ref - logps).exp() - 1 - (ref - logps)}[
+            self.set.kl_estimator
+        ]
 
     @torch.no_grad()
     def roll_out(self, number):
         s, samples = self.set, []
-        prompts = np.repeat(batches.rows_of_update(len(self.rows), s.rollout_batch_size, s.seed, number), s.n_samples_per_prompt)
-        uniforms = np.random.default_rng([s.seed, number, 1]).random((len(prompts), s.max_new_tokens))
+        prompts = np.repeat(
+            batches.rows_of_update(len(self.rows), s.rollout_batch_size, s.seed, number),
+            s.n_samples_per_prompt,
+        )
+        uniforms = np.random.default_rng([s.seed, number, 1]).random(
+            (len(prompts), s.max_new_tokens)
+        )
         for row, numbers in zip(prompts, uniforms):
-            text = self.tokenizer.apply_chat_template(self.rows[row]["prompt"], add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                self.rows[row]["prompt"], add_generation_prompt=True, tokenize=False
+            )
             prompt = self.tokenizer(text).input_ids
             response, _ = alone(self.actor, prompt, numbers, s.temperature, STOPS, s.max_new_tokens)
             logps, ref, values, _ = self.read(prompt, response)
             score = self.score(self.rows[row], prompt, response)
             kl = self.kl(logps, ref)
-            penalties = (-self.kl_coef * kl).tolist() if s.kl_in == "reward" else [0.0] * len(response)
+            penalties = (
+                (-self.kl_coef * kl).tolist() if s.kl_in == "reward" else [0.0] * len(response)
+            )
             rewards = [*penalties[:-1], penalties[-1] + score]
             advantages, after, after_value = [], 0.0, 0.0
             for reward, value in zip(rewards[::-1], values.tolist()[::-1]):
@@ -630,7 +824,9 @@ class Reference:
             ))  # fmt: skip
         every = torch.cat([sample.advantages for sample in samples]).double().numpy()
         for sample in samples:
-            sample.white = torch.tensor((sample.advantages.double().numpy() - every.mean()) / every.std()).float()
+            sample.white = torch.tensor(
+                (sample.advantages.double().numpy() - every.mean()) / every.std()
+            ).float()
         mean = lambda value: float(np.mean([value(sample) for sample in samples]))
         line = {
             "objective/kl": mean(lambda x: x.kl), "objective/entropy": mean(lambda x: -x.logps.sum().item()),
@@ -644,7 +840,9 @@ class Reference:
         s, step, tokens, each = self.set, len(self.lines), sum(len(x.response) for x in window), []
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr0"] * (
-                step / s.warmup_steps if step < s.warmup_steps else (total_steps - step) / (total_steps - s.warmup_steps)
+                step / s.warmup_steps
+                if step < s.warmup_steps
+                else (total_steps - step) / (total_steps - s.warmup_steps)
             )
         for group in [] if learns else self.optimizer.param_groups[:2]:  # the actor's
             group["lr"] = 0.0
@@ -652,14 +850,20 @@ class Reference:
         for x in window:
             logps, _, values, entropy = self.read(x.prompt, x.response)
             ratio, a = (logps - x.logps).exp(), x.white
-            gain = torch.where(a > 0, ratio.clamp(max=1 + high) * a, ratio.clamp(min=1 - s.clip_range) * a)
+            gain = torch.where(
+                a > 0, ratio.clamp(max=1 + high) * a, ratio.clamp(min=1 - s.clip_range) * a
+            )
             clipped = torch.where(a > 0, ratio > 1 + high, ratio < 1 - s.clip_range)
             if s.dual_clip:
                 clipped = clipped | ((a < 0) & (ratio > s.dual_clip))
                 gain = torch.where(a < 0, torch.maximum(gain, s.dual_clip * a), gain)
             errors, near = (values - x.returns) ** 2, torch.zeros_like(values)
             if s.value_clip_range:
-                near = (x.values + (values - x.values).clamp(-s.value_clip_range, s.value_clip_range) - x.returns) ** 2
+                near = (
+                    x.values
+                    + (values - x.values).clamp(-s.value_clip_range, s.value_clip_range)
+                    - x.returns
+                ) ** 2
             value_loss = 0.5 * torch.maximum(errors, near)
             actor_loss = -gain + (kl_coef * self.kl(logps, x.ref) if s.kl_in == "loss" else 0.0)
             loss = s.vf_coef * value_loss + (actor_loss if learns else 0.0)
@@ -671,7 +875,9 @@ class Reference:
         self.optimizer.zero_grad()
         sums["loss"].backward()
         norms = [
-            math.sqrt(sum((p.grad**2).sum().item() for p in model.parameters() if p.grad is not None))
+            math.sqrt(
+                sum((p.grad**2).sum().item() for p in model.parameters() if p.grad is not None)
+            )
             for model in (self.actor, self.critic)
         ]
         joint = math.hypot(*norms)
@@ -680,15 +886,35 @@ class Reference:
                 for p in model.parameters():
                     p.grad = None if p.grad is None else p.grad * (s.max_grad_norm / joint)
         self.optimizer.step()
-        rates = {"learning_rate": self.optimizer.param_groups[0]["lr"], "critic_learning_rate": self.optimizer.param_groups[2]["lr"]}
-        norms = {"grad_norm": joint, "grad_norm/actor": norms[0], "grad_norm/critic": norms[1], **rates}
-        self.lines.append({"global_step": step + 1, **{name: value.item() for name, value in sums.items()}, **norms})
+        rates = {
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "critic_learning_rate": self.optimizer.param_groups[2]["lr"],
+        }
+        norms = {
+            "grad_norm": joint,
+            "grad_norm/actor": norms[0],
+            "grad_norm/critic": norms[1],
+            **rates,
+        }
+        self.lines.append(
+            {
+                "global_step": step + 1,
+                **{name: value.item() for name, value in sums.items()},
+                **norms,
+            }
+        )
 
     def go(self):
         s = self.set
         per_pass = math.ceil(len(self.rows) / s.rollout_batch_size)
-        n_prompts = [len(batches.rows_of_update(len(self.rows), s.rollout_batch_size, s.seed, i)) for i in range(per_pass)]
-        windows = [math.ceil(n * s.n_samples_per_prompt / s.train_batch_size) * s.num_epochs_per_rollout for n in n_prompts]
+        n_prompts = [
+            len(batches.rows_of_update(len(self.rows), s.rollout_batch_size, s.seed, i))
+            for i in range(per_pass)
+        ]
+        windows = [
+            math.ceil(n * s.n_samples_per_prompt / s.train_batch_size) * s.num_epochs_per_rollout
+            for n in n_prompts
+        ]
         total_steps, samples_seen, tokens_seen = s.max_steps or s.max_epochs * sum(windows), 0, 0
         while len(self.lines) < total_steps:
             number = len(self.rollouts)
@@ -697,16 +923,36 @@ class Reference:
             self.begins.append(len(self.lines) + 1)
             coefficient, order, of_rollout = self.kl_coef, [], windows[number % per_pass]
             for index in range(min(of_rollout, total_steps - len(self.lines))):
-                rows = batches.rows_of_update(len(samples), s.train_batch_size, (s.seed, number, 2), index)
+                rows = batches.rows_of_update(
+                    len(samples), s.train_batch_size, (s.seed, number, 2), index
+                )
                 order.append(sorted(rows.tolist()))
-                self.update([samples[row] for row in rows], coefficient, number >= s.critic_warmup_rollouts, total_steps)
+                self.update(
+                    [samples[row] for row in rows],
+                    coefficient,
+                    number >= s.critic_warmup_rollouts,
+                    total_steps,
+                )
                 samples_seen += len(rows)
-                tokens_seen += sum(len(samples[row].prompt) + len(samples[row].response) for row in rows)
-                counted = {"samples": samples_seen, "tokens": tokens_seen, "skipped_steps": 0, "epoch": len(self.lines) / sum(windows)}
+                tokens_seen += sum(
+                    len(samples[row].prompt) + len(samples[row].response) for row in rows
+                )
+                counted = {
+                    "samples": samples_seen,
+                    "tokens": tokens_seen,
+                    "skipped_steps": 0,
+                    "epoch": len(self.lines) / sum(windows),
+                }
                 self.lines[-1] |= counted | (line if index == 0 else {})
-            if len(order) == of_rollout > 2:  # each epoch takes every sample once, and in other minibatches
+            if (
+                len(order) == of_rollout > 2
+            ):  # each epoch takes every sample once, and in other minibatches
                 first, second = order[: of_rollout // 2], order[of_rollout // 2 :]
-                assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(len(samples)))  # noqa: RUF017
+                assert (
+                    sorted(itertools.chain(*first))
+                    == sorted(itertools.chain(*second))
+                    == list(range(len(samples)))
+                )
                 assert first != second or number  # of so few samples chance can repeat them
             if s.kl_target and number >= s.critic_warmup_rollouts:
                 error = min(max(line["objective/kl"] / s.kl_target - 1, -0.2), 0.2)
@@ -728,14 +974,24 @@ def finished(inputs):
     def done(name, launcher):
         output = inputs / f"{name} {launcher}".replace(" ", "_")
         saving = "--save_steps", 3, "--save_total_limit", 0
-        micro = ("--micro_rollout_batch_size", 2) if launcher == "ddp" else ()  # several each, of 6 samples fillers too
-        return output, run(inputs, output, WHOLE[name], *saving, *micro, launcher=LAUNCHERS[launcher]).stdout
+        micro = (
+            ("--micro_rollout_batch_size", 2) if launcher == "ddp" else ()
+        )  # several each, of 6 samples fillers too
+        return output, run(
+            inputs, output, WHOLE[name], *saving, *micro, launcher=LAUNCHERS[launcher]
+        ).stdout
 
     return done
 
 
 @pytest.fixture(
-    scope="module", params=[("kl in the reward", "plain"), ("kl in the reward", "ddp"), ("kl in the loss", "plain")], ids=" ".join
+    scope="module",
+    params=[
+        ("kl in the reward", "plain"),
+        ("kl in the reward", "ddp"),
+        ("kl in the loss", "plain"),
+    ],
+    ids=" ".join,
 )
 def whole(request, finished, reference):
     return *finished(*request.param), reference(request.param[0])
@@ -748,12 +1004,18 @@ def expect_lines(output, reference):
     for line, expected in zip(found, reference.lines):
         assert line.keys() == expected.keys()
         for key in line:
-            assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=2e-6), (line["global_step"], key)
+            assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=2e-6), (
+                line["global_step"],
+                key,
+            )
 
 
 def test_every_logged_number_of_a_run(whole):
     output, console, reference = whole
-    assert "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates; 2 rollouts per epoch" in console
+    assert (
+        "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates; 2 rollouts per epoch"
+        in console
+    )
     assert f"the last of 3 prompts, 4 updates; {len(reference.lines)} updates in all" in console
     expect_lines(output, reference)
     # The run is one in which everything happens.
@@ -761,17 +1023,30 @@ def test_every_logged_number_of_a_run(whole):
     assert max(column("policy/clipfrac_avg")) > 0 and max(column("policy/approxkl_avg")) > 1e-3
     assert 0 < min(column("responses/eos_rate")) < 1 and abs(column("objective/kl")[-1]) > 0.01
     if reference.set.kl_target:  # a pass over the prompts and the beginning of the next
-        assert max(column("val/clipfrac_avg")) > 0 and len(set(column("objective/kl_coef"))) == 3 and min(column("grad_norm")) > 0.5
-        assert column("epoch")[-1] == 1.25 and [line["global_step"] for line in lines(output) if "objective/kl" in line] == [1, 5, 9]
+        assert (
+            max(column("val/clipfrac_avg")) > 0
+            and len(set(column("objective/kl_coef"))) == 3
+            and min(column("grad_norm")) > 0.5
+        )
+        assert column("epoch")[-1] == 1.25 and [
+            line["global_step"] for line in lines(output) if "objective/kl" in line
+        ] == [1, 5, 9]
 
 
 def test_what_a_rollout_holds(whole):
     """Responses, old log-probs and values, the reference's log-probs, returns and whitened advantages, token by token."""
     output, _, reference = whole
-    rollout = torch.load(output / "checkpoints/global_step_000003/extra.pt", weights_only=True)["rollout"]
+    rollout = torch.load(output / "checkpoints/global_step_000003/extra.pt", weights_only=True)[
+        "rollout"
+    ]
     samples, tensors = reference.rollouts[0], rollout["tensors"]
-    assert rollout["responses"] == [sample.response for sample in samples] and rollout["prompts"] == [sample.prompt for sample in samples]
-    assert len(rollout["responses"]) == 8 and len({len(response) for response in rollout["responses"]}) > 1
+    assert rollout["responses"] == [sample.response for sample in samples] and rollout[
+        "prompts"
+    ] == [sample.prompt for sample in samples]
+    assert (
+        len(rollout["responses"]) == 8
+        and len({len(response) for response in rollout["responses"]}) > 1
+    )
     lengths = torch.tensor([[len(sample.response)] for sample in samples])
     assert torch.equal(tensors["mask"], torch.arange(lengths.max()) < lengths)
     for name, of_sample in (
@@ -781,7 +1056,9 @@ def test_what_a_rollout_holds(whole):
         ("returns", "returns"),
         ("advantages", "white"),
     ):
-        expected = torch.nn.utils.rnn.pad_sequence([getattr(sample, of_sample) for sample in samples], batch_first=True)
+        expected = torch.nn.utils.rnn.pad_sequence(
+            [getattr(sample, of_sample) for sample in samples], batch_first=True
+        )
         torch.testing.assert_close(tensors[name], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -799,49 +1076,80 @@ def test_the_weights_of_actor_and_critic_after_a_run(whole):
 
 def test_the_reward_function_sees_each_response_once_as_text(whole, inputs):
     output, _, reference = whole
-    calls = [json.loads(line) for line in (inputs / f"{output.name}.calls").read_text().splitlines()]
+    calls = [
+        json.loads(line) for line in (inputs / f"{output.name}.calls").read_text().splitlines()
+    ]
     assert len(calls) == sum(map(len, reference.rollouts))
     assert {len(call[0]) for call in calls} == {1}  # the prompt as the data has it, a message list
-    texts = [reference.tokenizer.decode(sample.response, skip_special_tokens=True) for samples in reference.rollouts for sample in samples]
+    texts = [
+        reference.tokenizer.decode(sample.response, skip_special_tokens=True)
+        for samples in reference.rollouts
+        for sample in samples
+    ]
     assert sorted(call[1] for call in calls) == sorted(texts)
 
 
 def shown(output):
     """What TensorBoard has of each rollout: the update at which it stands, its scores, its table."""
-    board = EventAccumulator(str(output / "tensorboard"), size_guidance={"histograms": 0, "tensors": 0})
+    board = EventAccumulator(
+        str(output / "tensorboard"), size_guidance={"histograms": 0, "tensors": 0}
+    )
     board.Reload()
     scores = {event.step: event.histogram_value for event in board.Histograms("objective/scores")}
-    texts = {event.step: event.tensor_proto.string_val[0].decode().splitlines() for event in board.Tensors("responses/text_summary")}
+    texts = {
+        event.step: event.tensor_proto.string_val[0].decode().splitlines()
+        for event in board.Tensors("responses/text_summary")
+    }
     return scores, texts
 
 
 def test_tensorboard_shows_scores_and_responses(whole):
     output, _, reference = whole
     histograms, texts = shown(output)
-    assert [*histograms] == [*texts] == reference.begins and reference.begins[:2] == [1, 5]  # the update each rollout was made for
+    assert [*histograms] == [*texts] == reference.begins and reference.begins[:2] == [
+        1,
+        5,
+    ]  # the update each rollout was made for
     for step, samples in zip(reference.begins, reference.rollouts):
         scores, histogram = [sample.score for sample in samples], histograms[step]
         found = histogram.min, histogram.max, histogram.num, histogram.sum
-        assert found == pytest.approx((min(scores), max(scores), len(scores), sum(scores)), rel=1e-4)
-        assert texts[step][0] == "| prompt | response | score |" and len(texts[step]) == 2 + len(samples)
+        assert found == pytest.approx(
+            (min(scores), max(scores), len(scores), sum(scores)), rel=1e-4
+        )
+        assert texts[step][0] == "| prompt | response | score |" and len(texts[step]) == 2 + len(
+            samples
+        )
         assert [row.split()[-2] for row in texts[step][2:]] == [f"{score:.3f}" for score in scores]
 
 
 def test_a_run_does_not_depend_on_the_number_of_processes(finished):
     one, two = (finished("kl in the reward", launcher)[0] for launcher in ("plain", "ddp"))
-    one, two = (torch.load(run / "checkpoints/global_step_000009/extra.pt", weights_only=True) for run in (one, two))
-    assert one["rollout"]["responses"] == two["rollout"]["responses"] and len(one["rollout"]["responses"]) == 8
+    one, two = (
+        torch.load(run / "checkpoints/global_step_000009/extra.pt", weights_only=True)
+        for run in (one, two)
+    )
+    assert (
+        one["rollout"]["responses"] == two["rollout"]["responses"]
+        and len(one["rollout"]["responses"]) == 8
+    )
     one, two = (weights(finished("kl in the reward", launcher)[0]) for launcher in ("plain", "ddp"))
     assert (one - two).norm() <= 1e-5 * one.norm()
 
 
 def test_the_end_of_a_polynomial_schedule_is_that_of_the_actors_rate(inputs):
     """transformers takes it as 1e-7, by the optimizer's own rate; the critic's ends in proportion."""
-    output, settings = inputs / "polynomial", {**WHOLE["kl in the loss"], "warmup_steps": 0, "max_steps": 2}
+    output, settings = (
+        inputs / "polynomial",
+        {**WHOLE["kl in the loss"], "warmup_steps": 0, "max_steps": 2},
+    )
     run(inputs, output, settings, "--lr_scheduler_type", "polynomial")
     half = (3e-3 - 1e-7) / 2 + 1e-7
-    assert [line["learning_rate"] for line in lines(output)] == pytest.approx([3e-3, half], rel=1e-6)
-    assert [line["critic_learning_rate"] for line in lines(output)] == pytest.approx([2e-2, half * 2e-2 / 3e-3], rel=1e-6)
+    assert [line["learning_rate"] for line in lines(output)] == pytest.approx(
+        [3e-3, half], rel=1e-6
+    )
+    assert [line["critic_learning_rate"] for line in lines(output)] == pytest.approx(
+        [2e-2, half * 2e-2 / 3e-3], rel=1e-6
+    )
 
 
 def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
@@ -852,17 +1160,38 @@ def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
     for step in (6, 9, 10):
         shutil.rmtree(output / f"checkpoints/global_step_{step:06d}")
     again = ["--save_steps", 3, "--save_total_limit", 0, "--resume", "auto"]
-    result = run(inputs, output, WHOLE["kl in the reward"], *again, "--max_new_tokens", 5, check=False)
-    assert result.returncode and "'max_new_tokens': 6}\" in the checkpoint" in result.stdout  # other draws would follow
+    result = run(
+        inputs, output, WHOLE["kl in the reward"], *again, "--max_new_tokens", 5, check=False
+    )
+    assert (
+        result.returncode and "'max_new_tokens': 6}\" in the checkpoint" in result.stdout
+    )  # other draws would follow
     result = run(inputs, output, WHOLE["kl in the reward"], *again)
     assert "global_step_000003: 3 updates, 0 skipped" in result.stdout
     assert timeless(output) == timeless(whole)
-    for folder in ("actor", "checkpoints/global_step_000006/actor", "checkpoints/global_step_000010/actor"):
+    for folder in (
+        "actor",
+        "checkpoints/global_step_000006/actor",
+        "checkpoints/global_step_000010/actor",
+    ):
         assert torch.equal(weights(output, folder), weights(whole, folder))
-    engines = [load_file(run / "checkpoints/global_step_000010/engine/model.safetensors") for run in (output, whole)]
-    assert engines[0].keys() == engines[1].keys() and all(torch.equal(engines[0][name], engines[1][name]) for name in engines[0])
-    at_9 = [torch.load(run / "checkpoints/global_step_000009/extra.pt", weights_only=True) for run in (output, whole)]
-    assert at_9[0]["kl_coef"] == at_9[1]["kl_coef"] != at_9[0]["rollout"]["kl_coef"] != WHOLE["kl in the reward"]["kl_coef"]
+    engines = [
+        load_file(run / "checkpoints/global_step_000010/engine/model.safetensors")
+        for run in (output, whole)
+    ]
+    assert engines[0].keys() == engines[1].keys() and all(
+        torch.equal(engines[0][name], engines[1][name]) for name in engines[0]
+    )
+    at_9 = [
+        torch.load(run / "checkpoints/global_step_000009/extra.pt", weights_only=True)
+        for run in (output, whole)
+    ]
+    assert (
+        at_9[0]["kl_coef"]
+        == at_9[1]["kl_coef"]
+        != at_9[0]["rollout"]["kl_coef"]
+        != WHOLE["kl in the reward"]["kl_coef"]
+    )
     calls = lambda name: (inputs / f"{name}.calls").read_text().splitlines()
     assert calls(output.name) == calls(whole.name)[8:]  # the first rollout is not scored again
     assert [*shown(output)[0]] == [1, 5, 9]
@@ -873,35 +1202,65 @@ def test_the_critic_learns_before_the_actor(reference, inputs):
     assert settings["weight_decay"] > 0  # which must move nothing, either
     run(inputs, output, settings, "--save_actor_steps", 1)
     expect_lines(output, reference("critic first"))
-    moved = [not torch.equal(weights(inputs, "model"), weights(output, f"actors/global_step_{step:06d}")) for step in range(1, 9)]
+    moved = [
+        not torch.equal(weights(inputs, "model"), weights(output, f"actors/global_step_{step:06d}"))
+        for step in range(1, 9)
+    ]
     learns = [False] * 4 + [True] * 4
-    assert moved == learns and torch.equal(weights(output), weights(output, "actors/global_step_000008"))
+    assert moved == learns and torch.equal(
+        weights(output), weights(output, "actors/global_step_000008")
+    )
     for name in ("learning_rate", "grad_norm/actor"):
         assert [line[name] > 0 for line in lines(output)] == learns, name
-    assert [line["critic_learning_rate"] > 0 for line in lines(output)] == [False] + [True] * 7  # the first is warm-up's own zero
+    assert [line["critic_learning_rate"] > 0 for line in lines(output)] == [False] + [
+        True
+    ] * 7  # the first is warm-up's own zero
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_step_the_rows_and_the_tensors(reference, inputs):
     """The scores of one prompt overflow in the value loss: its rows are named, no other."""
-    output, settings, samples = inputs / "overflow", WHOLE["kl in the loss"], reference("kl in the loss").rollouts[0]
+    output, settings, samples = (
+        inputs / "overflow",
+        WHOLE["kl in the loss"],
+        reference("kl in the loss").rollouts[0],
+    )
     prompts = np.repeat(batches.rows_of_update(7, 4, settings["seed"], 0), 2)
     windows = [batches.rows_of_update(8, 4, (settings["seed"], 0, 2), index) for index in (0, 1)]
-    bad = [[row for row in window if prompts[row] == 1] for window in windows]  # weight 2: of this rollout the second data row alone
+    bad = [
+        [row for row in window if prompts[row] == 1] for window in windows
+    ]  # weight 2: of this rollout the second data row alone
     step = next(i for i, rows in enumerate(bad, 1) if rows)
     more = ["--reward_function", "rewarding_of_test:explosive", "--micro_train_batch_size", 4]
     result = run(inputs, output, settings, *more, check=False)
     named = ["2"] * len(bad[step - 1])
     assert result.returncode and not (output / "actor").exists()
-    assert f"update {step} (updates_seen {step - 1}) is not finite, because of data rows {', '.join(named)}. Nothing was" in result.stdout
+    assert (
+        f"update {step} (updates_seen {step - 1}) is not finite, because of data rows {', '.join(named)}. Nothing was"
+        in result.stdout
+    )
     assert str(output / "not_finite_0.json") in result.stdout
     assert [line["global_step"] for line in lines(output)] == [*range(1, step)] == [1]
     report = json.loads((output / "not_finite_0.json").read_text())
-    assert (report["global_step"], report["updates_seen"], report["rows"]) == (step, step - 1, named)
-    tensors, lengths = report["tensors"], {row: len(samples[row].response) for row in windows[step - 1]}
-    assert tensors["loss of micro-batch 0"]["not_finite"] == sum(lengths[row] for row in bad[step - 1])
-    assert tensors["returns"]["min, max, mean"][1] == pytest.approx(3e19) and tensors["values"]["min, max, mean"][1] < 100
+    assert (report["global_step"], report["updates_seen"], report["rows"]) == (
+        step,
+        step - 1,
+        named,
+    )
+    tensors, lengths = (
+        report["tensors"],
+        {row: len(samples[row].response) for row in windows[step - 1]},
+    )
+    assert tensors["loss of micro-batch 0"]["not_finite"] == sum(
+        lengths[row] for row in bad[step - 1]
+    )
+    assert (
+        tensors["returns"]["min, max, mean"][1] == pytest.approx(3e19)
+        and tensors["values"]["min, max, mean"][1] < 100
+    )
     assert {"logps", "ref_logps", "advantages", "new logps", "new values"} < tensors.keys()
-    assert all(not tensor["not_finite"] for name, tensor in tensors.items() if not name.startswith("loss"))
+    assert all(
+        not tensor["not_finite"] for name, tensor in tensors.items() if not name.startswith("loss")
+    )
     assert all(tensor["shape"][0] == 4 for tensor in tensors.values())
 
 
@@ -910,14 +1269,25 @@ def test_weights_that_are_not_finite_are_blamed_on_the_rows_that_use_them(inputs
     output, settings = inputs / "poisoned", WHOLE["kl in the loss"]
     row = int(batches.rows_of_update(7, 4, settings["seed"], 0)[1])
     prompts = [{"prompt": "ab3z" if number == row else "ab3", "weight": 1} for number in range(7)]
-    model = AutoModelForCausalLM.from_pretrained(shutil.copytree(inputs / "model", inputs / "poisoned_model"))
+    model = AutoModelForCausalLM.from_pretrained(
+        shutil.copytree(inputs / "model", inputs / "poisoned_model")
+    )
     (token,) = AutoTokenizer.from_pretrained(inputs / "model")("z").input_ids
     model.model.embed_tokens.weight.data[token] = math.inf
     model.save_pretrained(inputs / "poisoned_model")
-    more = ["--dataset_name", write_jsonl(inputs / "poisoned.jsonl", prompts), "--model_name_or_path", inputs / "poisoned_model"]
+    more = [
+        "--dataset_name",
+        write_jsonl(inputs / "poisoned.jsonl", prompts),
+        "--model_name_or_path",
+        inputs / "poisoned_model",
+    ]
     result = run(inputs, output, settings, *more, check=False)
     assert (
-        result.returncode and f"update 1 (updates_seen 0) is not finite, because of data rows {row + 1}, {row + 1}. Nothing was" in result.stdout
+        result.returncode
+        and f"update 1 (updates_seen 0) is not finite, because of data rows {row + 1}, {row + 1}. Nothing was"
+        in result.stdout
     )
     tensors = json.loads((output / "not_finite_0.json").read_text())["tensors"]
-    assert {name for name in ("scores", "logps", "ref_logps", "values") if tensors[name]["not_finite"]} == {"logps", "values"}
+    assert {
+        name for name in ("scores", "logps", "ref_logps", "values") if tensors[name]["not_finite"]
+    } == {"logps", "values"}

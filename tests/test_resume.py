@@ -86,16 +86,27 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
     if launcher == "offload":
         request.getfixturevalue("cpu_adam")
     reference, output = unbroken(name, launcher), inputs / f"killed-{name}-{launcher}"
-    assert [path.name for path in sorted((reference / "checkpoints").iterdir())] == ["global_step_000010", "global_step_000012"]
+    assert [path.name for path in sorted((reference / "checkpoints").iterdir())] == [
+        "global_step_000010",
+        "global_step_000012",
+    ]
     # Line 9 stands beyond checkpoint 8, which holds a line half filled since line 6.
     kill_when(inputs, name, launcher, output, lambda: wrote(output, 9))
-    result = launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), "--resume", "auto")
+    result = launch(
+        LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), "--resume", "auto"
+    )
     assert "resumed from" in result.stdout
     assert timeless(output) == timeless(reference)
     assert torch.equal(weights(output), weights(reference))
     board = EventAccumulator(str(output / "tensorboard"))
     board.Reload()
-    assert [event.step for event in board.Scalars("loss")] == [1, 3, 6, 9, 12]  # each step once, whatever the killed run wrote
+    assert [event.step for event in board.Scalars("loss")] == [
+        1,
+        3,
+        6,
+        9,
+        12,
+    ]  # each step once, whatever the killed run wrote
 
 
 class FewArguments(types.SimpleNamespace):
@@ -115,7 +126,9 @@ def run_in_this_process(folder) -> checkpoint.Run:
         model=model,
         unwrapped=layer,
         optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 1 / (1 + step)),
+        scheduler=torch.optim.lr_scheduler.LambdaLR(
+            optimizer.optimizer, lambda step: 1 / (1 + step)
+        ),
         tokenizer=None,
         progress=progress,
         metrics=Metrics(accelerator, args, progress, "loss"),
@@ -148,10 +161,14 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch
     for one, other in zip(run.model.parameters(), resumed.model.parameters(), strict=True):
         assert one.equal(other)
         moments, found = run.optimizer.state[one], resumed.optimizer.state[other]
-        assert moments.keys() == found.keys() and all(moments[name].equal(found[name]) for name in found)
+        assert moments.keys() == found.keys() and all(
+            moments[name].equal(found[name]) for name in found
+        )
     assert resumed.scheduler.get_last_lr() == run.scheduler.get_last_lr() == [0.025]
     assert resumed.optimizer.param_groups[0]["lr"] == 0.025
-    assert resumed.metrics.open.state() == run.metrics.open.state() == {"loss": [7.0, 2.0, 2.0, 5.0]}
+    assert (
+        resumed.metrics.open.state() == run.metrics.open.state() == {"loss": [7.0, 2.0, 2.0, 5.0]}
+    )
     assert resumed.metrics.last_update == {"grad_norm": 0.5} and resumed.extra == run.extra
 
 
@@ -161,7 +178,12 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
     shutil.copytree(reference, output)
     newest = output / "checkpoints/global_step_000012"
     manifest = json.loads((newest / "manifest.json").read_text())
-    assert {path.split("/")[0] for path in manifest} == {"actor", "engine", "extra.pt", "state.json"}
+    assert {path.split("/")[0] for path in manifest} == {
+        "actor",
+        "engine",
+        "extra.pt",
+        "state.json",
+    }
     from common import folders
 
     assert folders.fault_of(newest) is None
@@ -179,18 +201,30 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
             assert fault and (name in fault or name == "manifest.json"), (name, fault)
     (newest / "state.json").unlink()
     result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto")
-    assert "passed over" in result.stdout and "state.json is missing" in result.stdout and "global_step_000010" in result.stdout
+    assert (
+        "passed over" in result.stdout
+        and "state.json is missing" in result.stdout
+        and "global_step_000010" in result.stdout
+    )
     assert timeless(output) == timeless(reference)
     assert torch.equal(weights(output), weights(reference))
     shutil.rmtree(output / "actor")
     for folder in (output / "checkpoints").iterdir():
         (folder / "manifest.json").unlink()
-    result = launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto", check=False)
-    assert result.returncode and "none of the 2 checkpoints" in result.stdout and not (output / "actor").exists()
+    result = launch(
+        [], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto", check=False
+    )
+    assert (
+        result.returncode
+        and "none of the 2 checkpoints" in result.stdout
+        and not (output / "actor").exists()
+    )
 
 
 @pytest.mark.parametrize("name, launcher", [("dpo", "plain"), ("sft", "zero3")])
-def test_export_gives_the_actor_the_run_saved(inputs, unbroken, tmp_path, monkeypatch, capsys, name, launcher):
+def test_export_gives_the_actor_the_run_saved(
+    inputs, unbroken, tmp_path, monkeypatch, capsys, name, launcher
+):
     from common import export
 
     def call(*words):
@@ -199,10 +233,17 @@ def test_export_gives_the_actor_the_run_saved(inputs, unbroken, tmp_path, monkey
 
     reference = unbroken(name, launcher)
     checkpoint = reference / "checkpoints/global_step_000012"
-    subprocess.run([sys.executable, "-m", "common.export", checkpoint, tmp_path / "out"], check=True, cwd=tmp_path)
+    subprocess.run(
+        [sys.executable, "-m", "common.export", checkpoint, tmp_path / "out"],
+        check=True,
+        cwd=tmp_path,
+    )
     files = sorted(path.name for path in (reference / "actor").iterdir())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == files
-    assert all((tmp_path / "out" / file).read_bytes() == (reference / "actor" / file).read_bytes() for file in files)
+    assert all(
+        (tmp_path / "out" / file).read_bytes() == (reference / "actor" / file).read_bytes()
+        for file in files
+    )
     call(checkpoint, tmp_path / "half", "--dtype", "bfloat16")
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     whole = AutoModelForCausalLM.from_pretrained(reference / "actor")
@@ -212,7 +253,9 @@ def test_export_gives_the_actor_the_run_saved(inputs, unbroken, tmp_path, monkey
     refuses("is not an empty folder", call=lambda: call(checkpoint, tmp_path / "out"))
     with pytest.raises(SystemExit):
         call(checkpoint, tmp_path / "both", "--universal", "--dtype", "bfloat16")
-    assert "--dtype is for the actor" in capsys.readouterr().err and not (tmp_path / "both").exists()
+    assert (
+        "--dtype is for the actor" in capsys.readouterr().err and not (tmp_path / "both").exists()
+    )
     torn = shutil.copytree(checkpoint, tmp_path / "torn")
     (torn / "actor/model.safetensors").write_bytes(b"x")
     refuses("actor/model.safetensors has 1 bytes", call=lambda: call(torn, tmp_path / "no"))
@@ -224,8 +267,17 @@ def test_going_back_leaves_behind_what_came_after(inputs, unbroken):
     reference, output = unbroken("dpo", "plain"), inputs / "back"
     shutil.copytree(reference, output)
     # A copy that the user keeps is not a third checkpoint, and the data may have moved.
-    shutil.copytree(output / "checkpoints/global_step_000010", output / "checkpoints/global_step_000010_best")
-    older = ["--resume", output / "checkpoints/global_step_000010", "--max_steps", 11, "--max_epochs", 2]
+    shutil.copytree(
+        output / "checkpoints/global_step_000010", output / "checkpoints/global_step_000010_best"
+    )
+    older = [
+        "--resume",
+        output / "checkpoints/global_step_000010",
+        "--max_steps",
+        11,
+        "--max_epochs",
+        2,
+    ]
     moved = ["--dataset_name", shutil.copyfile(inputs / "dpo.jsonl", inputs / "moved.jsonl")]
     launch([], recipe("dpo"), *flags(inputs, "dpo", output), *older, *moved)
     left = ["global_step_000010", "global_step_000010_best", "global_step_000011"]
@@ -233,7 +285,10 @@ def test_going_back_leaves_behind_what_came_after(inputs, unbroken):
     assert [line["global_step"] for line in lines(output)] == [1, 3, 6, 9, 11]
     kept = output / "left_behind/after_global_step_000010"
     assert [path.name for path in (kept / "checkpoints").iterdir()] == ["global_step_000012"]
-    assert torch.equal(weights(kept), weights(reference)) and timeless(kept) == timeless(reference)[-1:]
+    assert (
+        torch.equal(weights(kept), weights(reference))
+        and timeless(kept) == timeless(reference)[-1:]
+    )
 
 
 @pytest.mark.parametrize("name, launcher", [("dpo", "plain"), ("sft", "zero3")])
@@ -241,18 +296,44 @@ def test_a_run_that_goes_on_elsewhere_is_killed_at_once(inputs, unbroken, name, 
     """Before the first checkpoint that it would write: what it began with is its own, and `--resume auto` does not begin anew."""
     reference, output = unbroken(name, launcher), inputs / f"elsewhere-{launcher}"
     begun = lambda: (output / "checkpoints/global_step_000010").exists()
-    kill_when(inputs, name, launcher, output, begun, "--resume", reference / "checkpoints/global_step_000010")
-    result = launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), "--resume", "auto")
+    kill_when(
+        inputs,
+        name,
+        launcher,
+        output,
+        begun,
+        "--resume",
+        reference / "checkpoints/global_step_000010",
+    )
+    result = launch(
+        LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output), "--resume", "auto"
+    )
     assert f"resumed from {output}/checkpoints/global_step_0000" in result.stdout
-    assert timeless(output) == timeless(reference)[-1:] and torch.equal(weights(output), weights(reference))
+    assert timeless(output) == timeless(reference)[-1:] and torch.equal(
+        weights(output), weights(reference)
+    )
 
 
 def test_a_longer_run_has_its_own_rates_from_the_first_update_on(inputs, unbroken):
     """Update 13 of 18, after a run of 12: the falling rate of a horizon of 18, whose warm-up takes 2; not the zero at which the 12 ended."""
     output = inputs / "longer"
     shutil.copytree(unbroken("dpo", "plain"), output)
-    launch([], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto", "--max_epochs", 3, "--logging_steps", 1)
-    rates = {line["global_step"]: line["learning_rate"] for line in lines(output) if line["global_step"] > 12}
+    launch(
+        [],
+        recipe("dpo"),
+        *flags(inputs, "dpo", output),
+        "--resume",
+        "auto",
+        "--max_epochs",
+        3,
+        "--logging_steps",
+        1,
+    )
+    rates = {
+        line["global_step"]: line["learning_rate"]
+        for line in lines(output)
+        if line["global_step"] > 12
+    }
     assert rates == pytest.approx({step: 0.01 * (18 - (step - 1)) / 16 for step in range(13, 19)})
 
 
@@ -263,9 +344,20 @@ def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
     for name in ("actors/global_step_000001", "actors/.writing"):
         (tmp_path / name).mkdir(parents=True)
     with monkeypatch.context() as busy:
-        busy.setattr(os, "rmdir", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(errno.ENOTEMPTY, "Directory not empty")))
-        folders.replace(tmp_path / "actors/.writing", tmp_path / "actors/global_step_000002", keep=1)
-    assert [path.name for path in folders.by_step(tmp_path / "actors")] == ["global_step_000001", "global_step_000002"]
+        busy.setattr(
+            os,
+            "rmdir",
+            lambda *args, **kwargs: (_ for _ in ()).throw(
+                OSError(errno.ENOTEMPTY, "Directory not empty")
+            ),
+        )
+        folders.replace(
+            tmp_path / "actors/.writing", tmp_path / "actors/global_step_000002", keep=1
+        )
+    assert [path.name for path in folders.by_step(tmp_path / "actors")] == [
+        "global_step_000001",
+        "global_step_000002",
+    ]
     (tmp_path / "actors/.writing").mkdir()
     folders.replace(tmp_path / "actors/.writing", tmp_path / "actors/global_step_000003", keep=1)
     assert [path.name for path in folders.by_step(tmp_path / "actors")] == ["global_step_000003"]
@@ -274,40 +366,88 @@ def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
 def test_auto_does_not_begin_again_what_has_ended(inputs, tmp_path):
     output = tmp_path / "ended"
     few = [*flags(inputs, "dpo", output), "--max_steps", 1, "--save_steps", 0]
-    (output / "actors/global_step_000300").mkdir(parents=True)  # of a run that was killed before its first checkpoint
+    (output / "actors/global_step_000300").mkdir(
+        parents=True
+    )  # of a run that was killed before its first checkpoint
     (output / "checkpoints/global_step_000300_best").mkdir(parents=True)
     result = launch([], recipe("dpo"), *few, "--resume", "auto", check=False)
-    assert result.returncode and "none of the 1 checkpoints is whole and named as written" in result.stdout
+    assert (
+        result.returncode
+        and "none of the 1 checkpoints is whole and named as written" in result.stdout
+    )
     (output / "checkpoints/global_step_000300_best").rmdir()
-    launch([], recipe("dpo"), *few, "--resume", "auto", "--save_actor_steps", 1, "--save_actor_limit", 1)
+    launch(
+        [],
+        recipe("dpo"),
+        *few,
+        "--resume",
+        "auto",
+        "--save_actor_steps",
+        1,
+        "--save_actor_limit",
+        1,
+    )
     assert [path.name for path in (output / "actors").iterdir()] == ["global_step_000001"]
     before = (output / "metrics.jsonl").read_bytes()
     result = launch([], recipe("dpo"), *few, "--resume", "auto", check=False)
     assert result.returncode and "has ended and left no checkpoint" in result.stdout
     assert (output / "metrics.jsonl").read_bytes() == before
     result = launch([], recipe("dpo"), *few, "--resume", "always", check=False)
-    assert result.returncode and "--resume always: not a checkpoint" in result.stdout and "Traceback" not in result.stdout
+    assert (
+        result.returncode
+        and "--resume always: not a checkpoint" in result.stdout
+        and "Traceback" not in result.stdout
+    )
 
 
 def test_a_checkpoint_of_another_run_is_refused(inputs, unbroken):
     reference = unbroken("dpo", "plain")
     checkpoint = reference / "checkpoints/global_step_000012"
-    changed = [*flags(inputs, "dpo", inputs / "other"), "--train_batch_size", 4, "--beta", 0.2, "--resume", checkpoint]
+    changed = [
+        *flags(inputs, "dpo", inputs / "other"),
+        "--train_batch_size",
+        4,
+        "--beta",
+        0.2,
+        "--resume",
+        checkpoint,
+    ]
     result = launch([], recipe("dpo"), *changed, check=False)
-    assert result.returncode and "Traceback" not in result.stdout and "; data: " not in result.stdout
-    assert "train_batch_size: 8 in the checkpoint, 4 now" in result.stdout and "beta: 0.1 in the checkpoint, 0.2 now" in result.stdout
+    assert (
+        result.returncode and "Traceback" not in result.stdout and "; data: " not in result.stdout
+    )
+    assert (
+        "train_batch_size: 8 in the checkpoint, 4 now" in result.stdout
+        and "beta: 0.1 in the checkpoint, 0.2 now" in result.stdout
+    )
     *_, last = rows = (inputs / "dpo.jsonl").read_text().splitlines()
-    (inputs / "dpo.jsonl").with_name("edited.jsonl").write_text("\n".join([*rows[:-1], last.replace("!", "?")]))  # as long
-    edited = [*flags(inputs, "dpo", inputs / "edited"), "--dataset_name", inputs / "edited.jsonl", "--resume", checkpoint]
+    (inputs / "dpo.jsonl").with_name("edited.jsonl").write_text(
+        "\n".join([*rows[:-1], last.replace("!", "?")])
+    )  # as long
+    edited = [
+        *flags(inputs, "dpo", inputs / "edited"),
+        "--dataset_name",
+        inputs / "edited.jsonl",
+        "--resume",
+        checkpoint,
+    ]
     result = launch([], recipe("dpo"), *edited, check=False)
-    assert result.returncode and "is of another run: data: " in result.stdout and "Traceback" not in result.stdout
+    assert (
+        result.returncode
+        and "is of another run: data: " in result.stdout
+        and "Traceback" not in result.stdout
+    )
 
 
 def test_ddp_goes_on_with_another_number_of_processes(inputs, unbroken):
     """One process killed, two go on: without dropout, as in DPO, it is the run never killed, up to rounding."""
     reference, output = unbroken("dpo", "plain"), inputs / "other-world"
-    kill_when(inputs, "dpo", "plain", output, lambda: (output / "checkpoints/global_step_000004").exists())
-    result = launch(LAUNCHERS["ddp"], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto")
+    kill_when(
+        inputs, "dpo", "plain", output, lambda: (output / "checkpoints/global_step_000004").exists()
+    )
+    result = launch(
+        LAUNCHERS["ddp"], recipe("dpo"), *flags(inputs, "dpo", output), "--resume", "auto"
+    )
     assert "1 processes before, 2 now" in result.stdout
     for one, other in zip(lines(reference), lines(output), strict=True):
         for key in ("global_step", "samples", "tokens", "epoch", "learning_rate"):

@@ -42,20 +42,29 @@ reward = types.SimpleNamespace(**runpy.run_path(str(recipe("reward"))))
 
 # ---------------------------------------------------------------------------------------------- the functions
 
-CHOSEN, REJECTED, MARGINS = [2.0, -1.0, 0.5, 3.0, 9.0], [1.0, 0.5, 0.5, -2.0, -9.0], [0.0, 0.3, -1.2, 2.0, 0.0]
+CHOSEN, REJECTED, MARGINS = (
+    [2.0, -1.0, 0.5, 3.0, 9.0],
+    [1.0, 0.5, 0.5, -2.0, -9.0],
+    [0.0, 0.3, -1.2, 2.0, 0.0],
+)
 
 
 @pytest.mark.parametrize("center_coef", [0.0, 0.07])
 def test_the_loss_of_a_pair(center_coef):
     losses = reward.pairwise_loss(*map(torch.tensor, (CHOSEN, REJECTED, MARGINS)), center_coef)
-    closed = [math.log1p(math.exp(-(c - r - m))) + center_coef * (c + r) ** 2 for c, r, m in zip(CHOSEN, REJECTED, MARGINS)]
+    closed = [
+        math.log1p(math.exp(-(c - r - m))) + center_coef * (c + r) ** 2
+        for c, r, m in zip(CHOSEN, REJECTED, MARGINS)
+    ]
     assert losses.tolist() == pytest.approx(closed, rel=1e-5) and losses.dtype == torch.float32
 
 
 def test_metrics_of_pairs_and_of_answers(accelerator):
     """A tie is no success; the last pair is a filler and counts nowhere, though its scores are the lowest and the highest."""
     real = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
-    losses, values = reward.compare(torch.tensor(CHOSEN + REJECTED), MARGINS, real, reward.Args(center_coef=0.07))
+    losses, values = reward.compare(
+        torch.tensor(CHOSEN + REJECTED), MARGINS, real, reward.Args(center_coef=0.07)
+    )
     means = Means(accelerator)
     for part, part_weights in values:
         means.add(part, part_weights)
@@ -64,7 +73,9 @@ def test_metrics_of_pairs_and_of_answers(accelerator):
         "loss": losses[:4].mean().item(), "accuracy": 2 / 4, "margin": (1.0 - 1.5 + 0.0 + 5.0) / 4,
         "mean_reward": sum(answers) / 8, "min_reward": -2.0, "max_reward": 3.0,
     }, rel=1e-6)  # fmt: skip
-    assert torch.equal(losses, reward.pairwise_loss(*map(torch.tensor, (CHOSEN, REJECTED, MARGINS)), 0.07))
+    assert torch.equal(
+        losses, reward.pairwise_loss(*map(torch.tensor, (CHOSEN, REJECTED, MARGINS)), 0.07)
+    )
 
 
 # ---------------------------------------------------------------------------------------------- the head
@@ -77,16 +88,32 @@ def head(folder, tokenizer, seed: int, **settings) -> torch.Tensor:
 
 
 def test_a_new_head_is_drawn_from_the_seed_and_an_old_one_kept(tmp_path, tokenizer):
-    wide = tiny_llama(tmp_path / "wide", hidden_size=2048, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1, head_dim=4)
+    wide = tiny_llama(
+        tmp_path / "wide",
+        hidden_size=2048,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        head_dim=4,
+    )
     found = head(wide, tokenizer, 5, new_head=True)
     expected = torch.randn(1, 2048, generator=torch.Generator().manual_seed(5)) / math.sqrt(2049)
     assert torch.equal(found, expected) and found.dtype == torch.float32
-    assert found.std().item() == pytest.approx(1 / math.sqrt(2049), rel=0.05) and abs(found.mean().item()) < 3 / 2049
-    assert torch.equal(found, head(wide, tokenizer, 5, new_head=True)) and not torch.equal(found, head(wide, tokenizer, 6, new_head=True))
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_llama(tmp_path / "old"), num_labels=1)
+    assert (
+        found.std().item() == pytest.approx(1 / math.sqrt(2049), rel=0.05)
+        and abs(found.mean().item()) < 3 / 2049
+    )
+    assert torch.equal(found, head(wide, tokenizer, 5, new_head=True)) and not torch.equal(
+        found, head(wide, tokenizer, 6, new_head=True)
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tiny_llama(tmp_path / "old"), num_labels=1
+    )
     model.save_pretrained(tmp_path / "old")
     for new_head in (True, False):
-        assert torch.equal(model.score.weight, head(tmp_path / "old", tokenizer, 5, new_head=new_head))
+        assert torch.equal(
+            model.score.weight, head(tmp_path / "old", tokenizer, 5, new_head=new_head)
+        )
 
 
 def test_models_that_cannot_score(tmp_path, tokenizer):
@@ -98,7 +125,9 @@ def test_models_that_cannot_score(tmp_path, tokenizer):
     changed.save_pretrained(other)
     refuses(other, "another tokenizer", call=lambda: head(other, tokenizer, 0, new_head=True))
     small = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
-    AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", vocab_size=264, **small)).save_pretrained(tmp_path / "bert")
+    AutoModelForMaskedLM.from_config(
+        AutoConfig.for_model("bert", vocab_size=264, **small)
+    ).save_pretrained(tmp_path / "bert")
     tokenizer.save_pretrained(tmp_path / "bert")
     call = lambda: head(tmp_path / "bert", tokenizer, 0, new_head=True)
     refuses("BertForSequenceClassification", "'score'", "cannot be scored", call=call)
@@ -113,7 +142,10 @@ ARCHITECTURES = {  # and whether prompts can be shared
     "llama": (AutoConfig.for_model("llama", **GROUPED), True),
     "qwen3": (AutoConfig.for_model("qwen3", **GROUPED), True),
     "gpt_neox": (AutoConfig.for_model("gpt_neox", **SMALL), True),
-    "gemma2": (AutoConfig.for_model("gemma2", **GROUPED, sliding_window=6, query_pre_attn_scalar=16), False),
+    "gemma2": (
+        AutoConfig.for_model("gemma2", **GROUPED, sliding_window=6, query_pre_attn_scalar=16),
+        False,
+    ),
     "eager": (AutoConfig.for_model("llama", **GROUPED, attn_implementation="eager"), False),
 }
 ids = lambda length, salt: [10 + (7 * salt + place * place) % 200 for place in range(length)]
@@ -131,17 +163,27 @@ def test_the_score_is_that_of_each_answer_alone_at_its_eos(architecture):
     torch.manual_seed(1)
     model = AutoModelForSequenceClassification.from_config(config).eval()
     model.score.weight.normal_(0, 0.3)
-    rows = [prompt + answer for name in ("chosen_ids", "rejected_ids") for prompt, answer in zip(COLUMNS["prompt_ids"], COLUMNS[name])]
+    rows = [
+        prompt + answer
+        for name in ("chosen_ids", "rejected_ids")
+        for prompt, answer in zip(COLUMNS["prompt_ids"], COLUMNS[name])
+    ]
     alone = torch.stack([model(torch.tensor([row])).logits[0, 0] for row in rows])
     assert alone.std() > 0.1
     scorer = ScoreModel(model)
     for share in (False, True)[: 1 + shares]:
         batch = reward.collate(COLUMNS, share, "cpu")
         ids = batch["inputs"]["input_ids"]
-        assert (ids.flatten()[batch["last"]] == 1).all() and len(batch["last"]) == 8 and len(ids) == (4 if share else 8)
+        assert (
+            (ids.flatten()[batch["last"]] == 1).all()
+            and len(batch["last"]) == 8
+            and len(ids) == (4 if share else 8)
+        )
         for padding in (0, 77):  # whatever stands behind the ends
             ends = torch.zeros(ids.numel()).index_fill(0, batch["last"], 1).view(ids.shape)
-            batch["inputs"]["input_ids"] = ids.masked_fill(ends.flip(1).cumsum(1).flip(1) == 0, padding)
+            batch["inputs"]["input_ids"] = ids.masked_fill(
+                ends.flip(1).cumsum(1).flip(1) == 0, padding
+            )
             torch.testing.assert_close(scorer(batch), alone, rtol=1e-5, atol=1e-5)
     assert checks.can_pack([scorer], 30, "cpu") == shares
 
@@ -157,9 +199,16 @@ say = lambda role, content: [{"role": role, "content": content}]
 
 
 def pair(n: int) -> dict:
-    text = lambda salt: "".join(chr(97 + (n * 5 + salt * 7 + i * i) % 26) for i in range(1 + (n * 13 + salt * 5) % 24))
+    text = lambda salt: "".join(
+        chr(97 + (n * 5 + salt * 7 + i * i) % 26) for i in range(1 + (n * 13 + salt * 5) % 24)
+    )
     margin = {"margin": [0.5, 1, None, -0.25][n // 2 % 4]} if n % 2 else {}
-    return {"prompt": say("user", text(1)), "chosen": say("assistant", text(2)), "rejected": say("assistant", text(3)), **margin}
+    return {
+        "prompt": say("user", text(1)),
+        "chosen": say("assistant", text(2)),
+        "rejected": say("assistant", text(3)),
+        **margin,
+    }
 
 
 PAIRS = {"train": [pair(n) for n in range(TRAIN)]}
@@ -178,7 +227,9 @@ def inputs(tmp_path_factory):
 
 def flags(inputs, output, model="model", data="train.jsonl", **more) -> list:
     sets = [inputs / f"{name}.jsonl" for name in SETS]
-    settings = [part for name, value in {**SETTINGS, **more}.items() for part in (f"--{name}", value)]
+    settings = [
+        part for name, value in {**SETTINGS, **more}.items() for part in (f"--{name}", value)
+    ]
     return ["--model_name_or_path", inputs / model, "--dataset_name", inputs / data, "--eval_dataset_name", *sets, "--output_dir", output, *settings]  # fmt: skip
 
 
@@ -186,25 +237,46 @@ class Reference:
     """The same run in plain torch: one unpadded row at a time through transformers' own classifier, the loss of a window at once."""
 
     def __init__(self, inputs, tokenizer):
-        self.model = AutoModelForSequenceClassification.from_pretrained(inputs / "model", num_labels=1)
+        self.model = AutoModelForSequenceClassification.from_pretrained(
+            inputs / "model", num_labels=1
+        )
         generator = torch.Generator().manual_seed(SETTINGS["seed"])
         self.model.score.weight.data.copy_(torch.randn(1, 32, generator=generator) / math.sqrt(33))
-        text = lambda row, answer: tokenizer.apply_chat_template(row["prompt"] + row[answer], tokenize=False)
+        text = lambda row, answer: tokenizer.apply_chat_template(
+            row["prompt"] + row[answer], tokenize=False
+        )
         cut = lambda row, answer: tokenizer(text(row, answer)).input_ids[: SETTINGS["max_length"]]
-        self.ids = {name: [(cut(row, "chosen"), cut(row, "rejected")) for row in rows] for name, rows in PAIRS.items()}
+        self.ids = {
+            name: [(cut(row, "chosen"), cut(row, "rejected")) for row in rows]
+            for name, rows in PAIRS.items()
+        }
         self.lines, self.evaluations = [], []
 
     def read(self, name, rows) -> list[dict]:
         found = []
         for row in rows:
-            chosen, rejected = (self.model(torch.tensor([answer])).logits[0, 0] for answer in self.ids[name][row])
+            chosen, rejected = (
+                self.model(torch.tensor([answer])).logits[0, 0] for answer in self.ids[name][row]
+            )
             difference = chosen - rejected
-            loss = torch.log1p(torch.exp(-(difference - (PAIRS[name][row].get("margin") or 0.0)))) + 0.01 * (chosen + rejected) ** 2
-            found.append({"loss": loss, "margin": difference.item(), "rewards": [chosen.item(), rejected.item()]})
+            loss = (
+                torch.log1p(torch.exp(-(difference - (PAIRS[name][row].get("margin") or 0.0))))
+                + 0.01 * (chosen + rejected) ** 2
+            )
+            found.append(
+                {
+                    "loss": loss,
+                    "margin": difference.item(),
+                    "rewards": [chosen.item(), rejected.item()],
+                }
+            )
         return found
 
     def line(self, pairs: list[dict], prefix: str = "") -> dict:
-        rewards, mean = [score for p in pairs for score in p["rewards"]], lambda values: sum(values) / len(values)
+        rewards, mean = (
+            [score for p in pairs for score in p["rewards"]],
+            lambda values: sum(values) / len(values),
+        )
         values = {"loss": mean([p["loss"].item() for p in pairs]), "accuracy": mean([p["margin"] > 0 for p in pairs]), "margin": mean([p["margin"] for p in pairs]),
                   "mean_reward": mean(rewards), "min_reward": min(rewards), "max_reward": max(rewards)}  # fmt: skip
         return {prefix + name: value for name, value in values.items()}
@@ -212,21 +284,43 @@ class Reference:
     @torch.no_grad()
     def evaluate(self, step):
         found = {name: self.read(name, range(count)) for name, count in SETS.items()}
-        rewards = torch.tensor([score for pairs in found.values() for p in pairs for score in p["rewards"]], dtype=torch.float64)
-        line = {name: value for of, pairs in found.items() for name, value in self.line(pairs, f"eval/{of}/").items()}
-        self.evaluations.append({"global_step": step, **line, "eval/std_reward": rewards.std(correction=0).item()})
+        rewards = torch.tensor(
+            [score for pairs in found.values() for p in pairs for score in p["rewards"]],
+            dtype=torch.float64,
+        )
+        line = {
+            name: value
+            for of, pairs in found.items()
+            for name, value in self.line(pairs, f"eval/{of}/").items()
+        }
+        self.evaluations.append(
+            {"global_step": step, **line, "eval/std_reward": rewards.std(correction=0).item()}
+        )
 
     def go(self):
-        parts = [[p for p in self.model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False)]
-        groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, (SETTINGS["weight_decay"], 0.0))]
-        optimizer, seen, samples, tokens = torch.optim.AdamW(groups, eps=SETTINGS["adam_epsilon"]), [], 0, 0
+        parts = [
+            [p for p in self.model.parameters() if (p.ndim > 1) == matrix]
+            for matrix in (True, False)
+        ]
+        groups = [
+            {"params": part, "weight_decay": decay}
+            for part, decay in zip(parts, (SETTINGS["weight_decay"], 0.0))
+        ]
+        optimizer, seen, samples, tokens = (
+            torch.optim.AdamW(groups, eps=SETTINGS["adam_epsilon"]),
+            [],
+            0,
+            0,
+        )
         self.evaluate(0)
         for step in range(6):
             rows = batches.rows_of_update(TRAIN, 8, SETTINGS["seed"], step).tolist()
             pairs = self.read("train", rows)
             optimizer.zero_grad()
             torch.stack([p["loss"] for p in pairs]).mean().backward()
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), SETTINGS["max_grad_norm"]).item()
+            norm = torch.nn.utils.clip_grad_norm_(
+                self.model.parameters(), SETTINGS["max_grad_norm"]
+            ).item()
             rate = SETTINGS["learning_rate"] * (6 - step) / 6
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -234,8 +328,21 @@ class Reference:
             seen, samples = seen + pairs, samples + len(rows)
             tokens += sum(len(answer) for row in rows for answer in self.ids["train"][row])
             if step + 1 in (1, 2, 4, 6):
-                counts = {"samples": samples, "tokens": tokens, "epoch": (step + 1) / 3, "skipped_steps": 0}
-                self.lines.append({"global_step": step + 1, **self.line(seen), "grad_norm": norm, "learning_rate": rate, **counts})
+                counts = {
+                    "samples": samples,
+                    "tokens": tokens,
+                    "epoch": (step + 1) / 3,
+                    "skipped_steps": 0,
+                }
+                self.lines.append(
+                    {
+                        "global_step": step + 1,
+                        **self.line(seen),
+                        "grad_norm": norm,
+                        "learning_rate": rate,
+                        **counts,
+                    }
+                )
                 seen = []
         self.evaluate(6)
         return self
@@ -252,21 +359,33 @@ def expect_lines(found: list[dict], expected: list[dict]) -> None:
     for line, other in zip(map(without_timings, found), map(without_timings, expected)):
         assert line.keys() == other.keys()
         for name in line:
-            assert line[name] == pytest.approx(other[name], rel=2e-5, abs=2e-6), (line["global_step"], name)
+            assert line[name] == pytest.approx(other[name], rel=2e-5, abs=2e-6), (
+                line["global_step"],
+                name,
+            )
 
 
 def test_every_logged_number_and_the_weights_of_a_run(whole):
     output, console, reference = whole
     assert "prompts are computed once for both answers" in console and " truncated" in console
-    assert "21 samples / train_batch_size 8 = 3 updates per epoch, the last of 5 samples; 6 updates in all" in console
+    assert (
+        "21 samples / train_batch_size 8 = 3 updates per epoch, the last of 5 samples; 6 updates in all"
+        in console
+    )
     expect_lines(training_lines(output), reference.lines)
     expect_lines(evaluation_lines(output), reference.evaluations)
     parts = dict(reference.model.named_parameters())
     expected = torch.cat([parts[name].detach().double().flatten() for name in sorted(parts)])
     assert (weights(output) - expected).norm() <= 1e-5 * expected.norm()
     # The run is one in which everything happens.
-    norms, accuracies = ([line[name] for line in reference.lines] for name in ("grad_norm", "accuracy"))
-    assert max(norms) > 2 * SETTINGS["max_grad_norm"] and min(accuracies) > 0 and len(set(accuracies)) > 2
+    norms, accuracies = (
+        [line[name] for line in reference.lines] for name in ("grad_norm", "accuracy")
+    )
+    assert (
+        max(norms) > 2 * SETTINGS["max_grad_norm"]
+        and min(accuracies) > 0
+        and len(set(accuracies)) > 2
+    )
 
 
 @torch.no_grad()
@@ -275,14 +394,21 @@ def test_plain_transformers_reads_the_saved_folder_alike(whole):
     tokenizer = AutoTokenizer.from_pretrained(output / "actor")
     model = AutoModelForSequenceClassification.from_pretrained(output / "actor").eval()
     config = json.loads((output / "actor/config.json").read_text())
-    assert model.config.num_labels == 1 and config["pad_token_id"] == tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert (
+        model.config.num_labels == 1
+        and config["pad_token_id"] == tokenizer.pad_token_id != tokenizer.eos_token_id
+    )
     answers = [answer for name in SETS for both in reference.ids[name] for answer in both]
     scores = []
     for start in range(0, len(answers), 5):
-        batch = tokenizer.pad({"input_ids": answers[start : start + 5]}, padding_side="right", return_tensors="pt")
+        batch = tokenizer.pad(
+            {"input_ids": answers[start : start + 5]}, padding_side="right", return_tensors="pt"
+        )
         scores.append(model(**batch).logits[:, 0])
     scores = torch.cat(scores).double()
-    expected = torch.stack([reference.model(torch.tensor([answer])).logits[0, 0] for answer in answers])
+    expected = torch.stack(
+        [reference.model(torch.tensor([answer])).logits[0, 0] for answer in answers]
+    )
     assert (scores - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert config["reward_mean"] == pytest.approx(scores.mean().item(), rel=1e-5, abs=1e-6)
     assert config["reward_std"] == pytest.approx(scores.std(correction=0).item(), rel=1e-5)
@@ -299,12 +425,29 @@ def test_moments_are_of_the_weights_they_are_saved_with(whole, inputs, accelerat
     """Saved between evaluations, or without any, a reward model has none, not even those of the model that it started from."""
     output = inputs / "moments"
     sets = flags(inputs, output, model=whole[0] / "actor", max_steps=1, save_actor_steps=1)
-    train(*(flag for flag in sets if flag != "--eval_dataset_name" and flag not in [inputs / f"{name}.jsonl" for name in SETS]))
+    train(
+        *(
+            flag
+            for flag in sets
+            if flag != "--eval_dataset_name"
+            and flag not in [inputs / f"{name}.jsonl" for name in SETS]
+        )
+    )
     again = inputs / "evaluated"
     train(*flags(inputs, again, max_steps=3, max_epochs=1, save_actor_steps=1, eval_steps=2))
-    folders = [output / "actor", *(again / f"actors/global_step_{step:06d}" for step in (1, 2, 3)), again / "actor"]
+    folders = [
+        output / "actor",
+        *(again / f"actors/global_step_{step:06d}" for step in (1, 2, 3)),
+        again / "actor",
+    ]
     found = [json.loads((folder / "config.json").read_text()) for folder in folders]
-    assert [config.get("reward_std") is not None for config in found] == [False, False, True, True, True]
+    assert [config.get("reward_std") is not None for config in found] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert found[3]["reward_mean"] == found[4]["reward_mean"] != found[2]["reward_mean"]
 
 
@@ -314,7 +457,9 @@ EACH = "prompts are computed for each answer"
 @pytest.mark.parametrize("more, said", [
     ({}, "prompts are computed once for both answers"), ({"share_prompts": "false"}, EACH), ({"attn_implementation": "eager"}, EACH),
 ])  # fmt: skip
-def test_sharing_changes_no_number_and_is_left_where_it_would(whole, inputs, accelerator, capsys, more, said):
+def test_sharing_changes_no_number_and_is_left_where_it_would(
+    whole, inputs, accelerator, capsys, more, said
+):
     output = inputs / "-".join(["one", *more])
     train(*flags(inputs, output, **more))
     assert said in capsys.readouterr().out
@@ -337,17 +482,41 @@ def windowed(inputs, tokenizer, window: int) -> str:
 def test_a_window_shorter_than_the_rows_ends_sharing(inputs, accelerator, tokenizer, capsys):
     """Though the pair that is tried, the first, is shorter: 26 tokens with its longer answer, 40 are the most."""
     for window, said in ((30, EACH), (1000, "once for both answers")):
-        train(*flags(inputs, inputs / f"of-{window}", model=windowed(inputs, tokenizer, window), max_steps=1))
+        train(
+            *flags(
+                inputs,
+                inputs / f"of-{window}",
+                model=windowed(inputs, tokenizer, window),
+                max_steps=1,
+            )
+        )
         assert said in capsys.readouterr().out
 
 
 def test_held_out_rows_longer_than_the_window_are_scored_as_alone(inputs, accelerator, tokenizer):
     """Training rows that are all shorter than the window say nothing of the held-out ones."""
-    short = [{"prompt": say("user", a), "chosen": say("assistant", a + b), "rejected": say("assistant", b)} for a in "abcd" for b in "ef"]
+    short = [
+        {
+            "prompt": say("user", a),
+            "chosen": say("assistant", a + b),
+            "rejected": say("assistant", b),
+        }
+        for a in "abcd"
+        for b in "ef"
+    ]
     write_jsonl(inputs / "short.jsonl", short)
     model, found = windowed(inputs, tokenizer, 20), {}
     for share in ("true", "false"):
-        train(*flags(inputs, inputs / f"short-{share}", model=model, data="short.jsonl", share_prompts=share, max_steps=1))
+        train(
+            *flags(
+                inputs,
+                inputs / f"short-{share}",
+                model=model,
+                data="short.jsonl",
+                share_prompts=share,
+                max_steps=1,
+            )
+        )
         found[share] = evaluation_lines(inputs / f"short-{share}")
     expect_lines(found["true"], found["false"])
 
@@ -363,13 +532,25 @@ def test_what_is_refused_before_training(inputs, accelerator, tokenizer):
     for name, margin in (("text", "much"), ("list", [1.0])):
         write_jsonl(inputs / f"{name}.jsonl", [pair(0), {**pair(2), "margin": margin}])
     for settings, parts in (
-        (dict(model="pads with EOS"), ["pads with EOS", "pads with its EOS, '<|end|>'", "tokenizer.pad_token"]),
-        (dict(data="text.jsonl"), ["text.jsonl", "row 2", "column 'margin'", "expected a finite number, found 'much'"]),
-        (dict(data="list.jsonl"), ["list.jsonl", "row 2", "column 'margin'", "expected a finite number, found [1.0]"]),
+        (
+            dict(model="pads with EOS"),
+            ["pads with EOS", "pads with its EOS, '<|end|>'", "tokenizer.pad_token"],
+        ),
+        (
+            dict(data="text.jsonl"),
+            ["text.jsonl", "row 2", "column 'margin'", "expected a finite number, found 'much'"],
+        ),
+        (
+            dict(data="list.jsonl"),
+            ["list.jsonl", "row 2", "column 'margin'", "expected a finite number, found [1.0]"],
+        ),
         (dict(center_coef=-0.1), ["--center_coef -0.1", "expected 0 or more"]),
     ):
         output = inputs / f"refused {' '.join(map(str, settings.values()))}"
-        refuses(*parts, call=lambda output=output, settings=settings: train(*flags(inputs, output, **settings)))
+        refuses(
+            *parts,
+            call=lambda output=output, settings=settings: train(*flags(inputs, output, **settings)),
+        )
         assert not (output / "metrics.jsonl").exists() and not (output / "actor").exists()
 
 

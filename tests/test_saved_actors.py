@@ -11,7 +11,16 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common import actor, export, folders
 from runs import LAUNCHERS, launch, recipe, refuses, tiny_inputs
 
-PPO = ["--rollout_batch_size", 8, "--micro_rollout_batch_size", 8, "--max_new_tokens", 4, "--reward_function", "common.rollout.rewards:answer_reward"]
+PPO = [
+    "--rollout_batch_size",
+    8,
+    "--micro_rollout_batch_size",
+    8,
+    "--max_new_tokens",
+    4,
+    "--reward_function",
+    "common.rollout.rewards:answer_reward",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +38,15 @@ def flags(inputs, name, output, *more):
     [("sft", "plain", "bfloat16"), ("reward", "plain", "float16"), ("dpo", "plain", "bfloat16"), ("ppo", "plain", "bfloat16"),
      pytest.param("sft", "zero3", "bfloat16", marks=pytest.mark.slow), pytest.param("dpo", "fsdp2", "float16", marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_save_dtype_converts_saved_actors_and_no_checkpoint(inputs, tmp_path, name, launcher, dtype):
+def test_save_dtype_converts_saved_actors_and_no_checkpoint(
+    inputs, tmp_path, name, launcher, dtype
+):
     output = tmp_path / "out"
-    result = launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output, "--save_dtype", dtype, "--save_actor_steps", 1))
+    result = launch(
+        LAUNCHERS[launcher],
+        recipe(name),
+        *flags(inputs, name, output, "--save_dtype", dtype, "--save_actor_steps", 1),
+    )
     exact = load_file(output / "checkpoints/global_step_000002/actor/model.safetensors")
     assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
     kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
@@ -44,10 +59,16 @@ def test_save_dtype_converts_saved_actors_and_no_checkpoint(inputs, tmp_path, na
         assert f"saved the actor in {dtype} (by --save_dtype): {output}/{folder}\n" in result.stdout
     assert f"in {dtype} (by --save_dtype): {output}/actors/global_step_000001\n" in result.stdout
     # It decides nothing of the run: another value resumes.
-    result = launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, output, "--resume", "auto", "--max_steps", 3))
+    result = launch(
+        LAUNCHERS[launcher],
+        recipe(name),
+        *flags(inputs, name, output, "--resume", "auto", "--max_steps", 3),
+    )
     assert "resumed from" in result.stdout and "left behind" not in result.stdout
     assert f"saved the actor in float32 (as trained): {output}/actor\n" in result.stdout
-    assert {tensor.dtype for tensor in load_file(output / "actor/model.safetensors").values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_file(output / "actor/model.safetensors").values()} == {
+        torch.float32
+    }
 
 
 def test_what_a_dtype_cannot_hold_is_said(capsys):
@@ -63,7 +84,12 @@ def test_what_a_dtype_cannot_hold_is_said(capsys):
 def checkpoint(tmp_path):
     """A whole checkpoint, as far as export reads it."""
     folder = tmp_path / "global_step_000001"
-    for name, text in {"actor/config.json": "{}", "actor/model.safetensors": "w", "actor/sub/code.py": "c", "state.json": "{}"}.items():
+    for name, text in {
+        "actor/config.json": "{}",
+        "actor/model.safetensors": "w",
+        "actor/sub/code.py": "c",
+        "state.json": "{}",
+    }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     folders.write_manifest(folder, folders.describe_files(folder))
@@ -79,7 +105,11 @@ def test_export_copies_what_the_manifest_names_and_nothing_else(checkpoint, tmp_
     (checkpoint / "actor/linked").symlink_to(secret)
     (checkpoint / "actor/sub/more").mkdir()
     export.export(checkpoint, tmp_path / "out")
-    found = {str(path.relative_to(tmp_path / "out")): path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(tmp_path / "out")): path.read_text()
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    }
     assert found == {"config.json": "{}", "model.safetensors": "w", "sub/code.py": "c"}
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
 
@@ -89,12 +119,18 @@ def test_export_follows_no_link_of_the_manifest(checkpoint, tmp_path):
     shutil.move(weights, tmp_path / "elsewhere")
     weights.symlink_to(tmp_path / "elsewhere")  # the same content: the checksum agrees
     assert folders.fault_of(checkpoint) is None
-    refuses("its manifest names 'actor/model.safetensors', which is a link", call=lambda: export.export(checkpoint, tmp_path / "out"))
+    refuses(
+        "its manifest names 'actor/model.safetensors', which is a link",
+        call=lambda: export.export(checkpoint, tmp_path / "out"),
+    )
     weights.unlink()
     shutil.move(tmp_path / "elsewhere", weights)
     shutil.move(checkpoint / "actor/sub", tmp_path / "sub")
     (checkpoint / "actor/sub").symlink_to(tmp_path / "sub")
-    refuses("its manifest names 'actor/sub/code.py', which is a link", call=lambda: export.export(checkpoint, tmp_path / "out"))
+    refuses(
+        "its manifest names 'actor/sub/code.py', which is a link",
+        call=lambda: export.export(checkpoint, tmp_path / "out"),
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -103,9 +139,15 @@ def test_export_does_not_leave_the_checkpoint(checkpoint, tmp_path, name):
     (tmp_path / "outside").write_text("private")
     entries = json.loads((checkpoint / "manifest.json").read_text())
     path = checkpoint / name
-    folders.write_manifest(checkpoint, {**entries, name: [path.stat().st_size, folders.checksum(path)]})
-    refuses(f"its manifest names {name!r}", call=lambda: export.export(checkpoint, tmp_path / "out"))
-    folders.write_manifest(checkpoint, {name: value for name, value in entries.items() if "actor" not in name})
+    folders.write_manifest(
+        checkpoint, {**entries, name: [path.stat().st_size, folders.checksum(path)]}
+    )
+    refuses(
+        f"its manifest names {name!r}", call=lambda: export.export(checkpoint, tmp_path / "out")
+    )
+    folders.write_manifest(
+        checkpoint, {name: value for name, value in entries.items() if "actor" not in name}
+    )
     refuses("its manifest names no actor", call=lambda: export.export(checkpoint, tmp_path / "out"))
 
 
@@ -113,5 +155,8 @@ def test_universal_reads_no_pickle_that_the_manifest_does_not_name(checkpoint, t
     engine = checkpoint / "engine/pytorch_model"
     engine.mkdir(parents=True)
     (engine / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"not ours")
-    refuses("its manifest does not name engine/pytorch_model/bf16_zero_pp_rank_0", call=lambda: export.universal(checkpoint, tmp_path / "out"))
+    refuses(
+        "its manifest does not name engine/pytorch_model/bf16_zero_pp_rank_0",
+        call=lambda: export.universal(checkpoint, tmp_path / "out"),
+    )
     assert not (tmp_path / "out").exists()

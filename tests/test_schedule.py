@@ -15,7 +15,10 @@ KINDS = ["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "
 
 def rates_of(kind, warmup_steps, updates):
     """The learning rates of all updates, and the line that says the schedule."""
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "name": name} for lr, name in ((0.5, "actor"), (2, "critic"))]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr, "name": name}
+        for lr, name in ((0.5, "actor"), (2, "critic"))
+    ]
     optimizer = torch.optim.AdamW(groups)
     scheduler = get_scheduler(kind, optimizer, optim.warmup_updates(warmup_steps, updates), updates)
     args = types.SimpleNamespace(lr_scheduler_type=kind, warmup_steps=warmup_steps)
@@ -41,17 +44,32 @@ def test_schedules_of_two_or_more_updates_are_as_before(warmup_steps, updates):
     warmup = int(warmup_steps) if warmup_steps >= 1 else math.ceil(warmup_steps * updates)
     rates, said = rates_of("linear", warmup_steps, updates)
     falling = [0.5 * (updates - step) / max(updates - warmup, 1) for step in range(updates)]
-    assert rates == pytest.approx([0.5 * step / warmup if step < warmup else falling[step] for step in range(updates)])
-    assert said == f"learning rate actor 0.5, critic 2; linear, {updates} updates, {warmup} of them warm-up"
+    assert rates == pytest.approx(
+        [0.5 * step / warmup if step < warmup else falling[step] for step in range(updates)]
+    )
+    assert (
+        said
+        == f"learning rate actor 0.5, critic 2; linear, {updates} updates, {warmup} of them warm-up"
+    )
 
 
 def test_a_small_data_set_is_learned_with_the_defaults(tmp_path):
     inputs, output = tiny_inputs(tmp_path), tmp_path / "out"  # 44 rows: a single update
-    model = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl", "--output_dir", output]
+    model = [
+        "--model_name_or_path",
+        inputs / "model",
+        "--dataset_name",
+        inputs / "sft.jsonl",
+        "--output_dir",
+        output,
+    ]
     result = launch([], recipe("sft"), *model, "--learning_rate", 0.01)
     (line,) = training_lines(output)
     assert line["learning_rate"] == 0.01 and line["samples"] == 44
     # Adam's first step moves each parameter with a gradient by the learning rate.
     moved = (weights(output) - weights(inputs, "model")).abs()
     assert moved.max() == pytest.approx(0.01, rel=0.01) and moved.median() > 0.001
-    assert "learning rate 0.01; linear, 1 update without warm-up, which would take the only one" in result.stdout
+    assert (
+        "learning rate 0.01; linear, 1 update without warm-up, which would take the only one"
+        in result.stdout
+    )

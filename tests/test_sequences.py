@@ -35,8 +35,14 @@ SPLITS = [("plain", 1, False), ("plain", 3, True), ("plain", "tokens", False), (
 
 def conversation(row: int) -> list[dict]:
     """One to four answers of uneven lengths."""
-    text = lambda salt: "".join(chr(97 + (row * 7 + salt * 3 + i * i) % 26) for i in range(1 + (row * 5 + salt * 7) % 12))
-    return [{"role": role, "content": text(2 * turn + (role == "user"))} for turn in range(1 + row % 4) for role in ("user", "assistant")]
+    text = lambda salt: "".join(
+        chr(97 + (row * 7 + salt * 3 + i * i) % 26) for i in range(1 + (row * 5 + salt * 7) % 12)
+    )
+    return [
+        {"role": role, "content": text(2 * turn + (role == "user"))}
+        for turn in range(1 + row % 4)
+        for role in ("user", "assistant")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,9 @@ def inputs(tmp_path_factory):
 
 
 def run(inputs, launcher: str, size, pack: bool, output, *more):
-    micro = ["--micro_train_tokens", 150] if size == "tokens" else ["--micro_train_batch_size", size]
+    micro = (
+        ["--micro_train_tokens", 150] if size == "tokens" else ["--micro_train_batch_size", size]
+    )
     return launch(
         LAUNCHERS[launcher], recipe("sft"), "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl",
         "--eval_dataset_name", inputs / "sft.jsonl", "--chat_template", inputs / "rewriting.jinja", "--train_batch_size", BATCH,
@@ -61,7 +69,10 @@ def run(inputs, launcher: str, size, pack: bool, output, *more):
 def reference(inputs, tmp_path_factory):
     output = tmp_path_factory.mktemp("reference") / "run"
     said = run(inputs, "plain", BATCH, False, output).stdout
-    assert f"data {inputs / 'sft.jsonl'}: {ROWS} usable rows\n" in said and f"{ROWS} samples / train_batch_size {BATCH} = 3 updates" in said
+    assert (
+        f"data {inputs / 'sft.jsonl'}: {ROWS} usable rows\n" in said
+        and f"{ROWS} samples / train_batch_size {BATCH} = 3 updates" in said
+    )
     return output
 
 
@@ -78,7 +89,9 @@ def test_the_first_update_by_hand(inputs, reference):
         for row in rows:
             chat = conversation(row)
             for end in range(2, len(chat) + 1, 2):
-                before = tokenizer.apply_chat_template(chat[: end - 1], add_generation_prompt=True, return_dict=False)
+                before = tokenizer.apply_chat_template(
+                    chat[: end - 1], add_generation_prompt=True, return_dict=False
+                )
                 ids = torch.tensor([tokenizer.apply_chat_template(chat[:end], return_dict=False)])
                 labels = ids.clone()
                 labels[:, : len(before)] = -100
@@ -87,7 +100,11 @@ def test_the_first_update_by_hand(inputs, reference):
                 if update == 0:
                     with torch.no_grad():
                         logits = model(ids).logits[0, :-1]
-                    losses.append(torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="none")[len(before) - 1 :])
+                    losses.append(
+                        torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="none")[
+                            len(before) - 1 :
+                        ]
+                    )
         counted.append((len(rows), sequences, tokens))
     found = training_lines(reference)
     assert found[0]["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
@@ -138,25 +155,62 @@ def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path
              "--train_batch_size", BATCH, "--micro_train_batch_size", 3, "--learning_rate", 0.01, "--report_to", "none"]  # fmt: skip
     day = [recipe("sft"), *flags]
     launch(LAUNCHERS[launcher], script, *day, "--output_dir", tmp_path / "whole")
-    launch(LAUNCHERS[launcher], script, *day, "--output_dir", tmp_path / "cut", "--max_steps", 1, "--save_steps", 1)
+    launch(
+        LAUNCHERS[launcher],
+        script,
+        *day,
+        "--output_dir",
+        tmp_path / "cut",
+        "--max_steps",
+        1,
+        "--save_steps",
+        1,
+    )
     state = json.loads((tmp_path / "cut/checkpoints/global_step_000001/state.json").read_text())
     assert state["arguments"]["date"] == "2020-02-29"
     # On today's date, from a copy of the template under another name.
     template.rename(tmp_path / "renamed.jinja")
     flags[flags.index(template)] = tmp_path / "renamed.jinja"
-    launch(LAUNCHERS[launcher], recipe("sft"), *flags, "--output_dir", tmp_path / "cut", "--resume", "auto", "--max_steps", 3, "--save_steps", 1)
-    losses = [[line["loss"] for line in training_lines(tmp_path / name)] for name in ("whole", "cut")]
+    launch(
+        LAUNCHERS[launcher],
+        recipe("sft"),
+        *flags,
+        "--output_dir",
+        tmp_path / "cut",
+        "--resume",
+        "auto",
+        "--max_steps",
+        3,
+        "--save_steps",
+        1,
+    )
+    losses = [
+        [line["loss"] for line in training_lines(tmp_path / name)] for name in ("whole", "cut")
+    ]
     assert losses[0][0] == losses[1][0] and len(losses[1]) == 3
     # Another template is another run, and is named.
     (tmp_path / "renamed.jinja").write_text(REWRITING)
-    refused = launch(LAUNCHERS[launcher], recipe("sft"), *flags, "--output_dir", tmp_path / "cut", "--resume", "auto", check=False)
+    refused = launch(
+        LAUNCHERS[launcher],
+        recipe("sft"),
+        *flags,
+        "--output_dir",
+        tmp_path / "cut",
+        "--resume",
+        "auto",
+        check=False,
+    )
     assert refused.returncode != 0 and "chat_template: " in refused.stdout
 
 
 def test_the_date_is_that_of_the_newest_checkpoint(tmp_path):
     args = types.SimpleNamespace(resume="never", output_dir=str(tmp_path))
     folder = tmp_path / "checkpoints"
-    for step, text in ((1, '{"arguments": {"date": "2020-02-28"}}'), (2, '{"arguments": {"date": "2020-02-29"}}'), (3, "{")):
+    for step, text in (
+        (1, '{"arguments": {"date": "2020-02-28"}}'),
+        (2, '{"arguments": {"date": "2020-02-29"}}'),
+        (3, "{"),
+    ):
         path = folder / f"global_step_{step:06d}"
         path.mkdir(parents=True)
         (path / "state.json").write_text(text)

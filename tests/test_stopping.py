@@ -47,7 +47,9 @@ def inputs(tmp_path_factory):
     rows = [{"text": f"{n}{'x' * (n % 9)}"} for n in range(44)]
     write_jsonl(folder / "rows.jsonl", rows)
     write_jsonl(folder / "prompts.jsonl", [{"prompt": row["text"]} for row in rows])
-    (folder / "quick_of_test.py").write_text("def reward(prompts, responses):\n    return [len(set(text)) / 2 for text in responses]\n")
+    (folder / "quick_of_test.py").write_text(
+        "def reward(prompts, responses):\n    return [len(set(text)) / 2 for text in responses]\n"
+    )
     (folder / "slow_of_test.py").write_text(
         "import time\n\ndef reward(prompts, responses):\n    open('scoring', 'w')\n    time.sleep(60)\n"
     )
@@ -70,7 +72,9 @@ def begin(launcher, inputs, *command):
 def until(condition, process, seconds=90):
     end = time.time() + seconds
     while not condition():
-        assert process.poll() is None and time.time() < end, process.communicate(timeout=60)[0][-3000:]
+        assert process.poll() is None and time.time() < end, process.communicate(timeout=60)[0][
+            -3000:
+        ]
         time.sleep(0.002)
 
 
@@ -90,7 +94,9 @@ def unbroken(inputs):
 def assert_goes_on(inputs, launcher, output, reference):
     result = launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, output, "--resume", "auto"))
     assert "resumed from" in result.stdout
-    assert timeless(output) == timeless(reference) and torch.equal(weights(output), weights(reference))
+    assert timeless(output) == timeless(reference) and torch.equal(
+        weights(output), weights(reference)
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,15 +114,32 @@ def test_a_signal_ends_the_run_with_a_checkpoint(inputs, unbroken, launcher, num
     done = max(int(path.name.split("_")[-1]) for path in (output / "checkpoints").iterdir())
     assert process.returncode and 6 <= done < UPDATES and not (output / "actor").exists()
     assert launcher != "plain" or process.returncode == 128 + number
-    assert f"stopped by {number.name} after update {done}, saved in {output}/checkpoints: go on with --resume auto" in console
+    assert (
+        f"stopped by {number.name} after update {done}, saved in {output}/checkpoints: go on with --resume auto"
+        in console
+    )
     assert_goes_on(inputs, launcher, output, unbroken(launcher))
 
 
 def test_a_second_signal_ends_it_at_once(inputs):
     """The first waits for its update, here of a minute; what comes within seconds of it may be the same one, passed on."""
     output = inputs / "twice"
-    more = ["--reward_function", "slow_of_test:reward", "--rollout_batch_size", 8, "--micro_rollout_batch_size", 8, "--max_new_tokens", 4]
-    process = begin("plain", inputs, recipe("ppo"), *flags(inputs, output, *more, "--dataset_name", inputs / "prompts.jsonl"))
+    more = [
+        "--reward_function",
+        "slow_of_test:reward",
+        "--rollout_batch_size",
+        8,
+        "--micro_rollout_batch_size",
+        8,
+        "--max_new_tokens",
+        4,
+    ]
+    process = begin(
+        "plain",
+        inputs,
+        recipe("ppo"),
+        *flags(inputs, output, *more, "--dataset_name", inputs / "prompts.jsonl"),
+    )
     until((inputs / "scoring").exists, process)
     for wait in (0.5, 3.5):
         os.kill(process.pid, signal.SIGTERM)
@@ -131,11 +154,18 @@ def test_a_second_signal_ends_it_at_once(inputs):
 def test_a_full_disk_leaves_the_checkpoint_before_whole(inputs, unbroken):
     """No file may grow beyond 20 kB after the first checkpoint: what a full disk does, as far as a process can see."""
     output = inputs / "full"
-    process = begin("plain", inputs, recipe("sft"), *flags(inputs, output, "--save_steps", 2, "--save_total_limit", 0))
+    process = begin(
+        "plain",
+        inputs,
+        recipe("sft"),
+        *flags(inputs, output, "--save_steps", 2, "--save_total_limit", 0),
+    )
     until(lambda: [*(output / "checkpoints").glob("global_step_*")], process)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
     console, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "could not be written" in console and "--resume auto" in console
+    assert (
+        process.returncode == 1 and "could not be written" in console and "--resume auto" in console
+    )
     assert "Traceback" not in console
     names = [path.name for path in (output / "checkpoints").iterdir()]
     assert names and not [name for name in names if name.startswith(".")]
@@ -145,24 +175,35 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole(inputs, unbroken):
 
 def partial_run(**given):
     """A run of which a function under test needs these parts only."""
-    required = [field.name for field in dataclasses.fields(checkpoint.Run) if field.default is dataclasses.MISSING]
+    required = [
+        field.name
+        for field in dataclasses.fields(checkpoint.Run)
+        if field.default is dataclasses.MISSING
+    ]
     return checkpoint.Run(**{**dict.fromkeys(required), **given})
 
 
 @pytest.mark.parametrize(
-    "free, kept, there, fits", [(61, 2, 0, True), (59, 2, 0, False), (21, 2, 2, True), (19, 2, 2, False), (19, 0, 5, False)]
+    "free, kept, there, fits",
+    [(61, 2, 0, True), (59, 2, 0, False), (21, 2, 2, True), (19, 2, 2, False), (19, 0, 5, False)],
 )
-def test_a_disk_too_small_is_refused_before_training(tmp_path, monkeypatch, free, kept, there, fits):
+def test_a_disk_too_small_is_refused_before_training(
+    tmp_path, monkeypatch, free, kept, there, fits
+):
     """A billion parameters: 20 GB a checkpoint at most."""
     for step in range(there):
         (tmp_path / f"checkpoints/global_step_{step:06d}").mkdir(parents=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free * 10**9))
     args = types.SimpleNamespace(save_total_limit=kept, save_steps=10, output_dir=str(tmp_path))
-    model = types.SimpleNamespace(parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)])
+    model = types.SimpleNamespace(
+        parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)]
+    )
     run = partial_run(args=args, unwrapped=model)
     if fits:
         return checkpoint.check_disk(run)
-    with pytest.raises(SystemExit, match=r"has .* GiB free, too little for \d checkpoints .*of up to 18.6 GiB"):
+    with pytest.raises(
+        SystemExit, match=r"has .* GiB free, too little for \d checkpoints .*of up to 18.6 GiB"
+    ):
         checkpoint.check_disk(run)
     args.save_steps = 0
     checkpoint.check_disk(run)
@@ -187,19 +228,39 @@ def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, st
             "--num_epochs_per_rollout", 2, "--micro_rollout_batch_size", 8, "--max_new_tokens", 6, "--critic_learning_rate", 0.01,
             "--learning_rate", 0.003, "--weight_decay", 0.1, "--max_steps", 20, "--logging_steps", 1, "--save_total_limit", 0]  # fmt: skip
     whole, output = inputs / f"two-{stage}", inputs / f"one-{stage}"
-    launch(LAUNCHERS[f"zero{stage}"], recipe("ppo"), *flags(inputs, whole, *more, "--save_steps", 10), cwd=inputs)
+    launch(
+        LAUNCHERS[f"zero{stage}"],
+        recipe("ppo"),
+        *flags(inputs, whole, *more, "--save_steps", 10),
+        cwd=inputs,
+    )
     cut = whole / "checkpoints/global_step_000010"
     alone = [*LAUNCHERS[f"zero{stage}"]]
     alone[alone.index("--num_processes") + 1] = "1"
-    refused = launch(alone, recipe("ppo"), *flags(inputs, output, *more, "--resume", cut), cwd=inputs, check=False)
-    assert refused.returncode and "world: 'DeepSpeed ZeRO-" in refused.stdout and "common.export --universal" in refused.stdout
+    refused = launch(
+        alone,
+        recipe("ppo"),
+        *flags(inputs, output, *more, "--resume", cut),
+        cwd=inputs,
+        check=False,
+    )
+    assert (
+        refused.returncode
+        and "world: 'DeepSpeed ZeRO-" in refused.stdout
+        and "common.export --universal" in refused.stdout
+    )
     shutil.rmtree(output)
     universal = output / "checkpoints/global_step_000010"
     command = [sys.executable, "-m", "common.export", str(cut), str(universal), "--universal"]
     subprocess.run(command, check=True, cwd=REPOSITORY)
     world = json.loads((universal / "state.json").read_text())["arguments"]["world"]
     assert folders.fault_of(universal) is None and world == f"DeepSpeed ZeRO-{stage} fp32"
-    result = launch(alone, recipe("ppo"), *flags(inputs, output, *more, "--resume", "auto" if stage == 2 else universal), cwd=inputs)
+    result = launch(
+        alone,
+        recipe("ppo"),
+        *flags(inputs, output, *more, "--resume", "auto" if stage == 2 else universal),
+        cwd=inputs,
+    )
     assert "10 updates, 0 skipped" in result.stdout
     one, two = weights(output), weights(whole)
     assert (one - two).norm() <= 1e-5 * two.norm()
@@ -217,7 +278,12 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, world, stage
     plugin = types.SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage}})
     accelerator = types.SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, num_processes=8, mixed_precision=precision,
                                         device=torch.device("cuda"), state=types.SimpleNamespace(deepspeed_plugin=plugin))  # fmt: skip
-    run = partial_run(args=types.SimpleNamespace(beta=1, may_change=set()), models={}, accelerator=accelerator, data_fingerprint="d")
+    run = partial_run(
+        args=types.SimpleNamespace(beta=1, may_change=set()),
+        models={},
+        accelerator=accelerator,
+        data_fingerprint="d",
+    )
     before = {"beta": 1, "data": "d", "world": world}
     call = lambda: checkpoint.refuse_another_run(run, tmp_path, before)
     refuses(f"world: '{world}' in the checkpoint", "common.export --universal", call=call)
@@ -237,7 +303,11 @@ def test_step_counts_that_differ_cannot_be_moved_under_zero3(inputs):
         "--universal",
     ]
     refused = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert refused.returncode and "Adam's step counts differ, [1.0, 3.0]" in refused.stderr and "ZeRO-2 keep them apart" in refused.stderr
+    assert (
+        refused.returncode
+        and "Adam's step counts differ, [1.0, 3.0]" in refused.stderr
+        and "ZeRO-2 keep them apart" in refused.stderr
+    )
     assert not (inputs / "moved").exists() and not (inputs / ".moved.writing").exists()
 
 
@@ -249,19 +319,40 @@ def test_ctrl_c_leaves_a_reward_functions_workers_to_finish(inputs):
         "def reward(prompts, responses):\n    with multiprocessing.get_context('fork').Pool(2) as pool:\n        open('pooling', 'w')\n"
         "        return pool.map(slow, responses)\n"
     )
-    more = ["--reward_function", "pool_of_test:reward", "--rollout_batch_size", 8, "--micro_rollout_batch_size", 8, "--max_new_tokens", 4]
-    process = begin("plain", inputs, recipe("ppo"), *flags(inputs, output, *more, "--dataset_name", inputs / "prompts.jsonl"))
+    more = [
+        "--reward_function",
+        "pool_of_test:reward",
+        "--rollout_batch_size",
+        8,
+        "--micro_rollout_batch_size",
+        8,
+        "--max_new_tokens",
+        4,
+    ]
+    process = begin(
+        "plain",
+        inputs,
+        recipe("ppo"),
+        *flags(inputs, output, *more, "--dataset_name", inputs / "prompts.jsonl"),
+    )
     until((inputs / "pooling").exists, process)
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
     console, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT and "stopped by SIGINT after update 1" in console
+    assert (
+        process.returncode == 128 + signal.SIGINT and "stopped by SIGINT after update 1" in console
+    )
     assert folders.fault_of(output / "checkpoints/global_step_000001") is None
 
 
 def saving_run(folder, **more):
     args = types.SimpleNamespace(output_dir=str(folder), save_total_limit=2, save_steps=0)
-    return partial_run(args=args, progress=types.SimpleNamespace(global_step=4), unwrapped=torch.nn.Linear(1, 1), **more)
+    return partial_run(
+        args=args,
+        progress=types.SimpleNamespace(global_step=4),
+        unwrapped=torch.nn.Linear(1, 1),
+        **more,
+    )
 
 
 def test_what_a_killed_save_left_is_cleared_before_the_disk_is_measured(tmp_path):
@@ -281,15 +372,23 @@ def test_only_the_main_process_removes_what_failed(tmp_path, monkeypatch, main, 
     run = saving_run(tmp_path, accelerator=types.SimpleNamespace(is_main_process=main))
     if before:
         (run.folder / "global_step_000002").mkdir(parents=True)
-    way_on = "--resume auto goes on from global_step_000002." if before else "There is none before it."
-    refuses("global_step_000004 could not be written: No space left on device", way_on, call=lambda: checkpoint.save(run))
+    way_on = (
+        "--resume auto goes on from global_step_000002." if before else "There is none before it."
+    )
+    refuses(
+        "global_step_000004 could not be written: No space left on device",
+        way_on,
+        call=lambda: checkpoint.save(run),
+    )
     assert (run.folder / ".global_step_000004.writing").exists() != main
     assert (run.folder / "global_step_000002").exists() == before
 
 
 def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path, monkeypatch):
     written = []
-    monkeypatch.setattr(checkpoint, "write", lambda run, temporary, final: written.append(final.name))
+    monkeypatch.setattr(
+        checkpoint, "write", lambda run, temporary, final: written.append(final.name)
+    )
     run = saving_run(tmp_path)
     for run.progress.global_step in (4, 4, 5):
         checkpoint.save(run)
@@ -298,19 +397,33 @@ def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path
 
 def test_where_a_resumed_run_goes(tmp_path):
     """From a path into a folder of its own, or on where it was; never over another run, never to where nobody asked."""
-    old, used, loose = (tmp_path / name for name in ("old/checkpoints/global_step_000004", "used", "loose/global_step_000004"))
+    old, used, loose = (
+        tmp_path / name
+        for name in ("old/checkpoints/global_step_000004", "used", "loose/global_step_000004")
+    )
     for folder in (old, used, loose):
         folder.mkdir(parents=True)
         (folder / "manifest.json").write_text("{}")
 
     def decide(resume, output_dir=None):
-        return decide_output_dir(types.SimpleNamespace(resume=str(resume), output_dir=output_dir and str(output_dir)), "sft")
+        return decide_output_dir(
+            types.SimpleNamespace(resume=str(resume), output_dir=output_dir and str(output_dir)),
+            "sft",
+        )
 
-    assert decide(old) == decide(old, tmp_path / "old") == str(tmp_path / "old") and decide("auto", used) == str(used)
+    assert decide(old) == decide(old, tmp_path / "old") == str(tmp_path / "old") and decide(
+        "auto", used
+    ) == str(used)
     assert decide(old, tmp_path / "new") == decide(loose, tmp_path / "new") == str(tmp_path / "new")
-    refuses(f"--output_dir {used} already holds another run", "--resume auto", call=lambda: decide(old, used))
+    refuses(
+        f"--output_dir {used} already holds another run",
+        "--resume auto",
+        call=lambda: decide(old, used),
+    )
     refuses(f"--resume {loose}", "give --output_dir", call=lambda: decide(loose))
-    inside = used / "exported/global_step_000004"  # not among the checkpoints of the run in that folder
+    inside = (
+        used / "exported/global_step_000004"
+    )  # not among the checkpoints of the run in that folder
     inside.mkdir(parents=True)
     (inside / "manifest.json").write_text("{}")
     refuses(f"--output_dir {used} already holds another run", call=lambda: decide(inside, used))

@@ -46,7 +46,11 @@ LEADS = {
 # What stands between an answer and the token that ends it.
 BEFORE_END = {"cohere2": "<|END_RESPONSE|>"}
 # Templates whose generation prompt ends with what an answer without thinking does not continue.
-OPEN_THOUGHT = {"deepseek_r1_distill": "<think>\n", "deepseekv3": "<think>\n", "own_thinks": "<think>"}
+OPEN_THOUGHT = {
+    "deepseek_r1_distill": "<think>\n",
+    "deepseekv3": "<think>\n",
+    "own_thinks": "<think>",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +70,12 @@ def base(name: str) -> str:
 def inference_ids(name: str, history: list[dict]) -> list[int]:
     """Ids of the history and the generation prompt, by transformers alone."""
     if base(name) in WANT_PARTS:
-        history = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in history]
-    return templates.tokenizer(name).apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+        history = [
+            {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in history
+        ]
+    return templates.tokenizer(name).apply_chat_template(
+        history, add_generation_prompt=True, return_dict=False
+    )
 
 
 def context_ids(name: str, history: list[dict]) -> list[int]:
@@ -79,7 +87,12 @@ def context_ids(name: str, history: list[dict]) -> list[int]:
 
 
 def plain_answer(name: str, content: str) -> str:
-    return LEADS.get(base(name), "") + content + BEFORE_END.get(base(name), "") + templates.end_of(name)
+    return (
+        LEADS.get(base(name), "")
+        + content
+        + BEFORE_END.get(base(name), "")
+        + templates.end_of(name)
+    )
 
 
 def learned(row: dict) -> list[tuple[list[int], list[int]]]:
@@ -89,7 +102,9 @@ def learned(row: dict) -> list[tuple[list[int], list[int]]]:
     for length in row.get("sequence_lengths") or [row["length"]]:
         ids = row["input_ids"][start : start + length]
         targets = [False, *row["targets"][start : start + length], False]
-        begins = [place for place in range(1, len(targets)) if targets[place] and not targets[place - 1]]
+        begins = [
+            place for place in range(1, len(targets)) if targets[place] and not targets[place - 1]
+        ]
         for begin in begins:
             end = targets.index(False, begin)
             found.append((ids[: begin - 1], ids[begin - 1 : end - 1]))
@@ -98,7 +113,12 @@ def learned(row: dict) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-CHAT = [message("user", "one two"), message("assistant", "three four."), message("user", "five"), message("assistant", "six seven")]
+CHAT = [
+    message("user", "one two"),
+    message("assistant", "three four."),
+    message("user", "five"),
+    message("assistant", "six seven"),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,10 +127,16 @@ def test_two_answers_without_thinking(name):
     tokenizer = templates.tokenizer(name)
     row = sft_row({"messages": CHAT}, tokenizer, 10_000, "assistant")
     found = learned(row)
-    assert [tokenizer.decode(ids) for _, ids in found] == [plain_answer(name, CHAT[place]["content"]) for place in (1, 3)]
+    assert [tokenizer.decode(ids) for _, ids in found] == [
+        plain_answer(name, CHAT[place]["content"]) for place in (1, 3)
+    ]
     assert [before for before, _ in found] == [context_ids(name, CHAT[:place]) for place in (1, 3)]
     assert row["prompt_ids"] == inference_ids(name, CHAT[:3])
-    assert row["n_targets"] == sum(len(ids) for _, ids in found) and row["reason"] == "" and not row["truncated"]
+    assert (
+        row["n_targets"] == sum(len(ids) for _, ids in found)
+        and row["reason"] == ""
+        and not row["truncated"]
+    )
     # One sequence, where the history of the second answer begins with the first answer as it was learned.
     first = found[0][0] + found[0][1]
     assert len(row.get("sequence_lengths", [1])) == 2 - (found[1][0][: len(first)] == first)
@@ -129,9 +155,13 @@ def test_preferences_and_prompts(name):
         # Each answer's ids follow its prompt as in the template's own text, or as generated behind the prompt.
         for key, text in zip(("chosen_ids", "rejected_ids"), texts):
             alone = tokenizer(text, add_special_tokens=False).input_ids
-            behind = tokenizer(tokenizer.decode(row["prompt_ids"]) + text, add_special_tokens=False).input_ids
+            behind = tokenizer(
+                tokenizer.decode(row["prompt_ids"]) + text, add_special_tokens=False
+            ).input_ids
             assert row[key] in (alone, behind[len(row["prompt_ids"]) :])
-    assert prompt_row({"prompt": CHAT[:3]}, tokenizer, 10_000, 8)["prompt_ids"] == inference_ids(name, CHAT[:3])
+    assert prompt_row({"prompt": CHAT[:3]}, tokenizer, 10_000, 8)["prompt_ids"] == inference_ids(
+        name, CHAT[:3]
+    )
 
 
 # How templates write a thought that the content holds, and where they drop it how it is learned all the same.
@@ -160,14 +190,21 @@ def thinking_answer(name: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_thinking_inside_the_content_is_learned_whole(name):
     tokenizer = templates.tokenizer(name)
-    chat = [message("user", "five"), message("assistant", THOUGHT), message("user", "six"), message("assistant", THOUGHT)]
+    chat = [
+        message("user", "five"),
+        message("assistant", THOUGHT),
+        message("user", "six"),
+        message("assistant", THOUGHT),
+    ]
     row = sft_row({"messages": chat}, tokenizer, 10_000, "assistant")
     expected = thinking_answer(name) + BEFORE_END.get(base(name), "") + templates.end_of(name)
     found = learned(row)
     assert [tokenizer.decode(ids) for _, ids in found] == [expected] * 2
     for place, (before, _) in zip((1, 3), found):
         prompt = inference_ids(name, chat[:place])
-        assert before == prompt or (base(name) == "qwen3_5_nothink" and before == prompt[: len(before)])
+        assert before == prompt or (
+            base(name) == "qwen3_5_nothink" and before == prompt[: len(before)]
+        )
     completion = sft_row({"messages": chat}, tokenizer, 10_000, "completion")
     assert learned(completion) == found[1:]
 
@@ -202,16 +239,27 @@ def test_thinking_in_a_field_is_learned_whole(name):
     lead = " " if base(name) in WANT_PARTS else ""
     expected = FIELD_BY_NAME[begins[0]] if begins else lead + THOUGHT
     ((_, ids),) = learned(row)
-    assert tokenizer.decode(ids) == expected + BEFORE_END.get(base(name), "") + templates.end_of(name)
+    assert tokenizer.decode(ids) == expected + BEFORE_END.get(base(name), "") + templates.end_of(
+        name
+    )
     written = tokenizer.apply_chat_template(
-        [message("user", "five"), answer if base(name) not in WANT_PARTS else {**answer, "content": [{"type": "text", "text": "three four."}]}],
+        [
+            message("user", "five"),
+            answer
+            if base(name) not in WANT_PARTS
+            else {**answer, "content": [{"type": "text", "text": "three four."}]},
+        ],
         tokenize=False,
     )
     is_dropped = any("drops the thinking" in note for note in row.get("notes", []))
     assert is_dropped == ("one two" not in written)
 
 
-CALL = message("assistant", "", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}])
+CALL = message(
+    "assistant",
+    "",
+    tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}],
+)
 CALLS = {
     "qwen2_5": '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>',
     "gptoss": ' to=functions.add<|channel|>commentary json<|message|>{"x": 1}<|call|>',
@@ -226,27 +274,46 @@ def test_a_tool_call_is_learned_up_to_its_end(name):
     tokenizer = templates.tokenizer(name)
     row = sft_row({"messages": [message("user", "five"), CALL]}, tokenizer, 10_000, "assistant")
     ((before, ids),) = learned(row)
-    assert tokenizer.decode(ids) == CALLS[name] and before == inference_ids(name, [message("user", "five")])
+    assert tokenizer.decode(ids) == CALLS[name] and before == inference_ids(
+        name, [message("user", "five")]
+    )
 
 
-@pytest.mark.parametrize("name", ["gemma3", "phi3", "llama3", "lfm2", "cohere2", "own_alpaca", "idefics3"])
-def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(name, accelerator, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "name", ["gemma3", "phi3", "llama3", "lfm2", "cohere2", "own_alpaca", "idefics3"]
+)
+def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
+    name, accelerator, tmp_path, capsys
+):
     tokenizer = templates.tokenizer(name)
     chat = [message("user", "five"), CALL, message("user", "six"), message("assistant", "seven")]
     rows = [{"messages": chat}, {"messages": chat[:2]}, {"messages": [chat[0], chat[3]]}]
     path = str(write_jsonl(tmp_path / "calls.jsonl", rows))
-    data = dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, max_length=10_000, loss_on="assistant")
+    data = dataset.load(
+        accelerator, path, "train", sft_row, tokenizer, {}, max_length=10_000, loss_on="assistant"
+    )
     assert data["row"][:] == [1, 3] and "notes" not in data.column_names
     texts = [[tokenizer.decode(ids) for _, ids in learned(row)] for row in data]
     assert texts == [[plain_answer(name, "seven")]] * 2
     said = capsys.readouterr().out
-    assert said.startswith(f"data {path}: 2 usable rows; 1 left out (tool calls are not learned, because the chat template does not write them)")
-    assert "; tool calls are not learned, because the chat template does not write them: 1 rows" in said and said.count("\n") == 1
-    pair = preference_row({"prompt": chat[:1], "chosen": [CALL], "rejected": chat[3:]}, tokenizer, 10_000)
+    assert said.startswith(
+        f"data {path}: 2 usable rows; 1 left out (tool calls are not learned, because the chat template does not write them)"
+    )
+    assert (
+        "; tool calls are not learned, because the chat template does not write them: 1 rows"
+        in said
+        and said.count("\n") == 1
+    )
+    pair = preference_row(
+        {"prompt": chat[:1], "chosen": [CALL], "rejected": chat[3:]}, tokenizer, 10_000
+    )
     assert "tool calls are not learned" in pair["reason"]
 
 
-@pytest.mark.parametrize("name, role", [("phi3", "tool"), ("own_alpaca", "system"), ("own_alpaca", "critic"), ("qwen2_5", "tool")])
+@pytest.mark.parametrize(
+    "name, role",
+    [("phi3", "tool"), ("own_alpaca", "system"), ("own_alpaca", "critic"), ("qwen2_5", "tool")],
+)
 def test_a_message_that_the_template_does_not_write_is_said(name, role):
     tokenizer = templates.tokenizer(name)
     chat = [message("user", "five"), message(role, "a secret"), message("assistant", "six")]
@@ -255,17 +322,32 @@ def test_a_message_that_the_template_does_not_write_is_said(name, role):
     row = sft_row({"messages": chat}, tokenizer, 10_000, "assistant")
     is_written = "a secret" in tokenizer.decode(row["input_ids"])
     assert is_written == (name == "qwen2_5")
-    found = [note for note in row.get("notes", []) if "messages that the chat template does not write" in note]
-    assert found == ([] if is_written else [f"messages that the chat template does not write (role '{role}')"])
+    found = [
+        note
+        for note in row.get("notes", [])
+        if "messages that the chat template does not write" in note
+    ]
+    assert found == (
+        [] if is_written else [f"messages that the chat template does not write (role '{role}')"]
+    )
     assert [tokenizer.decode(ids) for _, ids in learned(row)] == [plain_answer(name, "six")]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("gemma_", "gemma2", "llava"))])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if not name.startswith(("gemma_", "gemma2", "llava"))]
+)
 def test_system_messages_and_tools_are_read(name):
     if name == "gemma":
         pytest.skip("it refuses system messages with its own words")
     tokenizer = templates.tokenizer(name)
-    schema = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {"x": {"type": "number"}}}}}
+    schema = {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "adds",
+            "parameters": {"type": "object", "properties": {"x": {"type": "number"}}},
+        },
+    }
     chat = [message("system", "be brief"), *CHAT[:2]]
     row = sft_row({"messages": chat, "tools": [schema]}, tokenizer, 100_000, "assistant")
     notes = " ".join(row.get("notes", []))
@@ -282,11 +364,27 @@ def test_what_is_said_of_a_data_set_is_said_once(accelerator, tmp_path, capsys):
                                       "(row 1: the prompt ends '<think>\\n', the answer begins 'three four." + templates.end_of("deepseekv3") + "')"),
                        ("qwen3_5_nothink", "(--chat_template_kwargs '{\"enable_thinking\": true}' may align them): 3 rows (row 1: ")):  # fmt: skip
         answer = THOUGHT if "nothink" in name else "three four."
-        rows = [{"messages": [message("user", text), message("assistant", answer)]} for text in ("one", "two", "five")]
+        rows = [
+            {"messages": [message("user", text), message("assistant", answer)]}
+            for text in ("one", "two", "five")
+        ]
         path = str(write_jsonl(tmp_path / f"{name}.jsonl", rows))
-        dataset.load(accelerator, path, "train", sft_row, templates.tokenizer(name), {}, max_length=10_000, loss_on="assistant")
+        dataset.load(
+            accelerator,
+            path,
+            "train",
+            sft_row,
+            templates.tokenizer(name),
+            {},
+            max_length=10_000,
+            loss_on="assistant",
+        )
         said = capsys.readouterr().out
-        assert said.startswith(f"data {path}: 3 usable rows; ") and part in said and said.count("\n") == 1
+        assert (
+            said.startswith(f"data {path}: 3 usable rows; ")
+            and part in said
+            and said.count("\n") == 1
+        )
 
 
 # ---------------------------------------------------------------------------------------------- strings
@@ -297,31 +395,59 @@ def test_strings_become_turns_where_asked():
     chat = {"messages": [message("user", "five"), message("assistant", "six")]}
     text = {"prompt": "five", "completion": "six"}
     expected = sft_row(chat, tokenizer, 1000, "assistant")
-    assert sft_row(text, tokenizer, 1000, "assistant", True) == expected != sft_row(text, tokenizer, 1000, "assistant")
+    assert (
+        sft_row(text, tokenizer, 1000, "assistant", True)
+        == expected
+        != sft_row(text, tokenizer, 1000, "assistant")
+    )
     pair = {"prompt": "five", "chosen": "six", "rejected": "one"}
-    lists = {"prompt": chat["messages"][:1], "chosen": chat["messages"][1:], "rejected": [message("assistant", "one")]}
+    lists = {
+        "prompt": chat["messages"][:1],
+        "chosen": chat["messages"][1:],
+        "rejected": [message("assistant", "one")],
+    }
     assert preference_row(pair, tokenizer, 1000, True) == preference_row(lists, tokenizer, 1000)
     assert reward_row(pair, tokenizer, 1000, True) == reward_row(lists, tokenizer, 1000)
-    assert prompt_row({"prompt": "five"}, tokenizer, 1000, 8, True)["prompt_ids"] == inference_ids("qwen2_5", chat["messages"][:1])
+    assert prompt_row({"prompt": "five"}, tokenizer, 1000, 8, True)["prompt_ids"] == inference_ids(
+        "qwen2_5", chat["messages"][:1]
+    )
     # hh-rlhf's transcripts hold several turns.
     prompt = "\n\nHuman: one\n\nAssistant: two\n\nHuman: five\n\nAssistant:"
     turns = [message("user", "one"), message("assistant", "two"), message("user", "five")]
-    lists = {"prompt": turns, "chosen": [message("assistant", "six")], "rejected": [message("assistant", "seven")]}
-    for row in ({"chosen": f"{prompt} six", "rejected": f"{prompt} seven"}, {"prompt": prompt, "chosen": " six", "rejected": " seven"}):
+    lists = {
+        "prompt": turns,
+        "chosen": [message("assistant", "six")],
+        "rejected": [message("assistant", "seven")],
+    }
+    for row in (
+        {"chosen": f"{prompt} six", "rejected": f"{prompt} seven"},
+        {"prompt": prompt, "chosen": " six", "rejected": " seven"},
+    ):
         assert preference_row(row, tokenizer, 1000, True) == preference_row(lists, tokenizer, 1000)
-    assert sft_row({"text": "five"}, tokenizer, 1000, "all", True) == sft_row({"text": "five"}, tokenizer, 1000, "all")
+    assert sft_row({"text": "five"}, tokenizer, 1000, "all", True) == sft_row(
+        {"text": "five"}, tokenizer, 1000, "all"
+    )
 
 
 def test_strings_with_a_chat_model_are_said(accelerator, tmp_path, capsys):
     path = str(write_jsonl(tmp_path / "a.jsonl", [{"prompt": "five", "completion": "six"}] * 2))
     how = dict(columns={}, max_length=100, loss_on="assistant")
-    for strings, template, is_said in ((False, "qwen2_5", True), (True, "qwen2_5", False), (False, None, False)):
+    for strings, template, is_said in (
+        (False, "qwen2_5", True),
+        (True, "qwen2_5", False),
+        (False, None, False),
+    ):
         tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
         if template is None:
             tokenizer.chat_template = None
-        dataset.load(accelerator, path, "train", sft_row, tokenizer, strings_as_messages=strings, **how)
+        dataset.load(
+            accelerator, path, "train", sft_row, tokenizer, strings_as_messages=strings, **how
+        )
         said = capsys.readouterr().out
-        assert said.startswith(f"data {path}: 2 usable rows") and ("--strings_as_messages" in said) == is_said
+        assert (
+            said.startswith(f"data {path}: 2 usable rows")
+            and ("--strings_as_messages" in said) == is_said
+        )
 
 
 # ---------------------------------------------------------------------------------------------- the user's own template
@@ -339,22 +465,36 @@ def test_variables_of_the_template_are_saved_with_it(tmp_path):
     values = {"enable_thinking": False}
     plain = load.tokenizer_of(folder)
     tokenizer = load.tokenizer_of(folder, None, json.dumps(values))
-    expected = plain.apply_chat_template(history, add_generation_prompt=True, return_dict=False, **values)
-    assert expected != plain.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+    expected = plain.apply_chat_template(
+        history, add_generation_prompt=True, return_dict=False, **values
+    )
+    assert expected != plain.apply_chat_template(
+        history, add_generation_prompt=True, return_dict=False
+    )
     assert prompt_row({"prompt": history}, tokenizer, 1000, 8)["prompt_ids"] == expected
     tokenizer.save_pretrained(tmp_path / "actor")
     again = AutoTokenizer.from_pretrained(tmp_path / "actor")
-    assert again.apply_chat_template(history, add_generation_prompt=True, return_dict=False) == expected
+    assert (
+        again.apply_chat_template(history, add_generation_prompt=True, return_dict=False)
+        == expected
+    )
     # Whoever gives the variable decides.
-    thinking = again.apply_chat_template(history, add_generation_prompt=True, return_dict=False, enable_thinking=True)
-    assert thinking == plain.apply_chat_template(history, add_generation_prompt=True, return_dict=False, enable_thinking=True)
+    thinking = again.apply_chat_template(
+        history, add_generation_prompt=True, return_dict=False, enable_thinking=True
+    )
+    assert thinking == plain.apply_chat_template(
+        history, add_generation_prompt=True, return_dict=False, enable_thinking=True
+    )
     assert tokens.fingerprint(tokenizer) != tokens.fingerprint(plain)
 
 
 def test_values_of_every_kind_reach_the_template(tmp_path):
     values = {"a": None, "b": "x'\"\\\n%} é", "c": [1, {"d": True, "e": None}], "f": -1.5}
     file = tmp_path / "t.jinja"
-    file.write_text("  {{ a is none }}|{{ b }}|{{ c | tojson }}|{{ f }}|{{ messages[0].content }}{{ d }}", encoding="utf-8")
+    file.write_text(
+        "  {{ a is none }}|{{ b }}|{{ c | tojson }}|{{ f }}|{{ messages[0].content }}{{ d }}",
+        encoding="utf-8",
+    )
     tokenizer = load.tokenizer_of(saved(tmp_path / "model"), str(file), json.dumps(values))
     text = tokenizer.apply_chat_template([message("user", "one")], tokenize=False)
     assert text == f"  True|{values['b']}|{json.dumps(values['c'])}|-1.5|one"
@@ -365,7 +505,10 @@ def test_a_file_replaces_the_template(tmp_path):
     file.write_text(templates.ALPACA, encoding="utf-8")
     tokenizer = load.tokenizer_of(saved(tmp_path / "model"), str(file))
     row = sft_row({"messages": CHAT[:2]}, tokenizer, 1000, "assistant")
-    assert tokenizer.decode(row["input_ids"]) == "### Instruction:\none two\n\n### Response:\nthree four.<|im_end|>"
+    assert (
+        tokenizer.decode(row["input_ids"])
+        == "### Instruction:\none two\n\n### Response:\nthree four.<|im_end|>"
+    )
     tokenizer.save_pretrained(tmp_path / "actor")
     assert AutoTokenizer.from_pretrained(tmp_path / "actor").chat_template == templates.ALPACA
 
@@ -375,9 +518,22 @@ def test_bad_templates_and_variables_are_refused(tmp_path):
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
     for file in (tmp_path / "none.jinja", tmp_path, broken):
-        refuses(f"--chat_template {file}", "Jinja template", call=lambda file=file: load.tokenizer_of(folder, str(file)))
-    for text, part in (("{", "JSON object"), ("[1]", "JSON object"), ('{"thinkin": 1}', "no variable 'thinkin'"), ('{"messages": 1}', "'messages'")):
-        refuses(f"--chat_template_kwargs {text}", part, call=lambda text=text: load.tokenizer_of(folder, None, text))
+        refuses(
+            f"--chat_template {file}",
+            "Jinja template",
+            call=lambda file=file: load.tokenizer_of(folder, str(file)),
+        )
+    for text, part in (
+        ("{", "JSON object"),
+        ("[1]", "JSON object"),
+        ('{"thinkin": 1}', "no variable 'thinkin'"),
+        ('{"messages": 1}', "'messages'"),
+    ):
+        refuses(
+            f"--chat_template_kwargs {text}",
+            part,
+            call=lambda text=text: load.tokenizer_of(folder, None, text),
+        )
 
 
 # ---------------------------------------------------------------------------------------------- the date
@@ -386,7 +542,10 @@ def test_bad_templates_and_variables_are_refused(tmp_path):
 def test_a_date_is_that_of_the_run(tmp_path):
     folder = saved(tmp_path / "model", "own_dated")
     on = lambda date: load.tokenizer_of(folder, date=date)
-    rows = [sft_row({"messages": CHAT}, on(date), 1000, "assistant") for date in ("2020-02-29", "2020-02-29", "2021-03-01")]
+    rows = [
+        sft_row({"messages": CHAT}, on(date), 1000, "assistant")
+        for date in ("2020-02-29", "2020-02-29", "2021-03-01")
+    ]
     assert rows[0] == rows[1] and "29 Feb 2020" in on("2020-02-29").decode(rows[0]["input_ids"])
     assert "01 Mar 2021" in on("2020-02-29").decode(rows[2]["input_ids"])
     assert tokens.fingerprint(on("2020-02-29")) != tokens.fingerprint(on("2021-03-01"))
@@ -396,7 +555,9 @@ def test_a_date_is_that_of_the_run(tmp_path):
     assert tokens.fingerprint(first) == tokens.fingerprint(second) and first.chat_date is None
     # The saved tokenizer prints the day on which it is used.
     on("2020-02-29").save_pretrained(tmp_path / "actor")
-    text = AutoTokenizer.from_pretrained(tmp_path / "actor").apply_chat_template(CHAT[:1], tokenize=False)
+    text = AutoTokenizer.from_pretrained(tmp_path / "actor").apply_chat_template(
+        CHAT[:1], tokenize=False
+    )
     assert f"{datetime.date.today():%d %b %Y}" in text
 
 
@@ -405,7 +566,9 @@ def test_what_ends_an_answer_ends_a_response():
     for name in NAMES:
         tokenizer = templates.tokenizer(name)
         ends = {tokenizer.eos_token, templates.end_of(name)}
-        assert stop_tokens(tokenizer, model) == set(tokenizer.convert_tokens_to_ids(sorted(ends))), name
+        assert stop_tokens(tokenizer, model) == set(
+            tokenizer.convert_tokens_to_ids(sorted(ends))
+        ), name
 
 
 # ---------------------------------------------------------------------------------------------- prompts with more than an answer continues
@@ -425,26 +588,46 @@ def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expect
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' + END }}{% endif %}"
     )
     tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
-    tokenizer.chat_template = template.replace("LEAD", json.dumps(lead)).replace("END", json.dumps(prompt_end))
-    answer = tokens.encode_turn(tokenizer, [message("user", "five"), message("assistant", content)], 1, 2)
-    prompt = tokenizer.apply_chat_template([message("user", "five")], add_generation_prompt=True, return_dict=False)
+    tokenizer.chat_template = template.replace("LEAD", json.dumps(lead)).replace(
+        "END", json.dumps(prompt_end)
+    )
+    answer = tokens.encode_turn(
+        tokenizer, [message("user", "five"), message("assistant", content)], 1, 2
+    )
+    prompt = tokenizer.apply_chat_template(
+        [message("user", "five")], add_generation_prompt=True, return_dict=False
+    )
     assert answer.prompt == prompt and tokenizer.decode(answer.ids) == content + "<|im_end|>"
-    assert tokenizer.decode(answer.context) == tokenizer.decode(prompt).removesuffix("" if expected else prompt_end)
+    assert tokenizer.decode(answer.context) == tokenizer.decode(prompt).removesuffix(
+        "" if expected else prompt_end
+    )
     assert bool(answer.notes) == (expected is None)
 
 
 def test_one_answer_of_a_pair_thinks():
     """The prompt is what both answers continue; the one that thinks begins with what opens its thinking."""
     tokenizer = templates.tokenizer("deepseekv3")
-    row = preference_row({"prompt": CHAT[:1], "chosen": [message("assistant", THOUGHT)], "rejected": CHAT[1:2]}, tokenizer, 1000)
+    row = preference_row(
+        {"prompt": CHAT[:1], "chosen": [message("assistant", THOUGHT)], "rejected": CHAT[1:2]},
+        tokenizer,
+        1000,
+    )
     assert row["prompt_ids"] == context_ids("deepseekv3", CHAT[:1])
     end = templates.end_of("deepseekv3")
-    assert [tokenizer.decode(row[key]) for key in ("chosen_ids", "rejected_ids")] == [THOUGHT + end, "three four." + end]
+    assert [tokenizer.decode(row[key]) for key in ("chosen_ids", "rejected_ids")] == [
+        THOUGHT + end,
+        "three four." + end,
+    ]
 
 
 def test_every_token_is_learned_once_though_histories_repeat():
     tokenizer = templates.tokenizer("qwen3")
-    chat = [message("user", "one"), message("assistant", "two"), message("user", "five"), message("assistant", "six")]
+    chat = [
+        message("user", "one"),
+        message("assistant", "two"),
+        message("user", "five"),
+        message("assistant", "six"),
+    ]
     row = sft_row({"messages": chat}, tokenizer, 1000, "all")
     assert [tokenizer.decode(ids) for _, ids in learned(row)] == [
         "user\none<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\ntwo<|im_end|>",
@@ -454,14 +637,26 @@ def test_every_token_is_learned_once_though_histories_repeat():
 
 def test_max_length_holds_for_each_sequence():
     tokenizer = templates.tokenizer("qwen3")
-    chat = [turn for text in ("one", "two", "five") for turn in (message("user", text), message("assistant", "six seven"))]
+    chat = [
+        turn
+        for text in ("one", "two", "five")
+        for turn in (message("user", text), message("assistant", "six seven"))
+    ]
     whole = sft_row({"messages": chat}, tokenizer, 1000, "assistant")
     lengths = whole["sequence_lengths"]
     assert len(lengths) == 3 and not whole["truncated"]
     # The third is cut within its answer, then before it; the second is cut within its answer.
-    for max_length, kept in ((lengths[2] - 2, [lengths[0], lengths[1], lengths[2] - 2]), (lengths[1] - 1, [lengths[0], lengths[1] - 1])):
+    for max_length, kept in (
+        (lengths[2] - 2, [lengths[0], lengths[1], lengths[2] - 2]),
+        (lengths[1] - 1, [lengths[0], lengths[1] - 1]),
+    ):
         row = sft_row({"messages": chat}, tokenizer, max_length, "assistant")
-        assert row["sequence_lengths"] == kept and row["truncated"] and row["reason"] == "" and row["length"] == sum(kept)
+        assert (
+            row["sequence_lengths"] == kept
+            and row["truncated"]
+            and row["reason"] == ""
+            and row["length"] == sum(kept)
+        )
         assert row["n_targets"] == sum(row["targets"]) == sum(len(ids) for _, ids in learned(row))
     short = sft_row({"messages": chat}, tokenizer, 5, "assistant")
     assert short["reason"] == "nothing to learn within max_length" and short["length"] == 5

@@ -52,13 +52,17 @@ def server() -> tuple[tempfile.TemporaryDirectory, subprocess.Popen]:
         listener.listen()
         number = listener.fileno()
         command = [sys.executable, __file__, str(number)]
-        return folder, subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number], env=os.environ | OFFLINE)
+        return folder, subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[number], env=os.environ | OFFLINE
+        )
 
 
 class Process:
     """A running `python *command`, its stdout and stderr going to the file `output`."""
 
-    def __init__(self, command: list[str], cwd: str | os.PathLike, environment: dict[str, str], output: str):
+    def __init__(
+        self, command: list[str], cwd: str | os.PathLike, environment: dict[str, str], output: str
+    ):
         self.args = command
         self.output = output
         self.returncode = None
@@ -83,7 +87,9 @@ class Process:
         return Path(self.output).read_text(errors="replace"), None
 
 
-def run(command: list[str], cwd: str | os.PathLike, env: dict[str, str], timeout: float, **_) -> subprocess.CompletedProcess:
+def run(
+    command: list[str], cwd: str | os.PathLike, env: dict[str, str], timeout: float, **_
+) -> subprocess.CompletedProcess:
     """`subprocess.run` of a `[sys.executable, ...]`, stdout and stderr together."""
     with tempfile.NamedTemporaryFile() as console:
         process = Process(command[1:], cwd, env, console.name)
@@ -224,7 +230,13 @@ def run_ranks(args) -> None:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
             become(lambda: run_script([args.training_script, *args.training_script_args]))
         running.add(pid)
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     failed = False
     while running:
         pid, status = os.waitpid(-1, 0)
