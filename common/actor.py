@@ -72,7 +72,7 @@ def save(
 
 
 def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """A tensor in another floating-point dtype; one of integers stays as it is."""
+    """Returns a tensor in another floating-point dtype; one of integers stays as it is."""
     if not tensor.is_floating_point():
         return tensor
     result = tensor.to(getattr(torch, dtype))

@@ -99,7 +99,8 @@ def leave(
     checkpoints = beyond(output_dir / "checkpoints", step)
     left.move_newest_first(checkpoints, "checkpoint")
     left.move_newest_first(beyond(output_dir / "actors", step), "saved actor")
-    # The final actor has no step in its name. Nothing beyond this point: then it is of this point.
+    # The final actor has no step in its name. If nothing else lies beyond this point, the run had
+    # ended here, and the actor stays.
     if actor.is_dir() and (checkpoints or lines_beyond):
         left.move(actor)
         left.moved.append("the final actor")

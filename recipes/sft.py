@@ -186,14 +186,7 @@ def encode_conversation(
         return [Sequence(prompt_ids + ids, without_first(targets))], prompt_ids, []
 
     messages = prompt + completion
-    turns = [
-        number
-        for number, message in enumerate(messages)
-        if number >= len(prompt) and message["role"] == "assistant"
-        if formats.has_text([message])
-    ]
-    if loss_on == "completion":
-        turns = turns[-1:]
+    turns = learned_turns(messages, len(prompt), loss_on)
     sequences = []
     prompt_ids = []
     notes = []
@@ -220,6 +213,17 @@ def encode_conversation(
     if turns:
         notes += templates.unwritten_parts(tokenizer, messages[: turns[-1] + 1], tools)
     return sequences, prompt_ids, notes
+
+
+def learned_turns(messages: list[dict], first: int, loss_on: str) -> list[int]:
+    """Returns which messages, from number `first` on, are answers to learn."""
+    turns = [
+        number
+        for number, message in enumerate(messages)
+        if number >= first and message["role"] == "assistant"
+        if formats.has_text([message])
+    ]
+    return turns[-1:] if loss_on == "completion" else turns
 
 
 def without_first(targets: list[bool]) -> list[bool]:

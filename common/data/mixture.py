@@ -58,5 +58,5 @@ class Mixture(NamedTuple):
 
 
 def mixture_of(rows: int | Mixture) -> Mixture:
-    """The mixture of one set of so many rows, or the mixture itself."""
+    """Returns the mixture of one set with this number of rows, or the mixture itself."""
     return rows if isinstance(rows, Mixture) else Mixture((rows,), (1.0,))
