@@ -22,7 +22,6 @@ Every argument, every metric: docs/ppo.md
 """
 
 # ============================================================ imports
-import json
 import math
 import os
 import sys
@@ -46,7 +45,7 @@ common.check_recipe(__file__)
 
 from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
 from common.checkpoint import Run
-from common.data import dataset, formats, templates, tokens
+from common.data import dataset, formats, prompts
 from common.metrics import Metrics
 from common.models import checks, load, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
@@ -250,46 +249,6 @@ class ActorCritic(LogProbModel):
         values = self.critic(batch, batch["before"])
         output["values"] = torch.zeros_like(output["logps"]).masked_scatter(batch["mask"], values)
         return output
-
-
-def prompt_row(
-    row: dict,
-    tokenizer,
-    max_length: int,
-    max_new_tokens: int,
-    strings_as_messages: bool = False,
-) -> dict:
-    """Returns `prompt_ids length truncated columns reason` of one row, and `notes` if any.
-
-    `columns` is the whole row as a JSON text, for the reward function.
-    """
-    formats.require(row, "prompt", expected="'prompt'")
-    prompt = row["prompt"]
-    if strings_as_messages:
-        (prompt,) = formats.as_turns(prompt)
-    notes = []
-    if isinstance(prompt, str):
-        ids = tokens.encode(tokenizer, [prompt, ""], plain=True)[0]
-    else:
-        messages = formats.as_messages(prompt, "user")
-        text = templates.render(tokenizer, messages, True, row.get("tools"))
-        ids = tokens.encode(tokenizer, [text])[0]
-        notes = templates.unwritten_parts(tokenizer, messages, row.get("tools"))
-    reason = ""  # why the row cannot be used
-    if not formats.has_text(prompt):
-        reason = "empty prompt"
-    elif len(ids) + max_new_tokens > max_length:
-        reason = "prompt leaves no room for max_new_tokens within max_length"
-    values = {
-        "prompt_ids": ids,
-        "length": len(ids),
-        "truncated": False,
-        "columns": json.dumps(row, default=str),
-        "reason": reason,
-    }
-    if notes:
-        values["notes"] = notes
-    return values
 
 
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -698,7 +657,7 @@ def main():
     )
     limits = dict(max_length=args.max_length, max_new_tokens=args.max_new_tokens)
     data_settings = dict(
-        function=prompt_row,
+        function=prompts.prompt_row,
         tokenizer=tokenizer,
         columns=formats.column_names(args.columns),
         strings_as_messages=args.strings_as_messages,
@@ -848,10 +807,10 @@ def main():
         # advantage. Every process holds all of it, on the CPU.
         if run.extra["rollout"] is None:
             # The same permutation rule: a rollout is a batch of prompts.
-            prompts = batches.rows_of_update(
+            prompt_rows = batches.rows_of_update(
                 mixture, args.rollout_batch_size, args.seed, position.rollout
             )
-            columns = train_set[np.repeat(prompts, args.n_samples_per_prompt)]
+            columns = train_set[np.repeat(prompt_rows, args.n_samples_per_prompt)]
             with metrics.timed("generate"):
                 samples = sample(
                     accelerator, model, policy, tokenizer, columns, position.rollout, args

@@ -20,12 +20,12 @@ from common.batches import rows_of_update, split
 from common.data import cache, dataset, formats
 from common.data.formats import BadRow
 from common.data.pairs import preference_row
+from common.data.prompts import prompt_row
 from common.data.tokens import stop_tokens
 from common.models.load import causal_lm
 from runs import recipe, refuses, write_jsonl
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
-prompt_row = runpy.run_path(str(recipe("ppo")))["prompt_row"]
 reward_row = runpy.run_path(str(recipe("reward")))["reward_row"]
 
 CHATML = (

@@ -11,10 +11,10 @@ import pytest
 from common.data import dataset, files, formats
 from common.data.formats import BadRow
 from common.data.pairs import preference_row
+from common.data.prompts import prompt_row
 from runs import recipe, refuses, write_jsonl
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
-prompt_row = runpy.run_path(str(recipe("ppo")))["prompt_row"]
 
 
 @pytest.fixture(autouse=True)

@@ -17,13 +17,13 @@ from transformers import AutoTokenizer
 import templates
 from common.data import dataset, tokens
 from common.data.pairs import preference_row
+from common.data.prompts import prompt_row
 from common.data.tokens import stop_tokens
 from common.models import load
 from runs import recipe, refuses, write_jsonl
 
 sft = runpy.run_path(str(recipe("sft")))
 sft_row = sft["sft_row"]
-prompt_row = runpy.run_path(str(recipe("ppo")))["prompt_row"]
 reward_row = runpy.run_path(str(recipe("reward")))["reward_row"]
 
 NAMES = templates.names()

@@ -1,0 +1,45 @@
+"""Turns a row with a prompt into token ids, for every recipe that samples its own answers."""
+
+import json
+
+from common.data import formats, templates, tokens
+
+
+def prompt_row(
+    row: dict,
+    tokenizer,
+    max_length: int,
+    max_new_tokens: int,
+    strings_as_messages: bool = False,
+) -> dict:
+    """Returns `prompt_ids length truncated columns reason` of one row, and `notes` if any.
+
+    `columns` is the whole row as a JSON text, for the reward function.
+    """
+    formats.require(row, "prompt", expected="'prompt'")
+    prompt = row["prompt"]
+    if strings_as_messages:
+        (prompt,) = formats.as_turns(prompt)
+    notes = []
+    if isinstance(prompt, str):
+        ids = tokens.encode(tokenizer, [prompt, ""], plain=True)[0]
+    else:
+        messages = formats.as_messages(prompt, "user")
+        text = templates.render(tokenizer, messages, True, row.get("tools"))
+        ids = tokens.encode(tokenizer, [text])[0]
+        notes = templates.unwritten_parts(tokenizer, messages, row.get("tools"))
+    reason = ""  # why the row cannot be used
+    if not formats.has_text(prompt):
+        reason = "empty prompt"
+    elif len(ids) + max_new_tokens > max_length:
+        reason = "prompt leaves no room for max_new_tokens within max_length"
+    values = {
+        "prompt_ids": ids,
+        "length": len(ids),
+        "truncated": False,
+        "columns": json.dumps(row, default=str),
+        "reason": reason,
+    }
+    if notes:
+        values["notes"] = notes
+    return values
