@@ -43,6 +43,18 @@ def rows_of_update(
     return epoch_order(mixture, seed, epoch)[start : start + train_batch_size]
 
 
+def rows_from(mixture: Mixture, seed: int, start: int, most: int) -> np.ndarray:
+    """Returns the rows of the data order from place `start` on: `most`, or as many as its epoch has.
+
+    Read from 0 on, `train_batch_size` at a time, they are the rows of `rows_of_update`.
+
+    Args:
+        start: rows used so far, over the whole run.
+    """
+    epoch, place = divmod(start, mixture.samples)
+    return epoch_order(mixture, seed, epoch)[place : place + most]
+
+
 # PPO uses two orders in turn: that of the prompts and, within a rollout, that of its samples.
 @functools.lru_cache(maxsize=2)
 def epoch_order(mixture: Mixture, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:

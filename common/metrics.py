@@ -76,8 +76,9 @@ class Means:
     def reduce(self) -> dict[str, float]:
         """Returns the means over all processes, by one collective, and forgets the sums.
 
-        A name whose last part begins with `min_` or `max_` stands for the minimum or the maximum. A
-        name of which nothing counted is left out. All processes must call it.
+        A name whose last part is `min` or `max`, or begins with `min_` or `max_`, stands for the
+        minimum or the maximum. A name of which nothing counted is left out. All processes must call
+        it.
         """
         if not self.sums:
             return {}
@@ -94,10 +95,10 @@ class Means:
         for index, name in enumerate(names):
             if totals[index][COUNT] == 0:
                 continue
-            last_part = name.rpartition("/")[2]
-            if last_part.startswith("min_"):
+            kind = name.rpartition("/")[2].partition("_")[0]
+            if kind == "min":
                 means[name] = smallest[index][MIN]
-            elif last_part.startswith("max_"):
+            elif kind == "max":
                 means[name] = largest[index][MAX]
             else:
                 means[name] = totals[index][SUM] / totals[index][COUNT]
@@ -230,7 +231,7 @@ class Metrics:
         line = {
             "loss": means.pop("loss"),
             **self.last_update,
-            "epoch": self.progress.updates_seen / self.progress.updates_per_epoch,
+            "epoch": self.progress.epoch,
             **means,
             "samples": self.progress.samples,
             **({"sequences": self.progress.sequences} if self.progress.counts_sequences else {}),
@@ -273,8 +274,14 @@ class Metrics:
         """
         if self.board and scores.abs().max() < 1e20:  # TensorBoard's bins end there
             next_update = self.progress.global_step + 1
-            self.board.add_histogram("objective/scores", scores, next_update)
+            # Not the tag of a scalar: TensorBoard shows neither of two kinds that share one.
+            self.board.add_histogram("rollout/scores", scores, next_update)
             self.board.add_text("responses", table, next_update)
+
+    def warn(self, message: str) -> None:
+        """Prints a line above the bar. All processes may call it."""
+        if self.accelerator.is_main_process:
+            self.bar.write(f"WARNING: {message}")
 
     def log_evaluation(self, values: dict[str, float], samples: list[str]) -> None:
         """Writes an evaluation as a line of its own and prints it with some samples.

@@ -20,6 +20,10 @@ class Progress:
             twice), padding excluded, in applied updates.
         counts_sequences: whether a sample may hold several sequences, so that they are logged.
         sequences: trained on so far, in applied updates.
+        rows_seen: rows of the data used so far, where the updates do not tell it (GRPO leaves
+            groups out, so that a rollout may hold fewer updates than it could); else None.
+        data_ended: set by a recipe that counts `rows_seen`, once all its rows are trained on.
+        idle: whether rows were used up since the latest update without leading to one.
         consecutive_skips: how many of the latest updates were skipped since the last applied one.
         recent_skips: which of the latest `RECENT_UPDATES` updates were skipped, counted from 1.
     """
@@ -35,6 +39,9 @@ class Progress:
     tokens: int = 0
     counts_sequences: bool = False
     sequences: int = 0
+    rows_seen: int | None = None
+    data_ended: bool = False
+    idle: bool = False
     consecutive_skips: int = 0
     recent_skips: list[int] = dataclasses.field(default_factory=list)
 
@@ -62,10 +69,20 @@ class Progress:
         """Whether `max_steps` updates are applied or, without `max_steps`, the data have ended."""
         if self.max_steps:
             return self.global_step >= self.max_steps
+        if self.rows_seen is not None:
+            return self.data_ended
         return self.updates_seen >= self.max_epochs * self.updates_per_epoch
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        if self.rows_seen is not None:
+            return self.rows_seen / self.n_rows
+        return self.updates_seen / self.updates_per_epoch
 
     def update_done(self, applied: bool, samples: int, tokens: int, sequences: int = 0) -> None:
         """Counts one update. The samples of a skipped update were not trained on."""
+        self.idle = False
         if applied:
             self.global_step += 1
             self.samples += samples
@@ -87,9 +104,10 @@ class Progress:
         """
         every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
         at_multiple = every > 0 and self.global_step % every == 0
-        if self.consecutive_skips == 0:
+        if self.consecutive_skips == 0 and not self.idle:
             return at_multiple or self.finished
-        # Due only if this skip ended the run and `global_step` was not already due by its interval.
+        # No update was applied. Due only if the run ended here, and `global_step` was not already
+        # due by its interval.
         return self.finished and not at_multiple
 
     def log_due(self, interval: float) -> bool:

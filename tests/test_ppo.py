@@ -1095,7 +1095,7 @@ def shown(output):
         str(output / "tensorboard"), size_guidance={"histograms": 0, "tensors": 0}
     )
     board.Reload()
-    scores = {event.step: event.histogram_value for event in board.Histograms("objective/scores")}
+    scores = {event.step: event.histogram_value for event in board.Histograms("rollout/scores")}
     texts = {
         event.step: event.tensor_proto.string_val[0].decode().splitlines()
         for event in board.Tensors("responses/text_summary")

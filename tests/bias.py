@@ -1,0 +1,98 @@
+"""The expected gradient of GRPO's losses, by enumerating all that a tiny policy can sample.
+
+A policy of 3 tokens writes up to 2 of them; token 0 ends a response. So there are 7 responses, and all rollouts of 2
+prompts with a few responses each can be listed, each with its probability.
+"""
+
+import itertools
+import math
+
+import torch
+
+MAX_NEW_TOKENS = 2
+RESPONSES = [(0,), *((first, second) for first in (1, 2) for second in (0, 1, 2))]
+MASK = torch.tensor([[True, len(response) == 2] for response in RESPONSES])
+PROMPTS = 2
+
+
+def make_policy() -> torch.Tensor:
+    """Logits of each prompt, `[prompts, 4, 3]`: of the first token, and of the second after each first one."""
+    return torch.randn(
+        PROMPTS, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+
+
+def make_rewards() -> torch.Tensor:
+    """What each response to each prompt earns, `[prompts, responses]`."""
+    return torch.rand(
+        PROMPTS, len(RESPONSES), generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+
+
+def token_logps(policy: torch.Tensor) -> torch.Tensor:
+    """Log-probs of the tokens of each response to each prompt, `[prompts, responses, 2]`."""
+    logps = policy.log_softmax(-1)
+    of_first = [logps[:, 0, response[0]] for response in RESPONSES]
+    of_second = [
+        logps[:, 1 + response[0], response[1]] if len(response) == 2 else logps[:, 0, 0] * 0
+        for response in RESPONSES
+    ]
+    return torch.stack([torch.stack(of_first, 1), torch.stack(of_second, 1)], 2)
+
+
+def analytic_gradient() -> torch.Tensor:
+    """The gradient of minus the expected reward, averaged over the prompts."""
+    policy = make_policy().requires_grad_()
+    probabilities = token_logps(policy).sum(2).exp()
+    assert torch.allclose(probabilities.sum(1), torch.ones(PROMPTS, dtype=torch.float64))
+    objective = -(probabilities * make_rewards()).sum() / PROMPTS
+    return torch.autograd.grad(objective, policy)[0]
+
+
+def expected_gradient(
+    grpo, n_samples: int, baseline: str, advantage_std: str, average: str, drop: bool = False
+) -> torch.Tensor:
+    """The expected gradient of a rollout's loss before its first update.
+
+    Args:
+        grpo: the module `recipes/grpo.py`.
+        drop: leave out groups as --drop_equal_groups does.
+    """
+    policy = make_policy().requires_grad_()
+    logps = token_logps(policy)
+    # All rollouts: for each, which response each sample is. [rollouts, prompts * n_samples]
+    choices = torch.tensor(
+        list(itertools.product(range(len(RESPONSES)), repeat=PROMPTS * n_samples))
+    )
+    owner = torch.arange(PROMPTS).repeat_interleave(n_samples)
+    scores = make_rewards()[owner, choices]
+    probabilities = logps.detach().sum(2).exp()[owner, choices].prod(1)
+    assert math.isclose(probabilities.sum(), 1, rel_tol=1e-9)
+
+    kept = torch.ones(scores.shape, dtype=torch.bool)
+    if drop:
+        kept = grpo.groups_to_learn_from(scores, n_samples, baseline, advantage_std)
+        kept = kept.repeat_interleave(n_samples).reshape(scores.shape)
+    advantages = torch.zeros_like(scores)
+    for rollout in range(len(choices)):
+        if kept[rollout].any():
+            advantages[rollout, kept[rollout]] = grpo.estimate_advantages(
+                scores[rollout, kept[rollout]], n_samples, baseline, advantage_std
+            )
+
+    samples = logps[owner, choices].flatten(0, 1)
+    mask = MASK[choices].flatten(0, 1)
+    ratios = grpo.ratios_to_old(samples, samples.detach(), mask, "token")
+    losses, _, _ = grpo.policy_losses(samples, ratios, advantages.reshape(-1, 1), "clip", 0.2, 0.28)
+    losses, weights = grpo.average_tokens(losses, mask, average, MAX_NEW_TOKENS)
+    losses = losses.reshape(scores.shape)
+    weights = weights.reshape(scores.shape) * kept
+    of_rollouts = (losses * weights).sum(1) / weights.sum(1).clamp(min=1)
+    return torch.autograd.grad((of_rollouts * probabilities).sum(), policy)[0]
+
+
+def bias(expected: torch.Tensor, analytic: torch.Tensor) -> tuple[float, float]:
+    """How much longer the expected gradient is along the analytic one, and the angle between them in degrees."""
+    along = float((expected * analytic).sum() / (analytic * analytic).sum())
+    cosine = float((expected * analytic).sum() / expected.norm() / analytic.norm())
+    return along, math.degrees(math.acos(min(cosine, 1)))

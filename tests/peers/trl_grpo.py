@@ -1,0 +1,178 @@
+"""What TRL's GRPO and RLOO compute on the same tensors: losses, gradients and advantages, as JSON.
+
+    python tests/peers/trl_grpo.py            # needs `pip install -e '.[peers]'`
+    python tests/peers/trl_grpo.py OTHER.json
+
+Without an argument it writes trl_grpo.json beside this file. tests/test_grpo_values.py compares
+recipes/grpo.py with that. Losses come from `GRPOTrainer._compute_loss`, which is given log-probs,
+advantages and masks in place of a model. Advantages come from one step of each trainer.
+"""
+
+import collections
+import itertools
+import json
+import os
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import torch
+
+VERSION = "1.16.0"
+MODEL = Path(__file__).resolve().parents[2] / "assets/model"
+STORED = Path(__file__).with_suffix(".json")
+
+MAX_NEW_TOKENS = 7
+CLIP_LOW = 0.2
+CLIP_HIGH = 0.28
+KL_COEF = 0.3
+# The loss types of TRL that stand for a loss and an average of ours.
+LOSSES = {
+    ("clip", "token"): "dapo",
+    ("clip", "sequence"): "grpo",
+    ("clip", "constant"): "dr_grpo",
+    ("cispo", "token"): "cispo",
+}
+# Loss, average, ratio, and whether there is a KL.
+CASES = [
+    (*pair, ratio, with_kl)
+    for pair, ratio, with_kl in itertools.product(LOSSES, ("token", "sequence"), (False, True))
+]
+# Which trainer, and its settings.
+ADVANTAGES = {
+    "group group": ("grpo", {"scale_rewards": "group"}),
+    "group none": ("grpo", {"scale_rewards": "none"}),
+    "rloo none": ("rloo", {"normalize_advantages": False}),
+    "rloo batch": ("rloo", {"normalize_advantages": True}),
+}
+GROUP = 4
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Log-probs, masks and advantages of six responses, fp64. Many ratios are clipped."""
+    generator = torch.Generator().manual_seed(5)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    lengths = torch.tensor([[1], [7], [4], [2], [7], [5]])
+    mask = torch.arange(MAX_NEW_TOKENS) < lengths
+    old_logps = -1 - draw(6, MAX_NEW_TOKENS).abs()
+    return {
+        "mask": mask,
+        "old_logps": old_logps * mask,
+        "logps": (old_logps + 0.5 * draw(6, MAX_NEW_TOKENS)) * mask,
+        "ref_logps": (old_logps + 0.5 * draw(6, MAX_NEW_TOKENS)) * mask,
+        "advantages": draw(6),
+    }
+
+
+def loss_of_trl(loss_type: str, average: str, ratio: str, with_kl: bool) -> dict[str, list[float]]:
+    """The loss of one batch and its gradient with respect to the log-probs."""
+    from trl import GRPOTrainer
+
+    given = tensors()
+    logps = given["logps"].requires_grad_()
+    trainer = types.SimpleNamespace(
+        loss_type=LOSSES[loss_type, average],
+        importance_sampling_level=ratio,
+        beta=KL_COEF if with_kl else 0.0,
+        epsilon_low=CLIP_LOW,
+        # TRL bounds CISPO's weights by this number itself, PPO's ratio by 1 plus it.
+        epsilon_high=1 + CLIP_HIGH if loss_type == "cispo" else CLIP_HIGH,
+        max_completion_length=MAX_NEW_TOKENS,
+        args=types.SimpleNamespace(use_bias_correction_kl=True, delta=None, steps_per_generation=1),
+        accelerator=types.SimpleNamespace(
+            num_processes=1,
+            gather=lambda tensor: tensor,
+            reduce=lambda tensor, reduction: tensor,
+        ),
+        model=types.SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        _entropy_bonus_enabled=False,
+        _metrics={"train": collections.defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logps, torch.zeros_like(logps), None),
+    )
+    ids = torch.zeros(logps.shape, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1] + 1,
+        "completion_ids": ids,
+        "completion_mask": given["mask"].long(),
+        "advantages": given["advantages"],
+        "old_per_token_logps": given["old_logps"],
+        "ref_per_token_logps": given["ref_logps"],
+        "num_items_in_batch": given["mask"].sum(),
+    }
+    loss = GRPOTrainer._compute_loss(trainer, None, inputs)
+    gradient = torch.autograd.grad(loss, logps)[0]
+    return {"loss": [loss.item()], "gradient": gradient.flatten().tolist()}
+
+
+def advantages_of_trl(kind: str, settings: dict) -> dict[str, list[float]]:
+    """The rewards of one step's responses and the advantages that a trainer makes of them."""
+    import datasets
+    import trl
+
+    trainer_class, config_class = {
+        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+        "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
+    }[kind]
+    given = []
+
+    def reward(completion_ids, **_) -> list[float]:
+        scores = [sum(ids) % 7 + 0.25 * len(ids) for ids in completion_ids]
+        given.extend(scores)
+        return scores
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_class(
+            model=str(MODEL),
+            reward_funcs=reward,
+            args=config_class(
+                output_dir=folder,
+                max_steps=1,
+                per_device_train_batch_size=3 * GROUP,
+                num_generations=GROUP,
+                max_completion_length=8,
+                beta=0.0,
+                bf16=False,
+                use_cpu=True,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                seed=1,
+                **settings,
+            ),
+            train_dataset=datasets.Dataset.from_list(
+                [{"prompt": [{"role": "user", "content": f"{n}+{n + 7}="}]} for n in range(3)]
+            ),
+        )
+        trainer.train()
+    return {"scores": given, "advantages": list(trainer._logs["advantages"])}
+
+
+def values() -> dict[str, dict[str, list[float]]]:
+    import trl
+
+    if trl.__version__ != VERSION:
+        sys.exit(f"expected TRL {VERSION}, found {trl.__version__}: pip install -e '.[peers]'")
+    found = {name_of(case): loss_of_trl(*case) for case in CASES}
+    for name, (kind, settings) in ADVANTAGES.items():
+        found[f"advantages {name}"] = advantages_of_trl(kind, settings)
+    return found
+
+
+def name_of(case: tuple) -> str:
+    loss_type, average, ratio, with_kl = case
+    return f"{loss_type} {average} {ratio} {'kl' if with_kl else 'no kl'}"
+
+
+if __name__ == "__main__":
+    from trl_values import as_text
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    output = Path(sys.argv[1]) if len(sys.argv) > 1 else STORED
+    output.write_text(as_text(values()))

@@ -1,0 +1,198 @@
+"""The pure functions of recipes/grpo.py have the values of TRL, of closed forms and of enumeration."""
+
+import itertools
+import json
+import math
+import runpy
+import types
+
+import pytest
+import torch
+
+import bias
+from peers import trl_grpo
+from runs import REPOSITORY, recipe
+
+grpo = types.SimpleNamespace(**runpy.run_path(str(recipe("grpo"))))
+STORED = json.loads(trl_grpo.STORED.read_text())
+
+
+def ours(loss_type: str, average: str, ratio: str, with_kl: bool) -> tuple[float, torch.Tensor]:
+    """The loss of `trl_grpo.tensors` and its gradient with respect to the log-probs, by the recipe's `compare`."""
+    given = trl_grpo.tensors()
+    logps = given["logps"].requires_grad_()
+    args = types.SimpleNamespace(
+        loss_type=loss_type,
+        average=average,
+        ratio=ratio,
+        clip_range=trl_grpo.CLIP_LOW,
+        clip_range_high=trl_grpo.CLIP_HIGH,
+        kl_coef=trl_grpo.KL_COEF if with_kl else 0.0,
+        kl_estimator="k3",
+        max_new_tokens=trl_grpo.MAX_NEW_TOKENS,
+    )
+    old = {
+        "mask": given["mask"],
+        "advantages": given["advantages"][:, None],
+        "logps": given["old_logps"],
+        "ref_logps": given["ref_logps"],
+    }
+    output = {"logps": logps, "entropy": torch.zeros_like(logps)}
+    ones = torch.ones(len(logps), dtype=torch.float64)
+    losses, weights, _ = grpo.compare(output, old, ones, False, args)
+    loss = (losses * weights).sum() / weights.sum()
+    return loss.item(), torch.autograd.grad(loss, logps)[0]
+
+
+@pytest.mark.parametrize("case", trl_grpo.CASES, ids=trl_grpo.name_of)
+def test_losses_and_gradients_are_those_of_trl(case):
+    stored = STORED[trl_grpo.name_of(case)]
+    loss, gradient = ours(*case)
+    assert loss == pytest.approx(stored["loss"][0], abs=1e-12)
+    assert gradient.flatten().tolist() == pytest.approx(stored["gradient"], abs=1e-12)
+
+
+@pytest.mark.parametrize("name", trl_grpo.ADVANTAGES)
+def test_advantages_are_those_of_trl(name):
+    stored = STORED[f"advantages {name}"]
+    scores = torch.tensor(stored["scores"])
+    assert len(scores) == 12 and len(set(stored["scores"])) > 6  # groups of unequal scores
+    advantages = grpo.estimate_advantages(scores, trl_grpo.GROUP, *name.split())
+    assert advantages.tolist() == pytest.approx(
+        stored["advantages"], abs=1e-6
+    )  # TRL computes in fp32
+
+
+@pytest.mark.slow
+def test_what_is_stored_is_what_trl_computes():
+    found = trl_grpo.values()
+    assert found.keys() == STORED.keys()
+    for name, values in found.items():
+        for kind, numbers in values.items():
+            assert numbers == pytest.approx(STORED[name][kind], abs=1e-6), (name, kind)
+
+
+def test_two_settings_without_bias_and_the_one_of_a_known_factor():
+    """Before the first update the expected gradient is the policy gradient, up to a constant.
+
+    That is 1 / max_new_tokens, as Dr. GRPO divides sums over tokens by it. A baseline that holds the sample itself takes
+    another factor of (n - 1) / n, at n = 2 one half.
+    """
+    analytic = bias.analytic_gradient() / bias.MAX_NEW_TOKENS
+    for baseline, factor in {"none": 1, "rloo": 1, "group": 1 / 2}.items():
+        expected = bias.expected_gradient(grpo, 2, baseline, "none", "constant")
+        assert (expected - factor * analytic).abs().max() < 1e-10, baseline
+        # With another average the gradient points elsewhere: the test can tell.
+        other = bias.expected_gradient(grpo, 2, baseline, "none", "sequence")
+        assert bias.bias(other, analytic)[1] > 10
+
+
+@pytest.mark.slow
+def test_the_table_of_biases_in_the_docs_is_what_enumeration_gives():
+    analytic = bias.analytic_gradient() / bias.MAX_NEW_TOKENS
+    lines = (REPOSITORY / "docs/grpo.md").read_text().splitlines()
+    for drop, baseline, std, average in itertools.product(
+        ("no", "yes"),
+        ("group", "rloo", "none"),
+        ("none", "group", "batch"),
+        ("constant", "token", "sequence"),
+    ):
+        if (baseline, std) == ("none", "group"):
+            continue  # refused
+        expected = bias.expected_gradient(grpo, 2, baseline, std, average, drop == "yes")
+        factor, degrees = bias.bias(expected, analytic)
+        row = f"| {baseline} | {std} | {average} | {drop} | {factor:.3f} | {degrees:.1f} |"
+        assert row in lines, row
+
+
+def test_the_kl_terms_have_the_gradient_of_the_kl_at_any_ratio():
+    """Summed over the vocabulary with the old probabilities: both estimators, while the policy has moved."""
+    generator = torch.Generator().manual_seed(2)
+    old, new, ref = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    new = new.requires_grad_()
+    old, ref = old.log_softmax(0), ref.log_softmax(0)
+    logps = new.log_softmax(0)
+    kl = (logps.exp() * (logps - ref)).sum()
+    exact = torch.autograd.grad(kl, new, retain_graph=True)[0]
+    for estimator in ("k2", "k3"):
+        ratios = (logps - old).exp()
+        estimate, term = grpo.kl_losses(logps, ref, ratios, estimator)
+        found = torch.autograd.grad((old.exp() * term).sum(), new, retain_graph=True)[0]
+        assert torch.allclose(found, exact, atol=1e-12), estimator
+        assert (estimate >= 0).all()
+    assert (
+        logps.exp() * grpo.kl_losses(logps, ref, ratios, "k3")[0]
+    ).sum().item() == pytest.approx(kl.item())
+
+
+def test_advantages_by_hand():
+    scores = torch.tensor(
+        [1.0, 0.0, 0.0, 3.0, 1.0, 2.0], dtype=torch.float64
+    )  # two groups of three
+    advantages = lambda baseline, std: grpo.estimate_advantages(scores, 3, baseline, std).tolist()
+    third = 1 / 3
+    group = [2 * third, -third, -third, 1, -1, 0]
+    assert advantages("group", "none") == pytest.approx(group)
+    assert advantages("rloo", "none") == pytest.approx([1, -0.5, -0.5, 1.5, -1.5, 0])
+    assert advantages("none", "none") == scores.tolist()
+    first = math.sqrt(third)  # the deviation of 1, 0, 0, divided by n - 1
+    assert advantages("group", "group") == pytest.approx(
+        [a / (first + 1e-4) for a in group[:3]] + [a / (1 + 1e-4) for a in group[3:]]
+    )
+    of_all = math.sqrt(sum(a * a for a in group) / 5)
+    assert advantages("group", "batch") == pytest.approx([a / (of_all + 1e-4) for a in group])
+    # Without a baseline of its own, each score is compared with the rollout's mean.
+    mean = 7 / 6
+    deviation = math.sqrt(sum((score - mean) ** 2 for score in scores.tolist()) / 5)
+    assert advantages("none", "batch") == pytest.approx(
+        [(s - mean) / (deviation + 1e-4) for s in scores.tolist()]
+    )
+
+
+def test_groups_from_which_nothing_can_be_learned():
+    scores = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0])  # three groups of two
+    kept = lambda baseline, std: grpo.groups_to_learn_from(scores, 2, baseline, std).tolist()
+    assert kept("group", "batch") == kept("rloo", "none") == [False, False, True]
+    assert kept("none", "none") == [False, True, True]
+    assert kept("none", "batch") == [True, True, True]
+
+
+def test_the_penalty_for_length():
+    """DAPO's eq. 13 with 10 tokens at most and a buffer of 4: 0 up to 6 tokens, then a quarter more for each."""
+    lengths = torch.tensor([1, 6, 7, 8, 10])
+    scores = torch.full((5,), 2.0)
+    found = grpo.final_scores(scores, lengths, max_new_tokens=10, buffer=4, penalty=1.0)
+    assert found.tolist() == [2, 2, 1.75, 1.5, 1]
+    assert grpo.final_scores(scores, lengths, 10, buffer=0, penalty=1.0).tolist() == [2] * 5
+
+
+def test_where_clipping_decides():
+    """Ratios below, within and above the range, each with a good and a bad advantage."""
+    ratios = torch.tensor([[0.5, 1.0, 1.5]] * 2, dtype=torch.float64)
+    logps = ratios.log().requires_grad_()
+    advantages = torch.tensor([[2.0], [-3.0]], dtype=torch.float64)
+    losses, low, high = grpo.policy_losses(logps, logps.exp(), advantages, "clip", 0.2, 0.28)
+    assert losses.flatten().tolist() == pytest.approx([-1, -2, -2.56, 2.4, 3, 4.5])
+    assert low.tolist() == [[False] * 3, [True, False, False]]
+    assert high.tolist() == [[False, False, True], [False] * 3]
+    # d ratio / d log-prob is the ratio; what is clipped has no gradient.
+    (gradient,) = torch.autograd.grad(losses.sum(), logps)
+    assert gradient.flatten().tolist() == pytest.approx([-1, -2, 0, 0, 3, 4.5])
+
+    losses, low, high = grpo.policy_losses(logps, logps.exp(), advantages, "cispo", 0.2, 0.28)
+    (gradient,) = torch.autograd.grad(losses.sum(), logps)
+    assert gradient.flatten().tolist() == pytest.approx([-1, -2, -2.56, 1.5, 3, 3.84])
+    assert not low.any() and high.tolist() == [[False, False, True]] * 2
+
+
+def test_averages_of_responses_of_different_length():
+    losses = torch.tensor([[4.0, 9.0, 9.0], [1.0, 2.0, 3.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+
+    def mean(average):
+        of_samples, weights = grpo.average_tokens(losses, mask, average, 8)
+        return float((of_samples * weights).sum() / weights.sum())
+
+    assert mean("token") == pytest.approx(10 / 4)
+    assert mean("sequence") == pytest.approx((4 + 2) / 2)
+    assert mean("constant") == pytest.approx((4 / 8 + 6 / 8) / 2)
