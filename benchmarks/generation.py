@@ -34,6 +34,11 @@ from common.rollout import generation
 from common.rollout.generation import SampleByUniform
 
 
+def ours(*arguments):
+    """Responses by this repository's own generation."""
+    return [response.ids for response in generation.generate(*arguments)]
+
+
 def plain(
     model, tokenizer, prompts: list[list[int]], uniforms: np.ndarray, batch: int, **settings
 ) -> list[list[int]]:
@@ -113,7 +118,7 @@ def main() -> None:
     ways, what = {}, (model, tokenizer, prompts, uniforms)
     for batch in args.batch:
         ways[f"recipes {batch}"] = partial(
-            generation.generate,
+            ours,
             accelerator,
             model,
             model,

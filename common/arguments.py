@@ -78,10 +78,10 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
     parser = make_parser(args_class)
     if argv and argv[0].endswith((".yaml", ".yml")):
         # Read as flags, so that the same parser checks types, choices and unknown names.
-        argv = yaml_to_flags(argv[0], parser) + argv[1:]
+        argv = yaml_to_flags(argv[0], parser, args_class) + argv[1:]
     demo_flags = []
     if not names_model_or_dataset(argv):
-        demo_flags = yaml_to_flags(demo, parser)
+        demo_flags = yaml_to_flags(demo, parser, args_class)
 
     args, unknown = parser.parse_args_into_dataclasses(
         demo_flags + argv,
@@ -89,6 +89,8 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
         return_remaining_strings=True,
     )
     if unknown:
+        for word in unknown:
+            refuse_renamed(word.partition("=")[0].lstrip("-"), args_class, parser)
         parser.error(
             f"unknown argument {' '.join(unknown)}: --help lists all arguments "
             "(none can be abbreviated, and a file of defaults comes first)"
@@ -129,7 +131,16 @@ def names_model_or_dataset(argv: list[str]) -> bool:
     return False
 
 
-def yaml_to_flags(path: str | Path, parser: transformers.HfArgumentParser) -> list[str]:
+def refuse_renamed(name: str, args_class: type, parser: transformers.HfArgumentParser) -> None:
+    """Refuses an argument of an older release by naming its successors: see `Args.renamed`."""
+    successors = getattr(args_class, "renamed", {}).get(name.replace("-", "_"))
+    if successors:
+        parser.error(f"--{name} is no longer an argument: use {successors}")
+
+
+def yaml_to_flags(
+    path: str | Path, parser: transformers.HfArgumentParser, args_class: type
+) -> list[str]:
     """Returns the flags that say the same as a flat YAML mapping.
 
     A value of `null` leaves the default. `{assets}` in a value stands for the folder of the assets.
@@ -144,6 +155,7 @@ def yaml_to_flags(path: str | Path, parser: transformers.HfArgumentParser) -> li
     flags = []
     for name, value in values.items():
         if f"--{name}" not in parser._option_string_actions:
+            refuse_renamed(name, args_class, parser)
             parser.error(f"{path}: {name!r} is no argument of this recipe; --help lists them")
         if value is None:
             continue

@@ -452,8 +452,11 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
 def with_new_name(value):
     """Returns a value for comparison: a function by its old name becomes the new one.
 
-    All else stays; see `arguments.MOVED_FUNCTIONS`.
+    A list of one value is that value, since older checkpoints hold it alone where an argument has
+    come to take several. All else stays; see `arguments.MOVED_FUNCTIONS`.
     """
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
     if isinstance(value, str):
         return arguments.MOVED_FUNCTIONS.get(value, value)
     return value

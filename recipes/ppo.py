@@ -23,7 +23,6 @@ Every argument, every metric: docs/ppo.md
 
 # ============================================================ imports
 import math
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +49,8 @@ from common.metrics import Metrics
 from common.models import checks, load, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.progress import Progress
-from common.rollout import answers, generation, rewards
+from common.rollout import answers, generation, rewards, sizes
+from common.rollout.rewards import Scores
 from common.rollout.samples import Collected, Samples, sample_lengths
 from common.rollout.schedule import RolloutSchedule
 
@@ -71,10 +71,16 @@ class Args:
     reward_model_name_or_path: str | None = HfArg(
         default=None, help="a reward model with one label, such as recipes/reward.py saves"
     )
-    reward_function: str | None = HfArg(
+    reward_function: list[str] | None = HfArg(
         default=None,
-        help="MODULE:NAME, a function (prompts, responses, **columns) -> scores; "
-        "they are added to the reward model's",
+        help="one or several MODULE:NAME, functions (prompts, responses, **columns) -> scores",
+    )
+    reward_weights: list[float] | None = HfArg(
+        default=None,
+        help="of the reward model, if there is one, and then of each function; default: 1 each",
+    )
+    reward_timeout: float = HfArg(
+        default=600.0, help="seconds that a call of a reward function may take; 0: any"
     )
     dataset_name: list[str] | None = HfArg(
         default=None,
@@ -113,8 +119,11 @@ class Args:
 
     rollout_batch_size: int = HfArg(default=1024, help="prompts of one rollout, over all processes")
     n_samples_per_prompt: int = HfArg(default=1, help="responses to each prompt")
-    micro_rollout_batch_size: int = HfArg(
-        default=16, help="responses that one process generates and scores at once"
+    generate_batch_size: int = HfArg(
+        default=0, help="responses that one process generates at once; 0: as many as fit"
+    )
+    score_batch_size: int = HfArg(
+        default=0, help="responses that one process scores at once; 0: as many as fit"
     )
     num_epochs_per_rollout: int = HfArg(default=1, help="passes over the samples of a rollout")
     max_new_tokens: int = HfArg(default=256, help="longest response")
@@ -218,7 +227,17 @@ class Args:
     )
 
     # Besides what all recipes share, a resumed run may change these.
-    may_change: ClassVar[set[str]] = {"micro_rollout_batch_size", "share_prompts"}
+    may_change: ClassVar[set[str]] = {
+        "generate_batch_size",
+        "score_batch_size",
+        "micro_rollout_batch_size",  # of older checkpoints
+        "share_prompts",
+        "reward_timeout",
+    }
+    # Arguments of older releases, and what replaced them.
+    renamed: ClassVar[dict[str, str]] = {
+        "micro_rollout_batch_size": "--generate_batch_size and --score_batch_size",
+    }
 
 
 # ============================================================ the algorithm
@@ -417,25 +436,24 @@ def compare(
 def sample(
     accelerator, model, policy, tokenizer, columns: dict, rollout_number: int, args: Args
 ) -> Samples:
-    """Draws one response to each prompt.
+    """Draws responses to prompts.
 
     The seed and the number of the rollout decide the draws: not the number of processes, nor what
     was drawn before.
-
-    Args:
-        columns: of the prompts; a prompt stands there once for each of its responses.
     """
     draws = np.random.default_rng([args.seed, rollout_number, SAMPLING_STREAM])
+    n_samples = len(columns["prompt_ids"]) * args.n_samples_per_prompt
     return generation.respond(
         accelerator,
         model,
         policy.model,
         tokenizer,
         columns,
-        args.micro_rollout_batch_size,
+        args.n_samples_per_prompt,
+        args.generate_batch_size,
         args.max_new_tokens,
         temperature=args.temperature,
-        uniforms=draws.random((len(columns["prompt_ids"]), args.max_new_tokens)),
+        uniforms=draws.random((n_samples, args.max_new_tokens)),
     )
 
 
@@ -453,10 +471,7 @@ def read_tokens(
     """
     collected = Collected(accelerator)
     scoring_batches = samples.scoring_batches(
-        accelerator,
-        args.micro_rollout_batch_size,
-        args.n_samples_per_prompt,
-        args.share_prompts,
+        accelerator, args.score_batch_size, args.share_prompts
     )
     with checks.evaluation_mode(model):
         for numbers, inputs in scoring_batches:
@@ -522,19 +537,23 @@ def estimate_advantages(
 
 
 def log_rollout(
-    accelerator, metrics: Metrics, tokenizer, samples: Samples, scores, logged: dict
+    accelerator, metrics: Metrics, tokenizer, samples: Samples, scores: Scores, logged: dict
 ) -> None:
     """Adds a rollout's metrics to the next log line, and shows some responses in TensorBoard."""
     # Every process holds the whole rollout: one of them counts it.
     counts = float(accelerator.is_main_process)
-    weights = torch.full(scores.shape, counts, device=accelerator.device)
+    weights = torch.full(scores.total.shape, counts, device=accelerator.device)
     values = {name: value.to(accelerator.device) for name, value in logged.items()}
     # Not to `pending`, which is dropped if the engine skips the rollout's first update: the rollout
     # was made all the same.
     metrics.open.add(values, weights)
-    rows = samples.table_rows(tokenizer, scores, most=8)
+    for name, part in scores.parts.items():
+        part = part.to(accelerator.device)
+        # NaN: this function did not score the response.
+        metrics.open.add({f"rewards/{name}/mean": part}, weights * ~part.isnan())
+    rows = samples.table_rows(tokenizer, scores.total, most=8)
     table = ["| prompt | response | score |", "| --- | --- | --- |", *rows]
-    metrics.log_rollout(scores, "\n".join(table))
+    metrics.log_rollout(scores.total, "\n".join(table))
 
 
 def set_learning_rates(optimizer, scheduler, actor_learns: bool) -> None:
@@ -555,21 +574,20 @@ def parts_of_norm(grad_norm: float, group_norms: dict[str, float]) -> dict[str, 
     return {f"grad_norm/{name}": grad_norm * norm / joint for name, norm in group_norms.items()}
 
 
-def check_settings(args: Args, processes: int) -> None:
+def check_settings(args: Args) -> None:
     """Refuses sizes that do not divide, and settings that would be ignored or cannot work."""
     n_prompts = args.rollout_batch_size
     n_responses = args.n_samples_per_prompt
-    micro_batch_size = args.micro_rollout_batch_size
-    if min(n_prompts, n_responses, micro_batch_size, args.num_epochs_per_rollout) < 1:
+    if min(n_prompts, n_responses, args.num_epochs_per_rollout) < 1:
         sys.exit(
-            "--rollout_batch_size, --n_samples_per_prompt, --micro_rollout_batch_size and "
-            "--num_epochs_per_rollout must be at least 1"
+            "--rollout_batch_size, --n_samples_per_prompt and --num_epochs_per_rollout must be at "
+            "least 1"
         )
-    check_rollout_size(
-        args,
-        divisor=micro_batch_size * processes,
-        divisor_text=f"--micro_rollout_batch_size {micro_batch_size} x {processes} processes",
-    )
+    if min(args.generate_batch_size, args.score_batch_size) < 0:
+        sys.exit(
+            f"--generate_batch_size {args.generate_batch_size} and --score_batch_size "
+            f"{args.score_batch_size}: expected at least 1, or 0 for as many as fit"
+        )
     check_rollout_size(
         args,
         # make_accelerator refuses 0, with every recipe's message.
@@ -644,7 +662,7 @@ def check_kl(args: Args) -> None:
 def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "ppo.yaml")
-    check_settings(args, processes=int(os.environ.get("WORLD_SIZE", 1)))
+    check_settings(args)
     accelerator = launch.make_accelerator(args, "ppo")
     arguments.check_intervals(args)
 
@@ -742,7 +760,9 @@ def main():
         tokenizer,
         args.reward_model_name_or_path,
         args.reward_function,
+        args.reward_weights,
         args.normalize_reward,
+        args.reward_timeout,
         args.attn_implementation,
     )
     models = [model, reference]
@@ -756,17 +776,23 @@ def main():
     )
     how_often = "once for their responses" if args.share_prompts else "for each of their responses"
     accelerator.print(f"prompts are computed {how_often}")
+    sizes.fill_in(accelerator, args, trained=policy, frozen=[reference, judge.model])
 
-    def scores_of(samples: Samples, responses_per_prompt: int) -> torch.Tensor:
-        """Returns the score of each response, fp32 `[samples]`, the same on every process."""
-        scoring_batches = samples.scoring_batches(
+    def scores_of(samples: Samples) -> Scores:
+        """Returns the scores of the responses, the same on every process."""
+        scores = rewards.score(
             accelerator,
-            args.micro_rollout_batch_size,
-            responses_per_prompt,
+            tokenizer,
+            judge,
+            samples,
+            args.score_batch_size,
             args.share_prompts,
+            progress.global_step,
         )
-        scores = rewards.score(accelerator, tokenizer, judge, samples, scoring_batches)
-        return final_scores(scores, samples.ended, args.reward_clip, args.missing_eos_penalty)
+        total = final_scores(
+            scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty
+        )
+        return scores._replace(total=total)
 
     # ============================================================ the loop
     metrics = Metrics(
@@ -810,17 +836,17 @@ def main():
             prompt_rows = batches.rows_of_update(
                 mixture, args.rollout_batch_size, args.seed, position.rollout
             )
-            columns = train_set[np.repeat(prompt_rows, args.n_samples_per_prompt)]
+            columns = train_set[prompt_rows]
             with metrics.timed("generate"):
                 samples = sample(
                     accelerator, model, policy, tokenizer, columns, position.rollout, args
                 )
             with metrics.timed("score"):
-                scores = scores_of(samples, args.n_samples_per_prompt)
+                scores = scores_of(samples)
                 old = read_tokens(accelerator, model, reference, samples, args)
-            check_rollout(samples, scores, old, progress, args.output_dir)
+            check_rollout(samples, scores.total, old, progress, args.output_dir)
             kl_coef = run.extra["kl_coef"]
-            tensors, logged = estimate_advantages(samples, scores, old, kl_coef, args)
+            tensors, logged = estimate_advantages(samples, scores.total, old, kl_coef, args)
             log_rollout(accelerator, metrics, tokenizer, samples, scores, logged)
             rollout = {
                 "prompts": samples.prompts,
@@ -833,7 +859,7 @@ def main():
             if args.kl_target and actor_learns:
                 kl = logged["objective/kl"].mean().item()
                 kl_coef = next_kl_coef(
-                    kl_coef, kl, args.kl_target, args.kl_horizon, samples=len(scores)
+                    kl_coef, kl, args.kl_target, args.kl_horizon, samples=len(samples.rows)
                 )
             # Checkpoints hold it: a resumed run goes on with the same rollout.
             run.extra = {"kl_coef": kl_coef, "rollout": rollout}
@@ -874,6 +900,10 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(inputs, args.temperature)
+                if position.update == 0:
+                    # The actor has not moved since the rollout: its ratios are exactly 1, whatever
+                    # the micro-batches of this pass and of the one that scored.
+                    old["logps"] = output["logps"].detach()
                 losses, token_weights, logged = compare(
                     output, old, weights, rollout["kl_coef"], actor_learns, args
                 )
@@ -966,12 +996,13 @@ def evaluate(
             policy.model,
             tokenizer,
             columns,
-            args.micro_rollout_batch_size,
+            1,
+            args.generate_batch_size,
             args.max_new_tokens,
         )
-        scores = scores_of(samples, responses_per_prompt=1)
+        scores = scores_of(samples)
         values = {
-            "scores": scores,
+            "scores": scores.total,
             "length": [len(response) for response in samples.responses],
             "eos_rate": samples.ended,
         }
@@ -984,7 +1015,7 @@ def evaluate(
             ]
         for name, value in values.items():
             line[prefix + name] = float(np.mean(np.asarray(value, dtype=float)))
-        examples += samples.table_rows(tokenizer, scores, most=4)
+        examples += samples.table_rows(tokenizer, scores.total, most=4)
     return line, examples
 
 

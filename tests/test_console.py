@@ -57,7 +57,9 @@ def test_a_run_in_the_locale_c(inputs, name, launcher):
     more = [
         "--rollout_batch_size",
         4,
-        "--micro_rollout_batch_size",
+        "--generate_batch_size",
+        4,
+        "--score_batch_size",
         4,
         "--reward_function",
         "common.rollout.rewards:answer_reward",

@@ -36,7 +36,7 @@ from runs import (
 TESTS = REPOSITORY / "tests"
 RECIPES = ("sft", "dpo", "reward", "ppo")
 # One rollout of 48 samples, twice, is as many windows as two epochs of the others' rows.
-PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 48, "--num_epochs_per_rollout", 2, "--micro_rollout_batch_size", 8,
+PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 48, "--num_epochs_per_rollout", 2, "--generate_batch_size", 8, "--score_batch_size", 8,
        "--max_new_tokens", 6, "--critic_learning_rate", 0.01]  # fmt: skip
 
 

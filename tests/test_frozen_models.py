@@ -80,7 +80,16 @@ def test_what_decides_the_reference_s_values_is_in_the_key():
     assert key() == key()
 
 
-PPO = ["--rollout_batch_size", 8, "--micro_rollout_batch_size", 8, "--max_new_tokens", 4]
+PPO = [
+    "--rollout_batch_size",
+    8,
+    "--generate_batch_size",
+    8,
+    "--score_batch_size",
+    8,
+    "--max_new_tokens",
+    4,
+]
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,10 @@ def run(inputs, name: str, launcher: str, micro: int | str, *extra):
             "--output_dir",
             output,
         ]
+        size = 4 if micro == "tokens" else micro
         flags += (
             ["--learning_rate", 0.003] * (name == "reward")
-            + [*PPO, "--micro_rollout_batch_size", 4 if micro == "tokens" else micro]
+            + [*PPO, "--generate_batch_size", size, "--score_batch_size", size + 1]
             * (name == "ppo")
             + (
                 ["--micro_train_tokens", 180]

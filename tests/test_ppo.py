@@ -332,6 +332,7 @@ def test_generation_is_that_of_each_prompt_alone(accelerator, tokenizer, monkeyp
             found = generation.generate(
                 accelerator, model, model, tokenizer, PROMPTS, batch_size, ROOM, **sampling
             )
+            found = [response.ids for response in found]
             assert found == [response for response, _ in expected]
             for row, (_, logits) in enumerate(expected if temperature else []):
                 np.testing.assert_allclose(seen[row][: len(logits)], logits, rtol=1e-4, atol=1e-4)
@@ -459,14 +460,17 @@ def test_a_score_is_model_plus_function_clipped_less_the_penalty(
         modelled = [(plain(row).logits.item() - 0.4) / 1.6 for row in rows]  # one row, no padding
     reward_model = ScoreModel(score_model(str(tmp_path), tokenizer, None)).eval()
 
-    def score(clip=0.0, penalty=0.0, **judge):
-        scoring_batches = samples.scoring_batches(accelerator, micro, 1, True)
-        scores = rewards.score(
-            accelerator, tokenizer, rewards.Judge(**judge), samples, scoring_batches
+    def score(clip=0.0, penalty=0.0, functions=None, **judge):
+        judge = rewards.Judge(
+            functions=functions or {}, weights={"reward_model": 1.0, "by_weight": 1.0}, **judge
         )
-        return ppo.final_scores(scores, samples.ended, clip, penalty).tolist()
+        scores = rewards.score(accelerator, tokenizer, judge, samples, micro, True, step=0)
+        return ppo.final_scores(scores.total, samples.ended, clip, penalty).tolist()
 
-    both = score(clip=0.9, penalty=0.25, model=reward_model, function=function, mean=0.4, std=1.6)
+    by_function = {"by_weight": function}
+    both = score(
+        clip=0.9, penalty=0.25, model=reward_model, functions=by_function, mean=0.4, std=1.6
+    )
     summed = [min(max(m + row - 0.5, -0.9), 0.9) for row, m in enumerate(modelled)]
     assert both == pytest.approx(
         [summed[0], summed[1] - 0.25, summed[2]], rel=1e-5
@@ -476,31 +480,8 @@ def test_a_score_is_model_plus_function_clipped_less_the_penalty(
     )
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response in samples.responses]
     assert sorted(calls) == [(f"p{row}", texts[row], row + 1, "x") for row in range(3)]
-    assert score(function=function) == pytest.approx([-0.5, 0.5, 1.5])
+    assert score(functions=by_function) == pytest.approx([-0.5, 0.5, 1.5])
     assert score(model=reward_model) == pytest.approx([m * 1.6 + 0.4 for m in modelled], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "values, found",
-    [
-        ([1.0], "[1.0]"),
-        ([1.0, math.nan, 1.0], "nan"),
-        ([1.0, math.inf, 0.0], "inf"),
-        ([1.0] * 4, "1.0"),
-    ],
-)
-def test_scores_that_cannot_be_used_are_refused(accelerator, tokenizer, values, found):
-    samples, judge = (
-        stub_samples(tokenizer),
-        rewards.Judge(function=lambda *_, **__: values, function_name="module:function"),
-    )
-    with pytest.raises(
-        ValueError, match="--reward_function module:function: expected 3 finite scores, got"
-    ) as refusal:
-        rewards.score(
-            accelerator, tokenizer, judge, samples, samples.scoring_batches(accelerator, 3, 1, True)
-        )
-    assert found in str(refusal.value)
 
 
 def test_a_new_head_begins_at_the_standard_deviation_of_the_papers(tmp_path, tokenizer):
@@ -523,16 +504,18 @@ def test_responses_to_a_prompt_are_scored_side_by_side():
     """Though they differ in length: else a prompt could not be computed once for them."""
     prompts = [[7] * length for length in (3, 3, 5, 5, 4, 4)]
     responses = [[9] * length for length in (1, 6, 2, 3, 8, 1)]
-    samples = Samples(prompts, responses, [""] * 6, [*range(1, 7)], torch.ones(6, dtype=torch.bool))
-    found = [numbers for numbers, _ in samples.scoring_batches(alone_in(0, 1), 2, 2, True)]
+    ended = torch.ones(6, dtype=torch.bool)
+    samples = Samples(prompts, responses, [""] * 6, [*range(1, 7)], ended, per_prompt=2)
+    found = [numbers for numbers, _ in samples.scoring_batches(alone_in(0, 1), 2, True)]
     assert found == [[4, 5], [0, 1], [2, 3]]  # by the longest of each: 12, 9 and 8 tokens
-    alone = [numbers for numbers, _ in samples.scoring_batches(alone_in(0, 1), 2, 1, True)]
+    samples.per_prompt = 1
+    alone = [numbers for numbers, _ in samples.scoring_batches(alone_in(0, 1), 2, True)]
     assert alone == [[4, 1], [3, 2], [5, 0]]
 
 
 def test_a_padding_row_is_read_but_not_kept():
     samples = Samples([[5, 6]], [[7, 8, 9]], [""], [1], torch.tensor([True]))
-    ((numbers, inputs),) = samples.scoring_batches(alone_in(1, 2), 4, 1, True)
+    ((numbers, inputs),) = samples.scoring_batches(alone_in(1, 2), 4, True)
     assert numbers == [] and inputs["mask"].shape == (1, 3)
     collected = Collected(alone_in(1, 2))
     collected.add(numbers, inputs["mask"], logps=torch.ones(1, 3), values=torch.ones(1, 3))
@@ -578,32 +561,26 @@ def test_the_position_of_every_update(sizes):
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("processes, sizes, parts", [
-    (2, (10, 1, 4, 8), ["10 x", "= 10 samples", "--micro_rollout_batch_size 4 x 2 processes", "--rollout_batch_size 8 or 16."]),
-    (1, (3, 1, 4, 4), ["= 3 samples", "--micro_rollout_batch_size 4 x 1", "--rollout_batch_size 4."]),
-    (1, (12, 2, 4, 16), ["12 x --n_samples_per_prompt 2 = 24 samples", "--train_batch_size 16", "--rollout_batch_size 8 or 16."]),
-    (1, (10, 3, 2, 12), ["= 30 samples", "--train_batch_size 12", "--rollout_batch_size 8 or 12."]),
-    (1, (0, 1, 1, 1), ["--rollout_batch_size", "at least 1"]),
-    (1, (4, 0, 1, 1), ["--n_samples_per_prompt", "at least 1"]),
+@pytest.mark.parametrize("sizes, parts", [
+    ((3, 1, 4), ["= 3 samples", "--train_batch_size 4", "--rollout_batch_size 4."]),
+    ((12, 2, 16), ["12 x --n_samples_per_prompt 2 = 24 samples", "--train_batch_size 16", "--rollout_batch_size 8 or 16."]),
+    ((10, 3, 12), ["= 30 samples", "--train_batch_size 12", "--rollout_batch_size 8 or 12."]),
+    ((0, 1, 1), ["--rollout_batch_size", "at least 1"]),
+    ((4, 0, 1), ["--n_samples_per_prompt", "at least 1"]),
 ])  # fmt: skip
-def test_sizes_of_a_rollout_that_do_not_divide(processes, sizes, parts):
-    names = (
-        "rollout_batch_size",
-        "n_samples_per_prompt",
-        "micro_rollout_batch_size",
-        "train_batch_size",
-    )
-    args = ppo.Args(reward_function="a:b", **dict(zip(names, sizes)))
-    refuses(*parts, call=lambda: ppo.check_settings(args, processes))
+def test_sizes_of_a_rollout_that_do_not_divide(sizes, parts):
+    names = ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
+    args = ppo.Args(reward_function=["a:b"], **dict(zip(names, sizes)))
+    refuses(*parts, call=lambda: ppo.check_settings(args))
     if parts[-1].startswith("--rollout_batch_size "):
         for nearest in parts[-1].removeprefix("--rollout_batch_size ").rstrip(".").split(" or "):
             args.rollout_batch_size = int(nearest)
-            ppo.check_settings(args, processes)  # what it names would do
+            ppo.check_settings(args)  # what it names would do
 
 
 def test_an_update_of_no_samples_is_left_to_the_common_refusal():
     """By `accumulation_steps`, in the words of all recipes; here it must not divide by it."""
-    ppo.check_settings(ppo.Args(reward_function="a:b", train_batch_size=0), 1)
+    ppo.check_settings(ppo.Args(reward_function=["a:b"], train_batch_size=0))
 
 
 @pytest.mark.parametrize("response, answer, right", [
@@ -630,11 +607,13 @@ def test_a_response_is_right_where_it_ends_as_the_answer(response, answer, right
     ({"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8}, ["= 128 samples", "--kl_horizon above a fifth of them (25.6)"]),
     ({"kl_target": -6.0}, ["--kl_target -6.0", "below 0"]), ({"reward_clip": -5.0}, ["--reward_clip -5.0", "below 0"]),
     ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout", "at least 1"]),
+    ({"generate_batch_size": -1}, ["--generate_batch_size -1", "at least 1, or 0"]),
+    ({"score_batch_size": -4}, ["--score_batch_size -4", "at least 1, or 0"]),
 ])  # fmt: skip
 def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
-    good = {"reward_function": "a:b", "rollout_batch_size": 16, "train_batch_size": 8}
-    ppo.check_settings(ppo.Args(**good), 1)
-    refuses(*parts, call=lambda: ppo.check_settings(ppo.Args(**{**good, **settings}), 1))
+    good = {"reward_function": ["a:b"], "rollout_batch_size": 16, "train_batch_size": 8}
+    ppo.check_settings(ppo.Args(**good))
+    refuses(*parts, call=lambda: ppo.check_settings(ppo.Args(**{**good, **settings})))
 
 
 def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatch):
@@ -679,7 +658,7 @@ def explosive(prompts, responses, weight, **columns):
     return [3e19 if w == 2 else 0.0 for w in weight]  # finite, but its square is not
 """
 SHARED = dict(
-    seed=3, rollout_batch_size=4, n_samples_per_prompt=2, micro_rollout_batch_size=4, num_epochs_per_rollout=2, max_new_tokens=6,
+    seed=3, rollout_batch_size=4, n_samples_per_prompt=2, generate_batch_size=3, score_batch_size=5, num_epochs_per_rollout=2, max_new_tokens=6,
     train_batch_size=4, micro_train_batch_size=2, max_epochs=1, max_length=60, learning_rate=3e-3, critic_learning_rate=2e-2, warmup_steps=2,
     adam_epsilon=1e-5, weight_decay=0.1, missing_eos_penalty=0.6, clip_range=0.15, gamma=0.95, gae_lambda=0.8,
 )  # fmt: skip
@@ -776,13 +755,15 @@ class Reference:
 
     def score(self, row, prompt, response):
         text, s = self.tokenizer.decode(response, skip_special_tokens=True), self.set
-        value = row["weight"] * (len(text) % 5 - 2.0)
+        value = own_score = row["weight"] * (len(text) % 5 - 2.0)
+        modelled = None
         if self.scored == "both":
             state = self.judge.model(torch.tensor([prompt + response])).last_hidden_state[0, -1]
-            value += ((state @ self.judge.score.weight[0]).item() - 0.1) / 0.7
+            modelled = ((state @ self.judge.score.weight[0]).item() - 0.1) / 0.7
+            value += modelled
         if s.reward_clip:
             value = min(max(value, -s.reward_clip), s.reward_clip)
-        return value - (0 if response[-1] in STOPS else s.missing_eos_penalty)
+        return value - (0 if response[-1] in STOPS else s.missing_eos_penalty), own_score, modelled
 
     def kl(self, logps, ref):
         d = logps - ref
@@ -807,7 +788,7 @@ class Reference:
             prompt = self.tokenizer(text).input_ids
             response, _ = alone(self.actor, prompt, numbers, s.temperature, STOPS, s.max_new_tokens)
             logps, ref, values, _ = self.read(prompt, response)
-            score = self.score(self.rows[row], prompt, response)
+            score, own_score, modelled = self.score(self.rows[row], prompt, response)
             kl = self.kl(logps, ref)
             penalties = (
                 (-self.kl_coef * kl).tolist() if s.kl_in == "reward" else [0.0] * len(response)
@@ -819,7 +800,7 @@ class Reference:
                 advantages.insert(0, after)
                 after_value = value
             samples.append(types.SimpleNamespace(
-                prompt=prompt, response=response, logps=logps, ref=ref, values=values, score=score, kl=kl.sum().item(), penalty=sum(penalties),
+                prompt=prompt, response=response, logps=logps, ref=ref, values=values, score=score, own_score=own_score, modelled=modelled, kl=kl.sum().item(), penalty=sum(penalties),
                 advantages=torch.tensor(advantages), returns=torch.tensor(advantages) + values,
             ))  # fmt: skip
         every = torch.cat([sample.advantages for sample in samples]).double().numpy()
@@ -832,8 +813,10 @@ class Reference:
             "objective/kl": mean(lambda x: x.kl), "objective/entropy": mean(lambda x: -x.logps.sum().item()),
             "objective/scores": mean(lambda x: x.score), "objective/non_score_reward": mean(lambda x: x.penalty),
             "objective/rlhf_reward": mean(lambda x: x.score + x.penalty), "objective/kl_coef": self.kl_coef,
-            "responses/length": mean(lambda x: len(x.response)), "responses/eos_rate": mean(lambda x: x.response[-1] in STOPS),
+            "rewards/reward/mean": mean(lambda x: x.own_score), "responses/length": mean(lambda x: len(x.response)), "responses/eos_rate": mean(lambda x: x.response[-1] in STOPS),
         }  # fmt: skip
+        if self.scored == "both":
+            line["rewards/reward_model/mean"] = mean(lambda x: x.modelled)
         return samples, line
 
     def update(self, window, kl_coef, learns, total_steps):
@@ -975,7 +958,7 @@ def finished(inputs):
         output = inputs / f"{name} {launcher}".replace(" ", "_")
         saving = "--save_steps", 3, "--save_total_limit", 0
         micro = (
-            ("--micro_rollout_batch_size", 2) if launcher == "ddp" else ()
+            ("--generate_batch_size", 2, "--score_batch_size", 3) if launcher == "ddp" else ()
         )  # several each, of 6 samples fillers too
         return output, run(
             inputs, output, WHOLE[name], *saving, *micro, launcher=LAUNCHERS[launcher]

@@ -39,7 +39,7 @@ CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "growing"), ("sft", "zero3"),
          pytest.param("sft", "offload", marks=pytest.mark.slow)]  # fmt: skip
 # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
 PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2,
-       "--micro_rollout_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--critic_learning_rate", 0.01, "--kl_target", 1]  # fmt: skip
+       "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--critic_learning_rate", 0.01, "--kl_target", 1]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,9 @@ from runs import LAUNCHERS, launch, recipe, refuses, tiny_inputs
 PPO = [
     "--rollout_batch_size",
     8,
-    "--micro_rollout_batch_size",
+    "--generate_batch_size",
+    8,
+    "--score_batch_size",
     8,
     "--max_new_tokens",
     4,

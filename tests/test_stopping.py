@@ -129,7 +129,9 @@ def test_a_second_signal_ends_it_at_once(inputs):
         "slow_of_test:reward",
         "--rollout_batch_size",
         8,
-        "--micro_rollout_batch_size",
+        "--generate_batch_size",
+        8,
+        "--score_batch_size",
         8,
         "--max_new_tokens",
         4,
@@ -225,7 +227,7 @@ def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, st
     """Two processes stop in the middle of a rollout; one goes on, and ends where the run of two ends. Actor and critic: groups that differ
     in learning rate and weight decay, of which DeepSpeed's ZeRO-3 takes the first one's for all."""
     more = ["--dataset_name", inputs / "prompts.jsonl", "--reward_function", "quick_of_test:reward", "--rollout_batch_size", 16,
-            "--num_epochs_per_rollout", 2, "--micro_rollout_batch_size", 8, "--max_new_tokens", 6, "--critic_learning_rate", 0.01,
+            "--num_epochs_per_rollout", 2, "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 6, "--critic_learning_rate", 0.01,
             "--learning_rate", 0.003, "--weight_decay", 0.1, "--max_steps", 20, "--logging_steps", 1, "--save_total_limit", 0]  # fmt: skip
     whole, output = inputs / f"two-{stage}", inputs / f"one-{stage}"
     launch(
@@ -292,7 +294,7 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, world, stage
 def test_step_counts_that_differ_cannot_be_moved_under_zero3(inputs):
     """After a warm-up of the critic the actor's Adam has made fewer steps."""
     more = ["--dataset_name", inputs / "prompts.jsonl", "--reward_function", "quick_of_test:reward", "--rollout_batch_size", 16,
-            "--micro_rollout_batch_size", 8, "--max_new_tokens", 4, "--critic_warmup_rollouts", 1, "--max_steps", 3, "--save_steps", 3]  # fmt: skip
+            "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 4, "--critic_warmup_rollouts", 1, "--max_steps", 3, "--save_steps", 3]  # fmt: skip
     launch(LAUNCHERS["zero3"], recipe("ppo"), *flags(inputs, inputs / "warm", *more), cwd=inputs)
     command = [
         sys.executable,
@@ -324,7 +326,9 @@ def test_ctrl_c_leaves_a_reward_functions_workers_to_finish(inputs):
         "pool_of_test:reward",
         "--rollout_batch_size",
         8,
-        "--micro_rollout_batch_size",
+        "--generate_batch_size",
+        8,
+        "--score_batch_size",
         8,
         "--max_new_tokens",
         4,

@@ -41,7 +41,9 @@ def exact_match(
         accelerator, model, unwrapped.model, tokenizer, prompts, batch_size, max_new_tokens
     )
     prompt_texts = tokenizer.batch_decode(prompts, skip_special_tokens=True)
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        [response.ids for response in responses], skip_special_tokens=True
+    )
     right = [is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
 
     examples = []

@@ -1,8 +1,9 @@
-"""Scores responses by a reward model, a reward function or both; one such function is here."""
+"""Scores responses by a reward model, by reward functions or by both; two functions are here."""
 
-import json
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -12,47 +13,83 @@ from torch import nn
 from common import arguments, distributed
 from common.models import load, prepare
 from common.models.logprobs import ScoreModel
-from common.rollout import answers
+from common.rollout import answers, calls
 from common.rollout.samples import Samples
 
+# The name of the reward model's part among those of the functions.
+OF_MODEL = "reward_model"
 
-class Judge(NamedTuple):
-    """What scores responses. Where there are a model and a function, their scores are added.
+
+@dataclass
+class Judge:
+    """What scores responses: the weighted sum of its parts.
 
     Attributes:
         model: a prepared `ScoreModel`.
-        function: `(prompts, responses, **columns) -> scores`, see `function_scores`.
-        function_name: as the user gave it, for messages.
         mean, std: the model's scores are normalised by them.
+        functions: reward functions by the names of their parts, see `calls.call`.
+        weights: of each part, by its name; the reward model's is `reward_model`.
+        timeout: seconds that a call of a function may take; 0: any.
     """
 
     model: nn.Module | None = None
-    function: Callable | None = None
-    function_name: str | None = None
     mean: float = 0.0
     std: float = 1.0
+    functions: dict[str, Callable] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    timeout: float = 0.0
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of the parts, the reward model's first."""
+        of_model = [] if self.model is None else [OF_MODEL]
+        return of_model + list(self.functions)
+
+
+class Scores(NamedTuple):
+    """The scores of samples, on the CPU, the same on every process.
+
+    Attributes:
+        total: fp32 `[samples]`, the weighted sum of the parts that a sample has.
+        parts: fp32 `[samples]` by the name of the function, or `reward_model`; NaN where a function
+            returned None.
+    """
+
+    total: torch.Tensor
+    parts: dict[str, torch.Tensor]
 
 
 def load_judge(
     accelerator,
     tokenizer,
     model_name: str | None,
-    function_name: str | None,
+    function_names: list[str] | None,
+    weights: list[float] | None,
     normalize: bool,
+    timeout: float,
     attn_implementation: str | None,
 ) -> Judge:
-    """Loads a reward model, a reward function `MODULE:NAME`, or both.
+    """Loads a reward model, reward functions `MODULE:NAME`, or both.
 
     Args:
+        weights: the reward model's, if there is one, then one for each function; default 1 each.
         normalize: use the mean and the standard deviation that the model's config holds.
+        timeout: seconds that a call of a function may take; 0: any.
 
     Raises:
-        SystemExit: one of them cannot be loaded, or the config lacks what normalises.
+        SystemExit: one of them cannot be loaded, the weights are not as many, or the config lacks
+            what normalises.
     """
-    judge = Judge(function_name=function_name)
-    if function_name:
-        function = arguments.load_function("reward_function", function_name)
-        judge = judge._replace(function=function)
+    functions = load_functions(function_names or [])
+    names = [OF_MODEL] if model_name else []
+    names += functions
+    weights = [1.0] * len(names) if weights is None else weights
+    if len(weights) != len(names) or not np.isfinite(weights).all():
+        sys.exit(
+            f"--reward_weights {' '.join(map(str, weights))}: expected {len(names)} finite "
+            f"numbers, one for each of {', '.join(names)}"
+        )
+    judge = Judge(functions=functions, weights=dict(zip(names, weights)), timeout=timeout)
     if model_name:
         model = ScoreModel(load.score_model(model_name, tokenizer, attn_implementation))
         if normalize:
@@ -61,9 +98,27 @@ def load_judge(
                     f"--normalize_reward: {model_name!r} has no reward_std in its config; "
                     "recipes/reward.py with --eval_dataset_name writes it"
                 )
-            judge = judge._replace(mean=model.config.reward_mean, std=model.config.reward_std)
-        judge = judge._replace(model=prepare.frozen(accelerator, model))
+            judge.mean = model.config.reward_mean
+            judge.std = model.config.reward_std
+        judge.model = prepare.frozen(accelerator, model)
     return judge
+
+
+def load_functions(names: list[str]) -> dict[str, Callable]:
+    """Loads reward functions; returns them by their own names, or by MODULE:NAME if those collide.
+
+    Raises:
+        SystemExit: a function cannot be loaded, or is given twice.
+    """
+    own_names = [name.partition(":")[2] for name in names]
+    functions = {}
+    for name, own_name in zip(names, own_names):
+        function = arguments.load_function("reward_function", name)
+        if names.count(name) > 1:
+            sys.exit(f"--reward_function {name} is given twice; --reward_weights can count it more")
+        is_unique = own_names.count(own_name) == 1 and own_name != OF_MODEL
+        functions[own_name if is_unique else name] = function
+    return functions
 
 
 @torch.no_grad()
@@ -72,63 +127,109 @@ def score(
     tokenizer,
     judge: Judge,
     samples: Samples,
-    scoring_batches: Iterable[tuple[list[int], dict]],
-) -> torch.Tensor:
-    """Returns the score of each response, fp32 `[samples]` on the CPU, the same on every process.
-
-    All processes must call it.
+    batch_size: int,
+    share_prompts: bool,
+    step: int,
+) -> Scores:
+    """Returns the scores of the responses. All processes must call it.
 
     Args:
-        scoring_batches: this process's share of the samples, see `Samples.scoring_batches`.
+        batch_size, share_prompts: for the reward model, see `Samples.scoring_batches`.
+        step: `global_step`, for the reward functions.
 
     Raises:
-        ValueError: the function returned other than one finite score for each response.
+        SystemExit: on every process, if a function fails on any of them, see `calls.call`; if a
+            sample got no score at all.
     """
-    score_of_sample = {}
-    for numbers, inputs in scoring_batches:
-        # The model reads a padding row, too: other processes may wait for its forward pass.
-        if judge.model is not None:
-            of_model = judge.model(inputs).double().cpu().numpy()
-        if not numbers:
-            continue
-        scores = np.zeros(len(numbers))
-        if judge.model is not None:
-            scores += (of_model - judge.mean) / judge.std
-        if judge.function is not None:
-            scores += function_scores(judge, tokenizer, samples, numbers)
-        score_of_sample |= dict(zip(numbers, scores.tolist()))
-    return torch.tensor(distributed.gather_rows(score_of_sample))
-
-
-def function_scores(judge: Judge, tokenizer, samples: Samples, numbers: list[int]) -> np.ndarray:
-    """Calls the reward function for some samples and returns its scores, float64.
-
-    The function gets the prompts as the data has them, the responses as texts without special
-    tokens, and every other column of the data by its name. A column named `prompts` or `responses`
-    is not passed: those names stand for what the function is given anyway.
-
-    Raises:
-        ValueError: it returned other than one finite score for each response.
-    """
-    rows = [json.loads(samples.row_texts[number]) for number in numbers]
-    prompts = [row["prompt"] for row in rows]
-    responses = tokenizer.batch_decode(
-        [samples.responses[number] for number in numbers], skip_special_tokens=True
-    )
-    given = ("prompt", "prompts", "responses")
-    # Mixed data sets may have different columns.
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names if name not in given}
-
-    scores = judge.function(prompts, responses, **columns)
-    if len(scores) != len(rows) or not np.isfinite(np.array(scores, dtype=float)).all():
-        raise ValueError(
-            f"--reward_function {judge.function_name}: expected {len(rows)} finite scores, "
-            f"got {scores!r:.200}"
+    parts = {}
+    if judge.model is not None:
+        parts[OF_MODEL] = scores_of_model(accelerator, judge, samples, batch_size, share_prompts)
+    if judge.functions:
+        mine = samples.whole_groups(accelerator)
+        # If a function fails on one process, the others would wait for its scores forever.
+        of_mine = distributed.all_or_none(
+            accelerator, True, scores_of_functions, judge, tokenizer, samples, mine, step
         )
-    return np.array(scores, dtype=float)
+        of_sample = dict(zip(mine, zip(*of_mine)))
+        columns = zip(*distributed.gather_rows(of_sample))
+        parts |= dict(zip(judge.functions, map(list, columns)))
+
+    values = np.array([parts[name] for name in judge.parts])
+    weights = np.array([[judge.weights[name]] for name in judge.parts])
+    there = ~np.isnan(values)
+    distributed.all_or_none(
+        accelerator, accelerator.is_main_process, check_all_scored, judge, samples, there
+    )
+    total = np.where(there, values * weights, 0.0).sum(0)
+    return Scores(
+        total=torch.tensor(total, dtype=torch.float32),
+        parts={name: torch.tensor(parts[name], dtype=torch.float32) for name in judge.parts},
+    )
+
+
+def scores_of_model(
+    accelerator, judge: Judge, samples: Samples, batch_size: int, share_prompts: bool
+) -> list[float]:
+    """Returns the reward model's score of each sample, normalised, the same on every process."""
+    score_of_sample = {}
+    for numbers, inputs in samples.scoring_batches(accelerator, batch_size, share_prompts):
+        # It reads a padding row, too: other processes may wait for its forward pass.
+        scores = judge.model(inputs).double().cpu().numpy()
+        normalised = (scores - judge.mean) / judge.std
+        score_of_sample |= dict(zip(numbers, normalised.tolist()))
+    return distributed.gather_rows(score_of_sample)
+
+
+def scores_of_functions(
+    judge: Judge, tokenizer, samples: Samples, mine: list[int], step: int
+) -> list[list[float]]:
+    """Returns for each function its scores of this process's samples."""
+    if not mine:
+        return [[] for _ in judge.functions]
+    given = calls.collect(tokenizer, samples, mine, step)
+    return [
+        calls.call(name, function, given, judge.timeout)
+        for name, function in judge.functions.items()
+    ]
+
+
+def check_all_scored(judge: Judge, samples: Samples, there: np.ndarray) -> None:
+    """Refuses a sample that no part scored.
+
+    Args:
+        there: bool `[parts, samples]`, which scores there are.
+    """
+    for number, is_scored in enumerate(there.any(0)):
+        if not is_scored:
+            sys.exit(
+                f"no reward for data row {samples.rows[number]}: "
+                f"{', '.join(judge.parts)} returned None for one of its responses"
+            )
+
+
+# ============================================================ reward functions
 
 
 def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:
     """Returns 1 if the response's final answer is the column `answer`, else 0."""
     return [float(answers.is_right(response, right)) for response, right in zip(responses, answer)]
+
+
+# As in TRL's `think_format_reward`: thinking, once, and then an answer.
+THINK_FORMAT = r"^<think>(?!.*<think>)(.*?)</think>.*$"
+
+
+def format_reward(
+    prompts: list, responses: list[str], format_pattern: list[str] | None = None, **columns
+) -> list[float]:
+    """Returns 1 if the response matches a regular expression from its beginning, else 0.
+
+    The expression is the column `format_pattern`, where the data has one, else `THINK_FORMAT`. A
+    dot matches line breaks, too.
+    """
+    patterns = format_pattern or [None] * len(responses)
+    flags = re.DOTALL | re.MULTILINE
+    return [
+        float(re.match(pattern or THINK_FORMAT, response, flags) is not None)
+        for pattern, response in zip(patterns, responses)
+    ]

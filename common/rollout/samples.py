@@ -1,7 +1,7 @@
 """The samples of a rollout, their micro-batches for scoring, and values gathered by token."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ class Samples:
         row_texts: the prompt's row in the data, as a JSON text.
         rows: the number of that row, from 1.
         ended: bool `[samples]`, whether the response ends with a stop token.
+        per_prompt: how many samples, side by side, answer the same prompt.
+        sampler_logps: the log-prob of each token of each response, as the sampler computed it when
+            it drew the token; an empty list for a response that was generated greedily.
     """
 
     prompts: list[list[int]]
@@ -28,6 +31,8 @@ class Samples:
     row_texts: list[str]
     rows: list[int]
     ended: torch.Tensor
+    per_prompt: int = 1
+    sampler_logps: list[list[float]] = field(default_factory=list)
 
     @property
     def mask(self) -> torch.Tensor:
@@ -36,7 +41,7 @@ class Samples:
         return torch.arange(lengths.max()) < lengths
 
     def scoring_batches(
-        self, accelerator, batch_size: int, responses_per_prompt: int, share_prompts: bool
+        self, accelerator, batch_size: int, share_prompts: bool
     ) -> Iterator[tuple[list[int], dict]]:
         """Yields this process's micro-batches: the numbers of their samples, and what models read.
 
@@ -45,14 +50,13 @@ class Samples:
         numbers are an empty list then, and nothing of that pass is kept.
 
         Args:
-            batch_size: samples of a micro-batch, at most.
-            responses_per_prompt: how many samples, side by side, answer the same prompt.
+            batch_size: samples of a micro-batch, at most; see `sizes.to_score`.
         """
         # Every response gets the length of the longest response to its prompt: so they sort side by
         # side and can share the prompt.
         lengths = sample_lengths(self.prompts, self.responses)
-        longest = lengths.reshape(-1, responses_per_prompt).max(1)
-        lengths = longest.repeat(responses_per_prompt)
+        longest = lengths.reshape(-1, self.per_prompt).max(1)
+        lengths = longest.repeat(self.per_prompt)
         numbers = np.arange(len(lengths))
         for micro_batch in batches.split(accelerator, numbers, lengths, batch_size):
             inputs = packing.make_batch(
@@ -63,6 +67,15 @@ class Samples:
             )
             is_real = micro_batch.weights.any()
             yield (micro_batch.rows if is_real else []), inputs
+
+    def whole_groups(self, accelerator) -> list[int]:
+        """Returns the numbers of this process's samples, a prompt's samples all on one process.
+
+        The samples of all processes together are all samples, each once; a process may have none.
+        """
+        prompts = np.arange(len(self.responses)).reshape(-1, self.per_prompt)
+        share = np.array_split(prompts, accelerator.num_processes)[accelerator.process_index]
+        return share.flatten().tolist()
 
     def table_rows(self, tokenizer, scores: torch.Tensor, most: int) -> list[str]:
         """Returns the first prompts, responses and scores as rows of a Markdown table."""

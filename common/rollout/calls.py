@@ -1,0 +1,245 @@
+"""Calls reward functions: what they are given, how long they may take, what they may return."""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import json
+import math
+import numbers
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from common.rollout.samples import Samples
+
+# What a function is given whatever the data holds. Columns of these names are not passed.
+OWN_NAMES = ("prompt", "prompts", "responses", "response_ids", "truncated", "step")
+# An async function is cancelled in time. Only one that also blocks is interrupted, so much later.
+GRACE_SECONDS = 1.0
+
+
+class OutOfTime(BaseException):
+    """A function took too long. It is no `Exception`, so that the function does not catch it."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a reward function is given.
+
+    Attributes:
+        prompts: as the data has them, strings or lists of messages.
+        responses: texts, without special tokens.
+        keywords: the columns of the data and our own by name, see `OWN_NAMES`.
+        rows: the number of each prompt's row in the data, for messages.
+    """
+
+    prompts: list
+    responses: list[str]
+    keywords: dict[str, Any]
+    rows: list[int]
+
+    def describe(self, samples: Sequence[int]) -> str:
+        """Returns the rows and the response of samples that have the same one, for messages."""
+        rows = " or ".join(str(row) for row in dict.fromkeys(self.rows[i] for i in samples))
+        return f"data row {rows}, response {cut(self.responses[samples[0]])}"
+
+
+def cut(text: str, most: int = 200) -> str:
+    """Returns a text as one line of limited length."""
+    return repr(text) if len(text) <= most else f"{text[:most]!r}..."
+
+
+def collect(tokenizer, samples: Samples, mine: list[int], step: int) -> Given:
+    """Collects what reward functions are given of some samples.
+
+    Args:
+        mine: the numbers of these samples.
+        step: `global_step`.
+    """
+    rows = [json.loads(samples.row_texts[number]) for number in mine]
+    response_ids = [samples.responses[number] for number in mine]
+    # Mixed data sets may have different columns.
+    names = dict.fromkeys(name for row in rows for name in row)
+    keywords = {name: [row.get(name) for row in rows] for name in names if name not in OWN_NAMES}
+    keywords["response_ids"] = response_ids
+    keywords["truncated"] = [not samples.ended[number].item() for number in mine]
+    keywords["step"] = step
+    return Given(
+        prompts=[row["prompt"] for row in rows],
+        responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
+        keywords=keywords,
+        rows=[samples.rows[number] for number in mine],
+    )
+
+
+def call(name: str, function: Callable, given: Given, timeout: float) -> list[float]:
+    """Calls a reward function `(prompts, responses, **columns) -> scores`, which may be async.
+
+    Columns that its signature does not name are not passed, unless it takes `**columns`.
+
+    Args:
+        name: for messages.
+        timeout: seconds that it may take; 0: any.
+
+    Returns:
+        A score for each sample, NaN where the function returned None.
+
+    Raises:
+        SystemExit: it raised, took too long, or returned something else than one finite number or
+            None for each response. The message names the function and, where it is known, the
+            sample.
+    """
+    try:
+        keywords = accepted(function, given.keywords)
+        with time_limit(timeout):
+            scores = function(given.prompts, given.responses, **keywords)
+        if inspect.isawaitable(scores):
+            with time_limit(timeout and timeout + GRACE_SECONDS):
+                scores = event_loop().run(finish(scores, timeout))
+    except OutOfTime as error:
+        sys.exit(
+            f"--reward_function {name} took longer than --reward_timeout {timeout:g} seconds for "
+            f"{len(given.responses)} responses{culprit(error, given)}"
+        )
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        sys.exit(
+            f"--reward_function {name} raised {type(error).__name__}: {cut(str(error))} "
+            f"({os.path.basename(frame.filename)}:{frame.lineno}){culprit(error, given)}"
+        )
+    return check(name, scores, given)
+
+
+def accepted(function: Callable, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments that a function's signature takes."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a built-in without a signature
+        return keywords
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return keywords
+    return {name: value for name, value in keywords.items() if name in parameters}
+
+
+def check(name: str, scores: Any, given: Given) -> list[float]:
+    """Returns what a function returned as a list of numbers, NaN where it returned None.
+
+    Raises:
+        SystemExit: it is something else than one finite number or None for each response.
+    """
+    if hasattr(scores, "tolist"):  # of torch or numpy
+        scores = scores.tolist()
+    expected = f"expected {len(given.responses)} numbers, one for each response (None: no score)"
+    if not isinstance(scores, (list, tuple)) or len(scores) != len(given.responses):
+        kind = type(scores).__name__
+        length = f" of {len(scores)}" if isinstance(scores, (list, tuple)) else ""
+        sys.exit(f"--reward_function {name}: {expected}, got a {kind}{length}: {cut(repr(scores))}")
+    for sample, value in enumerate(scores):
+        value = value.item() if hasattr(value, "item") else value
+        if value is None:
+            continue
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            sys.exit(
+                f"--reward_function {name}: {expected}, got {cut(repr(value))} for "
+                f"{given.describe([sample])}"
+            )
+    return [math.nan if value is None else float(value) for value in scores]
+
+
+# ============================================================ time limits
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float):
+    """Raises `OutOfTime` inside the block after so many seconds; 0: never.
+
+    The block must run in the main thread, where libraries that check answers set alarms of their
+    own. So another thread watches the time, and sends a signal whose handler raises.
+    """
+    if not seconds:
+        yield
+        return
+    block_ended = threading.Event()
+    expired = threading.Event()
+
+    def watch() -> None:
+        pause = seconds
+        while not block_ended.wait(pause):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
+            pause = 1.0  # again, because a bare `except:` may have caught the first
+
+    def interrupt(*_) -> None:
+        expired.set()
+        if not block_ended.is_set():
+            raise OutOfTime
+
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    watchdog = threading.Thread(target=watch, daemon=True)
+    watchdog.start()
+    try:
+        try:
+            yield
+        finally:
+            block_ended.set()
+    finally:  # also where the signal came at the very end of the block
+        block_ended.set()
+        watchdog.join()
+        signal.signal(signal.SIGUSR2, before)
+    if expired.is_set():
+        raise OutOfTime
+
+
+@functools.cache
+def event_loop() -> asyncio.Runner:
+    """Returns the one event loop of this process: clients that functions keep are bound to it."""
+    return asyncio.Runner()
+
+
+async def finish(scores: Awaitable, timeout: float) -> Any:
+    """Waits for what an async function returns.
+
+    Raises:
+        OutOfTime: it takes more than `timeout` seconds. Everything that it started is cancelled.
+    """
+    task = asyncio.ensure_future(scores)
+    await asyncio.wait({task}, timeout=timeout or None)
+    if task.done():
+        return task.result()
+    started = asyncio.all_tasks() - {asyncio.current_task()}
+    error = OutOfTime()
+    error.frames = [frame for task in started for frame in task.get_stack()]
+    for task in started:
+        task.cancel()
+    await asyncio.wait(started, timeout=GRACE_SECONDS)
+    raise error
+
+
+# ============================================================ which sample it was
+
+
+def culprit(error: BaseException, given: Given) -> str:
+    """Says which sample a function was at when it failed, as far as that can be seen.
+
+    It can if one of the function's local variables is one of the responses.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames += getattr(error, "frames", [])
+    for frame in reversed(frames):  # the innermost first
+        samples = samples_in(frame, given.responses)
+        if samples:
+            return f", at {given.describe(samples)}"
+    rows = list(dict.fromkeys(given.rows))
+    return f", of data rows {min(rows)} to {max(rows)}" if len(rows) > 1 else f", of row {rows[0]}"
+
+
+def samples_in(frame: FrameType, responses: list[str]) -> list[int]:
+    """Returns the samples whose response is a local variable of this frame."""
+    values = {id(value) for value in frame.f_locals.values() if isinstance(value, str)}
+    return [sample for sample, response in enumerate(responses) if id(response) in values]
