@@ -50,7 +50,8 @@ from common.metrics import Metrics
 from common.models import checks, load, packing, prepare
 from common.models.logprobs import LogProbModel
 from common.progress import Progress
-from common.rollout import answers, generation, rewards
+from common.rollout import answers, generation, rewards, sizes
+from common.rollout.rewards import Scores
 from common.rollout.samples import Collected, Samples, sample_lengths
 from common.rollout.schedule import RolloutSchedule
 
@@ -75,11 +76,10 @@ class Args:
     )
     reward_weights: list[float] | None = HfArg(
         default=None,
-        help="weights of the summed scores: of the reward model, if there is one, and of each "
-        "function; default: 1 each",
+        help="of the reward model, if there is one, and then of each function; default: 1 each",
     )
     reward_timeout: float = HfArg(
-        default=600, help="seconds that a reward function may take for a rollout; 0: any time"
+        default=600.0, help="seconds that a call of a reward function may take; 0: any"
     )
     dataset_name: list[str] | None = HfArg(
         default=None,
@@ -152,6 +152,10 @@ class Args:
     kl_coef: float = HfArg(default=0.0, help="weight of the KL to the reference in the loss")
     kl_estimator: Literal["k3", "k2"] = HfArg(default="k3", help="see kl_losses")
 
+    normalize_reward: bool = HfArg(
+        default=False,
+        help="normalise the reward model's scores by the mean and the deviation in its config",
+    )
     drop_equal_groups: bool = HfArg(
         default=True, help="leave out groups from which nothing can be learned; nothing counts them"
     )
@@ -608,22 +612,19 @@ def log_samples(
     metrics: Metrics,
     tokenizer,
     samples: Samples,
-    scores: torch.Tensor,
-    parts: dict[str, torch.Tensor],
+    scores: Scores,
     is_kept: torch.Tensor,
     args: Args,
 ) -> None:
     """Adds the metrics of sampled groups to the next log line, and shows some in TensorBoard.
 
     Args:
-        scores: `[samples]`, the final ones.
-        parts: what each reward gave, `[samples]` each, NaN where it gave nothing.
         is_kept: `[groups]`, which of them are trained on.
     """
-    groups = scores.double().reshape(-1, args.n_samples_per_prompt)
+    groups = scores.total.double().reshape(-1, args.n_samples_per_prompt)
     lengths = samples.mask.sum(1)
     of_samples = {
-        "reward": scores,
+        "reward": scores.total,
         "completions/mean_length": lengths,
         "completions/min_length": lengths,
         "completions/max_length": lengths,
@@ -637,11 +638,11 @@ def log_samples(
         of_groups["reward_std"] = groups.std(1)
     add_rollout_values(accelerator, metrics, of_samples)
     add_rollout_values(accelerator, metrics, of_groups)
-    for name, part in parts.items():
+    for name, part in scores.parts.items():
         add_rollout_values(accelerator, metrics, {f"rewards/{name}/mean": part})
-    rows = samples.table_rows(tokenizer, scores, most=8)
+    rows = samples.table_rows(tokenizer, scores.total, most=8)
     table = ["| prompt | response | score |", "| --- | --- | --- |", *rows]
-    metrics.log_rollout(scores, "\n".join(table))
+    metrics.log_rollout(scores.total, "\n".join(table))
 
 
 def add_rollout_values(accelerator, metrics: Metrics, values: dict[str, torch.Tensor]) -> None:
@@ -698,6 +699,10 @@ def check_settings(args: Args) -> None:
     if not args.reward_model_name_or_path and not args.reward_function:
         sys.exit(
             "nothing scores the responses: give --reward_model_name_or_path or --reward_function"
+        )
+    if args.normalize_reward and not args.reward_model_name_or_path:
+        sys.exit(
+            "--normalize_reward is for a reward model's scores: give --reward_model_name_or_path"
         )
     if args.temperature <= 0:
         sys.exit(
@@ -859,12 +864,10 @@ def main():
     )
     how_often = "once for their responses" if args.share_prompts else "for each of their responses"
     accelerator.print(f"prompts are computed {how_often}")
+    sizes.fill_in(accelerator, args, trained=policy, frozen=[reference, judge.model])
 
-    def scores_of(samples: Samples) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the score of each response, fp32 `[samples]`, and what each reward gave to it.
-
-        They are the same on every process.
-        """
+    def scores_of(samples: Samples) -> Scores:
+        """Returns the scores of the responses, the same on every process."""
         scores = rewards.score(
             accelerator,
             tokenizer,
@@ -872,16 +875,16 @@ def main():
             samples,
             args.score_batch_size,
             args.share_prompts,
-            step=progress.global_step,
+            progress.global_step,
         )
-        final = final_scores(
+        total = final_scores(
             scores.total,
             samples.mask.sum(1),
             args.max_new_tokens,
             args.overlong_buffer,
             args.overlong_penalty,
         )
-        return final, scores.parts
+        return scores._replace(total=total)
 
     # ============================================================ the loop
     metrics = Metrics(
@@ -946,16 +949,16 @@ def main():
                         args,
                     )
                 with metrics.timed("score"):
-                    scores, parts = scores_of(samples)
-                check_rollout(samples, scores, {}, progress, args.output_dir)
+                    scores = scores_of(samples)
+                check_rollout(samples, scores.total, {}, progress, args.output_dir)
                 is_kept = torch.ones(len(prompt_rows), dtype=torch.bool)
                 if args.drop_equal_groups:
                     is_kept = groups_to_learn_from(
-                        scores, args.n_samples_per_prompt, args.baseline, args.advantage_std
+                        scores.total, args.n_samples_per_prompt, args.baseline, args.advantage_std
                     )
-                log_samples(accelerator, metrics, tokenizer, samples, scores, parts, is_kept, args)
+                log_samples(accelerator, metrics, tokenizer, samples, scores, is_kept, args)
                 kept_samples = is_kept.repeat_interleave(args.n_samples_per_prompt)
-                kept.append((samples.select(kept_samples), scores[kept_samples]))
+                kept.append((samples.select(kept_samples), scores.total[kept_samples]))
                 missing -= int(is_kept.sum())
                 epoch_ended = position["prompts_seen"] % mixture.samples == 0
                 if missing == 0 or epoch_ended:
@@ -1096,3 +1099,57 @@ def main():
         f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "
         f"actor in {args.output_dir}/actor"
     )
+
+
+# ============================================================ evaluation and saving
+@torch.no_grad()
+def evaluate(
+    accelerator,
+    model,
+    policy,
+    tokenizer,
+    eval_sets: dict,
+    scores_of: Callable,
+    args: Args,
+) -> tuple[dict[str, float], list[str]]:
+    """Evaluates greedy responses to each held-out set.
+
+    Returns:
+        their scores, lengths and the share that ends, and exact match where the set has answers;
+        a few responses to show.
+    """
+    line = {}
+    examples = []
+    for prefix, eval_set in eval_sets.items():
+        columns = eval_set[:]
+        samples = generation.respond(
+            accelerator,
+            model,
+            policy.model,
+            tokenizer,
+            columns,
+            1,
+            args.generate_batch_size,
+            args.max_new_tokens,
+        )
+        scores = scores_of(samples)
+        values = {
+            "scores": scores.total,
+            "length": [len(response) for response in samples.responses],
+            "eos_rate": samples.ended,
+        }
+        if "answer" in columns:
+            texts = tokenizer.batch_decode(samples.responses, skip_special_tokens=True)
+            values["exact_match"] = [
+                answers.is_right(text, answer)
+                for text, answer in zip(texts, columns["answer"])
+                if answer
+            ]
+        for name, value in values.items():
+            line[prefix + name] = float(np.mean(np.asarray(value, dtype=float)))
+        examples += samples.table_rows(tokenizer, scores.total, most=4)
+    return line, examples
+
+
+if __name__ == "__main__":
+    main()

@@ -77,6 +77,36 @@ class Samples:
         share = np.array_split(prompts, accelerator.num_processes)[accelerator.process_index]
         return share.flatten().tolist()
 
+    def select(self, is_kept: torch.Tensor) -> "Samples":
+        """Returns some of the samples, in the same order.
+
+        Args:
+            is_kept: bool `[samples]`; the samples of a prompt are kept together or not at all.
+        """
+        numbers = is_kept.nonzero().flatten().tolist()
+        return Samples(
+            prompts=[self.prompts[number] for number in numbers],
+            responses=[self.responses[number] for number in numbers],
+            row_texts=[self.row_texts[number] for number in numbers],
+            rows=[self.rows[number] for number in numbers],
+            ended=self.ended[is_kept],
+            per_prompt=self.per_prompt,
+            sampler_logps=[self.sampler_logps[number] for number in numbers],
+        )
+
+    @staticmethod
+    def joined(parts: list["Samples"]) -> "Samples":
+        """Returns the samples of several objects behind each other."""
+        return Samples(
+            prompts=[prompt for part in parts for prompt in part.prompts],
+            responses=[response for part in parts for response in part.responses],
+            row_texts=[text for part in parts for text in part.row_texts],
+            rows=[row for part in parts for row in part.rows],
+            ended=torch.cat([part.ended for part in parts]),
+            per_prompt=parts[0].per_prompt,
+            sampler_logps=[logps for part in parts for logps in part.sampler_logps],
+        )
+
     def table_rows(self, tokenizer, scores: torch.Tensor, most: int) -> list[str]:
         """Returns the first prompts, responses and scores as rows of a Markdown table."""
         prompts = tokenizer.batch_decode(self.prompts[:most])
