@@ -36,9 +36,21 @@ ARGUMENTS = ["--train_batch_size", BATCH, "--max_epochs", 2, "--learning_rate", 
 # Rollouts of 16 and 4 prompts: in the first only the critic learns; two epochs of each: 4 windows of 16 samples and 2 of 8, and again.
 PPO = ["--reward_function", "rewarding:vowels", "--reward_model_name_or_path", "scorer", "--normalize_reward", "--rollout_batch_size", 16, "--n_samples_per_prompt", 2, "--num_epochs_per_rollout", 2,
        "--max_new_tokens", 6, "--critic_warmup_rollouts", 1, "--critic_learning_rate", 0.003, "--learning_rate", 0.003, "--max_steps", 8, "--kl_target", 1, "--kl_horizon", 50]  # fmt: skip
+# Rollouts of 8 groups, those of equal scores replaced once, so that their updates differ in number and size.
+GRPO = ["--reward_function", "rewarding:ties", "rewarding:brief", "--reward_weights", 1, 0.5, "--rollout_batch_size", 8, "--n_samples_per_prompt", 4,
+        "--max_new_tokens", 6, "--learning_rate", 0.003, "--max_steps", 7, "--kl_coef", 0.1, "--refill_rounds", 1, "--mask_truncated", True]  # fmt: skip
 REWARDING = """
 def vowels(prompts, responses, **columns):
     return [len(set(text) & set("aeiou0123456789ABCDEFGHIJ")) - len(text) / 5 for text in responses]
+
+
+def brief(prompts, responses, response_ids, **columns):
+    # None for prompts of odd length: not its own.
+    return [None if len(prompt[0]["content"]) % 2 else float(len(ids) < 3) for prompt, ids in zip(prompts, response_ids)]
+
+
+def ties(prompts, responses, **columns):
+    return [float(len(text) % 3 == 0) for text in responses]
 """
 
 
@@ -61,7 +73,13 @@ def inputs(tmp_path_factory):
     pairs = [{"prompt": p, "chosen": a, "rejected": b} for p, a, b in zip(user, *replies)]
     chats = [{"messages": p + a} for p, a in zip(user, replies[0])]
     prompts = [{"prompt": p} for p in user[: 20 + 5]]
-    for name, rows in (("dpo", pairs), ("sft", chats), ("reward", pairs), ("ppo", prompts)):
+    for name, rows in (
+        ("dpo", pairs),
+        ("sft", chats),
+        ("reward", pairs),
+        ("ppo", prompts),
+        ("grpo", prompts),
+    ):
         write_jsonl(folder / f"{name}.jsonl", rows[:-5])
         write_jsonl(folder / f"{name}_eval.jsonl", rows[-5:])  # 5 rows: divides nothing
     (folder / "rewarding.py").write_text(REWARDING)
@@ -101,6 +119,8 @@ def run(inputs, name: str, launcher: str, micro: int | str, *extra):
             ["--learning_rate", 0.003] * (name == "reward")
             + [*PPO, "--generate_batch_size", size, "--score_batch_size", size + 1]
             * (name == "ppo")
+            + [*GRPO, "--generate_batch_size", size, "--score_batch_size", size + 1]
+            * (name == "grpo")
             + (
                 ["--micro_train_tokens", 180]
                 if micro == "tokens"
@@ -154,7 +174,8 @@ def assert_same_run(one, other, name):
 
 # The two of a pair are as costly as they are alike: each recipe takes one of them. torch.compile is tried with PPO, whose actor is a policy like the others.
 HALF = {"sft": [("zero2", "tokens"), ("ddp", "tokens"), ("compiled", 4)], "reward": [("zero2", "tokens"), ("ddp", 2), ("compiled", 4)],
-        "dpo": [("zero1", 2), ("ddp", "tokens"), ("compiled", 4)], "ppo": [("zero1", 2), ("ddp", 2)]}  # fmt: skip
+        "dpo": [("zero1", 2), ("ddp", "tokens"), ("compiled", 4)], "ppo": [("zero1", 2), ("ddp", 2)],
+        "grpo": [("plain", "tokens"), ("ddp", "tokens"), ("zero1", 2), ("compiled", 4)]}  # fmt: skip
 RUNS = [
     (name, *split)
     for split in SPLITS
@@ -176,12 +197,12 @@ def case(name, launcher, micro):
 @pytest.mark.parametrize("name, launcher, micro", [case(*one) for one in RUNS])
 def test_every_split_is_the_same_run(inputs, name, launcher, micro):
     reference = run(inputs, name, *REFERENCE)
-    assert name != "ppo" or all(
+    assert name not in ("ppo", "grpo") or all(
         {"perf/generate_seconds", "perf/score_seconds"} <= line.keys()
         for line in training_lines(reference)
     )
     assert (
-        len(training_lines(reference)) == (8 if name == "ppo" else 6)
+        len(training_lines(reference)) == {"ppo": 8, "grpo": 7}.get(name, 6)
         and torch.isfinite(weights(reference)).all()
     )
     assert_same_run(reference, run(inputs, name, launcher, micro), name)
