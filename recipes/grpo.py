@@ -72,7 +72,7 @@ class Args:
     )
     reward_function: list[str] | None = HfArg(
         default=None,
-        help="MODULE:NAME of one or several functions (prompts, responses, **columns) -> scores",
+        help="one or several MODULE:NAME, functions (prompts, responses, **columns) -> scores",
     )
     reward_weights: list[float] | None = HfArg(
         default=None,

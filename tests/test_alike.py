@@ -14,11 +14,17 @@ import pytest
 
 from runs import REPOSITORY, recipe
 
-NAMES = ["sft", "reward", "dpo", "ppo"]
+NAMES = ["sft", "reward", "dpo", "ppo", "grpo"]
 BANNER = "# " + "=" * 60 + " "
 
 # Arguments whose default, or whose help, belongs to the algorithm. All others must be alike.
-OWN_DEFAULTS = {"learning_rate", "warmup_steps", "train_batch_size", "adam_epsilon"}
+OWN_DEFAULTS = {
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "train_batch_size",
+    "max_new_tokens",
+}
 OWN_HELP = {
     "model_name_or_path", "dataset_name", "eval_dataset_name", "output_dir", "seed", "train_batch_size",
     "micro_train_batch_size", "micro_train_tokens", "max_epochs", "max_length", "share_prompts", "learning_rate",
@@ -103,7 +109,8 @@ def source(name: str) -> str:
     evaluations = re.findall(
         r"metrics\.log_evaluation\(.*?\n?.*?\)\n(?=\s+(?:if |model\.train))", text, re.S
     )
-    assert len(evaluations) == 2, "before the first update, and in the loop"
+    # Before the first update, and in the loop; GRPO's last rollouts may hold no update.
+    assert len(evaluations) == (3 if name == "grpo" else 2)
     for call in evaluations:
         text = text.replace(call, "EVALUATION\n")
     return text
@@ -140,6 +147,30 @@ def test_arguments_of_one_name_are_alike(name):
             assert field.default == other.default, field.name
         if field.name not in OWN_HELP:
             assert field.metadata["help"] == other.metadata["help"], field.name
+
+
+def test_the_arguments_of_rollouts_are_alike():
+    """PPO and GRPO share them, and no other recipe has them."""
+    own_defaults = {
+        *OWN_DEFAULTS, "rollout_batch_size", "n_samples_per_prompt", "max_new_tokens", "max_length", "kl_coef", "kl_estimator",
+        "clip_range_high",
+    }  # fmt: skip
+    own_help = {
+        "ref_model_name_or_path", "n_samples_per_prompt", "kl_coef", "kl_estimator", "clip_range", "clip_range_high", "output_dir",
+        "learning_rate", "max_grad_norm",
+    }  # fmt: skip
+    fields = {field.name: field for field in dataclasses.fields(load("ppo").Args)}
+    compared = 0
+    for field in dataclasses.fields(load("grpo").Args):
+        if field.name not in fields:
+            continue
+        compared += 1
+        other = fields[field.name]
+        if field.name not in own_defaults:
+            assert (field.type, field.default) == (other.type, other.default), field.name
+        if field.name not in own_help:
+            assert field.metadata["help"] == other.metadata["help"], field.name
+    assert compared > 50
 
 
 @pytest.mark.parametrize("name", NAMES)
