@@ -34,7 +34,7 @@ from transformers import (
 from common import arguments, batches
 from common.models.load import score_model, tokenizer_of
 from common.models.logprobs import LogProbModel, ScoreModel
-from common.rollout import answers, generation, rewards
+from common.rollout import generation, rewards
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import RolloutSchedule
 from runs import (
@@ -581,20 +581,6 @@ def test_sizes_of_a_rollout_that_do_not_divide(sizes, parts):
 def test_an_update_of_no_samples_is_left_to_the_common_refusal():
     """By `accumulation_steps`, in the words of all recipes; here it must not divide by it."""
     ppo.check_settings(ppo.Args(reward_function=["a:b"], train_batch_size=0))
-
-
-@pytest.mark.parametrize("response, answer, right", [
-    ("4", " 4\n", True), ("4", 4, True), ("2 + 2\n#### 4", "4", True), ("#### 4", "1 + 1 is 2, twice #### 4", True), ("#### 3 #### 4", "4", True),
-    ("1 #### 4", "1 #### 5", False), ("14", "4", False), ("4 #### 5", "4", False), ("4 ####", "4", False),
-    ("<think>\n\n</think>\n\n4", "4", True), ("<think>4</think>5", "4", False), ("4", 4.0, True), ("#### 40", 4.0, False), ("3.5", 3.5, True),
-])  # fmt: skip
-def test_a_response_is_right_where_it_ends_as_the_answer(response, answer, right):
-    """Behind the last `####`, GSM8K's mark, or whole without one; behind what was thought. A whole number may have become a float."""
-    assert answers.is_right(response, answer) == right
-    assert rewards.answer_reward(["", ""], [response, str(answer)], [answer, answer]) == [
-        float(right),
-        1.0,
-    ]
 
 
 @pytest.mark.parametrize("settings, parts", [
