@@ -184,6 +184,18 @@ def test_value_losses(clip):
     assert not ppo.value_losses(*near, torch.ones(1, 1000), 0.5)[1].any()
 
 
+def test_explained_variance():
+    """Over all tokens together, against numpy; a constant error changes nothing."""
+    values, returns = ragged(2), ragged(3)
+    real = lambda tensor: tensor[MASK].double().numpy()
+    expected = 1 - np.var(real(returns) - real(values)) / np.var(real(returns))
+    assert ppo.explained_variance(values, returns, MASK).item() == pytest.approx(expected)
+    assert ppo.explained_variance(returns + 5, returns, MASK).item() == pytest.approx(1)
+    constant = torch.full((4, 7), 3.0)
+    assert ppo.explained_variance(constant, returns, MASK).item() == pytest.approx(0)
+    assert ppo.explained_variance(values, constant, MASK).isnan()
+
+
 def test_next_kl_coef():
     for kl, error in ((6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (0.0, -0.2), (-5.0, -0.2), (5.4, -0.1)):
         assert ppo.next_kl_coef(0.1, kl, 6.0, 1000, 64) == pytest.approx(
@@ -591,6 +603,11 @@ def test_an_update_of_no_samples_is_left_to_the_common_refusal():
     ({"dual_clip": 0.9}, ["--dual_clip 0.9", "more than 1"]),
     ({"kl_target": 6.0, "kl_coef": 0.0}, ["--kl_target", "--kl_coef", "above 0"]),
     ({"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8}, ["= 128 samples", "--kl_horizon above a fifth of them (25.6)"]),
+    ({"kl_coef": -0.1}, ["--kl_coef -0.1", "below 0"]),
+    ({"kl_coef": 0.0, "ref_model_name_or_path": "R"}, ["--ref_model_name_or_path R", "--kl_coef 0"]),
+    ({"eval_samples": 4}, ["--eval_samples 4", "--eval_temperature above 0"]),
+    ({"eval_samples": 0}, ["--eval_samples 0", "at least 1"]),
+    ({"eval_temperature": -1.0}, ["--eval_temperature -1.0", "at least 0"]),
     ({"kl_target": -6.0}, ["--kl_target -6.0", "below 0"]), ({"reward_clip": -5.0}, ["--reward_clip -5.0", "below 0"]),
     ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout", "at least 1"]),
     ({"generate_batch_size": -1}, ["--generate_batch_size -1", "at least 1, or 0"]),
@@ -657,6 +674,7 @@ WHOLE = {
     # One epoch, so 2 windows of each rollout; the actor learns from the fifth update on, and its Adam has not counted those before.
     "critic first": dict(SHARED, num_epochs_per_rollout=1, critic_warmup_rollouts=2, max_steps=8, kl_coef=0.4, kl_estimator="k2", kl_in="loss", kl_target=0.5, kl_horizon=100.0,
                          ref="reference", scored="function"),
+    "no reference": dict(SHARED, kl_coef=0.0, gae_lambda=1.0, max_steps=6, ref=None, scored="function"),
 }  # fmt: skip
 
 
@@ -687,7 +705,8 @@ def run(inputs, output, settings, *more, launcher=(), check=True):
     """A run of the recipe with these settings; `more` flags win over them."""
     settings = dict(settings)
     ref, scored = settings.pop("ref"), settings.pop("scored")
-    flags = ["--model_name_or_path", inputs / "model", "--ref_model_name_or_path", inputs / ref, "--dataset_name", inputs / "prompts.jsonl",
+    flags = ["--ref_model_name_or_path", inputs / ref] if ref else []
+    flags += ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "prompts.jsonl",
              "--output_dir", output, "--reward_function", "rewarding_of_test:reward"]  # fmt: skip
     flags += ["--reward_model_name_or_path", inputs / "reward"] * (scored == "both")
     flags += [part for name, value in settings.items() for part in (f"--{name}", value)]
@@ -704,7 +723,7 @@ class Reference:
         load = lambda name, kind=AutoModelForCausalLM: kind.from_pretrained(inputs / name).eval()
         self.actor, self.reference, self.judge = (
             load("model"),
-            load(ref),
+            load(ref or "model"),
             load("reward", AutoModelForSequenceClassification),
         )
         if scored == "both":
@@ -795,12 +814,21 @@ class Reference:
                 (sample.advantages.double().numpy() - every.mean()) / every.std()
             ).float()
         mean = lambda value: float(np.mean([value(sample) for sample in samples]))
+        returns, values = (
+            np.concatenate([getattr(x, name) for x in samples]).astype(float)
+            for name in ("returns", "values")
+        )
+        lengths = [len(x.response) for x in samples]
         line = {
-            "objective/kl": mean(lambda x: x.kl), "objective/entropy": mean(lambda x: -x.logps.sum().item()),
+            "objective/entropy": mean(lambda x: -x.logps.sum().item()),
             "objective/scores": mean(lambda x: x.score), "objective/non_score_reward": mean(lambda x: x.penalty),
             "objective/rlhf_reward": mean(lambda x: x.score + x.penalty), "objective/kl_coef": self.kl_coef,
+            "val/explained_variance": 1 - np.var(returns - values) / np.var(returns), "val/returns_avg": returns.mean(),
+            "responses/min_length": min(lengths), "responses/max_length": max(lengths),
             "rewards/reward/mean": mean(lambda x: x.own_score), "responses/length": mean(lambda x: len(x.response)), "responses/eos_rate": mean(lambda x: x.response[-1] in STOPS),
         }  # fmt: skip
+        if s.kl_coef:
+            line["objective/kl"] = mean(lambda x: x.kl)
         if self.scored == "both":
             line["rewards/reward_model/mean"] = mean(lambda x: x.modelled)
         return samples, line
@@ -959,6 +987,7 @@ def finished(inputs):
         ("kl in the reward", "plain"),
         ("kl in the reward", "ddp"),
         ("kl in the loss", "plain"),
+        ("no reference", "plain"),
     ],
     ids=" ".join,
 )
@@ -990,7 +1019,10 @@ def test_every_logged_number_of_a_run(whole):
     # The run is one in which everything happens.
     column = lambda key: [line[key] for line in lines(output) if key in line]
     assert max(column("policy/clipfrac_avg")) > 0 and max(column("policy/approxkl_avg")) > 1e-3
-    assert 0 < min(column("responses/eos_rate")) < 1 and abs(column("objective/kl")[-1]) > 0.01
+    assert 0 < min(column("responses/eos_rate")) < 1
+    if reference.set.kl_coef:
+        assert abs(column("objective/kl")[-1]) > 0.01
+    assert min(column("responses/min_length")) < max(column("responses/max_length"))
     if reference.set.kl_target:  # a pass over the prompts and the beginning of the next
         assert (
             max(column("val/clipfrac_avg")) > 0
@@ -1009,6 +1041,9 @@ def test_what_a_rollout_holds(whole):
         "rollout"
     ]
     samples, tensors = reference.rollouts[0], rollout["tensors"]
+    has_reference = reference.set.kl_coef > 0  # else none is loaded, nor looked at
+    state = json.loads((output / "checkpoints/global_step_000003/state.json").read_text())
+    assert ("ref_logps" in tensors) == ("reference model" in state["arguments"]) == has_reference
     assert rollout["responses"] == [sample.response for sample in samples] and rollout[
         "prompts"
     ] == [sample.prompt for sample in samples]
@@ -1020,7 +1055,7 @@ def test_what_a_rollout_holds(whole):
     assert torch.equal(tensors["mask"], torch.arange(lengths.max()) < lengths)
     for name, of_sample in (
         ("logps", "logps"),
-        ("ref_logps", "ref"),
+        *([("ref_logps", "ref")] if has_reference else []),
         ("values", "values"),
         ("returns", "returns"),
         ("advantages", "white"),
