@@ -582,16 +582,15 @@ def log_rollout(
     """
     # Every process holds the whole rollout: one of them counts it.
     counts = float(accelerator.is_main_process)
-    of_samples = dict(logged)
+    values = dict(logged)
     for name, part in scores.parts.items():
-        of_samples[f"rewards/{name}/mean"] = part  # NaN: the function returned None
-    # Not to `pending`, which is dropped if the engine skips the rollout's first update: the rollout
-    # was made all the same.
-    for name, value in of_samples.items():
+        values[f"rewards/{name}/mean"] = part  # NaN: the function returned None
+    values["val/returns_avg"] = torch.where(tensors["mask"], tensors["returns"], torch.nan)
+    for name, value in values.items():
         value = value.to(accelerator.device)
+        # Not to `pending`, which is dropped if the engine skips the rollout's first update: the
+        # rollout was made all the same.
         metrics.open.add({name: value}, counts * ~value.isnan())
-    returns = {"val/returns_avg": tensors["returns"].to(accelerator.device)}
-    metrics.open.add(returns, counts * tensors["mask"].to(accelerator.device))
     rows = samples.table_rows(tokenizer, scores.total, most=8)
     table = ["| prompt | response | score |", "| --- | --- | --- |", *rows]
     metrics.log_rollout(scores.total, "\n".join(table))

@@ -31,10 +31,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from common import arguments, batches
+from common import arguments, batches, checkpoint
 from common.models.load import score_model, tokenizer_of
 from common.models.logprobs import LogProbModel, ScoreModel
-from common.rollout import generation, rewards
+from common.rollout import answers, generation, rewards
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import RolloutSchedule
 from runs import (
@@ -359,6 +359,81 @@ def test_generation_is_that_of_each_prompt_alone(accelerator, tokenizer, monkeyp
     )
 
 
+def log_probs_of(response: list[int], logits: list[np.ndarray], temperature: float) -> list[float]:
+    """The log-prob of each token of a response, from the logits of each step."""
+    scaled = [torch.tensor(step) / temperature for step in logits]
+    return [step.log_softmax(-1)[token].item() for step, token in zip(scaled, response)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("batch_size", [4, 100])
+def test_responses_of_a_prompt_share_its_prefill(
+    accelerator, tokenizer, monkeypatch, architecture, batch_size
+):
+    """They are those of the prompt alone, and so are the log-probs that the sampler returns."""
+    model = made(architecture)
+    read = []  # tokens of each forward pass
+    forward = type(model).forward
+
+    def watched(self, input_ids=None, **inputs):
+        read.append(input_ids.numel())
+        return forward(self, input_ids, **inputs)
+
+    n = 3
+    columns = {"prompt_ids": PROMPTS, "columns": ["{}"] * len(PROMPTS), "row": [*range(1, 8)]}
+    uniforms = np.random.default_rng(2).random((n * len(PROMPTS), ROOM))
+    for temperature in (0.0, TEMPERATURE):
+        expected = [
+            alone(model, PROMPTS[sample // n], uniforms[sample], temperature, STOPS, ROOM)
+            for sample in range(n * len(PROMPTS))
+        ]
+        monkeypatch.setattr(type(model), "forward", watched)
+        read.clear()
+        samples = generation.respond(
+            accelerator,
+            model,
+            model,
+            tokenizer,
+            columns,
+            n,
+            batch_size,
+            ROOM,
+            temperature,
+            uniforms,
+        )
+        monkeypatch.undo()
+        assert samples.responses == [response for response, _ in expected]
+        assert samples.per_prompt == n and samples.rows == [
+            row for row in range(1, 8) for _ in range(n)
+        ]
+        assert samples.prompts == [prompt for prompt in PROMPTS for _ in range(n)]
+        if temperature:
+            for found, (response, logits) in zip(samples.sampler_logps, expected, strict=True):
+                closed = log_probs_of(response, logits, temperature)
+                np.testing.assert_allclose(found, closed, rtol=1e-3, atol=1e-4)
+        else:
+            assert samples.sampler_logps == [[]] * len(expected)
+    if batch_size == 100:
+        longest = max(map(len, PROMPTS))
+        shares = architecture != "jamba"  # its cache cannot be repeated
+        assert read[0] == (len(PROMPTS) * (longest - 1) if shares else n * len(PROMPTS) * longest)
+        assert not shares or read[1] == n * len(PROMPTS)
+
+
+def test_prompts_that_all_differ_are_generated_as_they_always_were(
+    accelerator, tokenizer, monkeypatch
+):
+    """By one call of `generate` each 16 tokens, and none to read the prompts."""
+    model = made("llama")
+    calls = []
+    plain = model.generate
+    monkeypatch.setattr(
+        model, "generate", lambda ids, **how: calls.append(ids) or plain(ids, **how)
+    )
+    generation.generate(accelerator, model, model, tokenizer, PROMPTS, 16, ROOM)
+    assert calls and all(len(ids[0]) >= 12 for ids in calls)
+
+
 def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
     """Log-probs are of the whole distribution at `--temperature`: a generation config that cuts it would make them wrong."""
     model, uniforms = made("llama"), np.random.default_rng(1).random((len(PROMPTS), ROOM))
@@ -588,6 +663,38 @@ def test_sizes_of_a_rollout_that_do_not_divide(sizes, parts):
         for nearest in parts[-1].removeprefix("--rollout_batch_size ").rstrip(".").split(" or "):
             args.rollout_batch_size = int(nearest)
             ppo.check_settings(args)  # what it names would do
+
+
+@pytest.mark.parametrize("way", ["flag", "yaml"])
+def test_the_old_name_of_the_batch_size_is_refused_with_the_new_ones(tmp_path, capsys, way):
+    argv = ["--micro-rollout-batch-size=8"]
+    if way == "yaml":
+        (tmp_path / "old.yaml").write_text("micro_rollout_batch_size: 8\n")
+        argv = [str(tmp_path / "old.yaml")]
+    with pytest.raises(SystemExit):
+        arguments.parse(ppo.Args, ASSETS / "ppo.yaml", argv)
+    said = capsys.readouterr().err
+    assert "is no longer an argument: use --generate_batch_size and --score_batch_size" in said
+
+
+def test_a_checkpoint_of_an_older_release_is_resumed_or_refused_in_one_line():
+    """It holds the old batch size, one reward function by its name, and none of the newer arguments."""
+    now = vars(ppo.Args(reward_function=["a:b"], model_name_or_path="M", dataset_name="D"))
+    older = {
+        name: value
+        for name, value in now.items()
+        if not name.startswith(("eval_", "generate_", "score_"))
+    }
+    for name in ("reward_weights", "reward_timeout"):
+        del older[name]
+    older |= {"micro_rollout_batch_size": 16, "reward_function": "a:b", "world": "no"}
+    resumed = types.SimpleNamespace(args=ppo.Args, identity={**now, "world": "no"})
+    checkpoint.refuse_another_run(resumed, "C", older)
+    older["gae_lambda"] = 0.95
+    refuses(
+        "C is of another run", "gae_lambda: 0.95 in the checkpoint, 1.0 now",
+        call=lambda: checkpoint.refuse_another_run(resumed, "C", older),
+    )  # fmt: skip
 
 
 def test_an_update_of_no_samples_is_left_to_the_common_refusal():
@@ -1022,6 +1129,9 @@ def test_every_logged_number_of_a_run(whole):
     assert 0 < min(column("responses/eos_rate")) < 1
     if reference.set.kl_coef:
         assert abs(column("objective/kl")[-1]) > 0.01
+    for line in lines(output):
+        if line["global_step"] in reference.begins:  # bit for bit: the actor has not moved
+            assert (line["val/ratio"], line["policy/approxkl_avg"]) == (1, 0)
     assert min(column("responses/min_length")) < max(column("responses/max_length"))
     if reference.set.kl_target:  # a pass over the prompts and the beginning of the next
         assert (
@@ -1138,6 +1248,53 @@ def test_a_run_does_not_depend_on_the_number_of_processes(finished):
     )
     one, two = (weights(finished("kl in the reward", launcher)[0]) for launcher in ("plain", "ddp"))
     assert (one - two).norm() <= 1e-5 * one.norm()
+
+
+def test_evaluation_by_sampling(inputs):
+    """Each prompt's responses are drawn by numbers that are the same in every evaluation."""
+    k, room, temperature = 4, 5, 1.4
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    uniforms = np.random.default_rng([3, 0, 3]).random((3 * k, room))
+    texts = []
+    for row in range(3 * k):
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "ab" * (1 + row // k)}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        response, _ = alone(model, ids, uniforms[row], temperature, STOPS, room)
+        texts.append(tokenizer.decode(response, skip_special_tokens=True))
+    assert len(set(texts)) > 3
+    # One of the four responses to the first prompt is right, none to the second; the third has no answer.
+    rows = [
+        {"prompt": [{"role": "user", "content": "ab" * (1 + row)}], "answer": answer, "weight": 1}
+        for row, answer in enumerate([texts[2], "never said", ""])
+    ]
+    right = [answers.is_right(text, texts[2]) for text in texts[:k]]
+    settings = {
+        **WHOLE["no reference"],
+        "max_steps": 2,
+        "learning_rate": 0,
+        "critic_learning_rate": 0,
+        "max_new_tokens": room,
+    }
+    output = inputs / "sampled_evaluation"
+    more = ["--eval_dataset_name", write_jsonl(inputs / "eval.jsonl", rows)]
+    run(inputs, output, settings, *more, "--eval_temperature", temperature, "--eval_samples", k)
+    first, last = [line for line in timeless(output) if "eval/scores" in line]
+    assert first["eval/avg_at_4"] == sum(right) / k / 2 > 0 and first["eval/pass_at_4"] == 0.5
+    assert first["eval/scores"] == pytest.approx(
+        np.mean([len(text) % 5 - 2.0 for text in texts]) - 0.6 * (1 - first["eval/eos_rate"])
+    )
+    assert first["eval/rewards/reward/mean"] == pytest.approx(
+        np.mean([len(text) % 5 - 2.0 for text in texts])
+    )
+    assert "eval/exact_match" not in first
+    assert last == {
+        **first,
+        "global_step": 2,
+    }  # nothing was learned: the same draws, the same values
 
 
 def test_the_end_of_a_polynomial_schedule_is_that_of_the_actors_rate(inputs):
