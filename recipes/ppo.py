@@ -875,6 +875,7 @@ def main():
         data_fingerprint=f"{train_set._fingerprint} {limits}",
         models=fingerprints,
         extra={"kl_coef": args.kl_coef, "rollout": None},
+        beside_actor={"critic": policy.critic.model},
     )
     checkpoint.resume(run)
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)

@@ -31,7 +31,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from common import arguments, batches, checkpoint
+from common import arguments, batches, checkpoint, export
 from common.models.load import score_model, tokenizer_of
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.rollout import answers, generation, rewards
@@ -1186,6 +1186,33 @@ def test_the_weights_of_actor_and_critic_after_a_run(whole):
         other = torch.cat([saved[prefix + name].flatten() for name in sorted(parts)])
         assert (one - other).norm() <= 1e-5 * one.norm()
     assert torch.equal(weights(output), weights(output, f"{last}/actor"))
+
+
+def test_the_critic_is_taken_out_of_a_checkpoint(whole, tmp_path, monkeypatch, tokenizer):
+    """As a sequence classifier that anyone can load, and that begins the critic of another run."""
+    output, _, reference = whole
+    checkpoint_folder = output / f"checkpoints/global_step_{len(reference.lines):06d}"
+    monkeypatch.setattr(
+        "sys.argv", ["export", str(checkpoint_folder), str(tmp_path / "critic"), "--critic"]
+    )
+    export.main()
+    found, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "critic", output_loading_info=True
+    )
+    assert found.config.num_labels == 1 and not info["missing_keys"] and not info["unexpected_keys"]
+    saved = load_file(checkpoint_folder / "engine/model.safetensors")
+    for name, parameter in found.named_parameters():
+        assert torch.equal(parameter, saved[f"critic.model.{name}"])
+    assert score_model(str(tmp_path / "critic"), tokenizer, None).config.pad_token_id == 0
+    sample = reference.rollouts[0][0]
+    ids = torch.tensor([sample.prompt + sample.response])
+    with torch.no_grad():
+        for model in (found.eval(), reference.critic):
+            states = model.model(ids).last_hidden_state @ model.score.weight[0]
+            torch.testing.assert_close(model(ids).logits[:, 0], states[:, -1])
+        torch.testing.assert_close(
+            found(ids).logits, reference.critic(ids).logits, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_the_reward_function_sees_each_response_once_as_text(whole, inputs):
