@@ -1,4 +1,4 @@
-"""Saves the actor as an ordinary Hugging Face folder."""
+"""Saves the actor, or a model beside it, as an ordinary Hugging Face folder."""
 
 import collections
 import json
@@ -50,24 +50,46 @@ def save(
     directory: str | Path,
     keep: int = 0,
     dtype: str | None = None,
+    beside: dict[str, nn.Module] | None = None,
 ) -> str | None:
-    """Writes the actor as `publish` does, and returns its dtype on the main process."""
+    """Writes the actor as `publish` does, and returns its dtype on the main process.
+
+    Args:
+        beside: further Hugging Face models inside `unwrapped`, by the names of the folders beside
+            `directory` that they are written to.
+    """
     engine.reshard(prepared)
     weights = gather_weights(accelerator, prepared, unwrapped)
     written = None
     if accelerator.is_main_process:
         directory = Path(directory)
-        temporary = directory.with_name(f".{directory.name}.writing")
-        shutil.rmtree(temporary, ignore_errors=True)
-        state_dict = weights_of_actor(weights, unwrapped)
-        if dtype is not None:
-            state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
-        unwrapped.model.save_pretrained(temporary, state_dict=state_dict)
-        tokenizer.save_pretrained(temporary)
-        written = dtype or dtype_of(state_dict)
-        write_dtype(temporary, written)
-        folders.replace(temporary, directory, keep)
+        state_dict = weights_of(unwrapped.model, weights, unwrapped)
+        written = write(unwrapped.model, state_dict, tokenizer, directory, keep, dtype)
+        for name, model in (beside or {}).items():
+            state_dict = weights_of(model, weights, unwrapped)
+            write(model, state_dict, tokenizer, directory.with_name(name))
     accelerator.wait_for_everyone()
+    return written
+
+
+def write(
+    model: nn.Module,
+    state_dict: dict[str, torch.Tensor],
+    tokenizer,
+    directory: Path,
+    keep: int = 0,
+    dtype: str | None = None,
+) -> str:
+    """Writes a Hugging Face folder; returns the dtype of its weights. For the main process."""
+    temporary = directory.with_name(f".{directory.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    if dtype is not None:
+        state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
+    model.save_pretrained(temporary, state_dict=state_dict)
+    tokenizer.save_pretrained(temporary)
+    written = dtype or dtype_of(state_dict)
+    write_dtype(temporary, written)
+    folders.replace(temporary, directory, keep)
     return written
 
 
@@ -114,18 +136,19 @@ def gather_weights(
     return unwrapped.state_dict()
 
 
-def weights_of_actor(
-    weights: dict[str, torch.Tensor], unwrapped: nn.Module
+def weights_of(
+    model: nn.Module, weights: dict[str, torch.Tensor], unwrapped: nn.Module
 ) -> dict[str, torch.Tensor]:
-    """Returns the weights of `unwrapped.model` under the names it has by itself, tied ones once."""
+    """Returns the weights of a model inside `unwrapped` under its own names, tied ones once."""
+    (prefix,) = [f"{name}." for name, module in unwrapped.named_modules() if module is model]
     state_dict = {
-        name.removeprefix("model."): value
+        name.removeprefix(prefix): value
         for name, value in weights.items()
-        if name.startswith("model.")
+        if name.startswith(prefix)
     }
     # Gathered weights no longer share memory, so transformers would write tied ones twice.
-    all_names = {name for name, _ in unwrapped.model.named_parameters(remove_duplicate=False)}
-    names_once = {name for name, _ in unwrapped.model.named_parameters()}
+    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names_once = {name for name, _ in model.named_parameters()}
     for tied in all_names - names_once:
         state_dict.pop(tied, None)
     return state_dict

@@ -45,6 +45,8 @@ class Run:
             reference model, by what messages call them.
         extra: what else the recipe carries from update to update, the same on all processes: None,
             tensors, numbers, lists and dicts of them.
+        beside_actor: further Hugging Face models inside `unwrapped` that a checkpoint holds as
+            folders of their own, by the folder's name; for `common/export.py`.
         last_saved: `global_step` of the last checkpoint in `folder` that is this run's own; None if
             there is none.
         stop_signal: the signal that ends the run after its update; 0 if none came.
@@ -63,6 +65,7 @@ class Run:
     data_fingerprint: str
     models: dict[str, str] | None = None
     extra: Any = None
+    beside_actor: dict[str, nn.Module] | None = None
     last_saved: int | None = None
     stop_signal: int = 0
     signalled_at: float = 0.0
@@ -163,7 +166,14 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     # This also waits until every process has written its files.
-    actor.save(accelerator, run.model, run.unwrapped, run.tokenizer, temporary / "actor")
+    actor.save(
+        accelerator,
+        run.model,
+        run.unwrapped,
+        run.tokenizer,
+        temporary / "actor",
+        beside=run.beside_actor,
+    )
 
     # Every process flushes everything: each node holds back what was written on it.
     folders.flush(*temporary.rglob("*"), temporary)

@@ -1,12 +1,14 @@
 """Takes the actor out of a checkpoint, or makes the checkpoint fit another number of processes.
 
     python -m common.export runs/dpo/.../checkpoints/global_step_000100 OUT [--dtype bfloat16]
+    python -m common.export runs/ppo/.../checkpoints/global_step_000100 OUT --critic
     python -m common.export runs/dpo/.../checkpoints/global_step_000100 OUT --universal
 
 Every checkpoint holds the actor in safetensors, whatever recipe, strategy and ZeRO stage wrote it.
 The first command checks the checkpoint against its manifest and copies those files of the actor
 that the manifest names, bit for bit unless `--dtype` converts it. It follows no links. OUT is then
-an ordinary Hugging Face folder. This works offline, without a GPU, and reads no pickle.
+an ordinary Hugging Face folder. This works offline, without a GPU, and reads no pickle. With
+`--critic` it is PPO's critic instead, a sequence classifier with one label.
 
 DeepSpeed cuts its own files for the processes that wrote them. With `--universal` OUT is a whole
 checkpoint again, from which another number of processes can resume, in the same ZeRO stage and
@@ -83,28 +85,34 @@ def make_temporary(out: Path) -> Path:
     return temporary
 
 
-# ============================================================ the actor
+# ============================================================ the actor, the critic
 
 
-def export(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
-    """Copies `checkpoint/actor` to `out`.
+def export(checkpoint: Path, out: Path, dtype: str | None = None, model: str = "actor") -> None:
+    """Copies `checkpoint/actor`, or another model's folder, to `out`.
 
     Args:
         checkpoint: a folder `.../checkpoints/global_step_...`.
         out: must not exist, or be an empty folder.
         dtype: one of `DTYPES`, to which floating-point weights are converted; None leaves them as
             they are.
+        model: the name of the folder, `actor` or `critic`.
 
     Raises:
         SystemExit: the checkpoint is foreign, torn or damaged (with the file and what is wrong with
-            it), or `out` is taken.
+            it) or has no such model, or `out` is taken.
     """
-    names = [name for name in check(checkpoint, out) if name.startswith("actor/")]
-    if "actor/config.json" not in names:
-        sys.exit(f"{checkpoint} is not a whole checkpoint: its manifest names no actor")
+    names = [name for name in check(checkpoint, out) if name.startswith(f"{model}/")]
+    if f"{model}/config.json" not in names:
+        if model == "critic":
+            sys.exit(
+                f"{checkpoint} holds no critic: only checkpoints of recipes/ppo.py do, since the "
+                "release that has --critic"
+            )
+        sys.exit(f"{checkpoint} is not a whole checkpoint: its manifest names no {model}")
     temporary = make_temporary(out)
-    of_actor = [name.removeprefix("actor/") for name in names]
-    copy_files(checkpoint / "actor", of_actor, temporary)
+    of_model = [name.removeprefix(f"{model}/") for name in names]
+    copy_files(checkpoint / model, of_model, temporary)
     if dtype:
         convert(temporary, dtype)
     folders.replace(temporary, out)
@@ -217,17 +225,24 @@ def main() -> None:
         help="convert the weights; default: as they were trained",
     )
     parser.add_argument(
+        "--critic",
+        action="store_true",
+        help="PPO's critic instead of the actor",
+    )
+    parser.add_argument(
         "--universal",
         action="store_true",
         help="a whole checkpoint for another number of processes, not the actor",
     )
     args = parser.parse_args()
-    if args.universal and args.dtype:
-        parser.error("--dtype is for the actor, --universal keeps every weight as it is")
+    if args.universal and (args.dtype or args.critic):
+        parser.error(
+            "--dtype and --critic are for one model, --universal keeps every weight as it is"
+        )
     if args.universal:
         universal(args.checkpoint, args.out)
     else:
-        export(args.checkpoint, args.out, args.dtype)
+        export(args.checkpoint, args.out, args.dtype, "critic" if args.critic else "actor")
     print(f"wrote {args.out}")
 
 

@@ -62,7 +62,8 @@ class Args:
         default=None, help="the policy to train, usually an SFT model: a hub name or a folder"
     )
     ref_model_name_or_path: str | None = HfArg(
-        default=None, help="the reference policy; default: the policy before training"
+        default=None,
+        help="the reference policy; default: the policy before training. None at --kl_coef 0",
     )
     critic_model_name_or_path: str | None = HfArg(
         default=None,
@@ -127,11 +128,15 @@ class Args:
     )
     num_epochs_per_rollout: int = HfArg(default=1, help="passes over the samples of a rollout")
     max_new_tokens: int = HfArg(default=256, help="longest response")
-    temperature: float = HfArg(
-        default=1.0, help="of sampling and of every log-prob; evaluation is greedy"
+    temperature: float = HfArg(default=1.0, help="of sampling and of every log-prob in training")
+    eval_temperature: float = HfArg(
+        default=0.0, help="of the responses in an evaluation; 0: greedy decoding"
+    )
+    eval_samples: int = HfArg(
+        default=1, help="responses to each held-out prompt; above 1 needs --eval_temperature"
     )
 
-    kl_coef: float = HfArg(default=0.05, help="weight of the KL to the reference")
+    kl_coef: float = HfArg(default=0.05, help="weight of the KL to the reference; 0: no reference")
     kl_estimator: Literal["k1", "k2", "k3"] = HfArg(default="k1", help="see kl_estimate")
     kl_in: Literal["reward", "loss"] = HfArg(
         default="reward", help="reward: taken from each token's reward; loss: a term of the loss"
@@ -154,7 +159,7 @@ class Args:
         help="taken from the score of a response that does not end within --max_new_tokens",
     )
     gamma: float = HfArg(default=1.0, help="discount")
-    gae_lambda: float = HfArg(default=0.95, help="lambda of generalised advantage estimation")
+    gae_lambda: float = HfArg(default=1.0, help="lambda of generalised advantage estimation")
     clip_range: float = HfArg(default=0.2, help="clipping of the ratio, below and above 1")
     clip_range_high: float | None = HfArg(default=None, help="clipping above 1, if it is to differ")
     dual_clip: float = HfArg(
@@ -192,7 +197,7 @@ class Args:
     ] = HfArg(default="linear", help="see transformers.get_scheduler")
     warmup_steps: float = HfArg(default=0.03, help="updates of warm-up; below 1: a share of all")
     weight_decay: float = HfArg(default=0.0, help="on matrices only, not on biases and norms")
-    adam_epsilon: float = HfArg(default=1e-5, help="Adam's epsilon")
+    adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
     max_grad_norm: float = HfArg(
         default=1.0, help="clipping of the joint norm of actor and critic; 0: none"
     )
@@ -233,6 +238,8 @@ class Args:
         "micro_rollout_batch_size",  # of older checkpoints
         "share_prompts",
         "reward_timeout",
+        "eval_temperature",
+        "eval_samples",
     }
     # Arguments of older releases, and what replaced them.
     renamed: ClassVar[dict[str, str]] = {
@@ -244,6 +251,8 @@ class Args:
 # The random numbers of a rollout are drawn from [seed, rollout, stream]. No stream repeats another.
 SAMPLING_STREAM = 1
 ORDER_STREAM = 2
+# Every evaluation takes the same numbers, from [seed, 0, stream], so that they compare.
+EVALUATION_STREAM = 3
 
 
 class ActorCritic(LogProbModel):
@@ -372,6 +381,20 @@ def value_losses(
     return torch.maximum(unclipped, clipped) / 2, clipped > unclipped
 
 
+def explained_variance(
+    values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Returns the share of the returns' variance over tokens that the critic's values explain.
+
+    It is 1 - Var(returns - values) / Var(returns): 1 where they agree, 0 where a constant would do
+    as well, below 0 where it would do better. NaN where all returns are equal.
+    """
+    kept = returns[mask].double()
+    errors = kept - values[mask].double()
+    variance = kept.var(unbiased=False)
+    return torch.where(variance > 0, 1 - errors.var(unbiased=False) / variance, torch.nan)
+
+
 def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, samples: int) -> float:
     """Returns the KL coefficient after a rollout whose responses had the KL `kl` on average.
 
@@ -400,7 +423,8 @@ def compare(
 
     Args:
         output: what `ActorCritic.forward` returned.
-        old: the rollout's `mask logps ref_logps values returns advantages` of the same samples.
+        old: the rollout's `mask logps values returns advantages` of the same samples, and
+            `ref_logps` where there is a reference.
         weights: `[samples]`, 0 for a padding row.
 
     Returns:
@@ -415,7 +439,7 @@ def compare(
         output["values"], old["values"], old["returns"], args.value_clip_range
     )
     of_actor = of_policy
-    if args.kl_in == "loss":
+    if args.kl_in == "loss" and "ref_logps" in old:
         of_actor = of_policy + kl_coef * kl_estimate(logps, old["ref_logps"], args.kl_estimator)
     losses = of_actor * float(actor_learns) + args.vf_coef * of_values
 
@@ -461,10 +485,12 @@ def sample(
 def read_tokens(
     accelerator, model, reference, samples: Samples, args: Args
 ) -> dict[str, torch.Tensor]:
-    """Returns `logps ref_logps values` of response tokens, before any update of the rollout.
+    """Returns `logps values` of response tokens, before any update of the rollout.
 
-    They come from the forward pass that trains, not from generation, whose rounding differs. So the
-    ratios of the first update are 1.
+    They come from the forward pass that trains, not from generation, whose rounding differs.
+
+    Args:
+        reference: adds `ref_logps`; None where there is none.
 
     Returns:
         `[samples, longest response]` each, zero behind a response, the same on every process.
@@ -476,14 +502,10 @@ def read_tokens(
     with checks.evaluation_mode(model):
         for numbers, inputs in scoring_batches:
             output = model(inputs, args.temperature)
-            ref_output = reference(inputs, args.temperature)
-            collected.add(
-                numbers,
-                inputs["mask"],
-                logps=output["logps"],
-                ref_logps=ref_output["logps"],
-                values=output["values"],
-            )
+            found = {"logps": output["logps"], "values": output["values"]}
+            if reference is not None:
+                found["ref_logps"] = reference(inputs, args.temperature)["logps"]
+            collected.add(numbers, inputs["mask"], **found)
     return collected.gather()
 
 
@@ -495,7 +517,7 @@ def check_rollout(
     It must be called before advantages are whitened, which spreads such a value over all samples.
     """
     # A sum is finite only if all its parts are.
-    sums = old["logps"] + old["ref_logps"] + old["values"] + scores[:, None]
+    sums = sum(old.values()) + scores[:, None]
     tensors = {"scores": scores, **old}
     guards.check_finite([(samples.rows, sums, samples.mask)], progress, output_dir, tensors)
 
@@ -507,13 +529,16 @@ def estimate_advantages(
 
     Args:
         scores: `[samples]`.
-        old: `logps ref_logps values` of the response tokens, see `read_tokens`.
+        old: of the response tokens, see `read_tokens`.
 
     Returns:
-        tensors `[samples, longest response]`, see `compare`; metrics `[samples]`.
+        tensors `[samples, longest response]`, see `compare`; metrics `[samples]`, NaN where a
+        sample has no such value.
     """
     mask = samples.mask
-    kl = torch.where(mask, kl_estimate(old["logps"], old["ref_logps"], args.kl_estimator), 0.0)
+    kl = torch.zeros(mask.shape)
+    if "ref_logps" in old:
+        kl = torch.where(mask, kl_estimate(old["logps"], old["ref_logps"], args.kl_estimator), 0.0)
     penalty = kl_coef if args.kl_in == "reward" else 0.0
     by_token = token_rewards(scores, kl, mask, penalty)
     advantages, returns = gae(by_token, old["values"], mask, args.gamma, args.gae_lambda)
@@ -523,34 +548,49 @@ def estimate_advantages(
         "returns": returns,
         "advantages": whiten(advantages, mask),
     }
+    lengths = mask.sum(1)
+    explained = explained_variance(old["values"], returns, mask)
     logged = {
-        "objective/kl": kl.sum(1),
+        **({"objective/kl": kl.sum(1)} if "ref_logps" in old else {}),
         "objective/entropy": -old["logps"].sum(1),
         "objective/scores": scores,
         "objective/kl_coef": torch.full_like(scores, kl_coef),
         "objective/non_score_reward": by_token.sum(1) - scores,
         "objective/rlhf_reward": by_token.sum(1),
-        "responses/length": mask.sum(1),
-        "responses/eos_rate": samples.ended,
+        "val/explained_variance": explained.expand(len(scores)),
+        "responses/length": lengths,
+        "responses/min_length": lengths,
+        "responses/max_length": lengths,
+        "responses/eos_rate": samples.ended.float(),
     }
     return tensors, logged
 
 
 def log_rollout(
-    accelerator, metrics: Metrics, tokenizer, samples: Samples, scores: Scores, logged: dict
+    accelerator,
+    metrics: Metrics,
+    tokenizer,
+    samples: Samples,
+    scores: Scores,
+    tensors: dict,
+    logged: dict,
 ) -> None:
-    """Adds a rollout's metrics to the next log line, and shows some responses in TensorBoard."""
+    """Adds a rollout's metrics to the next log line, and shows some responses in TensorBoard.
+
+    Args:
+        tensors, logged: what `estimate_advantages` returned.
+    """
     # Every process holds the whole rollout: one of them counts it.
     counts = float(accelerator.is_main_process)
-    weights = torch.full(scores.total.shape, counts, device=accelerator.device)
-    values = {name: value.to(accelerator.device) for name, value in logged.items()}
-    # Not to `pending`, which is dropped if the engine skips the rollout's first update: the rollout
-    # was made all the same.
-    metrics.open.add(values, weights)
+    values = dict(logged)
     for name, part in scores.parts.items():
-        part = part.to(accelerator.device)
-        # NaN: this function did not score the response.
-        metrics.open.add({f"rewards/{name}/mean": part}, weights * ~part.isnan())
+        values[f"rewards/{name}/mean"] = part  # NaN: the function returned None
+    values["val/returns_avg"] = torch.where(tensors["mask"], tensors["returns"], torch.nan)
+    for name, value in values.items():
+        value = value.to(accelerator.device)
+        # Not to `pending`, which is dropped if the engine skips the rollout's first update: the
+        # rollout was made all the same.
+        metrics.open.add({name: value}, counts * ~value.isnan())
     rows = samples.table_rows(tokenizer, scores.total, most=8)
     table = ["| prompt | response | score |", "| --- | --- | --- |", *rows]
     metrics.log_rollout(scores.total, "\n".join(table))
@@ -598,7 +638,17 @@ def check_settings(args: Args) -> None:
     if args.temperature <= 0:
         sys.exit(
             f"--temperature {args.temperature}: expected more than 0 "
-            "(evaluation is greedy whatever it is)"
+            "(--eval_temperature 0 makes evaluation greedy)"
+        )
+    if args.eval_temperature < 0 or args.eval_samples < 1:
+        sys.exit(
+            f"--eval_temperature {args.eval_temperature} and --eval_samples {args.eval_samples}: "
+            "expected at least 0 and at least 1"
+        )
+    if args.eval_samples > 1 and args.eval_temperature == 0:
+        sys.exit(
+            f"--eval_samples {args.eval_samples} at --eval_temperature 0 would be the same greedy "
+            "response each time: give --eval_temperature above 0"
         )
     if args.dual_clip and args.dual_clip <= 1:
         sys.exit(f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none")
@@ -644,6 +694,13 @@ def check_rewards(args: Args) -> None:
 
 def check_kl(args: Args) -> None:
     """Refuses settings of the KL that would be ignored or cannot work."""
+    if args.kl_coef < 0:
+        sys.exit(f"--kl_coef {args.kl_coef}: below 0")
+    if args.kl_coef == 0 and args.ref_model_name_or_path:
+        sys.exit(
+            f"--ref_model_name_or_path {args.ref_model_name_or_path}: at --kl_coef 0 there is no "
+            "reference, so it would be ignored"
+        )
     if args.kl_in == "loss" and args.kl_estimator == "k1":
         sys.exit("--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3")
     if args.kl_target < 0:
@@ -750,11 +807,15 @@ def main():
     checks.check_logprobs(model, first_row, accelerator.device, args.model_name_or_path)
 
     # ============================================================ reference and reward
-    ref_name = args.ref_model_name_or_path or args.model_name_or_path
-    reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
-    # Models whose change is noticed when a run is resumed.
-    fingerprints = {"reference model": load.fingerprint(accelerator, ref_name, reference.config)}
-    reference = prepare.frozen(accelerator, reference)
+    models = [model]
+    fingerprints = {}  # of models whose change is noticed when a run is resumed
+    reference = None  # nothing reads it if the KL has no weight
+    if args.kl_coef:
+        ref_name = args.ref_model_name_or_path or args.model_name_or_path
+        reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
+        fingerprints["reference model"] = load.fingerprint(accelerator, ref_name, reference.config)
+        reference = prepare.frozen(accelerator, reference)
+        models.append(reference)
     judge = rewards.load_judge(
         accelerator,
         tokenizer,
@@ -765,7 +826,6 @@ def main():
         args.reward_timeout,
         args.attn_implementation,
     )
-    models = [model, reference]
     if judge.model is not None:
         models.append(judge.model)
         fingerprints["reward model"] = load.fingerprint(
@@ -776,7 +836,7 @@ def main():
     )
     how_often = "once for their responses" if args.share_prompts else "for each of their responses"
     accelerator.print(f"prompts are computed {how_often}")
-    sizes.fill_in(accelerator, args, trained=policy, frozen=[reference, judge.model])
+    sizes.fill_in(accelerator, args, trained=policy, frozen=models[1:])
 
     def scores_of(samples: Samples) -> Scores:
         """Returns the scores of the responses, the same on every process."""
@@ -815,6 +875,7 @@ def main():
         data_fingerprint=f"{train_set._fingerprint} {limits}",
         models=fingerprints,
         extra={"kl_coef": args.kl_coef, "rollout": None},
+        beside_actor={"critic": policy.critic.model},
     )
     checkpoint.resume(run)
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
@@ -847,7 +908,7 @@ def main():
             check_rollout(samples, scores.total, old, progress, args.output_dir)
             kl_coef = run.extra["kl_coef"]
             tensors, logged = estimate_advantages(samples, scores.total, old, kl_coef, args)
-            log_rollout(accelerator, metrics, tokenizer, samples, scores, logged)
+            log_rollout(accelerator, metrics, tokenizer, samples, scores, tensors, logged)
             rollout = {
                 "prompts": samples.prompts,
                 "responses": samples.responses,
@@ -980,25 +1041,29 @@ def evaluate(
     scores_of: Callable,
     args: Args,
 ) -> tuple[dict[str, float], list[str]]:
-    """Evaluates greedy responses to each held-out set.
+    """Evaluates responses to each held-out set: greedy ones, or drawn at `--eval_temperature`.
 
     Returns:
-        their scores, lengths and the share that ends, and exact match where the set has answers;
-        a few responses to show.
+        their scores, lengths and the share that ends, and where the set has answers, the share that
+        is right; a few responses to show.
     """
     line = {}
     examples = []
     for prefix, eval_set in eval_sets.items():
         columns = eval_set[:]
+        draws = np.random.default_rng([args.seed, 0, EVALUATION_STREAM])
+        n_samples = len(columns["prompt_ids"]) * args.eval_samples
         samples = generation.respond(
             accelerator,
             model,
             policy.model,
             tokenizer,
             columns,
-            1,
+            args.eval_samples,
             args.generate_batch_size,
             args.max_new_tokens,
+            temperature=args.eval_temperature,
+            uniforms=draws.random((n_samples, args.max_new_tokens)),
         )
         scores = scores_of(samples)
         values = {
@@ -1006,17 +1071,39 @@ def evaluate(
             "length": [len(response) for response in samples.responses],
             "eos_rate": samples.ended,
         }
+        for name, part in scores.parts.items():
+            scored = part[~part.isnan()]
+            if len(scored):
+                values[f"rewards/{name}/mean"] = scored
         if "answer" in columns:
-            texts = tokenizer.batch_decode(samples.responses, skip_special_tokens=True)
-            values["exact_match"] = [
-                answers.is_right(text, answer)
-                for text, answer in zip(texts, columns["answer"])
-                if answer
-            ]
+            values |= shares_of_right(samples, columns["answer"], tokenizer, args)
         for name, value in values.items():
             line[prefix + name] = float(np.mean(np.asarray(value, dtype=float)))
         examples += samples.table_rows(tokenizer, scores.total, most=4)
     return line, examples
+
+
+def shares_of_right(
+    samples: Samples, prompt_answers: list[str], tokenizer, args: Args
+) -> dict[str, np.ndarray]:
+    """Returns what the shares of right responses are means of, a value for each prompt by name.
+
+    Args:
+        prompt_answers: one for each prompt; prompts without one are left out.
+    """
+    texts = tokenizer.batch_decode(samples.responses, skip_special_tokens=True)
+    is_right = []  # `[prompts with an answer, samples of each]`
+    for number, answer in enumerate(prompt_answers):
+        if answer:
+            of_prompt = texts[number * args.eval_samples :][: args.eval_samples]
+            is_right.append([answers.is_right(text, answer) for text in of_prompt])
+    is_right = np.array(is_right)
+    if args.eval_temperature == 0:
+        return {"exact_match": is_right[:, 0]}
+    return {
+        f"avg_at_{args.eval_samples}": is_right.mean(1),
+        f"pass_at_{args.eval_samples}": is_right.any(1),
+    }
 
 
 if __name__ == "__main__":

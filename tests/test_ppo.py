@@ -31,7 +31,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from common import arguments, batches
+from common import arguments, batches, checkpoint, export
 from common.models.load import score_model, tokenizer_of
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.rollout import answers, generation, rewards
@@ -182,6 +182,18 @@ def test_value_losses(clip):
         for part in torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
     ]  # rounding is no clipping
     assert not ppo.value_losses(*near, torch.ones(1, 1000), 0.5)[1].any()
+
+
+def test_explained_variance():
+    """Over all tokens together, against numpy; a constant error changes nothing."""
+    values, returns = ragged(2), ragged(3)
+    real = lambda tensor: tensor[MASK].double().numpy()
+    expected = 1 - np.var(real(returns) - real(values)) / np.var(real(returns))
+    assert ppo.explained_variance(values, returns, MASK).item() == pytest.approx(expected)
+    assert ppo.explained_variance(returns + 5, returns, MASK).item() == pytest.approx(1)
+    constant = torch.full((4, 7), 3.0)
+    assert ppo.explained_variance(constant, returns, MASK).item() == pytest.approx(0)
+    assert ppo.explained_variance(values, constant, MASK).isnan()
 
 
 def test_next_kl_coef():
@@ -345,6 +357,81 @@ def test_generation_is_that_of_each_prompt_alone(accelerator, tokenizer, monkeyp
         for response in found
         for place, token in enumerate(response)
     )
+
+
+def log_probs_of(response: list[int], logits: list[np.ndarray], temperature: float) -> list[float]:
+    """The log-prob of each token of a response, from the logits of each step."""
+    scaled = [torch.tensor(step) / temperature for step in logits]
+    return [step.log_softmax(-1)[token].item() for step, token in zip(scaled, response)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("batch_size", [4, 100])
+def test_responses_of_a_prompt_share_its_prefill(
+    accelerator, tokenizer, monkeypatch, architecture, batch_size
+):
+    """They are those of the prompt alone, and so are the log-probs that the sampler returns."""
+    model = made(architecture)
+    read = []  # tokens of each forward pass
+    forward = type(model).forward
+
+    def watched(self, input_ids=None, **inputs):
+        read.append(input_ids.numel())
+        return forward(self, input_ids, **inputs)
+
+    n = 3
+    columns = {"prompt_ids": PROMPTS, "columns": ["{}"] * len(PROMPTS), "row": [*range(1, 8)]}
+    uniforms = np.random.default_rng(2).random((n * len(PROMPTS), ROOM))
+    for temperature in (0.0, TEMPERATURE):
+        expected = [
+            alone(model, PROMPTS[sample // n], uniforms[sample], temperature, STOPS, ROOM)
+            for sample in range(n * len(PROMPTS))
+        ]
+        monkeypatch.setattr(type(model), "forward", watched)
+        read.clear()
+        samples = generation.respond(
+            accelerator,
+            model,
+            model,
+            tokenizer,
+            columns,
+            n,
+            batch_size,
+            ROOM,
+            temperature,
+            uniforms,
+        )
+        monkeypatch.undo()
+        assert samples.responses == [response for response, _ in expected]
+        assert samples.per_prompt == n and samples.rows == [
+            row for row in range(1, 8) for _ in range(n)
+        ]
+        assert samples.prompts == [prompt for prompt in PROMPTS for _ in range(n)]
+        if temperature:
+            for found, (response, logits) in zip(samples.sampler_logps, expected, strict=True):
+                closed = log_probs_of(response, logits, temperature)
+                np.testing.assert_allclose(found, closed, rtol=1e-3, atol=1e-4)
+        else:
+            assert samples.sampler_logps == [[]] * len(expected)
+    if batch_size == 100:
+        longest = max(map(len, PROMPTS))
+        shares = architecture != "jamba"  # its cache cannot be repeated
+        assert read[0] == (len(PROMPTS) * (longest - 1) if shares else n * len(PROMPTS) * longest)
+        assert not shares or read[1] == n * len(PROMPTS)
+
+
+def test_prompts_that_all_differ_are_generated_as_they_always_were(
+    accelerator, tokenizer, monkeypatch
+):
+    """By one call of `generate` each 16 tokens, and none to read the prompts."""
+    model = made("llama")
+    calls = []
+    plain = model.generate
+    monkeypatch.setattr(
+        model, "generate", lambda ids, **how: calls.append(ids) or plain(ids, **how)
+    )
+    generation.generate(accelerator, model, model, tokenizer, PROMPTS, 16, ROOM)
+    assert calls and all(len(ids[0]) >= 12 for ids in calls)
 
 
 def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
@@ -578,23 +665,41 @@ def test_sizes_of_a_rollout_that_do_not_divide(sizes, parts):
             ppo.check_settings(args)  # what it names would do
 
 
+@pytest.mark.parametrize("way", ["flag", "yaml"])
+def test_the_old_name_of_the_batch_size_is_refused_with_the_new_ones(tmp_path, capsys, way):
+    argv = ["--micro-rollout-batch-size=8"]
+    if way == "yaml":
+        (tmp_path / "old.yaml").write_text("micro_rollout_batch_size: 8\n")
+        argv = [str(tmp_path / "old.yaml")]
+    with pytest.raises(SystemExit):
+        arguments.parse(ppo.Args, ASSETS / "ppo.yaml", argv)
+    said = capsys.readouterr().err
+    assert "is no longer an argument: use --generate_batch_size and --score_batch_size" in said
+
+
+def test_a_checkpoint_of_an_older_release_is_resumed_or_refused_in_one_line():
+    """It holds the old batch size, one reward function by its name, and none of the newer arguments."""
+    now = vars(ppo.Args(reward_function=["a:b"], model_name_or_path="M", dataset_name="D"))
+    older = {
+        name: value
+        for name, value in now.items()
+        if not name.startswith(("eval_", "generate_", "score_"))
+    }
+    for name in ("reward_weights", "reward_timeout"):
+        del older[name]
+    older |= {"micro_rollout_batch_size": 16, "reward_function": "a:b", "world": "no"}
+    resumed = types.SimpleNamespace(args=ppo.Args, identity={**now, "world": "no"})
+    checkpoint.refuse_another_run(resumed, "C", older)
+    older["gae_lambda"] = 0.95
+    refuses(
+        "C is of another run", "gae_lambda: 0.95 in the checkpoint, 1.0 now",
+        call=lambda: checkpoint.refuse_another_run(resumed, "C", older),
+    )  # fmt: skip
+
+
 def test_an_update_of_no_samples_is_left_to_the_common_refusal():
     """By `accumulation_steps`, in the words of all recipes; here it must not divide by it."""
     ppo.check_settings(ppo.Args(reward_function=["a:b"], train_batch_size=0))
-
-
-@pytest.mark.parametrize("response, answer, right", [
-    ("4", " 4\n", True), ("4", 4, True), ("2 + 2\n#### 4", "4", True), ("#### 4", "1 + 1 is 2, twice #### 4", True), ("#### 3 #### 4", "4", True),
-    ("1 #### 4", "1 #### 5", False), ("14", "4", False), ("4 #### 5", "4", False), ("4 ####", "4", False),
-    ("<think>\n\n</think>\n\n4", "4", True), ("<think>4</think>5", "4", False), ("4", 4.0, True), ("#### 40", 4.0, False), ("3.5", 3.5, True),
-])  # fmt: skip
-def test_a_response_is_right_where_it_ends_as_the_answer(response, answer, right):
-    """Behind the last `####`, GSM8K's mark, or whole without one; behind what was thought. A whole number may have become a float."""
-    assert answers.is_right(response, answer) == right
-    assert rewards.answer_reward(["", ""], [response, str(answer)], [answer, answer]) == [
-        float(right),
-        1.0,
-    ]
 
 
 @pytest.mark.parametrize("settings, parts", [
@@ -605,6 +710,11 @@ def test_a_response_is_right_where_it_ends_as_the_answer(response, answer, right
     ({"dual_clip": 0.9}, ["--dual_clip 0.9", "more than 1"]),
     ({"kl_target": 6.0, "kl_coef": 0.0}, ["--kl_target", "--kl_coef", "above 0"]),
     ({"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8}, ["= 128 samples", "--kl_horizon above a fifth of them (25.6)"]),
+    ({"kl_coef": -0.1}, ["--kl_coef -0.1", "below 0"]),
+    ({"kl_coef": 0.0, "ref_model_name_or_path": "R"}, ["--ref_model_name_or_path R", "--kl_coef 0"]),
+    ({"eval_samples": 4}, ["--eval_samples 4", "--eval_temperature above 0"]),
+    ({"eval_samples": 0}, ["--eval_samples 0", "at least 1"]),
+    ({"eval_temperature": -1.0}, ["--eval_temperature -1.0", "at least 0"]),
     ({"kl_target": -6.0}, ["--kl_target -6.0", "below 0"]), ({"reward_clip": -5.0}, ["--reward_clip -5.0", "below 0"]),
     ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout", "at least 1"]),
     ({"generate_batch_size": -1}, ["--generate_batch_size -1", "at least 1, or 0"]),
@@ -671,6 +781,7 @@ WHOLE = {
     # One epoch, so 2 windows of each rollout; the actor learns from the fifth update on, and its Adam has not counted those before.
     "critic first": dict(SHARED, num_epochs_per_rollout=1, critic_warmup_rollouts=2, max_steps=8, kl_coef=0.4, kl_estimator="k2", kl_in="loss", kl_target=0.5, kl_horizon=100.0,
                          ref="reference", scored="function"),
+    "no reference": dict(SHARED, kl_coef=0.0, gae_lambda=1.0, max_steps=6, ref=None, scored="function"),
 }  # fmt: skip
 
 
@@ -701,7 +812,8 @@ def run(inputs, output, settings, *more, launcher=(), check=True):
     """A run of the recipe with these settings; `more` flags win over them."""
     settings = dict(settings)
     ref, scored = settings.pop("ref"), settings.pop("scored")
-    flags = ["--model_name_or_path", inputs / "model", "--ref_model_name_or_path", inputs / ref, "--dataset_name", inputs / "prompts.jsonl",
+    flags = ["--ref_model_name_or_path", inputs / ref] if ref else []
+    flags += ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "prompts.jsonl",
              "--output_dir", output, "--reward_function", "rewarding_of_test:reward"]  # fmt: skip
     flags += ["--reward_model_name_or_path", inputs / "reward"] * (scored == "both")
     flags += [part for name, value in settings.items() for part in (f"--{name}", value)]
@@ -718,7 +830,7 @@ class Reference:
         load = lambda name, kind=AutoModelForCausalLM: kind.from_pretrained(inputs / name).eval()
         self.actor, self.reference, self.judge = (
             load("model"),
-            load(ref),
+            load(ref or "model"),
             load("reward", AutoModelForSequenceClassification),
         )
         if scored == "both":
@@ -809,12 +921,21 @@ class Reference:
                 (sample.advantages.double().numpy() - every.mean()) / every.std()
             ).float()
         mean = lambda value: float(np.mean([value(sample) for sample in samples]))
+        returns, values = (
+            np.concatenate([getattr(x, name) for x in samples]).astype(float)
+            for name in ("returns", "values")
+        )
+        lengths = [len(x.response) for x in samples]
         line = {
-            "objective/kl": mean(lambda x: x.kl), "objective/entropy": mean(lambda x: -x.logps.sum().item()),
+            "objective/entropy": mean(lambda x: -x.logps.sum().item()),
             "objective/scores": mean(lambda x: x.score), "objective/non_score_reward": mean(lambda x: x.penalty),
             "objective/rlhf_reward": mean(lambda x: x.score + x.penalty), "objective/kl_coef": self.kl_coef,
+            "val/explained_variance": 1 - np.var(returns - values) / np.var(returns), "val/returns_avg": returns.mean(),
+            "responses/min_length": min(lengths), "responses/max_length": max(lengths),
             "rewards/reward/mean": mean(lambda x: x.own_score), "responses/length": mean(lambda x: len(x.response)), "responses/eos_rate": mean(lambda x: x.response[-1] in STOPS),
         }  # fmt: skip
+        if s.kl_coef:
+            line["objective/kl"] = mean(lambda x: x.kl)
         if self.scored == "both":
             line["rewards/reward_model/mean"] = mean(lambda x: x.modelled)
         return samples, line
@@ -973,6 +1094,7 @@ def finished(inputs):
         ("kl in the reward", "plain"),
         ("kl in the reward", "ddp"),
         ("kl in the loss", "plain"),
+        ("no reference", "plain"),
     ],
     ids=" ".join,
 )
@@ -1004,7 +1126,13 @@ def test_every_logged_number_of_a_run(whole):
     # The run is one in which everything happens.
     column = lambda key: [line[key] for line in lines(output) if key in line]
     assert max(column("policy/clipfrac_avg")) > 0 and max(column("policy/approxkl_avg")) > 1e-3
-    assert 0 < min(column("responses/eos_rate")) < 1 and abs(column("objective/kl")[-1]) > 0.01
+    assert 0 < min(column("responses/eos_rate")) < 1
+    if reference.set.kl_coef:
+        assert abs(column("objective/kl")[-1]) > 0.01
+    for line in lines(output):
+        if line["global_step"] in reference.begins:  # bit for bit: the actor has not moved
+            assert (line["val/ratio"], line["policy/approxkl_avg"]) == (1, 0)
+    assert min(column("responses/min_length")) < max(column("responses/max_length"))
     if reference.set.kl_target:  # a pass over the prompts and the beginning of the next
         assert (
             max(column("val/clipfrac_avg")) > 0
@@ -1023,6 +1151,9 @@ def test_what_a_rollout_holds(whole):
         "rollout"
     ]
     samples, tensors = reference.rollouts[0], rollout["tensors"]
+    has_reference = reference.set.kl_coef > 0  # else none is loaded, nor looked at
+    state = json.loads((output / "checkpoints/global_step_000003/state.json").read_text())
+    assert ("ref_logps" in tensors) == ("reference model" in state["arguments"]) == has_reference
     assert rollout["responses"] == [sample.response for sample in samples] and rollout[
         "prompts"
     ] == [sample.prompt for sample in samples]
@@ -1034,7 +1165,7 @@ def test_what_a_rollout_holds(whole):
     assert torch.equal(tensors["mask"], torch.arange(lengths.max()) < lengths)
     for name, of_sample in (
         ("logps", "logps"),
-        ("ref_logps", "ref"),
+        *([("ref_logps", "ref")] if has_reference else []),
         ("values", "values"),
         ("returns", "returns"),
         ("advantages", "white"),
@@ -1055,6 +1186,33 @@ def test_the_weights_of_actor_and_critic_after_a_run(whole):
         other = torch.cat([saved[prefix + name].flatten() for name in sorted(parts)])
         assert (one - other).norm() <= 1e-5 * one.norm()
     assert torch.equal(weights(output), weights(output, f"{last}/actor"))
+
+
+def test_the_critic_is_taken_out_of_a_checkpoint(whole, tmp_path, monkeypatch, tokenizer):
+    """As a sequence classifier that anyone can load, and that begins the critic of another run."""
+    output, _, reference = whole
+    checkpoint_folder = output / f"checkpoints/global_step_{len(reference.lines):06d}"
+    monkeypatch.setattr(
+        "sys.argv", ["export", str(checkpoint_folder), str(tmp_path / "critic"), "--critic"]
+    )
+    export.main()
+    found, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "critic", output_loading_info=True
+    )
+    assert found.config.num_labels == 1 and not info["missing_keys"] and not info["unexpected_keys"]
+    saved = load_file(checkpoint_folder / "engine/model.safetensors")
+    for name, parameter in found.named_parameters():
+        assert torch.equal(parameter, saved[f"critic.model.{name}"])
+    assert score_model(str(tmp_path / "critic"), tokenizer, None).config.pad_token_id == 0
+    sample = reference.rollouts[0][0]
+    ids = torch.tensor([sample.prompt + sample.response])
+    with torch.no_grad():
+        for model in (found.eval(), reference.critic):
+            states = model.model(ids).last_hidden_state @ model.score.weight[0]
+            torch.testing.assert_close(model(ids).logits[:, 0], states[:, -1])
+        torch.testing.assert_close(
+            found(ids).logits, reference.critic(ids).logits, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_the_reward_function_sees_each_response_once_as_text(whole, inputs):
@@ -1117,6 +1275,53 @@ def test_a_run_does_not_depend_on_the_number_of_processes(finished):
     )
     one, two = (weights(finished("kl in the reward", launcher)[0]) for launcher in ("plain", "ddp"))
     assert (one - two).norm() <= 1e-5 * one.norm()
+
+
+def test_evaluation_by_sampling(inputs):
+    """Each prompt's responses are drawn by numbers that are the same in every evaluation."""
+    k, room, temperature = 4, 5, 1.4
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    uniforms = np.random.default_rng([3, 0, 3]).random((3 * k, room))
+    texts = []
+    for row in range(3 * k):
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "ab" * (1 + row // k)}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        response, _ = alone(model, ids, uniforms[row], temperature, STOPS, room)
+        texts.append(tokenizer.decode(response, skip_special_tokens=True))
+    assert len(set(texts)) > 3
+    # One of the four responses to the first prompt is right, none to the second; the third has no answer.
+    rows = [
+        {"prompt": [{"role": "user", "content": "ab" * (1 + row)}], "answer": answer, "weight": 1}
+        for row, answer in enumerate([texts[2], "never said", ""])
+    ]
+    right = [answers.is_right(text, texts[2]) for text in texts[:k]]
+    settings = {
+        **WHOLE["no reference"],
+        "max_steps": 2,
+        "learning_rate": 0,
+        "critic_learning_rate": 0,
+        "max_new_tokens": room,
+    }
+    output = inputs / "sampled_evaluation"
+    more = ["--eval_dataset_name", write_jsonl(inputs / "eval.jsonl", rows)]
+    run(inputs, output, settings, *more, "--eval_temperature", temperature, "--eval_samples", k)
+    first, last = [line for line in timeless(output) if "eval/scores" in line]
+    assert first["eval/avg_at_4"] == sum(right) / k / 2 > 0 and first["eval/pass_at_4"] == 0.5
+    assert first["eval/scores"] == pytest.approx(
+        np.mean([len(text) % 5 - 2.0 for text in texts]) - 0.6 * (1 - first["eval/eos_rate"])
+    )
+    assert first["eval/rewards/reward/mean"] == pytest.approx(
+        np.mean([len(text) % 5 - 2.0 for text in texts])
+    )
+    assert "eval/exact_match" not in first
+    assert last == {
+        **first,
+        "global_step": 2,
+    }  # nothing was learned: the same draws, the same values
 
 
 def test_the_end_of_a_polynomial_schedule_is_that_of_the_actors_rate(inputs):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common import checkpoint
 from common.metrics import Metrics
@@ -254,7 +254,8 @@ def test_export_gives_the_actor_the_run_saved(
     with pytest.raises(SystemExit):
         call(checkpoint, tmp_path / "both", "--universal", "--dtype", "bfloat16")
     assert (
-        "--dtype is for the actor" in capsys.readouterr().err and not (tmp_path / "both").exists()
+        "--dtype and --critic are for one model" in capsys.readouterr().err
+        and not (tmp_path / "both").exists()
     )
     torn = shutil.copytree(checkpoint, tmp_path / "torn")
     (torn / "actor/model.safetensors").write_bytes(b"x")
@@ -455,3 +456,23 @@ def test_ddp_goes_on_with_another_number_of_processes(inputs, unbroken):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
     one, other = weights(reference), weights(output)
     assert (one - other).norm() <= 1e-4 * one.norm()
+
+
+def test_a_critic_that_was_sharded_is_taken_out_whole(inputs, unbroken, tmp_path):
+    """It has learned: every weight matrix of it differs from the model that it started from."""
+    from common import export
+
+    checkpoint = unbroken("ppo", "zero3") / "checkpoints/global_step_000012"
+    export.export(checkpoint, tmp_path / "critic", model="critic")
+    critic, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "critic", output_loading_info=True
+    )
+    assert not info["missing_keys"] and critic.score.weight.shape == (1, 32)
+    start = dict(AutoModelForCausalLM.from_pretrained(inputs / "model").named_parameters())
+    actor = dict(AutoModelForCausalLM.from_pretrained(checkpoint / "actor").named_parameters())
+    for name, parameter in critic.named_parameters():
+        assert parameter.isfinite().all()
+        if name.startswith("model.layers") and parameter.ndim == 2:
+            assert not torch.equal(parameter, start[name]) and not torch.equal(
+                parameter, actor[name]
+            )

@@ -153,6 +153,13 @@ def test_export_does_not_leave_the_checkpoint(checkpoint, tmp_path, name):
     refuses("its manifest names no actor", call=lambda: export.export(checkpoint, tmp_path / "out"))
 
 
+def test_a_checkpoint_without_a_critic_says_so(checkpoint, tmp_path):
+    refuses(
+        "holds no critic: only checkpoints of recipes/ppo.py do",
+        call=lambda: export.export(checkpoint, tmp_path / "out", model="critic"),
+    )
+
+
 def test_universal_reads_no_pickle_that_the_manifest_does_not_name(checkpoint, tmp_path):
     engine = checkpoint / "engine/pytorch_model"
     engine.mkdir(parents=True)

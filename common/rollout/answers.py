@@ -1,21 +1,109 @@
 """Whether a response gives the right answer, and the share that does over a held-out set."""
 
+import re
+from decimal import Decimal
+
 from common.rollout import generation
+
+# What states the answer in a sentence: "The answer is 18.", "Answer: 18". It ends with its line, or
+# with a full stop; the point in 1.5 is none.
+STATEMENT = re.compile(
+    r"\banswer\b(?:[^.\n:=]*?\bis\b|\s*[:=])\s*:?\s*(.*?)(?:\.(?=\s|$)|\n|$)", re.IGNORECASE
+)
+# A number as people write one, and in a response perhaps a unit behind it. Digits that begin with a
+# zero, such as 007, are no number but a text: they equal only themselves.
+NUMBER = re.compile(r"[-+]?(?=\.?\d)(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*|0)?(?:\.\d+)?")
+UNIT = re.compile(r"/?[^\W\d_]{2,}(?:/[^\W\d_]+)?")
+# What people and LaTeX write around an answer, and what it is without that.
+PLAIN_FORMS = [
+    (re.compile(r"\\(?:text|textbf|mathrm|mbox) *\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\[dt]?frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\[!,;: ()\[\]]|\\(?:left|right)\b|\*\*|`|\\?[$%]|[€£¥]"), ""),
+    (re.compile(r"[-\u2212\u2013] *(?=[\d.])"), "-"),
+]
 
 
 def is_right(response: str, answer: str | float) -> bool:
-    """Returns whether a response and an answer have the same final answer."""
-    return final_answer(response) == final_answer(answer)
+    """Returns whether a response and an answer have the same final answer.
+
+    If the answer is a number, the response must state one number and no other, of the same value:
+    1,200 is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text, without regard
+    to case, spaces and a final full stop.
+    """
+    stated = plain(final_answer(response))
+    right = plain(final_answer(answer))
+    if NUMBER.fullmatch(right):
+        return number_in(stated) == to_decimal(right)
+    return as_text(stated) == as_text(right)
 
 
 def final_answer(text: str | float) -> str:
-    """Returns what follows the last `####` (GSM8K's mark), or the whole text if it has no mark.
+    """Returns the part of a text that states its answer.
 
-    What a model thought before answering does not count. A final `.0` does not count either,
-    because a column of whole numbers may have become one of floats.
+    It is the line behind the last `####` (GSM8K's mark), else what the last `\\boxed{}` holds, else
+    what the last "the answer is" is followed by, else the whole text. What a model thought before
+    answering does not count.
     """
-    after_thinking = str(text).split("</think>")[-1]
-    return after_thinking.split("####")[-1].strip().removesuffix(".0")
+    text = str(text).split("</think>")[-1]
+    text = text.split("<think>")[0]  # thoughts that did not end
+    if "####" in text:
+        lines = text.split("####")[-1].strip().splitlines()
+        return lines[0] if lines else ""
+    boxed = last_box(text)
+    if boxed is not None:
+        return boxed
+    statements = STATEMENT.findall(text)
+    return statements[-1] if statements else text
+
+
+def last_box(text: str) -> str | None:
+    """Returns what the last whole `\\boxed{...}` holds, with inner braces; None without one."""
+    mark = "\\boxed{"
+    start = text.rfind(mark)
+    while start >= 0:
+        depth = 1
+        begin = start + len(mark)
+        for place in range(begin, len(text)):
+            depth += (text[place] == "{") - (text[place] == "}")
+            if depth == 0:
+                return text[begin:place]
+        start = text.rfind(mark, 0, start)
+    return None
+
+
+def plain(text: str) -> str:
+    """Returns a text without signs of currency and per cent, LaTeX's spaces and the like."""
+    for pattern, replacement in PLAIN_FORMS:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def number_in(text: str) -> Decimal | None:
+    """Returns the only number of a text; None if it has none, or several, such as 1/2 or 9:30."""
+    name, equals, value = text.partition("=")
+    if equals and not any(letter.isdigit() for letter in name):
+        text = value  # x = 18
+    words = [word for word in text.split() if any(letter.isdigit() for letter in word)]
+    if len(words) != 1:
+        return None
+    word = words[0].lstrip("(['\"").rstrip(")]'\".,;:!?")
+    number = NUMBER.match(word)
+    behind = word[number.end() :] if number else word
+    if number is None or (behind and not UNIT.fullmatch(behind)):
+        return None
+    return to_decimal(number[0])
+
+
+def to_decimal(number: str) -> Decimal:
+    """Returns the value of a text that `NUMBER` matches."""
+    return Decimal(number.replace(",", ""))
+
+
+def as_text(text: str) -> str:
+    """Returns a text as it is compared: a letter in brackets, such as (B), is that letter."""
+    text = " ".join(text.split()).rstrip(".").casefold()
+    return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
 
 
 def exact_match(

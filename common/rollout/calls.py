@@ -51,9 +51,10 @@ class Given:
         return f"data row {rows}, response {cut(self.responses[samples[0]])}"
 
 
-def cut(text: str, most: int = 200) -> str:
-    """Returns a text as one line of limited length."""
-    return repr(text) if len(text) <= most else f"{text[:most]!r}..."
+def cut(value: Any, most: int = 200) -> str:
+    """Returns a value in Python's notation, as one line of limited length."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def collect(tokenizer, samples: Samples, mine: list[int], step: int) -> Given:
@@ -140,14 +141,14 @@ def check(name: str, scores: Any, given: Given) -> list[float]:
     if not isinstance(scores, (list, tuple)) or len(scores) != len(given.responses):
         kind = type(scores).__name__
         length = f" of {len(scores)}" if isinstance(scores, (list, tuple)) else ""
-        sys.exit(f"--reward_function {name}: {expected}, got a {kind}{length}: {cut(repr(scores))}")
+        sys.exit(f"--reward_function {name}: {expected}, got a {kind}{length}: {cut(scores)}")
     for sample, value in enumerate(scores):
         value = value.item() if hasattr(value, "item") else value
         if value is None:
             continue
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             sys.exit(
-                f"--reward_function {name}: {expected}, got {cut(repr(value))} for "
+                f"--reward_function {name}: {expected}, got {cut(value)} for "
                 f"{given.describe([sample])}"
             )
     return [math.nan if value is None else float(value) for value in scores]

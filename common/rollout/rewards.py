@@ -210,9 +210,17 @@ def check_all_scored(judge: Judge, samples: Samples, there: np.ndarray) -> None:
 # ============================================================ reward functions
 
 
-def answer_reward(prompts: list, responses: list[str], answer: list[str], **columns) -> list[float]:
-    """Returns 1 if the response's final answer is the column `answer`, else 0."""
-    return [float(answers.is_right(response, right)) for response, right in zip(responses, answer)]
+def answer_reward(
+    prompts: list, responses: list[str], answer: list, **columns
+) -> list[float | None]:
+    """Returns 1 if the response's final answer is the column `answer`, else 0.
+
+    Returns None where the row has no answer: see `answers.is_right` for what is right.
+    """
+    return [
+        float(answers.is_right(response, right)) if right not in (None, "") else None
+        for response, right in zip(responses, answer)
+    ]
 
 
 # As in TRL's `think_format_reward`: thinking, once, and then an answer.

@@ -1,0 +1,161 @@
+"""Whether a response gives the right answer: a table of what people and models write."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.rollout import answers, rewards
+
+GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k_train.jsonl"
+
+# What a response says, the column `answer`, and whether the response is right.
+TABLE = [
+    # The whole text, GSM8K's mark, LaTeX's box, a sentence.
+    ("18", "18", True),
+    (" 18\n", 18, True),
+    ("2 + 2\n#### 4", "4", True),
+    ("#### 4", "1 + 1 is 2, twice #### 4", True),
+    ("#### 3 #### 4", "4", True),
+    ("#### 18\n\nQuestion: the next one", "18", True),
+    ("4 #### 5", "4", False),
+    ("4 ####", "4", False),
+    ("1 #### 4", "1 #### 5", False),
+    (r"So it is \boxed{18}.", "18", True),
+    (r"\boxed{8} or rather \boxed{18}", "18", True),
+    (r"\boxed{18} or rather \boxed{8}", "18", False),
+    (r"\boxed{18} and \boxed{8", "18", True),
+    (r"\boxed{x^{2}+1}", "x^{2}+1", True),
+    (r"\boxed{\frac{1}{2}}", "1/2", True),
+    (r"\boxed{\dfrac{3}{4}}", r"Hence \boxed{\frac{3}{4}}.", True),
+    (r"\boxed{\text{Paris}}", "Paris", True),
+    ("The answer is 18.", "18", True),
+    ("The answer is: 18", "18", True),
+    ("The answer to this question is 18. I hope it is correct.", "18", True),
+    ("The final answer is $18$. I hope it is correct.", "18", True),
+    ("**Answer:** 18", "18", True),
+    ("Answer:\n18", "18", True),
+    ("The answer is **18**.", "18", True),
+    ("The answer is 8. No, the answer is 18.", "18", True),
+    ("The answer is 18.5.", "18", False),
+    ("The answer is 18.5.", "18.5", True),
+    # Units and currencies.
+    ("#### $18", "18", True),
+    (r"#### \$18", "18", True),
+    ("#### 18 dollars", "18", True),
+    ("18 km/h", "18", True),
+    ("18km/h", "18", True),
+    ("18 dollars", "$18", True),
+    ("x = 18", "18", True),
+    ("18x", "18", False),
+    # Numbers by their value.
+    ("1,200", "1200", True),
+    ("1200", "1,200", True),
+    (r"1{,}200", "1200", True),
+    ("$1,200.50", "1200.5", True),
+    ("1,2", "12", False),
+    ("12,00", "1200", False),
+    ("18.0", "18", True),
+    ("18", 18.0, True),
+    ("#### 40", 4.0, False),
+    ("3.5", 3.5, True),
+    (".5", "0.5", True),
+    ("8", "18", False),
+    ("18", "8", False),
+    ("14", "4", False),
+    ("18.5", "18", False),
+    ("-5", "-5", True),
+    ("\u22125", "-5", True),
+    ("- 5", "-5", True),
+    ("5", "-5", False),
+    ("-5", "5", False),
+    # More than one number is no answer.
+    ("18 or 19", "18", False),
+    ("The answer is 18 or 8.", "18", False),
+    ("8 against 18", "8", False),
+    ("8 against 18", "18", False),
+    ("10:30", "10", False),
+    ("9 * 2", "18", False),
+    # Per cent is a unit, not a hundredth.
+    ("25%", "25", True),
+    (r"25\%", "25%", True),
+    ("25", "25%", True),
+    ("0.25", "25%", False),
+    # Fractions are texts.
+    ("1/2", "1/2", True),
+    ("1/2", "0.5", False),
+    ("1/2", "1", False),
+    ("1/2", "2", False),
+    ("0.5", "1/2", False),
+    # Texts.
+    ("The answer is Paris.", "paris", True),
+    ("The answer is  New\nYork", "New York", False),
+    ("new  york.", "New York", True),
+    ("Paris or Rome", "Paris", False),
+    ("The answer is (B).", "B", True),
+    ("B", "A", False),
+    ("10:30", "10:30", True),
+    ("", "18", False),
+    # Digits that begin with a zero are a text: the demo's sums are of three digits.
+    ("063", "063", True),
+    ("63", "063", False),
+    ("063", "63", False),
+    # Thoughts do not count.
+    ("<think>\n\n</think>\n\n4", "4", True),
+    ("<think>4</think>5", "4", False),
+    ("I think of 5.</think>4", "4", True),
+    ("<think>18", "18", False),
+]
+
+
+@pytest.mark.parametrize("response, answer, right", TABLE)
+def test_a_response_is_right(response, answer, right):
+    assert answers.is_right(response, answer) == right
+    found = rewards.answer_reward(["", ""], [response, str(answer)], [answer, answer])
+    assert found == [float(right), 1.0]
+
+
+def test_a_row_without_an_answer_is_not_scored():
+    assert rewards.answer_reward([""] * 3, ["4"] * 3, ["4", "", None]) == [1.0, None, None]
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the data is not here")
+def test_every_answer_of_gsm8k_is_matched():
+    rows = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
+    finals = [row.split("####")[-1].strip() for row in rows]
+    assert sum("," in final for final in finals) == 79
+    for row, final in zip(rows, finals):
+        digits = final.replace(",", "")
+        written = [
+            digits,
+            final,
+            f"The answer is {digits}.",
+            rf"\boxed{{{final}}}",
+            f"#### ${final}",
+        ]
+        written += [f"#### {digits} dollars", f"{digits}.0", row]
+        assert [text for text in written if not answers.is_right(text, row)] == []
+        assert [
+            text
+            for text in (f"1{digits}", f"{digits}0", f"-{digits}")
+            if answers.is_right(text, row) and digits != "0"
+        ] == []
+
+
+THOUGHT = "<think>\nTwo and two.\n</think>\n4"
+
+
+def test_the_format_of_thinking_is_trls():
+    reward = pytest.importorskip("trl.rewards").think_format_reward
+    responses = [THOUGHT, "<think>a", "4", "a<think>b</think>c", "<think>a<think>b</think>c",
+                 "<think></think>", "<think>a</think>b</think>", "\n<think>a</think>b"]  # fmt: skip
+    expected = reward([[{"content": response}] for response in responses])
+    assert rewards.format_reward([""] * 8, responses) == expected
+    assert expected == [1, 0, 0, 0, 0, 1, 1, 0]
+
+
+def test_a_format_may_come_from_the_data():
+    patterns = [r"#### \d+$", None, r".*\\boxed\{"]
+    responses = ["#### 12", THOUGHT, "so\n\\boxed{4}"]
+    assert rewards.format_reward([""] * 3, responses, format_pattern=patterns) == [1.0, 1.0, 1.0]
+    assert rewards.format_reward([""] * 3, ["12", "4", "4"], format_pattern=patterns) == [0.0] * 3

@@ -1,0 +1,351 @@
+"""Reward functions: what they are given, how their scores are added, and how they may fail."""
+
+import asyncio
+import itertools
+import json
+import math
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from common.rollout import rewards
+from common.rollout.samples import Samples
+from runs import LAUNCHERS, REPOSITORY, launch, refuses
+from test_ppo import alone_in
+
+# Three prompts with two responses each; the third response does not end.
+TEXTS = ["12", "3456", "78", "90", "1", "5555"]
+
+
+def samples_of(tokenizer, **columns) -> Samples:
+    """Samples of the texts above; `columns` holds a value for each prompt."""
+    rows = [
+        json.dumps({"prompt": f"p{row}", **{name: values[row] for name, values in columns.items()}})
+        for row in range(3)
+    ]
+    responses = [[*tokenizer(text).input_ids, 1] for text in TEXTS]
+    responses[2].pop()
+    ended = torch.tensor([response[-1] == 1 for response in responses])
+    twice = [0, 0, 1, 1, 2, 2]
+    return Samples(
+        [[5, 6]] * 6, responses, [rows[i] for i in twice], [i + 11 for i in twice], ended, per_prompt=2
+    )  # fmt: skip
+
+
+def judge_of(timeout: float = 0.0, weights: dict | None = None, **functions) -> rewards.Judge:
+    weights = weights or dict.fromkeys(functions, 1.0)
+    return rewards.Judge(functions=functions, weights=weights, timeout=timeout)
+
+
+def score(accelerator, tokenizer, judge, samples=None, step: int = 7) -> rewards.Scores:
+    samples = samples or samples_of(tokenizer)
+    return rewards.score(accelerator, tokenizer, judge, samples, 4, True, step)
+
+
+def length(prompts, responses):
+    return [len(response) for response in responses]
+
+
+# ---------------------------------------------------------------------------------------------- what it is given
+
+
+def test_a_function_is_called_once_with_all_of_its_process(accelerator, tokenizer):
+    seen = []
+
+    def function(prompts, responses, **columns):
+        seen.append((prompts, responses, columns))
+        return [0] * len(prompts)
+
+    samples = samples_of(tokenizer, answer=["a", "b", "c"], step=["x", "y", "z"], prompts=[0, 0, 0])
+    score(accelerator, tokenizer, judge_of(f=function), samples)
+    ((prompts, responses, columns),) = seen
+    assert prompts == ["p0", "p0", "p1", "p1", "p2", "p2"] and responses == TEXTS
+    assert columns == {
+        "answer": ["a", "a", "b", "b", "c", "c"],
+        "response_ids": samples.responses,
+        "truncated": [False, False, True, False, False, False],
+        "step": 7,  # of the run: a column of that name gives way
+    }
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_prompts_samples_are_never_split_between_processes(tokenizer, processes):
+    samples = samples_of(tokenizer)
+    shares = [samples.whole_groups(alone_in(rank, processes)) for rank in range(processes)]
+    assert [*itertools.chain(*shares)] == [0, 1, 2, 3, 4, 5]
+    assert all(len(share) % 2 == 0 for share in shares)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 2
+
+
+def test_a_function_gets_what_its_signature_names(accelerator, tokenizer):
+    def named(prompts, responses, weight, step):
+        return [value * step for value in weight]
+
+    samples = samples_of(tokenizer, weight=[1, 2, 3], answer=["a", "b", "c"])
+    found = score(accelerator, tokenizer, judge_of(named=named, length=length), samples)
+    assert found.parts["named"].tolist() == [7, 7, 14, 14, 21, 21]
+    assert found.total.tolist() == [9, 11, 16, 16, 22, 25]
+
+
+# ---------------------------------------------------------------------------------------------- the sum
+
+
+def test_the_total_is_the_weighted_sum_of_the_parts_that_are_there(accelerator, tokenizer):
+    def some(prompts, responses, **columns):
+        return [None if len(text) == 2 else 10.0 for text in responses]
+
+    judge = judge_of(length=length, some=some, weights={"length": 0.5, "some": -2.0})
+    found = score(accelerator, tokenizer, judge)
+    assert found.total.dtype == found.parts["some"].dtype == torch.float32
+    assert found.total.tolist() == [1, 2 - 20, 1, 1, 0.5 - 20, 2 - 20]
+    assert list(found.parts) == ["length", "some"]
+    assert found.parts["length"].tolist() == [2, 4, 2, 2, 1, 4]
+    torch.testing.assert_close(
+        found.parts["some"],
+        torch.tensor([math.nan, 10, math.nan, math.nan, 10, 10]),
+        equal_nan=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        (1, 2, 3, 4, 5, 6),
+        torch.tensor([1, 2, 3, 4, 5, 6]),
+        torch.arange(1.0, 7.0).numpy(),
+        [torch.tensor(float(n)) for n in range(1, 7)],
+        [True, 2, 3.0, 4, 5, 6],
+    ],
+)
+def test_what_may_be_returned(accelerator, tokenizer, returned):
+    found = score(accelerator, tokenizer, judge_of(f=lambda prompts, responses: returned))
+    assert found.total.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_sample_that_nothing_scored_is_refused(accelerator, tokenizer):
+    none = lambda prompts, responses: [None] * 2 + [1.0] + [None] * 3
+    other = lambda prompts, responses: [0.0] * 3 + [None] + [0.0] * 2
+    refuses(
+        "data row 12", "none, other", "None",
+        call=lambda: score(accelerator, tokenizer, judge_of(none=none, other=other)),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- how it may fail
+
+
+def raises_at(prompts, responses, **columns):
+    return [1 / (response != "5555") for response in responses]
+
+
+def fails_alone(prompts, responses, **columns):
+    raise RuntimeError("the server is gone\nfor good")
+
+
+def sleeps_at(prompts, responses, **columns):
+    for response in responses:
+        time.sleep(30 if response == "3456" else 0)
+
+
+def catches_all(prompts, responses, **columns):
+    scores = []
+    for _ in responses:
+        try:
+            time.sleep(30)
+            scores.append(1.0)
+        except:  # noqa: E722
+            scores.append(0.0)
+    return scores
+
+
+async def waits_at(prompts, responses, **columns):
+    async def one(response):
+        await asyncio.sleep(30 if response == "3456" else 0)
+
+    await asyncio.gather(*[one(response) for response in responses])
+
+
+async def blocks(prompts, responses, **columns):
+    time.sleep(30)
+
+
+async def raises_later(prompts, responses, **columns):
+    await asyncio.sleep(0)
+    return [{}[response] for response in responses]
+
+
+WRONG = {
+    "a number": (3.0, ["expected 6 numbers", "got a float"]),
+    "nothing": (None, ["expected 6 numbers", "got a NoneType"]),
+    "too few": ([1.0] * 5, ["expected 6 numbers", "got a list of 5"]),
+    "too many": (torch.zeros(7), ["expected 6 numbers", "got a list of 7"]),
+    "a table": (torch.zeros(6, 1), ["got [0.0]", "row 11"]),
+    "a dict": ({"score": 1}, ["got a dict"]),
+    "a text": (["1"] * 6, ["got '1'", "row 11"]),
+    "NaN": ([0, 0, 0, math.nan, 0, 0], ["got nan", "data row 12", "'90'"]),
+    "infinite": ([0, 0, 0, 0, 0, -math.inf], ["got -inf", "data row 13", "'5555'"]),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_may_not_be_returned(accelerator, tokenizer, kind):
+    returned, parts = WRONG[kind]
+    judge = judge_of(length=length, mine=lambda prompts, responses: returned)
+    refuses("--reward_function mine", *parts, call=lambda: score(accelerator, tokenizer, judge))
+
+
+@pytest.mark.parametrize(
+    "function, parts",
+    [
+        (raises_at, ["ZeroDivisionError", "data row 13", "'5555'", "test_rewards.py:"]),
+        (fails_alone, ["RuntimeError", "server is gone", "data rows 11 to 13"]),
+        (raises_later, ["KeyError", "data row 11", "'12'"]),
+        (lambda prompts, responses, answer: [], ["TypeError", "answer"]),
+    ],
+)
+def test_a_function_that_raises(accelerator, tokenizer, function, parts):
+    judge = judge_of(mine=function)
+    refuses(
+        "--reward_function mine raised", *parts, call=lambda: score(accelerator, tokenizer, judge)
+    )
+
+
+@pytest.mark.parametrize(
+    "function, parts",
+    [
+        (sleeps_at, ["data row 11", "'3456'"]),
+        (catches_all, []),
+        (waits_at, ["data row 11", "'3456'"]),
+        (blocks, ["data rows 11 to 13"]),
+    ],
+)
+def test_a_function_that_takes_too_long(accelerator, tokenizer, function, parts):
+    before = signal.getsignal(signal.SIGUSR2)
+    judge = judge_of(mine=function, timeout=0.3)
+    start = time.perf_counter()
+    parts = ["--reward_function mine", "longer than --reward_timeout 0.3", "6 responses", *parts]
+    refuses(*parts, call=lambda: score(accelerator, tokenizer, judge))
+    assert time.perf_counter() - start < 20
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_a_function_in_time_is_left_alone(accelerator, tokenizer):
+    """It runs in the main thread, where libraries that check answers set an alarm."""
+    threads = []
+
+    def alarmed(prompts, responses):
+        threads.append(threading.current_thread())
+        rang = []
+        before = signal.signal(signal.SIGALRM, lambda *_: rang.append(True))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        time.sleep(0.2)
+        signal.signal(signal.SIGALRM, before)
+        return rang * len(responses)
+
+    assert score(accelerator, tokenizer, judge_of(f=alarmed, timeout=30)).total.tolist() == [1] * 6
+    assert threads == [threading.main_thread()] and threading.active_count() < 20
+
+
+def test_async_functions_share_one_event_loop(accelerator, tokenizer):
+    """A client that a function keeps from call to call is bound to the loop that made it."""
+    loops = []
+
+    async def function(prompts, responses, step):
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return [step] * len(responses)
+
+    judge = judge_of(f=function, timeout=30)
+    for step in (1, 2):
+        assert score(accelerator, tokenizer, judge, step=step).total.tolist() == [step] * 6
+    assert loops[0] is loops[1] and not loops[0].is_closed()
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+def load(tokenizer, functions, weights=None, timeout=600.0):
+    return rewards.load_judge(None, tokenizer, None, functions, weights, False, timeout, None)
+
+
+def test_functions_are_loaded_with_their_names_and_weights(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for module in ("one_of_test", "two_of_test"):
+        (tmp_path / f"{module}.py").write_text("def good(p, r): ...\ndef reward_model(p, r): ...\n")
+    names = ["one_of_test:good", "common.rollout.rewards:answer_reward"]
+    judge = load(tokenizer, names)
+    assert judge.parts == list(judge.weights) == ["good", "answer_reward"]
+    assert list(judge.weights.values()) == [1.0, 1.0] and judge.timeout == 600
+    judge = load(
+        tokenizer, ["one_of_test:good", "two_of_test:good", "two_of_test:reward_model"], [1, 0, 2]
+    )
+    assert judge.weights == {
+        "one_of_test:good": 1,
+        "two_of_test:good": 0,
+        "two_of_test:reward_model": 2,
+    }
+    refuses("one_of_test:good is given twice", call=lambda: load(tokenizer, [names[0]] * 2))
+    for weights in ([1.0], [1.0, 2.0, 3.0], [1.0, math.nan]):
+        refuses(
+            "--reward_weights", "expected 2 finite numbers", "good, answer_reward",
+            call=lambda weights=weights: load(tokenizer, names, weights),
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- two processes
+
+TWO = """
+import sys
+sys.path[:0] = [{tests!r}, {repository!r}]
+import os, time
+from accelerate import Accelerator
+from transformers import AutoTokenizer
+from common.rollout import rewards
+import test_rewards
+
+def on_the_second(prompts, responses, **columns):
+    if os.environ["RANK"] == "1":
+        return {body}
+    return [1.0] * len(responses)
+
+accelerator = Accelerator(cpu=True)
+tokenizer = AutoTokenizer.from_pretrained({assets!r})
+judge = test_rewards.judge_of(on_the_second=on_the_second, timeout=3.0)
+scores = test_rewards.score(accelerator, tokenizer, judge)
+print("scores", accelerator.process_index, scores.total.tolist(), flush=True)
+"""
+BODIES = {
+    "scores": ("[2.0] * len(responses)", ""),
+    "raise": ("1 / 0", "raised ZeroDivisionError"),
+    "sleep": ("time.sleep(60)", "took longer than --reward_timeout 3 seconds for 2 responses"),
+    "shape": ("[1.0]", "expected 2 numbers"),
+    "none": ("[None] * len(responses)", "no reward for data row 13"),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_failure_on_one_process_ends_all(tmp_path, kind):
+    body, message = BODIES[kind]
+    script = tmp_path / "two_of_test.py"
+    tests = str(REPOSITORY / "tests")
+    script.write_text(
+        TWO.format(
+            tests=tests,
+            repository=str(REPOSITORY),
+            assets=str(REPOSITORY / "assets/model"),
+            body=body,
+        )
+    )
+    start = time.perf_counter()
+    done = launch(LAUNCHERS["ddp"], script, check=False)
+    assert time.perf_counter() - start < 120
+    if not message:
+        # Two of the three prompts are the first process's.
+        assert done.stdout.count("[1.0, 1.0, 1.0, 1.0, 2.0, 2.0]") == 2
+        return
+    assert done.returncode
+    assert done.stdout.count(message) == 1, done.stdout
+    assert "scores" not in done.stdout
