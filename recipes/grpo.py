@@ -1112,25 +1112,29 @@ def evaluate(
     scores_of: Callable,
     args: Args,
 ) -> tuple[dict[str, float], list[str]]:
-    """Evaluates greedy responses to each held-out set.
+    """Evaluates responses to each held-out set: greedy ones, or drawn at `--eval_temperature`.
 
     Returns:
-        their scores, lengths and the share that ends, and exact match where the set has answers;
-        a few responses to show.
+        their scores, lengths and the share that ends, and where the set has answers, the share that
+        is right; a few responses to show.
     """
     line = {}
     examples = []
     for prefix, eval_set in eval_sets.items():
         columns = eval_set[:]
+        draws = np.random.default_rng([args.seed, 0, EVALUATION_STREAM])
+        n_samples = len(columns["prompt_ids"]) * args.eval_samples
         samples = generation.respond(
             accelerator,
             model,
             policy.model,
             tokenizer,
             columns,
-            1,
+            args.eval_samples,
             args.generate_batch_size,
             args.max_new_tokens,
+            temperature=args.eval_temperature,
+            uniforms=draws.random((n_samples, args.max_new_tokens)),
         )
         scores = scores_of(samples)
         values = {
@@ -1138,17 +1142,39 @@ def evaluate(
             "length": [len(response) for response in samples.responses],
             "eos_rate": samples.ended,
         }
+        for name, part in scores.parts.items():
+            scored = part[~part.isnan()]
+            if len(scored):
+                values[f"rewards/{name}/mean"] = scored
         if "answer" in columns:
-            texts = tokenizer.batch_decode(samples.responses, skip_special_tokens=True)
-            values["exact_match"] = [
-                answers.is_right(text, answer)
-                for text, answer in zip(texts, columns["answer"])
-                if answer
-            ]
+            values |= shares_of_right(samples, columns["answer"], tokenizer, args)
         for name, value in values.items():
             line[prefix + name] = float(np.mean(np.asarray(value, dtype=float)))
         examples += samples.table_rows(tokenizer, scores.total, most=4)
     return line, examples
+
+
+def shares_of_right(
+    samples: Samples, prompt_answers: list[str], tokenizer, args: Args
+) -> dict[str, np.ndarray]:
+    """Returns what the shares of right responses are means of, a value for each prompt by name.
+
+    Args:
+        prompt_answers: one for each prompt; prompts without one are left out.
+    """
+    texts = tokenizer.batch_decode(samples.responses, skip_special_tokens=True)
+    is_right = []  # `[prompts with an answer, samples of each]`
+    for number, answer in enumerate(prompt_answers):
+        if answer:
+            of_prompt = texts[number * args.eval_samples :][: args.eval_samples]
+            is_right.append([answers.is_right(text, answer) for text in of_prompt])
+    is_right = np.array(is_right)
+    if args.eval_temperature == 0:
+        return {"exact_match": is_right[:, 0]}
+    return {
+        f"avg_at_{args.eval_samples}": is_right.mean(1),
+        f"pass_at_{args.eval_samples}": is_right.any(1),
+    }
 
 
 if __name__ == "__main__":
