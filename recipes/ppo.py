@@ -46,7 +46,7 @@ from common import actor, arguments, batches, checkpoint, engine, guards, launch
 from common.checkpoint import Run
 from common.data import dataset, formats, prompts
 from common.metrics import Metrics
-from common.models import checks, load, packing, prepare
+from common.models import architecture, checks, load, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.progress import Progress
 from common.rollout import answers, generation, rewards, sizes
@@ -726,6 +726,7 @@ def main():
     )
     policy = ActorCritic(policy_model, critic_model)
     prepare.disable_dropout(policy)  # the reference has none
+    architecture.freeze_unreached(accelerator, policy, args.max_length)
     # set_learning_rates decides in each update which groups learn.
     actor_groups = optim.parameter_groups(
         policy.model, args.weight_decay, lr=args.learning_rate, name="actor", learns=True
@@ -771,6 +772,7 @@ def main():
         fingerprints["reward model"] = load.fingerprint(
             accelerator, args.reward_model_name_or_path, judge.model.config
         )
+    checks.check_positions(models, args.max_length)
     args.share_prompts = args.share_prompts and checks.can_pack(
         models, args.max_length, accelerator.device
     )
@@ -800,7 +802,7 @@ def main():
         args,
         progress,
         bar_metric="objective/scores",
-        trained_parameters=engine.count_parameters(policy),
+        trained_parameters=engine.count_trained_parameters(policy),
     )
     run = Run(
         accelerator=accelerator,

@@ -61,10 +61,16 @@ def causal_lm(
     Autocast and FSDP2 round it to half precision for each forward pass. DeepSpeed rounds it once,
     and its fp32 masters start from the rounded weights.
 
+    Args:
+        tokenizer: that of the policy. A reference policy must read the same token ids.
+
     Raises:
-        SystemExit: nothing there, an architecture that transformers does not know, missing weights,
-            or a tokenizer with more tokens than the model has embeddings.
+        SystemExit: nothing there, an architecture that transformers does not know, a reward model,
+            missing weights, another tokenizer, or one with more tokens than the model has
+            embeddings.
     """
+    if name != tokenizer.name_or_path:
+        refuse_another_vocabulary(name, tokenizer)
     model, missing = load(
         AutoModelForCausalLM,
         "causal language model",
@@ -73,6 +79,7 @@ def causal_lm(
         gradient_checkpointing,
         attn_implementation=attn_implementation,
     )
+    refuse_classifier(name, model.config)
     if missing:
         sys.exit(
             f"{name!r} lacks weights, such as {min(missing)}: they would have started at random"
@@ -82,6 +89,40 @@ def causal_lm(
     # Otherwise transformers would refuse to save a published generation config that has faults.
     model.generation_config._original_object_hash = hash(model.generation_config)
     return model
+
+
+def refuse_another_vocabulary(name: str, tokenizer) -> None:
+    """Refuses a reference policy whose own tokenizer gives a token id another meaning.
+
+    A folder of weights without a tokenizer is taken as it is. So are tokens that only one of both
+    has: a pad token, for example, that was added to the policy's tokenizer.
+    """
+    try:
+        own_tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception:  # whatever says that there is none
+        return
+    own_tokens = {token_id: token for token, token_id in own_tokenizer.get_vocab().items()}
+    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        own_token = own_tokens.get(token_id, token)
+        if own_token != token:
+            sys.exit(
+                f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: token {token_id} "
+                f"is {own_token!r} there and {token!r} here. The reference policy reads the "
+                "policy's token ids: give the model that the policy was trained from"
+            )
+
+
+def refuse_classifier(name: str, config) -> None:
+    """Refuses a reward model, or another classifier, as a language model.
+
+    With tied embeddings transformers would load it without complaint.
+    """
+    for architecture in config.architectures or []:
+        if "Classification" in architecture or "RewardModel" in architecture:
+            sys.exit(
+                f"{name!r} is a {architecture}, such as a reward model, and no language model: "
+                "give a causal language model as the policy, such as recipes/sft.py saves"
+            )
 
 
 def score_model(
