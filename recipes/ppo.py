@@ -255,9 +255,7 @@ class ActorCritic(LogProbModel):
     def __init__(self, policy_model, critic):
         super().__init__(policy_model)
         self.critic = ScoreModel(critic)
-        self._no_split_modules = sorted(
-            {*policy_model._no_split_modules, *critic._no_split_modules}
-        )
+        self._no_split_modules = sorted({*self._no_split_modules, *self.critic._no_split_modules})
 
     def forward(self, batch: dict, temperature: float = 1.0, check: bool = False) -> dict:
         """Returns what `LogProbModel.forward` does, with `entropy` and `values`.

@@ -1,7 +1,9 @@
 """Loading a tokenizer and models, and refusing what cannot be trained."""
 
+import functools
 import hashlib
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,7 +73,7 @@ def causal_lm(
     """
     if name != tokenizer.name_or_path:
         refuse_another_vocabulary(name, tokenizer)
-    model, missing = load(
+    model, missing, unused = load(
         AutoModelForCausalLM,
         "causal language model",
         name,
@@ -80,6 +82,12 @@ def causal_lm(
         attn_implementation=attn_implementation,
     )
     refuse_classifier(name, model.config)
+    if unused:
+        parts = sorted({weight.split(".")[0] for weight in unused})
+        note(
+            f"NOTE: {name!r} has {len(unused)} weights that {type(model).__name__} does not have, "
+            f"of {', '.join(parts)}: they are not loaded, and no saved actor has them"
+        )
     if missing:
         sys.exit(
             f"{name!r} lacks weights, such as {min(missing)}: they would have started at random"
@@ -149,7 +157,7 @@ def score_model(
             "the reward model or critic reads the policy's token ids, "
             "so both need the same vocabulary"
         )
-    model, missing = load(
+    model, missing, _ = load(
         AutoModelForSequenceClassification,
         "reward model with one label",
         name,
@@ -180,12 +188,15 @@ def score_model(
 def load(
     auto_class, kind: str, name: str, tokenizer, gradient_checkpointing: bool, **settings
 ) -> tuple:
-    """Loads a model in fp32; returns it and the names of the weights that its folder lacks.
+    """Loads a model in fp32.
 
     Args:
         kind: what is loaded, in words, for messages.
         tokenizer: whose tokens must all have an embedding.
         settings: further arguments of `from_pretrained`.
+
+    Returns:
+        the model; the names of the weights that its folder lacks; of those that it has no use for.
     """
     model, info = from_pretrained(
         auto_class,
@@ -195,6 +206,11 @@ def load(
         dtype=torch.float32,
         **settings,
     )
+    # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers those
+    # that no weight needed, and would save Gemma 3 under names that nothing reads.
+    if getattr(model, "_weight_conversions", None):
+        used = [renaming for renaming in model._weight_conversions if renaming.was_used()]
+        model._weight_conversions = used
     config = model.config.get_text_config()
     # Gemma 3's small models know no images, but their tokenizer ends with a token for them.
     text_tokens = len(tokenizer) - hasattr(tokenizer, "image_token")
@@ -208,7 +224,14 @@ def load(
         cpu.use_onednn()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model, set(info["missing_keys"])
+    return model, set(info["missing_keys"]), set(info["unexpected_keys"])
+
+
+@functools.cache
+def note(text: str) -> None:
+    """Prints a line once, on the main process."""
+    if os.getenv("RANK", "0") == "0":
+        print(text, flush=True)
 
 
 def from_pretrained(auto_class, kind: str, name: str, **settings):

@@ -202,8 +202,10 @@ class ModelWrapper(nn.Module):
         self.model = model
         self.config = model.config
         architecture.backbone_of(model)  # refuses a model without one
-        # What FSDP2 asks for: where to cut, and which weights are tied.
-        self._no_split_modules = model._no_split_modules
+        # What FSDP2 asks for: where to cut, and which weights are tied. It refuses names of modules
+        # that are not there, such as the parts of a text tower in Gemma 3's list.
+        classes = {type(module).__name__ for module in model.modules()}
+        self._no_split_modules = sorted(classes & set(model._no_split_modules or []))
         self.tie_weights = model.tie_weights
         self.get_input_embeddings = model.get_input_embeddings
         self.get_output_embeddings = model.get_output_embeddings
