@@ -133,3 +133,8 @@ def reshard(prepared: nn.Module) -> None:
 def count_parameters(model: nn.Module) -> int:
     """Counts the model's parameters, also where ZeRO-3 leaves a process only a part of them."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+
+def count_trained_parameters(model: nn.Module) -> int:
+    """Counts the parameters that are not frozen, as `count_parameters` counts all of them."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)

@@ -14,19 +14,35 @@ def parameter_groups(model: nn.Module, weight_decay: float, **settings) -> list[
     """
     matrices = []
     vectors = []
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
-        if len(shape) < 2:
-            vectors.append(parameter)
-        else:
+        path, _, own_name = name.rpartition(".")
+        if is_matrix(parameter, own_name, model.get_submodule(path)):
             matrices.append(parameter)
+        else:
+            vectors.append(parameter)
     groups = [
         {"params": matrices, "weight_decay": weight_decay, **settings},
         {"params": vectors, "weight_decay": 0.0, **settings},
     ]
     return [group for group in groups if group["params"]]
+
+
+def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
+    """Whether a parameter is one that weight decay holds small.
+
+    The biases of experts and the norms of heads have two dimensions, too: those of the experts or
+    heads, and their own. So has the logarithm of the decay rates of a state-space model.
+
+    Args:
+        name: its name in `owner`, the module that it belongs to.
+    """
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
+    if not isinstance(owner, nn.Linear):
+        shape = [size for size in shape if size > 1]  # RWKV's vectors have leading ones
+    is_norm = "norm" in type(owner).__name__.lower()
+    return len(shape) >= 2 and "bias" not in name and name != "A_log" and not is_norm
 
 
 def warmup_updates(warmup_steps: float, total_updates: int) -> int:

@@ -45,7 +45,7 @@ from common import actor, arguments, batches, checkpoint, engine, guards, launch
 from common.checkpoint import Run
 from common.data import cache, dataset, formats, pairs
 from common.metrics import Means, Metrics
-from common.models import checks, load, packing, prepare
+from common.models import architecture, checks, load, packing, prepare
 from common.models.logprobs import LogProbModel
 from common.progress import Progress
 from common.rollout import answers
@@ -334,6 +334,7 @@ def main():
         )
     )
     prepare.disable_dropout(policy)  # the reference has none
+    architecture.freeze_unreached(accelerator, policy, args.max_length)
     parameter_groups = optim.parameter_groups(policy, args.weight_decay)
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
@@ -354,6 +355,7 @@ def main():
     ref_fingerprint = load.fingerprint(accelerator, ref_name, reference.config)
     decides_values = engine.decides_values(accelerator, reference)
     reference = prepare.frozen(accelerator, reference)
+    checks.check_positions([model, reference], args.max_length)
     args.share_prompts = args.share_prompts and checks.can_pack(
         [model, reference], args.max_length, accelerator.device
     )
@@ -391,7 +393,7 @@ def main():
         args,
         progress,
         bar_metric="rewards/accuracies",
-        trained_parameters=engine.count_parameters(policy),
+        trained_parameters=engine.count_trained_parameters(policy),
     )
     run = Run(
         accelerator=accelerator,

@@ -47,7 +47,7 @@ from common import actor, arguments, batches, checkpoint, engine, guards, launch
 from common.checkpoint import Run
 from common.data import dataset, formats, prompts
 from common.metrics import Metrics
-from common.models import checks, load, packing, prepare
+from common.models import architecture, checks, load, packing, prepare
 from common.models.logprobs import LogProbModel
 from common.progress import Progress
 from common.rollout import answers, generation, rewards, sizes
@@ -820,6 +820,7 @@ def main():
     )
     policy = LogProbModel(policy_model)
     prepare.disable_dropout(policy)  # the sampler has none
+    architecture.freeze_unreached(accelerator, policy, args.max_length)
     parameter_groups = optim.parameter_groups(policy, args.weight_decay)
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
@@ -859,6 +860,7 @@ def main():
         fingerprints["reward model"] = load.fingerprint(
             accelerator, args.reward_model_name_or_path, judge.model.config
         )
+    checks.check_positions(models, args.max_length)
     args.share_prompts = args.share_prompts and checks.can_pack(
         models, args.max_length, accelerator.device
     )
@@ -892,7 +894,7 @@ def main():
         args,
         progress,
         bar_metric="reward",
-        trained_parameters=engine.count_parameters(policy),
+        trained_parameters=engine.count_trained_parameters(policy),
     )
     run = Run(
         accelerator=accelerator,

@@ -46,7 +46,7 @@ from common import actor, arguments, batches, checkpoint, engine, guards, launch
 from common.checkpoint import Run
 from common.data import dataset, formats, prompts
 from common.metrics import Metrics
-from common.models import checks, load, packing, prepare
+from common.models import architecture, checks, load, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.progress import Progress
 from common.rollout import answers, generation, rewards, sizes
@@ -264,9 +264,7 @@ class ActorCritic(LogProbModel):
     def __init__(self, policy_model, critic):
         super().__init__(policy_model)
         self.critic = ScoreModel(critic)
-        self._no_split_modules = sorted(
-            {*policy_model._no_split_modules, *critic._no_split_modules}
-        )
+        self._no_split_modules = sorted({*self._no_split_modules, *self.critic._no_split_modules})
 
     def forward(self, batch: dict, temperature: float = 1.0, check: bool = False) -> dict:
         """Returns what `LogProbModel.forward` does, with `entropy` and `values`.
@@ -783,6 +781,7 @@ def main():
     )
     policy = ActorCritic(policy_model, critic_model)
     prepare.disable_dropout(policy)  # the reference has none
+    architecture.freeze_unreached(accelerator, policy, args.max_length)
     # set_learning_rates decides in each update which groups learn.
     actor_groups = optim.parameter_groups(
         policy.model, args.weight_decay, lr=args.learning_rate, name="actor", learns=True
@@ -831,6 +830,7 @@ def main():
         fingerprints["reward model"] = load.fingerprint(
             accelerator, args.reward_model_name_or_path, judge.model.config
         )
+    checks.check_positions(models, args.max_length)
     args.share_prompts = args.share_prompts and checks.can_pack(
         models, args.max_length, accelerator.device
     )
@@ -860,7 +860,7 @@ def main():
         args,
         progress,
         bar_metric="objective/scores",
-        trained_parameters=engine.count_parameters(policy),
+        trained_parameters=engine.count_trained_parameters(policy),
     )
     run = Run(
         accelerator=accelerator,

@@ -42,7 +42,7 @@ from common import actor, arguments, batches, checkpoint, engine, guards, launch
 from common.checkpoint import Run
 from common.data import dataset, formats, pairs
 from common.metrics import Means, Metrics
-from common.models import checks, load, packing, prepare
+from common.models import architecture, checks, load, packing, prepare
 from common.models.logprobs import ScoreModel
 from common.progress import Progress
 
@@ -274,6 +274,7 @@ def main():
         )
     )
     prepare.disable_dropout(scorer)  # both answers must be read by the same model
+    architecture.freeze_unreached(accelerator, scorer, args.max_length)
     parameter_groups = optim.parameter_groups(scorer, args.weight_decay)
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
@@ -285,6 +286,7 @@ def main():
     )
     accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer, args.debug_overflow)
+    checks.check_positions([model], args.max_length)
     args.share_prompts = args.share_prompts and checks.can_pack(
         [model], args.max_length, accelerator.device
     )
@@ -297,7 +299,7 @@ def main():
         args,
         progress,
         bar_metric="accuracy",
-        trained_parameters=engine.count_parameters(scorer),
+        trained_parameters=engine.count_trained_parameters(scorer),
     )
     run = Run(
         accelerator=accelerator,

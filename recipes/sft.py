@@ -41,7 +41,7 @@ from common.checkpoint import Run
 from common.data import dataset, formats, templates, tokens
 from common.data.sequences import Sequences
 from common.metrics import Means, Metrics
-from common.models import checks, load, packing, prepare
+from common.models import architecture, checks, load, packing, prepare
 from common.models.logprobs import LogProbModel
 from common.progress import Progress
 from common.rollout import answers
@@ -349,6 +349,7 @@ def main():
             args.gradient_checkpointing,
         )
     )
+    architecture.freeze_unreached(accelerator, policy, args.max_length)
     parameter_groups = optim.parameter_groups(policy, args.weight_decay)
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
@@ -362,6 +363,7 @@ def main():
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     (first_row,) = train_sequences[[0]]["input_ids"]
     checks.check_logprobs(model, first_row, accelerator.device, args.model_name_or_path)
+    checks.check_positions([model], args.max_length)
     args.packing = args.packing and checks.can_pack([model], args.max_length, accelerator.device)
     accelerator.print(f"rows are {'packed' if args.packing else 'padded'}")
 
@@ -371,7 +373,7 @@ def main():
         args,
         progress,
         bar_metric="mean_token_accuracy",
-        trained_parameters=engine.count_parameters(policy),
+        trained_parameters=engine.count_trained_parameters(policy),
     )
     run = Run(
         accelerator=accelerator,

@@ -31,6 +31,7 @@ def tokenizer():
 LONGEST_FIRST = [
     "stopping",
     "fp16",
+    "untrained",
     "nodes",
     "strategies",
     "resume",

@@ -634,13 +634,23 @@ TOKENS = [
     Fault(
         "softcap_ignored",
         "log-probs are of logits without the architecture's soft cap",
-        "common/models/logprobs.py",
-        replace(
-            "LogProbModel.__init__",
-            "getattr(config, 'final_logit_softcapping', None) or 0.0",
-            by="0.0",
-        ),
+        "common/models/architecture.py",
+        replace("logits_formula", "result[..., 0].item() > 1000000.0", by="True"),
         "test_logprobs.py::test_architectures[gemma2]",
+    ),
+    Fault(
+        "tower_trained",
+        "modules that text never reaches are given to the optimizer, whose decay shrinks them",
+        "common/models/architecture.py",
+        drop_call("freeze_unreached", "parameter.requires_grad_"),
+        "test_architectures.py::test_what_text_never_reaches_is_found[gemma3]",
+    ),
+    Fault(
+        "dropout_of_the_config",
+        "layers that read dropout from the config still drop",
+        "common/models/prepare.py",
+        drop("disable_dropout", "module.config = silent_configs[key]"),
+        "test_architectures.py::test_dropout_is_off[falcon]",
     ),
 ]
 

@@ -19,11 +19,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
+import architectures
 from common.arguments import accumulation_steps, check_intervals, load_function, parse
 from common.data import dataset, files, formats
 from common.data.pairs import preference_row
 from common.launch import quiet
-from common.models import load
+from common.models import checks, load
+from common.models.logprobs import LogProbModel
 from runs import ASSETS, LAUNCHERS, launch, recipe, refuses, tiny_llama, write_jsonl
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
@@ -410,6 +412,101 @@ def test_a_text_model_may_have_the_tokenizer_of_one_that_knows_images(tmp_path):
     )
 
 
+def test_a_reward_model_is_no_policy(tmp_path):
+    """With tied embeddings transformers would load it without complaint."""
+    for tied in (True, False):
+        folder = tiny_llama(tmp_path / str(tied), tie_word_embeddings=tied)
+        tokenizer = load.tokenizer_of(str(folder))
+        scorer = load.score_model(str(folder), tokenizer, None, new_head=True)
+        scorer.save_pretrained(folder)
+        refuses(
+            folder,
+            "LlamaForSequenceClassification",
+            "reward model",
+            "causal language model",
+            call=lambda: load.causal_lm(str(folder), tokenizer, None),  # noqa: B023
+        )
+        load.score_model(str(folder), tokenizer, None)
+
+
+def test_a_reference_with_another_tokenizer(model, tmp_path):
+    tokenizer = load.tokenizer_of(str(model))
+    copied = tiny_llama(tmp_path / "copied")
+    load.causal_lm(str(copied), tokenizer, None)
+    # A token that only one of both has is no other tokenizer.
+    AutoTokenizer.from_pretrained(copied, pad_token="<new>").save_pretrained(copied)
+    load.causal_lm(str(copied), tokenizer, None)
+    data = json.loads((copied / "tokenizer.json").read_text())
+    vocabulary = data["model"]["vocab"]
+    first, second = list(vocabulary)[100:102]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (copied / "tokenizer.json").write_text(json.dumps(data))
+    refuses(
+        copied,
+        model,
+        "another tokenizer",
+        repr(first),
+        repr(second),
+        "trained from",
+        call=lambda: load.causal_lm(str(copied), tokenizer, None),
+    )
+    for file in copied.glob("*token*"):
+        file.unlink()
+    load.causal_lm(str(copied), tokenizer, None)  # weights alone are taken as they are
+
+
+@pytest.mark.parametrize(
+    "name, limit",
+    [
+        ("gpt2", 64),
+        ("opt", 64),
+        ("gptj", 64),
+        ("gpt_neo", 64),
+        ("gpt_bigcode", 64),
+        ("biogpt", 64),
+        ("mpt", 64),
+        ("xglm", None),
+        ("llama", None),
+        ("gemma3", None),
+        ("bloom", None),
+        ("mamba", None),
+    ],
+)
+def test_rows_longer_than_the_table_of_positions(name, limit):
+    """What can be read is what the model itself can read."""
+    model = architectures.build(name)
+    wrapper = LogProbModel(model)
+    checks.check_positions([wrapper], 64)
+    with torch.no_grad():
+        model(torch.zeros(1, 64, dtype=torch.long), use_cache=False)
+    if limit is None:
+        checks.check_positions([wrapper], 65)
+        with torch.no_grad():
+            model(torch.zeros(1, 65, dtype=torch.long), use_cache=False)
+        return
+    refuses(
+        "--max_length 65",
+        "table of 64 positions",
+        "give --max_length 64",
+        call=lambda: checks.check_positions([wrapper], 65),
+    )
+    with pytest.raises((IndexError, RuntimeError)), torch.no_grad():
+        model(torch.zeros(1, 65, dtype=torch.long), use_cache=False)
+
+
+def test_weights_that_are_not_loaded_are_named(tmp_path, capsys):
+    """Llama 4's causal language model leaves the tower of its folder behind."""
+    folder = tiny_llama(tmp_path)
+    state = load_file(folder / "model.safetensors")
+    save_file({**state, "tower.a": torch.ones(2), "tower.b": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})  # fmt: skip
+    tokenizer = load.tokenizer_of(str(folder))
+    for _ in range(2):  # policy and reference
+        load.causal_lm(str(folder), tokenizer, None)
+    said = capsys.readouterr().out
+    assert said.count("NOTE") == said.count("2 weights that LlamaForCausalLM does not have") == 1
+    assert "of tower: they are not loaded" in said
+
+
 # ---------------------------------------------------------------------------------------------- the recipes themselves
 
 
@@ -420,6 +517,8 @@ def test_recipes_end_with_one_line_and_before_training(model, tmp_path):
     used.mkdir()
     (used / "metrics.jsonl").write_text("{}\n")
     small = tiny_llama(tmp_path / "small", vocab_size=200)
+    gpt2 = tiny_llama(tmp_path / "gpt2")
+    architectures.build("gpt2").save_pretrained(gpt2)
     sizes = {"--train_batch_size": 4, "--micro_train_batch_size": 2}
     cases = [
         ("plain", {"--train_batch_size": 5}, ["--train_batch_size 5", "4 or 6"]),
@@ -435,6 +534,11 @@ def test_recipes_end_with_one_line_and_before_training(model, tmp_path):
         ),
         ("plain", {"--output_dir": used}, [str(used), "another run", "--resume auto"]),
         ("plain", {"--model_name_or_path": small}, ["261 tokens", "200"]),
+        (
+            "plain",
+            {"--model_name_or_path": gpt2, "--max_length": 65},
+            ["--max_length 65", str(gpt2), "64 positions", "give --max_length 64"],
+        ),
         ("plain", {"--bet": 0.5}, ["--bet 0.5", "--help"]),
         ("plain", {"--logging_steps": 2.5}, ["--logging_steps 2.5", "whole number"]),
         ("ddp", {"--dataset_name": wrong}, ["wrong.jsonl", "row 2", "column 'chosen'", "found 7"]),

@@ -231,6 +231,57 @@ def test_nothing_of_a_prompt_is_lost_beside_conversations(prompt, inside, whole)
     assert formats.preference(row) == (whole, [YES], [NO])
 
 
+PAIR_OF_STRINGS = {"chosen": "Because.", "rejected": "No."}
+PAIR_OF_LISTS = {"chosen": [YES], "rejected": [NO]}
+TRANSCRIPTS = {
+    "chosen": "\n\nHuman: Why?\n\nAssistant: Because.",
+    "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
+}
+
+
+@pytest.mark.parametrize(
+    "row, as_messages",
+    [
+        ({"prompt": "Why?", **PAIR_OF_STRINGS}, True),
+        (TRANSCRIPTS, True),
+        ({"prompt": "Why?", **PAIR_OF_LISTS}, False),
+        ({"prompt": "Why?", **PAIR_OF_LISTS}, True),
+        ({"prompt": "Why?", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
+        ({"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
+        ({"prompt": [QUESTION], **PAIR_OF_LISTS}, False),
+    ],
+)
+def test_a_column_system_begins_the_chat(row, as_messages):
+    """Beside strings, too, where they are turns; with an empty one the row is as without."""
+    found = formats.standard({**row, "system": SYSTEM["content"]}, as_messages)
+    prompt, *answers = formats.preference(found)
+    if as_messages:
+        prompt, *answers = formats.as_turns(prompt, *answers)
+    assert (prompt, *answers) == ([SYSTEM, QUESTION], [YES], [NO])
+    empty = {**row, "system": ""}
+    assert formats.standard(empty, as_messages) == empty
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Why?", **PAIR_OF_STRINGS},
+        {"prompt": "Why?", "completion": "Because."},
+        {"prompt": "Why?"},
+        TRANSCRIPTS,
+    ],
+)
+def test_a_column_system_beside_plain_strings_is_refused(row):
+    with pytest.raises(BadRow, match=r"column 'system' stands beside strings.*strings_as_messages"):
+        formats.standard({**row, "system": "Be brief."})
+    answer = {"completion": "Because."} if "completion" in row else {}
+    if answer:
+        found = formats.standard({**row, "system": "Be brief."}, True)
+        assert formats.conversation(found) == ([SYSTEM, QUESTION], [YES])
+    text = {"text": "Be brief. Why? Because.", "system": "Be brief."}
+    assert formats.standard(text) == text
+
+
 def test_a_prompt_that_contradicts_its_conversations_is_refused():
     row = {
         "prompt": [message("system", "Be long."), QUESTION],

@@ -151,18 +151,49 @@ def test_the_first_token_after_an_empty_prompt_is_no_target():
     assert batch["targets"].tolist() == [6, 8]
 
 
-def test_an_architecture_that_changes_its_logits_otherwise_is_refused():
+def changed_logits(change):
+    """A model whose forward changes its logits once more."""
     model = build("llama")
     forward = model.forward
 
-    def doubled(*args, **kwargs):
+    def changed(*args, **kwargs):
         out = forward(*args, **kwargs)
-        out.logits = out.logits * 2
+        out.logits = change(out.logits)
         return out
 
-    model.forward = doubled
+    model.forward = changed
+    return model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda logits: logits.roll(1, -1), lambda logits: logits[..., :-1], lambda logits: logits**3],
+)
+def test_an_architecture_that_changes_its_logits_otherwise_is_refused(change):
+    with pytest.raises(SystemExit, match=r"^LlamaForCausalLM: its logits.*not supported yet"):
+        LogProbModel(changed_logits(change))
+
+
+@pytest.mark.parametrize("multiplier, softcap", [(2.0, 0.0), (0.3, 0.0), (1.0, 30.0), (0.3, 7.0)])
+def test_scale_and_soft_cap_are_read_from_the_forward(multiplier, softcap):
+    def change(logits):
+        scaled = logits * multiplier
+        return torch.tanh(scaled / softcap) * softcap if softcap else scaled
+
+    wrapper = LogProbModel(changed_logits(change))
+    assert (wrapper.multiplier, wrapper.softcap) == pytest.approx((multiplier, softcap), rel=1e-7)
+    checks.check_logprobs(wrapper, list(range(3, 19)), "cpu", "changed")
+
+
+@pytest.mark.parametrize("multiplier, softcap", [(1.001, 0.0), (1.0, 100.0)])
+def test_in_fp32_log_probs_may_differ_by_rounding_alone(multiplier, softcap):
+    """Of log-probs of up to 8 these miss a few hundredths: half precision would excuse them."""
+    wrapper = LogProbModel(build("llama"))
+    wrapper.multiplier, wrapper.softcap = multiplier, softcap
     with pytest.raises(SystemExit, match=r"differ from its own logits.*not supported yet"):
-        checks.check_logprobs(LogProbModel(model), list(range(3, 19)), "cpu", "doubled")
+        checks.check_logprobs(wrapper, list(range(3, 19)), "cpu", "missed")
+    with torch.autocast("cpu", torch.bfloat16):
+        checks.check_logprobs(wrapper, list(range(3, 19)), "cpu", "missed")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -32,6 +32,7 @@ from runs import (
     timeless,
     tiny_inputs,
     weights,
+    write_jsonl,
 )
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.
@@ -107,6 +108,24 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
         9,
         12,
     ]  # each step once, whatever the killed run wrote
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mixture_killed_and_resumed_is_the_run_never_killed(inputs):
+    """46 samples an epoch, 6 updates: it is killed in the second, which takes the other half of a set."""
+    rows = [json.loads(line) for line in (inputs / "sft.jsonl").read_text().splitlines()]
+    often = write_jsonl(
+        inputs / "often.jsonl", [{"messages": row["messages"][::-1] * 2} for row in rows[:12]]
+    )
+    mixed = ["--dataset_name", inputs / "sft.jsonl", often, "--dataset_weights", 0.5, 2]
+    reference, output = inputs / "unbroken-mixed", inputs / "killed-mixed"
+    said = launch([], recipe("sft"), *flags(inputs, "sft", reference), *mixed).stdout
+    assert "46 samples an epoch" in said
+    kill_when(inputs, "sft", "plain", output, lambda: wrote(output, 9), *mixed)
+    result = launch([], recipe("sft"), *flags(inputs, "sft", output), *mixed, "--resume", "auto")
+    assert "resumed from" in result.stdout
+    assert timeless(output) == timeless(reference) and lines(output)[-1]["global_step"] == 12
+    assert torch.equal(weights(output), weights(reference))
 
 
 class FewArguments(types.SimpleNamespace):

@@ -156,7 +156,7 @@ def tokenise(
     def convert(entry, index: int) -> dict:
         row = rename_columns(rows.row(entry), columns)
         try:
-            row = formats.standard(row)
+            row = formats.standard(row, settings.get("strings_as_messages", False))
             values = function(row, tokenizer=tokenizer, **settings)
         except BadRow as error:
             sys.exit(f"data set {name!r}, row {index + 1}: {error}")

@@ -232,12 +232,15 @@ def has_text(value: str | list[dict]) -> bool:
     return bool(value)
 
 
-def standard(row: dict) -> dict:
+def standard(row: dict, strings_as_messages: bool = False) -> dict:
     """Returns the row with the columns of the formats below, if it is one of Alpaca or ShareGPT.
 
     Its own columns stay: a reward function may ask for them. Rows of the formats below are
     returned as they are, but for a column `system`, which becomes the first message, and `tools`
     that hold none.
+
+    Args:
+        strings_as_messages: strings will be made turns, so a system message may come before them.
 
     Raises:
         BadRow: a column of the format has a value of another kind.
@@ -249,10 +252,42 @@ def standard(row: dict) -> dict:
         row = standard_alpaca(row)
     if row.get("tools") in ([], "[]"):
         row = {**row, "tools": None}
+    return begin_with_system(row, strings_as_messages) if row.get("system") else row
+
+
+def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
+    """Returns a row whose messages begin with its column `system`; one of `text` as it is.
+
+    Raises:
+        BadRow: its strings are read as plain text, which has no system message.
+    """
     for column in ("messages", "prompt"):
         if is_messages(row.get(column)):
-            return {**row, column: with_system(row, row[column])} if row.get("system") else row
-    return row
+            return {**row, column: with_system(row, row[column])}
+    prompt = row.get("prompt")
+    answers = {name: row.get(name) for name in ("completion", "chosen", "rejected")}
+    answers = {name: answer for name, answer in answers.items() if answer is not None}
+    if any(is_messages(answer) for answer in answers.values()):
+        if isinstance(prompt, str):
+            return {**row, "prompt": with_system(row, as_messages(prompt, "user"))}
+        # The prompt is the beginning of both answers.
+        lists = {name: answer for name, answer in answers.items() if is_messages(answer)}
+        return row | {name: with_system(row, messages) for name, messages in lists.items()}
+
+    is_pair_of_transcripts = prompt is None and {"chosen", "rejected"} == set(answers)
+    if row.get("text") is not None or not (isinstance(prompt, str) or is_pair_of_transcripts):
+        return row  # text is a whole; what does not fit is refused where it is read
+    if not strings_as_messages:
+        raise BadRow(
+            "column 'system' stands beside strings, and plain text has no system message: "
+            "--strings_as_messages makes them turns of a chat that begins with it"
+        )
+    if is_pair_of_transcripts:
+        prompt, *texts = split_transcripts(row["chosen"], row["rejected"])
+    else:
+        texts = answers.values()
+    turns, *answer_turns = as_turns(prompt, *texts)
+    return {**row, **dict(zip(answers, answer_turns)), "prompt": with_system(row, turns)}
 
 
 def standard_sharegpt(row: dict) -> dict:

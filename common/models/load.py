@@ -1,7 +1,9 @@
 """Loading a tokenizer and models, and refusing what cannot be trained."""
 
+import functools
 import hashlib
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,11 +63,17 @@ def causal_lm(
     Autocast and FSDP2 round it to half precision for each forward pass. DeepSpeed rounds it once,
     and its fp32 masters start from the rounded weights.
 
+    Args:
+        tokenizer: that of the policy. A reference policy must read the same token ids.
+
     Raises:
-        SystemExit: nothing there, an architecture that transformers does not know, missing weights,
-            or a tokenizer with more tokens than the model has embeddings.
+        SystemExit: nothing there, an architecture that transformers does not know, a reward model,
+            missing weights, another tokenizer, or one with more tokens than the model has
+            embeddings.
     """
-    model, missing = load(
+    if name != tokenizer.name_or_path:
+        refuse_another_vocabulary(name, tokenizer)
+    model, missing, unused = load(
         AutoModelForCausalLM,
         "causal language model",
         name,
@@ -73,6 +81,13 @@ def causal_lm(
         gradient_checkpointing,
         attn_implementation=attn_implementation,
     )
+    refuse_classifier(name, model.config)
+    if unused:
+        parts = sorted({weight.split(".")[0] for weight in unused})
+        note(
+            f"NOTE: {name!r} has {len(unused)} weights that {type(model).__name__} does not have, "
+            f"of {', '.join(parts)}: they are not loaded, and no saved actor has them"
+        )
     if missing:
         sys.exit(
             f"{name!r} lacks weights, such as {min(missing)}: they would have started at random"
@@ -82,6 +97,40 @@ def causal_lm(
     # Otherwise transformers would refuse to save a published generation config that has faults.
     model.generation_config._original_object_hash = hash(model.generation_config)
     return model
+
+
+def refuse_another_vocabulary(name: str, tokenizer) -> None:
+    """Refuses a reference policy whose own tokenizer gives a token id another meaning.
+
+    A folder of weights without a tokenizer is taken as it is. So are tokens that only one of both
+    has: a pad token, for example, that was added to the policy's tokenizer.
+    """
+    try:
+        own_tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception:  # whatever says that there is none
+        return
+    own_tokens = {token_id: token for token, token_id in own_tokenizer.get_vocab().items()}
+    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        own_token = own_tokens.get(token_id, token)
+        if own_token != token:
+            sys.exit(
+                f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: token {token_id} "
+                f"is {own_token!r} there and {token!r} here. The reference policy reads the "
+                "policy's token ids: give the model that the policy was trained from"
+            )
+
+
+def refuse_classifier(name: str, config) -> None:
+    """Refuses a reward model, or another classifier, as a language model.
+
+    With tied embeddings transformers would load it without complaint.
+    """
+    for architecture in config.architectures or []:
+        if "Classification" in architecture or "RewardModel" in architecture:
+            sys.exit(
+                f"{name!r} is a {architecture}, such as a reward model, and no language model: "
+                "give a causal language model as the policy, such as recipes/sft.py saves"
+            )
 
 
 def score_model(
@@ -108,7 +157,7 @@ def score_model(
             "the reward model or critic reads the policy's token ids, "
             "so both need the same vocabulary"
         )
-    model, missing = load(
+    model, missing, _ = load(
         AutoModelForSequenceClassification,
         "reward model with one label",
         name,
@@ -139,12 +188,15 @@ def score_model(
 def load(
     auto_class, kind: str, name: str, tokenizer, gradient_checkpointing: bool, **settings
 ) -> tuple:
-    """Loads a model in fp32; returns it and the names of the weights that its folder lacks.
+    """Loads a model in fp32.
 
     Args:
         kind: what is loaded, in words, for messages.
         tokenizer: whose tokens must all have an embedding.
         settings: further arguments of `from_pretrained`.
+
+    Returns:
+        the model; the names of the weights that its folder lacks; of those that it has no use for.
     """
     model, info = from_pretrained(
         auto_class,
@@ -154,6 +206,11 @@ def load(
         dtype=torch.float32,
         **settings,
     )
+    # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers those
+    # that no weight needed, and would save Gemma 3 under names that nothing reads.
+    if getattr(model, "_weight_conversions", None):
+        used = [renaming for renaming in model._weight_conversions if renaming.was_used()]
+        model._weight_conversions = used
     config = model.config.get_text_config()
     # Gemma 3's small models know no images, but their tokenizer ends with a token for them.
     text_tokens = len(tokenizer) - hasattr(tokenizer, "image_token")
@@ -167,7 +224,14 @@ def load(
         cpu.use_onednn()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model, set(info["missing_keys"])
+    return model, set(info["missing_keys"]), set(info["unexpected_keys"])
+
+
+@functools.cache
+def note(text: str) -> None:
+    """Prints a line once, on the main process."""
+    if os.getenv("RANK", "0") == "0":
+        print(text, flush=True)
 
 
 def from_pretrained(auto_class, kind: str, name: str, **settings):

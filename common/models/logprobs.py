@@ -5,6 +5,8 @@ import sys
 import torch
 from torch import nn
 
+from common.models import architecture
+
 # Logits held at once, in elements: 512 MiB in fp32, and as much again for their log-softmax.
 CHUNK_ELEMENTS = 2**27
 
@@ -199,8 +201,11 @@ class ModelWrapper(nn.Module):
         super().__init__()
         self.model = model
         self.config = model.config
-        # What FSDP2 asks for: where to cut, and which weights are tied.
-        self._no_split_modules = model._no_split_modules
+        architecture.backbone_of(model)  # refuses a model without one
+        # What FSDP2 asks for: where to cut, and which weights are tied. It refuses names of modules
+        # that are not there, such as the parts of a text tower in Gemma 3's list.
+        classes = {type(module).__name__ for module in model.modules()}
+        self._no_split_modules = sorted(classes & set(model._no_split_modules or []))
         self.tie_weights = model.tie_weights
         self.get_input_embeddings = model.get_input_embeddings
         self.get_output_embeddings = model.get_output_embeddings
@@ -226,7 +231,7 @@ class ScoreModel(ModelWrapper):
         """
         if places is None:
             places = batch["last"]
-        output = self.model.base_model(**batch["inputs"], use_cache=False)
+        output = architecture.backbone_of(self.model)(**batch["inputs"], use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, places)
         return self.model.score(hidden).squeeze(-1)
 
@@ -249,11 +254,7 @@ class LogProbModel(ModelWrapper):
             )
         # Same parameters and names: saving and generation do not notice.
         head.__class__ = LogProbHead
-        config = model.config.get_text_config()
-        self.softcap = getattr(config, "final_logit_softcapping", None) or 0.0  # Gemma
-        scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-        divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
-        self.multiplier = scale / divisor
+        self.multiplier, self.softcap = architecture.logits_formula(model)
 
     def forward(
         self,
@@ -269,13 +270,13 @@ class LogProbModel(ModelWrapper):
             temperature: the logits are divided by it.
             extras: names of `EXTRAS` to return as well.
             check: run the architecture's own forward too, for `checks.check_logprobs`; this adds
-                `own_logps`.
+                `own_logps`, and `is_fp32`: 1 where both were computed in fp32.
 
         Returns:
             dict of fp32 `[answers, longest]`: `logps`, and the extras. They are zero where
             `batch["mask"]` is false.
         """
-        output = self.model.base_model(**batch["inputs"], use_cache=False)
+        output = architecture.backbone_of(self.model)(**batch["inputs"], use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch["before"])
         head = self.model.get_output_embeddings()
         # (softcap * tanh(multiplier * x / softcap)) / T is the same formula with both divided by T.
@@ -289,6 +290,9 @@ class LogProbModel(ModelWrapper):
         by_name = dict(zip(("logps", *extras), values))
         if check:
             by_name["own_logps"] = self.own_logps(batch)
+            is_fp32 = not torch.is_autocast_enabled(hidden.device.type)
+            is_fp32 = is_fp32 and hidden.dtype == head.weight.dtype == torch.float32
+            by_name["is_fp32"] = torch.full_like(by_name["own_logps"], float(is_fp32))
         empty = hidden.new_zeros(batch["mask"].shape, dtype=torch.float32)
         return {name: empty.masked_scatter(batch["mask"], value) for name, value in by_name.items()}
 

@@ -1,12 +1,16 @@
 """What the engine prepares: the model that is trained, and models that are only read."""
 
 import contextlib
+import copy
 
 import torch
+from accelerate import DistributedDataParallelKwargs
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
+from transformers import PreTrainedConfig
 
-from common import guards, zero
+from common import engine, guards, zero
+from common.models import architecture
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -14,12 +18,36 @@ def disable_dropout(model: nn.Module) -> None:
 
     What is compared, policies or answers, must differ in nothing else.
     """
+    saved_with = {id(whole) for whole in architecture.whole_models(model).values()}
+    silent_configs = {}
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            is_noise = "drop" in name or "jitter" in name
-            is_noise = is_noise or (name == "p" and isinstance(module, nn.Dropout))
-            if is_noise and isinstance(value, float):
+            is_dropout_layer = name == "p" and isinstance(module, nn.Dropout)
+            if isinstance(value, float) and (is_noise(name) or is_dropout_layer):
                 setattr(module, name, 0.0)
+        # Some layers, such as Falcon's, read their config in each forward pass. They get a copy:
+        # the actor is saved with the config that it came with.
+        if architecture.has_config(module) and id(module) not in saved_with | {id(model)}:
+            key = id(module.config)
+            if key not in silent_configs:
+                silent_configs[key] = without_noise(module.config)
+            module.config = silent_configs[key]
+
+
+def is_noise(name: str) -> bool:
+    """Whether an attribute of this name, if it is a number, makes a forward pass random."""
+    return "drop" in name or "jitter" in name
+
+
+def without_noise(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns a copy of a config in which dropout and jitter are zero."""
+    copied = copy.deepcopy(config)
+    for name, value in list(vars(copied).items()):
+        if isinstance(value, PreTrainedConfig):
+            setattr(copied, name, without_noise(value))
+        elif isinstance(value, float) and is_noise(name):
+            setattr(copied, name, 0.0)
+    return copied
 
 
 def for_training(
@@ -37,8 +65,38 @@ def for_training(
     """
     if debug_overflow:
         guards.watch_overflow(model)
+    if may_skip_modules(model):
+        accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     with exact_buffers(accelerator, model):
-        return accelerator.prepare(model, optimizer)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    if not zero.stage(accelerator):
+        engine.innermost_optimizer(optimizer).register_step_pre_hook(fill_in_gradients)
+    return model, optimizer
+
+
+def may_skip_modules(model: nn.Module) -> bool:
+    """Whether a forward pass may leave out modules that are trained.
+
+    So do mixtures whose experts are modules of their own, and layers that are dropped at random.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and "expert" in name.split(".")[-1]:
+            return True
+        if getattr(module, "layerdrop", 0):
+            return True
+    return False
+
+
+def fill_in_gradients(optimizer: torch.optim.Optimizer, *_) -> None:
+    """Makes a missing gradient one of zeros, before an optimizer steps.
+
+    That of an expert which no token of an update visited may be missing. ZeRO takes it as zeros:
+    moments and weight decay go on. torch's optimizers would leave the parameter as it is.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def frozen(accelerator, model: nn.Module) -> nn.Module:

@@ -1,0 +1,280 @@
+"""Reads from a `transformers` model what its architecture does, and what text never reaches."""
+
+import contextlib
+import logging
+import re
+import sys
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from common.models import packing
+
+# Tokens of a first, quick look at what text reaches.
+SHORT_ROW = 16
+
+# Names of what reads images and sound.
+OTHER_SENSES = re.compile(r"vision|visual|image|video|audio|speech|multi_?modal|\bmm_")
+
+
+# ============================================================ from tokens to logits
+def backbone_of(model: nn.Module) -> nn.Module:
+    """Returns the part of a model that gives the hidden states which its head reads.
+
+    Raises:
+        SystemExit: there is none that we could find.
+    """
+    if model.base_model is not model:
+        return model.base_model
+    # Llama 4's causal language model names a part that it does not have.
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    if len(parts) == 1:
+        return parts[0]
+    sys.exit(
+        f"{type(model).__name__}: we could not find which of its parts gives the hidden states: "
+        "this architecture is not supported yet"
+    )
+
+
+class KnownStates:
+    """What a backbone returns, with hidden states and nothing else."""
+
+    def __init__(self, hidden: torch.Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index):
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def logits_formula(model: nn.Module) -> tuple[float, float]:
+    """Returns the multiplier m and the soft cap c by which logits follow from the head's output.
+
+    The formula is `c * tanh(m * output / c)`, or `m * output` if c is 0. It is read from what the
+    model's own forward makes of known outputs, because each architecture has another name for these
+    numbers in its config, and `logits_scaling` multiplies in one and divides in another. No weight
+    is read, so ZeRO-3 may have cut them.
+
+    Raises:
+        SystemExit: the architecture does something else to its logits.
+    """
+    head = model.get_output_embeddings()
+    size = head.out_features
+    # A large number shows the cap, a small one the multiplier; the others prove the formula.
+    known = [1e30, 2.0**-12, 0.0, -60.0, -7.0, -1.0, -0.1, 0.3, 2.0, 11.0, 90.0]
+    output = torch.zeros(1, 1, size, dtype=torch.float64)
+    output[0, 0, : len(known)] = torch.tensor(known, dtype=torch.float64)[:size]
+    logits = own_logits(model, head, output)
+    if logits is None:
+        return 1.0, 0.0  # `checks.check_logprobs` decides whether that is right
+    result = logits.double()
+
+    softcap = 0.0 if result[..., 0].item() > 1e6 else result[..., 0].item()
+    multiplier = result[..., 1].item() / known[1]
+    if abs(multiplier - 1) < 1e-6:
+        multiplier = 1.0  # but for rounding
+    expected = multiplier * output
+    if softcap:
+        expected = softcap * torch.tanh(expected / softcap)
+    if result.shape != output.shape or not torch.allclose(result, expected, rtol=1e-5, atol=1e-6):
+        sys.exit(
+            f"{type(model).__name__}: its logits are not its head's output, scaled and soft-capped "
+            "as we know it: this architecture is not supported yet"
+        )
+    return multiplier, softcap
+
+
+def own_logits(model: nn.Module, head: nn.Module, output: torch.Tensor) -> torch.Tensor | None:
+    """Returns the logits that a model makes of the output of its head; None if it fails.
+
+    Args:
+        output: `[1, 1, vocabulary]`.
+    """
+    backbone = backbone_of(model)
+    hidden = torch.zeros(1, 1, head.in_features)
+    # Set on the instances, they hide the methods of their classes.
+    backbone.forward = lambda *args, **kwargs: KnownStates(hidden)
+    head.forward = lambda *args, **kwargs: output
+    try:
+        return model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+    except Exception:  # whatever a forward pass may ask of a backbone
+        return None
+    finally:
+        del backbone.forward, head.forward
+
+
+# ============================================================ how far positions reach
+def positions_of(model: PreTrainedModel) -> int | None:
+    """Returns how many positions a model has a table for; None if it computes any position."""
+    config = model.config.get_text_config()
+    if config.model_type == "mpt":
+        return config.max_seq_len  # its table of biases is made anew in each forward pass
+    limit = getattr(config, "max_position_embeddings", None)
+    decoder = backbone_of(model).get_decoder()
+    # A learned table is a parameter, perhaps of a module that is named so. GPT-J's fixed one is a
+    # buffer of each layer. A buffer in a module of its own, such as XGLM's, grows when it must.
+    tables = {name: name.split(".")[-2:] for name, _ in decoder.named_parameters()}
+    tables |= {name: name.split(".")[-1:] for name, _ in decoder.named_buffers()}
+    tensors = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
+    for name, parts in tables.items():
+        shape = getattr(tensors[name], "ds_shape", tensors[name].shape)  # ZeRO-3 empties it
+        is_of_positions = any(re.search("pos|wpe", part) for part in parts)
+        # OPT's table has two entries more than positions.
+        if limit and is_of_positions and len(shape) == 2 and 0 <= shape[0] - limit <= 2:
+            return limit
+    return None
+
+
+# ============================================================ what text reaches
+def freeze_unreached(accelerator, wrapper: nn.Module, max_length: int) -> None:
+    """Freezes the modules that no text of this run reaches, and says which.
+
+    These are towers for images and sound, their projectors, and heads that no loss reads. An
+    optimizer would let weight decay shrink them. The experts of a mixture are reached, even if no
+    token visits one: which ones a text visits is not looked at.
+
+    Also says that the auxiliary loss of a router is not trained, if the config asks for it.
+
+    Args:
+        wrapper: a `ModelWrapper`, not prepared yet. Under ZeRO-3 its weights may be cut already.
+        max_length: tokens of the longest row.
+    """
+    unreached = unreached_parameters(wrapper, max_length)
+    names = []
+    for path, model in whole_models(wrapper).items():
+        inside = {name.removeprefix(f"{path}.") for name in unreached if name.startswith(path)}
+        names += whole_modules(model, inside)
+    for name, parameter in wrapper.named_parameters():
+        if name in unreached:
+            parameter.requires_grad_(False)
+    if names:
+        # The layers of a model are many, and actor and critic may be alike: said once.
+        once = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
+        accelerator.print(f"not trained: {', '.join(once)} (text never reaches them)")
+
+    configs = [model.config.get_text_config() for model in whole_models(wrapper).values()]
+    if any(getattr(config, "output_router_logits", False) for config in configs):
+        accelerator.print(
+            "not trained: the router's auxiliary loss, for which the config asks by "
+            "output_router_logits (no recipe's loss includes it)"
+        )
+
+
+def whole_models(wrapper: nn.Module) -> dict[str, PreTrainedModel]:
+    """Returns the Hugging Face models in a module by their paths, without the models inside them.
+
+    PPO's module holds two: the actor's and the critic's.
+    """
+    models = {}
+    for path, module in wrapper.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in models)
+        if isinstance(module, PreTrainedModel) and not is_inside:
+            models[path] = module
+    return models
+
+
+def unreached_parameters(wrapper: nn.Module, max_length: int) -> set[str]:
+    """Returns the names of the trainable parameters that no text reaches."""
+    of_other_senses = set()
+    for path, model in whole_models(wrapper).items():
+        of_other_senses |= {f"{path}.{name}" for name in parameters_of_other_senses(model)}
+    unreached = without_gradient(wrapper, min(SHORT_ROW, max_length))
+    if unreached - of_other_senses and max_length > SHORT_ROW:
+        # Longer texts may reach more, such as a summary of many tokens.
+        unreached &= without_gradient(wrapper, max_length)
+    trainable = {name for name, parameter in wrapper.named_parameters() if parameter.requires_grad}
+    return (unreached | of_other_senses) & trainable
+
+
+def without_gradient(wrapper: nn.Module, length: int) -> set[str]:
+    """Returns the names of the parameters that get no gradient from a row of `length` tokens.
+
+    Forward and backward pass run on tensors that have shapes but no values. So no weight is read,
+    no memory is taken, and all processes find the same under every engine. An architecture whose
+    path depends on values cannot be followed like this. For it the set is empty.
+    """
+    batch = packing.make_batch([[0]], [[0] * max(1, length - 1)], False, "cpu")
+    with plain_experts(wrapper), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        parameters = {}
+        for name, parameter in wrapper.named_parameters():
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
+            values = torch.empty(shape, dtype=parameter.dtype)
+            parameters[name] = nn.Parameter(values, requires_grad=values.is_floating_point())
+        buffers = {
+            name: torch.empty(buffer.shape, dtype=buffer.dtype)
+            for name, buffer in wrapper.named_buffers()
+        }
+        try:
+            output = torch.func.functional_call(wrapper, {**parameters, **buffers}, (batch,))
+            results = output.values() if isinstance(output, dict) else [output]
+            sum(result.sum() for result in results).backward()
+        except Exception:  # whatever an architecture may do with values
+            return set()
+    return {name for name, parameter in parameters.items() if parameter.grad is None}
+
+
+@contextlib.contextmanager
+def plain_experts(wrapper: nn.Module):
+    """Lets experts be computed by plain batched products inside the block.
+
+    The kernels that are used otherwise do not run without values in every dtype. torch would also
+    log what fails; whoever calls us deals with that.
+    """
+    configs = {
+        id(module.config): module.config for module in wrapper.modules() if has_config(module)
+    }
+    chosen = {key: config._experts_implementation for key, config in configs.items()}
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    for config in configs.values():
+        config._experts_implementation = "batched_mm"
+    try:
+        yield
+    finally:
+        # In this order: a config sets its parts' settings, too.
+        for key, config in configs.items():
+            config._experts_implementation = chosen[key]
+        logger.setLevel(level)
+
+
+def has_config(module: nn.Module) -> bool:
+    """Whether a module has the config of a `transformers` model."""
+    return isinstance(vars(module).get("config"), PreTrainedConfig)
+
+
+def parameters_of_other_senses(model: PreTrainedModel) -> set[str]:
+    """Returns the names of the parameters of towers and projectors, by their place and name.
+
+    Some of them get a gradient from text, but one of zeros.
+    """
+    of_decoder = {id(parameter) for parameter in model.get_decoder().parameters()}
+    found = set()
+    for path, module in model.named_modules():
+        parameters = dict(module.named_parameters(prefix=path))
+        beside_decoder = not any(id(parameter) in of_decoder for parameter in parameters.values())
+        if beside_decoder and OTHER_SENSES.search(path):
+            found |= set(parameters)
+    return found
+
+
+def whole_modules(model: nn.Module, parameters: set[str]) -> list[str]:
+    """Returns the names of the largest modules all of whose trainable parameters are given.
+
+    Args:
+        parameters: names of parameters of `model`. One that its module shares with others is named
+            itself.
+    """
+    names = []
+    for path, module in model.named_modules():
+        inside = {name for name, p in module.named_parameters(prefix=path) if p.requires_grad}
+        is_named = any(path.startswith(f"{name}.") for name in names)
+        if path and inside and inside <= parameters and not is_named:
+            names.append(path)
+    named = tuple(f"{name}." for name in names)
+    names += [name for name in sorted(parameters) if not name.startswith(named)]
+    return names

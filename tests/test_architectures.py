@@ -1,0 +1,186 @@
+"""The architectures that people bring: read, trained, saved and scored as transformers does."""
+
+import copy
+import types
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from architectures import ARCHITECTURES, build, config_of
+from common import actor, optim
+from common.models import architecture, checks, packing, prepare
+from common.models.logprobs import LogProbModel, ScoreModel
+from runs import whole_rows
+from test_logprobs import batch, own
+
+# Those that once went wrong, or stand for a kind of their own.
+FAST = ["gemma3", "llama4_text", "recurrent_gemma", "hyperclovax", "falcon", "qwen3_moe", "gpt_oss"]
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in ARCHITECTURES
+]
+
+
+def gradients_of(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(one: dict, other: dict) -> float:
+    """Of all gradients together, in proportion to the other's norm."""
+    assert one.keys() == other.keys()
+    first, second = (torch.cat([grads[name].flatten() for name in other]) for grads in (one, other))
+    return ((first - second).norm() / second.norm()).item()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_log_probs_and_gradients_are_those_of_its_own_logits(name):
+    """Padded rows against each row alone."""
+    model = build(name)
+    ids, scored = batch()
+    weights = torch.rand(3, 20)
+    logps, means, hits = own(model, ids, scored)
+    (logps * weights).sum().backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    wrapper = LogProbModel(model).eval()
+    checks.check_logprobs(wrapper, ids[0].tolist(), "cpu", name)
+    scores = wrapper(whole_rows(ids, scored), extras=("mean_logits", "correct"))
+    (scores["logps"] * weights).sum().backward()
+    torch.testing.assert_close(scores["logps"], logps, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores["mean_logits"], means, rtol=1e-4, atol=1e-4)
+    assert torch.equal(scores["correct"], hits)
+    assert distance(gradients_of(model), expected) <= 1e-5
+    with torch.no_grad():
+        cooler = wrapper(whole_rows(ids, scored), temperature=0.7)["logps"]
+        torch.testing.assert_close(cooler, own(model, ids, scored, 0.7)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_answers_and_shared_prompts(name):
+    """Where packing is allowed it gives what each answer gives alone."""
+    wrapper = LogProbModel(build(name)).eval()
+    if not checks.can_pack([wrapper], 30, "cpu"):
+        return
+    ids = torch.randint(3, 290, (60,), generator=torch.Generator().manual_seed(2)).tolist()
+    prompts = [ids[:6], ids[:6], ids[6:9], ids[:6]]
+    answers = [ids[9:13], ids[13:20], ids[20:29], ids[29:31]]
+    found, gradients = {}, {}
+    for pack in (False, True):
+        inputs = packing.make_batch(prompts, answers, pack, "cpu")
+        wrapper.zero_grad()
+        found[pack] = wrapper(inputs)["logps"]
+        (found[pack] * torch.linspace(-1, 1, 36).view(4, 9)).sum().backward()
+        gradients[pack] = gradients_of(wrapper)
+    assert inputs["inputs"]["input_ids"].shape[0] < 4  # packed, indeed
+    torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
+    assert distance(gradients[True], gradients[False]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_text_never_reaches_is_found(name, capsys):
+    """What gets no gradient from 60 real tokens: that alone is frozen. The model is as before."""
+    model = build(name)
+    ids = torch.randint(3, 290, (1, 60), generator=torch.Generator().manual_seed(2))
+    before = model(ids, use_cache=False).logits
+    before.sum().backward()
+    unreached = {path for path, p in model.named_parameters() if p.grad is None}
+    model.zero_grad()
+    accelerator = types.SimpleNamespace(print=print)
+    architecture.freeze_unreached(accelerator, LogProbModel(model), 60)
+    assert {path for path, p in model.named_parameters() if not p.requires_grad} == unreached
+    assert torch.equal(model(ids, use_cache=False).logits, before)
+    said = {
+        "gemma3": "not trained: model.vision_tower, model.multi_modal_projector (text",
+        "gemma4": "not trained: model.vision_tower, model.embed_vision (text",
+        "deepseek_v32": "not trained: model.layers.*.self_attn.indexer (text",
+    }
+    assert capsys.readouterr().out.startswith(said.get(name, ""))
+    assert bool(unreached) == (name in said)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dropout_is_off(name):
+    """Also where layers read it from the config in each forward pass; the saved config keeps it."""
+    config = config_of(name)
+    text = config.get_text_config()
+    noises = [key for key, value in vars(text).items() if prepare.is_noise(key) and value == 0.0]
+    noises += [
+        key for key, value in vars(text).items() if "drop" in key and type(value) is float and value
+    ]
+    for key in noises:
+        setattr(text, key, 0.3)
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError):  # some refuse dropout themselves
+        return
+    wrapper = LogProbModel(model)
+    prepare.disable_dropout(wrapper)
+    ids = torch.randint(3, 290, (1, 20), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        quiet = model.eval()(ids, use_cache=False).logits
+        trained = model.train()(ids, use_cache=False).logits
+    torch.testing.assert_close(trained, quiet, rtol=1e-5, atol=1e-5)
+    for key in noises:
+        assert getattr(model.config.get_text_config(), key) == 0.3, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weight_decay_holds_matrices_alone(name):
+    model = build(name)
+    matrices, *others = optim.parameter_groups(model, 0.1)  # a model may have matrices only
+    assert matrices["weight_decay"] == 0.1 and all(group["weight_decay"] == 0 for group in others)
+    decayed = {id(parameter) for parameter in matrices["params"]}
+    for path, parameter in model.named_parameters():
+        last = path.split(".")[-1]
+        is_norm = "norm" in path.split(".")[-2] if "." in path else False
+        if "bias" in last or is_norm or parameter.dim() < 2:
+            assert id(parameter) not in decayed, path
+        elif path.endswith("_proj.weight"):
+            assert id(parameter) in decayed, path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_loaded_again(name, tmp_path):
+    """Through what saves an actor; the folder loads with plain transformers, bit for bit."""
+    wrapper = LogProbModel(build(name))
+    prepare.disable_dropout(wrapper)
+    state_dict = actor.weights_of_actor(wrapper.state_dict(), wrapper)
+    wrapper.model.save_pretrained(tmp_path, state_dict=state_dict)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.randint(3, 290, (1, 20), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        one = again.eval()(ids, use_cache=False).logits
+        other = wrapper.model.eval()(ids, use_cache=False).logits
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_are_those_of_plain_transformers(name):
+    config = config_of(name)
+    config.num_labels = 1
+    try:
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    except ValueError as error:  # transformers has no classifier of this kind
+        assert "Unrecognized configuration class" in str(error)
+        return
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+        model.score.weight.normal_()
+    model.eval()
+    config_text = model.config.get_text_config()
+    config_text.pad_token_id = model.config.pad_token_id = 0
+    ids, _ = batch()
+    lengths = [20, 9, 14]
+    plain = model(ids, attention_mask=(ids != 0).long()).logits[:, 0]
+    plain.sum().backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    rows = [row[:length].tolist() for row, length in zip(ids, lengths)]
+    inputs = packing.make_batch([row[:3] for row in rows], [row[3:] for row in rows], False, "cpu")
+    scores = ScoreModel(copy.deepcopy(model)).eval()
+    ours = scores(inputs)
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    ours.sum().backward()
+    assert distance(gradients_of(scores.model), expected) <= 1e-5

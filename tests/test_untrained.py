@@ -1,0 +1,198 @@
+"""What text never reaches stands still under every engine; an expert that no token visits does not."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from architectures import config_of
+from common import optim
+from common.models import prepare
+from runs import ASSETS, LAUNCHERS, launch, recipe, training_lines, weights, write_jsonl
+
+SAYS = "not trained: model.vision_tower, model.multi_modal_projector (text never reaches them)"
+RATE, DECAY, UPDATES = 0.01, 0.5, 3
+FLAGS = ["--train_batch_size", 4, "--micro_train_batch_size", 1, "--max_steps", UPDATES, "--max_length", 60, "--learning_rate", RATE, "--weight_decay", DECAY,
+         "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--report_to", "none"]  # fmt: skip
+ENGINES = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("zero2", "fsdp2")))
+    for name in ("ddp", "zero2", "zero3", "fsdp2")
+]
+
+
+def save_model(folder, name: str, **changes):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(name, **changes), dtype=torch.float32)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("untrained")
+    sizes = dict(vocab_size=272, eos_token_id=1, bos_token_id=None)
+    text = {**config_of("gemma3").text_config.to_dict(), **sizes, "initializer_range": 0.1}
+    save_model(folder / "tower", "gemma3", text_config=text, image_token_index=270)
+    # Of 16 experts a token visits one, and there are few tokens.
+    save_model(folder / "mixture", "qwen3_moe", num_local_experts=16, num_experts_per_tok=1, output_router_logits=True,
+               **{**sizes, "vocab_size": 264}, initializer_range=0.1)  # fmt: skip
+    say = lambda role, text: [{"role": role, "content": text}]
+    pairs = [
+        {"prompt": say("user", str(n)), "chosen": say("assistant", "ab" * (n % 3 + 1)), "rejected": say("assistant", "b")}
+        for n in range(12)
+    ]  # fmt: skip
+    write_jsonl(
+        folder / "sft.jsonl", [{"messages": row["prompt"] + row["chosen"]} for row in pairs]
+    )
+    write_jsonl(folder / "pairs.jsonl", pairs)
+    return folder
+
+
+def run(inputs, model: str, engine: str, name: str = "sft", *extra):
+    output = inputs / f"{model}-{engine}-{name}"
+    if not output.exists():
+        data = inputs / ("sft.jsonl" if name == "sft" else "pairs.jsonl")
+        said = launch(
+            LAUNCHERS[engine], recipe(name), *FLAGS, "--model_name_or_path", inputs / model, "--dataset_name", data, "--output_dir", output, *extra,
+        ).stdout  # fmt: skip
+        (output / "said").write_text(said)
+    return output
+
+
+def assert_the_tower_stands_still(start, end) -> None:
+    """Bit for bit; the rest moves, the norms of the decoder too."""
+    before, after = (load_file(folder / "model.safetensors") for folder in (start, end))
+    still = {name for name in before if name in after and torch.equal(before[name], after[name])}
+    towers = {name for name in before if "vision_tower" in name or "multi_modal" in name}
+    assert towers and still == towers & set(after) and len(after) > len(still) > 5
+
+
+def assert_same_weights(one, other) -> None:
+    first, second = weights(one), weights(other)
+    assert (first - second).norm() <= 1e-5 * first.norm()
+
+
+def test_a_tower_is_not_trained(inputs):
+    for name in ("sft", "dpo", "reward"):
+        output = run(inputs, "tower", "plain", name)
+        assert (output / "said").read_text().count(SAYS) == 1
+        if name == "reward":
+            load_file(output / "actor/model.safetensors")
+        assert_the_tower_stands_still(inputs / "tower", output / "actor")
+        assert AutoModelForCausalLM.from_pretrained(inputs / "tower").model.vision_tower is not None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_tower_stands_still_under_every_engine(inputs, engine):
+    output = run(inputs, "tower", engine)
+    assert (output / "said").read_text().count(SAYS) == 1
+    assert_the_tower_stands_still(inputs / "tower", output / "actor")
+    assert_same_weights(run(inputs, "tower", "plain"), output)
+    for one, other in zip(
+        training_lines(run(inputs, "tower", "plain")), training_lines(output), strict=True
+    ):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def test_an_expert_that_no_token_visits_is_decayed(inputs):
+    """As ZeRO does it: its gradient is zero, so it shrinks by the learning rate times the decay."""
+    output = run(inputs, "mixture", "plain")
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (inputs / "mixture", output / "actor")
+    )
+    experts = [name for name in before if "experts" in name and "down_proj" in name]
+    shrunk = (1 - RATE * DECAY) ** UPDATES
+    visited = [not torch.allclose(after[name], before[name] * shrunk) for name in experts]
+    assert 0 < sum(visited) < len(visited) == 32
+    said = (output / "said").read_text()
+    assert said.count("not trained: the router's auxiliary loss") == 1
+    assert said.count("not trained") == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_mixture_is_the_same_under_every_engine(inputs, engine):
+    assert_same_weights(run(inputs, "mixture", "plain"), run(inputs, "mixture", engine))
+
+
+class Mixture(torch.nn.Module):
+    """Experts as modules of their own, as older code has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])
+
+    def forward(self, x, visited: int):
+        return self.experts[visited](x)
+
+
+def test_a_missing_gradient_is_one_of_zeros(accelerator):
+    """Momentum and decay go on for an expert that the second update does not visit."""
+    torch.manual_seed(0)
+    model = Mixture()
+    assert prepare.may_skip_modules(model)
+    reference = [layer.weight.detach().clone() for layer in model.experts]
+    groups = optim.parameter_groups(model, DECAY)
+    prepared, optimizer = prepare.for_training(
+        accelerator, model, torch.optim.AdamW(groups, lr=RATE)
+    )
+    gradients = []
+    for visited in (0, 1):
+        loss = prepared(torch.ones(1, 2), visited).sum()
+        accelerator.backward(loss)
+        gradients.append([layer.weight.grad for layer in model.experts])
+        optimizer.step()
+        optimizer.zero_grad()
+    for number, weight in enumerate(reference):
+        expected = torch.nn.Parameter(weight.clone())
+        plain = torch.optim.AdamW([expected], lr=RATE, weight_decay=DECAY)
+        for of_update in range(2):
+            visited = number == of_update
+            expected.grad = torch.ones(2, 2) if visited else torch.zeros(2, 2)
+            plain.step()
+        torch.testing.assert_close(model.experts[number].weight, expected)
+
+
+SKIPPING = """
+import json, sys, torch
+from accelerate import Accelerator
+sys.path.insert(0, {tests!r})
+from common import launch, optim
+from common.models import prepare
+from test_untrained import Mixture, RATE, DECAY
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+torch.manual_seed(0)
+model = Mixture()
+optimizer = torch.optim.AdamW(optim.parameter_groups(model, DECAY), lr=RATE)
+prepared, optimizer = prepare.for_training(accelerator, model, optimizer)
+# By process: the experts of four micro-batches, two an update. Expert 2 is visited once, by one process.
+visits = [[0, 1, 0, 0], [0, 2, 1, 1]][accelerator.process_index]
+for number, visited in enumerate(visits):
+    with accelerator.accumulate(prepared):
+        accelerator.backward(prepared(torch.full((1, 2), number + 1.0), visited).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+if accelerator.is_main_process:
+    print("done: ", json.dumps([layer.weight.tolist() for layer in model.experts]))
+"""
+
+
+def test_processes_may_visit_other_experts(tmp_path):
+    """DDP waits for no gradient that does not come; each counts as zero where it is missing."""
+    script = tmp_path / "skipping.py"
+    script.write_text(SKIPPING.format(tests=str(ASSETS.parent / "tests")))
+    said = launch(LAUNCHERS["ddp"], script).stdout
+    found = json.loads(said.split("done: ")[1].splitlines()[0])
+    torch.manual_seed(0)
+    # The sum of inputs by update and expert, over two micro-batches and two processes.
+    sums = [[1 + 1, 2, 2], [3 + 4, 3 + 4, 0]]
+    for number, layer in enumerate(Mixture().experts):
+        plain = torch.optim.AdamW([layer.weight], lr=RATE, weight_decay=DECAY)
+        for of_update in sums:
+            layer.weight.grad = torch.full((2, 2), of_update[number] / 4)
+            plain.step()
+        torch.testing.assert_close(torch.tensor(found[number]), layer.weight.detach())
