@@ -44,12 +44,13 @@ def rows_of_update(
 
 
 def rows_from(mixture: Mixture, seed: int, start: int, most: int) -> np.ndarray:
-    """Returns the rows of the data order from place `start` on: `most`, or as many as its epoch has.
+    """Returns the rows of the data order from place `start` on, at most to the end of its epoch.
 
     Read from 0 on, `train_batch_size` at a time, they are the rows of `rows_of_update`.
 
     Args:
         start: rows used so far, over the whole run.
+        most: how many rows, at most.
     """
     epoch, place = divmod(start, mixture.samples)
     return epoch_order(mixture, seed, epoch)[place : place + most]

@@ -126,9 +126,13 @@ class Args:
     )
     num_epochs_per_rollout: int = HfArg(default=1, help="passes over the samples of a rollout")
     max_new_tokens: int = HfArg(default=1024, help="longest response")
-    temperature: float = HfArg(default=1.0, help="of sampling and of every log-prob")
-    eval_temperature: float = HfArg(default=0.0, help="of sampling in evaluation; 0: greedy")
-    eval_samples: int = HfArg(default=1, help="responses to each held-out prompt")
+    temperature: float = HfArg(default=1.0, help="of sampling and of every log-prob in training")
+    eval_temperature: float = HfArg(
+        default=0.0, help="of the responses in an evaluation; 0: greedy decoding"
+    )
+    eval_samples: int = HfArg(
+        default=1, help="responses to each held-out prompt; above 1 needs --eval_temperature"
+    )
 
     baseline: Literal["group", "rloo", "none"] = HfArg(
         default="group",
@@ -231,8 +235,10 @@ class Args:
     may_change: ClassVar[set[str]] = {
         "generate_batch_size",
         "score_batch_size",
-        "reward_timeout",
         "share_prompts",
+        "reward_timeout",
+        "eval_temperature",
+        "eval_samples",
     }
 
 

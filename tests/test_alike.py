@@ -24,6 +24,7 @@ OWN_DEFAULTS = {
     "warmup_steps",
     "train_batch_size",
     "max_new_tokens",
+    "max_length",
 }
 OWN_HELP = {
     "model_name_or_path", "dataset_name", "eval_dataset_name", "output_dir", "seed", "train_batch_size",

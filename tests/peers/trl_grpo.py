@@ -10,7 +10,6 @@ advantages and masks in place of a model. Advantages come from one step of each 
 
 import collections
 import itertools
-import json
 import os
 import sys
 import tempfile
