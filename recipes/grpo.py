@@ -609,7 +609,7 @@ def skip_rollout(metrics: Metrics, position: dict, n_prompts: int, ends_run: boo
         "(all groups have equal scores, or all responses are cut)"
     )
     if since_update >= n_prompts and not ends_run:
-        sys.exit(f"{message}. The same holds for the {since_update} prompts before")
+        sys.exit(f"{message}, nor from any of the last {since_update} prompts, a whole epoch")
     metrics.warn(message)
 
 
@@ -695,13 +695,13 @@ def check_settings(args: Args) -> None:
     for name, size in sizes.items():
         if size < 0:
             sys.exit(f"--{name} {size}: below 0")
+    check_groups(args)
     check_rollout_size(
         args,
         # make_accelerator refuses 0, with every recipe's message.
         divisor=max(args.train_batch_size, 1),
         divisor_text=f"--train_batch_size {args.train_batch_size}",
     )
-    check_groups(args)
     if not args.reward_model_name_or_path and not args.reward_function:
         sys.exit(
             "nothing scores the responses: give --reward_model_name_or_path or --reward_function"
@@ -973,27 +973,16 @@ def main():
                     break
             samples = Samples.joined([samples for samples, _ in kept])
             scores = torch.cat([scores for _, scores in kept])
-            rollout = build_rollout(samples, scores, args)
-            if updates_of(rollout, args) > 0:
-                # Before its first update the policy has not moved: only the later ones need the
-                # old log-probs, as the pass that trains would compute them.
-                readers = {}
-                if updates_of(rollout, args) > 1:
-                    readers["logps"] = model
-                if reference is not None:
-                    readers["ref_logps"] = reference
-                with metrics.timed("score"):
-                    old = read_tokens(accelerator, samples, readers, args)
-                check_rollout(samples, scores, old, progress, args.output_dir)
-                rollout["tensors"].update(old)
-                # Checkpoints hold it: a resumed run goes on with the same rollout.
-                position["rollout"] = rollout
-                position["prompts_seen_at_update"] = position["prompts_seen"]
-            else:
+            rollout = None
+            if len(scores) > 0:
+                rollout = build_rollout(samples, scores, args)
+
+            if rollout is None or updates_of(rollout, args) == 0:
                 progress.idle = True
                 mark_position(progress, position, mixture.samples, args)
                 skip_rollout(metrics, position, mixture.samples, ends_run=progress.finished)
-                if progress.finished:  # without an update that would log, evaluate and save
+                # The run ends without an update after which it would log, evaluate and save.
+                if progress.finished and progress.global_step > 0:
                     metrics.log()
                     if progress.due(args.eval_steps):
                         metrics.log_evaluation(
@@ -1005,6 +994,21 @@ def main():
                         checkpoint.save(run)
                 checkpoint.stop_if_asked(run)
                 continue
+
+            # Before its first update the policy has not moved. Only the later updates need the old
+            # log-probs, as the pass that trains would compute them.
+            readers = {}
+            if updates_of(rollout, args) > 1:
+                readers["logps"] = model
+            if reference is not None:
+                readers["ref_logps"] = reference
+            with metrics.timed("score"):
+                old = read_tokens(accelerator, samples, readers, args)
+            check_rollout(samples, scores, old, progress, args.output_dir)
+            rollout["tensors"].update(old)
+            # Checkpoints hold it: a resumed run goes on with the same rollout.
+            position["rollout"] = rollout
+            position["prompts_seen_at_update"] = position["prompts_seen"]
 
         # All processes agree on the samples of this update. Each takes its share of them.
         rollout = position["rollout"]

@@ -1,5 +1,7 @@
 """Whole runs of recipes/grpo.py against a plain reference; what a rollout leaves out; what is refused."""
 
+import dataclasses
+import itertools
 import json
 import math
 import runpy
@@ -11,9 +13,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import batches
+from common.data.mixture import mixture_of
+from common.progress import Progress
 from runs import (
+    evaluation_lines,
     launch,
+    lines,
     recipe,
+    refuses,
     tiny_llama,
     training_lines,
     weights,
@@ -314,3 +321,124 @@ def distance(output, reference) -> float:
     actor = AutoModelForCausalLM.from_pretrained(output / "actor").state_dict()
     own = reference.policy.state_dict()
     return math.sqrt(sum(((actor[name] - own[name]) ** 2).sum().item() for name in own))
+
+
+# ---------------------------------------------------------------------------------------------- what is left out
+
+
+@pytest.fixture(scope="module")
+def few():
+    """A rollout of five groups of two, one of whose responses is cut."""
+    return {
+        "rows": [7, 7, 3, 3, 9, 9, 1, 1, 4, 4],
+        "is_trained": torch.tensor([True] * 5 + [False] + [True] * 4),
+    }
+
+
+@pytest.mark.parametrize("size, sizes", [(4, [4, 4, 1]), (9, [9]), (3, [3, 3, 3])])
+def test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_together(
+    few, size, sizes
+):
+    args = types.SimpleNamespace(
+        n_samples_per_prompt=2, train_batch_size=size, num_epochs_per_rollout=2
+    )
+    assert grpo.updates_of(few, args) == 2 * len(sizes)
+    updates = [grpo.rows_of_update(few, (0, 5, 2), i, args).tolist() for i in range(2 * len(sizes))]
+    assert [len(update) for update in updates] == sizes * 2
+    halves = updates[: len(sizes)], updates[len(sizes) :]
+    passes = [list(itertools.chain(*half)) for half in halves]
+    assert passes[0] != passes[1]
+    for order in passes:
+        assert sorted(order) == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+        groups = [number // 2 for number in order]
+        assert all(
+            groups.count(g) == 1 or abs(order.index(2 * g) - order.index(2 * g + 1)) == 1
+            for g in groups
+        )
+
+
+def test_prompts_are_read_in_the_data_order_and_end_with_the_epoch():
+    mixture = mixture_of(7)
+    order = [batches.epoch_order(mixture, 3, epoch).tolist() for epoch in (0, 1)]
+    read = lambda start, most: batches.rows_from(mixture, 3, start, most).tolist()
+    assert read(0, 4) == order[0][:4] and read(4, 4) == order[0][4:] and read(7, 2) == order[1][:2]
+    # Without refills they are the rows of every other recipe.
+    assert read(4, 4) == batches.rows_of_update(mixture, 4, 3, 1).tolist()
+
+
+def test_rollouts_from_which_nothing_can_be_learned_make_no_update(inputs):
+    """The run ends when its prompts are used up, saves the actor as it was, and says what happened."""
+    output = inputs / "nothing"
+    more = [
+        "--reward_function",
+        "rewarding_of_test:same",
+        "--max_epochs",
+        1,
+        "--save_steps",
+        1,
+        "--report_to",
+        "none",
+    ]
+    said = run(
+        inputs, output, SHARED, *more, "--eval_dataset_name", inputs / "prompts.jsonl"
+    ).stdout
+    assert said.count("there is no response to learn from") == 2  # 4 and 3 prompts
+    assert "done: 0 updates, 0 skipped" in said
+    assert torch.equal(weights(output), weights(inputs, "model"))
+    assert training_lines(output) == []
+    assert [line["global_step"] for line in evaluation_lines(output)] == [0]
+
+
+def test_a_whole_epoch_without_an_update_ends_a_run_that_counts_updates(inputs):
+    more = ["--reward_function", "rewarding_of_test:same", "--max_steps", 2, "--report_to", "none"]
+    result = run(inputs, inputs / "endless", SHARED, *more, check=False)
+    assert result.returncode == 1
+    assert "nor from any of the last 7 prompts, a whole epoch" in result.stdout
+    assert "Traceback" not in result.stdout
+
+
+def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inputs):
+    """The reward is constant from the first update on: the end comes without an update."""
+    (inputs / "rewarding_once.py").write_text(
+        "def once(prompts, responses, response_ids, step, **columns):\n"
+        "    return [float(len(ids)) if step == 0 else 1.0 for ids in response_ids]\n"
+    )
+    output = inputs / "early"
+    settings = dict(SHARED, train_batch_size=12, micro_train_batch_size=3)
+    more = ["--reward_function", "rewarding_once:once", "--save_steps", 5, "--report_to", "none"]
+    run(inputs, output, settings, *more, "--eval_dataset_name", inputs / "prompts.jsonl")
+    assert [line["global_step"] for line in lines(output)] == [0, 1, 1]
+    assert [line["global_step"] for line in evaluation_lines(output)] == [0, 1]
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["global_step_000001"]
+
+
+def test_progress_counts_rows_where_updates_do_not_tell_them():
+    progress = Progress(10, train_batch_size=4, max_epochs=2, max_steps=0, updates_per_epoch=5)
+    progress.rows_seen = 15
+    assert progress.epoch == 1.5 and not progress.finished
+    progress.update_done(True, samples=4, tokens=9)
+    progress.idle = True
+    assert not progress.due(1) and not progress.due(0)  # it was due when the update was made
+    progress.data_ended = True
+    assert progress.finished and not progress.due(1) and progress.due(0) and progress.due(7)
+
+
+@pytest.mark.parametrize("settings, parts", [
+    ({"n_samples_per_prompt": 1}, ["--baseline group", "--n_samples_per_prompt 1", "2 or more"]),
+    ({"baseline": "rloo", "n_samples_per_prompt": 1}, ["--baseline rloo"]),
+    ({"baseline": "none", "advantage_std": "group"}, ["--advantage_std group", "batch or none"]),
+    ({"refill_rounds": 1, "drop_equal_groups": False}, ["--refill_rounds", "--drop_equal_groups true"]),
+    ({"rollout_batch_size": 100}, ["100 x --n_samples_per_prompt 8 = 800", "--train_batch_size 256", "96 or 128"]),
+    ({"reward_function": None}, ["nothing scores the responses"]),
+    ({"temperature": 0.0}, ["--temperature 0.0"]),
+    ({"eval_samples": 4}, ["--eval_samples 4", "--eval_temperature"]),
+    ({"overlong_buffer": 2000}, ["--overlong_buffer 2000", "--max_new_tokens 1024"]),
+    ({"ref_model_name_or_path": "M"}, ["--ref_model_name_or_path", "--kl_coef"]),
+    ({"normalize_reward": True}, ["--normalize_reward", "--reward_model_name_or_path"]),
+    ({"refill_rounds": -1}, ["--refill_rounds -1"]),
+    ({"clip_range": -0.2}, ["--clip_range -0.2"]),
+    ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout 0"]),
+])  # fmt: skip
+def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
+    args = dataclasses.replace(grpo.Args(reward_function=["a:b"]), **settings)
+    refuses(*parts, call=lambda: grpo.check_settings(args))

@@ -36,11 +36,18 @@ from runs import (
 )
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.
-CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "growing"), ("sft", "zero3"), pytest.param("dpo", "fsdp2", marks=pytest.mark.slow), ("reward", "plain"), ("ppo", "zero3"),
+CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "growing"), ("sft", "zero3"), pytest.param("dpo", "fsdp2", marks=pytest.mark.slow), ("reward", "plain"), ("ppo", "zero3"), ("grpo", "plain"),
+         pytest.param("grpo", "zero2", marks=pytest.mark.slow),
          pytest.param("sft", "offload", marks=pytest.mark.slow)]  # fmt: skip
 # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
 PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2,
        "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--critic_learning_rate", 0.01, "--kl_target", 1]  # fmt: skip
+
+# Rollouts of 6 groups; those of equal scores are replaced once or left out, so a rollout has 1 to 3 updates.
+GRPO = ["--reward_function", "tests.ties:ties", "--rollout_batch_size", 6, "--n_samples_per_prompt", 4, "--generate_batch_size", 8,
+        "--score_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--refill_rounds", 1, "--kl_coef", 0.1]  # fmt: skip
+MORE = {"ppo": PPO, "grpo": GRPO}
+DATA = {"grpo": "ppo"}
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +56,9 @@ def inputs(tmp_path_factory):
 
 
 def flags(inputs, name, output):
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{name}.jsonl", "--output_dir", output,
+    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{DATA.get(name, name)}.jsonl", "--output_dir", output,
             "--train_batch_size", 8, "--micro_train_batch_size", 2, "--max_epochs", 2, "--learning_rate", 0.01, "--logging_steps", 3,
-            "--save_steps", 2, "--save_total_limit", 2, *(PPO if name == "ppo" else [])]  # fmt: skip
+            "--save_steps", 2, "--save_total_limit", 2, *MORE.get(name, [])]  # fmt: skip
 
 
 def kill_when(inputs, name, launcher, output, ready, *more):
@@ -99,6 +106,13 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
     assert "resumed from" in result.stdout
     assert timeless(output) == timeless(reference)
     assert torch.equal(weights(output), weights(reference))
+    if (
+        name == "grpo"
+    ):  # the checkpoint that was resumed is within a rollout; some groups were left out
+        state = torch.load(reference / "checkpoints/global_step_000010/extra.pt", weights_only=True)
+        assert state["rollouts_seen"] >= 3 and state["rollout"] is not None and state["update"] > 0
+        dropped = [line["frac_groups_dropped"] for line in lines(reference) if "reward" in line]
+        assert min(dropped) > 0 and max(dropped) < 1
     board = EventAccumulator(str(output / "tensorboard"))
     board.Reload()
     assert [event.step for event in board.Scalars("loss")] == [
