@@ -848,6 +848,20 @@ def test_an_array_is_computed_once_for_each_key(accelerator):
     assert [path.suffix for path in computed.iterdir()] == [".npy"] * 2  # nothing temporary is left
 
 
+def test_an_array_that_one_process_does_not_see_is_computed_by_all(accelerator, monkeypatch):
+    """Processes may see different disks, and `compute` is collective: one alone would wait for ever."""
+    computed = []
+
+    def compute():
+        computed.append(None)
+        return np.zeros(1)
+
+    cache.array(accelerator, ["seen by one"], compute)
+    monkeypatch.setattr(cache, "gather_object", lambda mine: [*mine, False])
+    cache.array(accelerator, ["seen by one"], compute)
+    assert len(computed) == 2
+
+
 # ---------------------------------------------------------------------------------------------- the samples of an update
 
 
@@ -884,7 +898,8 @@ def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, tokens):
         types.SimpleNamespace(num_processes=processes, process_index=index)
         for index in range(processes)
     ]
-    shares = [split(world, window, lengths, micro, tokens) for world in worlds]
+    limit = [tokens] if tokens else []  # by default there is none
+    shares = [split(world, window, lengths, micro, *limit) for world in worlds]
     assert {len(share) for share in shares} == {len(shares[0])}
     in_order = [
         (row, weight)
