@@ -713,6 +713,22 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     )
 
 
+def test_a_row_is_truncated_when_a_token_is_lost(tokenizer):
+    """Not when it just fits: of a pair the prompt with the longer answer, whichever that is."""
+    prompt = [user("7+5=")]
+    short, long = [assistant("12")], [assistant("1234567")]
+    for answers in ({"chosen": short, "rejected": long}, {"chosen": long, "rejected": short}):
+        row = {"prompt": prompt, **answers}
+        whole = pair(tokenizer, row)
+        fits = len(whole["prompt_ids"]) + max(len(whole["chosen_ids"]), len(whole["rejected_ids"]))
+        assert pair(tokenizer, row, fits) == whole and not whole["truncated"]
+        assert pair(tokenizer, row, fits - 1)["truncated"]
+    row = {"messages": prompt + long}
+    whole = sft(tokenizer, row)
+    assert sft(tokenizer, row, whole["length"]) == whole and not whole["truncated"]
+    assert sft(tokenizer, row, whole["length"] - 1)["truncated"]
+
+
 def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     prompt = "a" * 6
     rows = [

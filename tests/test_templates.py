@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
-from common.data import dataset, tokens
+from common.data import dataset, thoughts, tokens
 from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
 from common.data.tokens import stop_tokens
@@ -602,6 +602,14 @@ def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expect
         "" if expected else prompt_end
     )
     assert bool(answer.notes) == (expected is None)
+
+
+def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
+    tokenizer = types.SimpleNamespace(chat_template="... </think> ... [/THINK] ...")
+    message = {"content": "yes", "reasoning_content": "why"}
+    assert thoughts.with_markers(tokenizer, message) == "<think>\nwhy\n</think>\n\nyes"
+    whole = {**message, "content": "<think>why</think>yes"}
+    assert thoughts.with_markers(tokenizer, whole) == whole["content"]
 
 
 def test_one_answer_of_a_pair_thinks():
