@@ -713,10 +713,11 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     )
 
 
-def test_a_row_is_truncated_when_a_token_is_lost(tokenizer):
+@pytest.mark.parametrize("letters", range(2, 8))
+def test_a_row_is_truncated_when_a_token_is_lost(tokenizer, letters):
     """Not when it just fits: of a pair the prompt with the longer answer, whichever that is."""
     prompt = [user("7+5=")]
-    short, long = [assistant("12")], [assistant("1234567")]
+    short, long = [assistant("1")], [assistant("1" * letters)]
     for answers in ({"chosen": short, "rejected": long}, {"chosen": long, "rejected": short}):
         row = {"prompt": prompt, **answers}
         whole = pair(tokenizer, row)
