@@ -31,6 +31,7 @@ DEMOS = {
     "reward": Demo("cpu", "eval/accuracy", 0.45),  # docs/reward.md: 0.498 to 0.520
     "dpo": Demo("ds_fp16", "eval/exact_match", 0.15),
     "ppo": Demo("cpu", "eval/exact_match", 0.25),
+    "grpo": Demo("cpu", "eval/exact_match", 0.25),
 }
 
 
