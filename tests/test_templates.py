@@ -331,6 +331,10 @@ def test_a_message_that_the_template_does_not_write_is_said(name, role):
         [] if is_written else [f"messages that the chat template does not write (role '{role}')"]
     )
     assert [tokenizer.decode(ids) for _, ids in learned(row)] == [plain_answer(name, "six")]
+    # Behind the last answer nothing is read, so nothing is missed there.
+    behind = [message("user", "five"), message("assistant", "six"), message(role, "a secret")]
+    row = sft_row({"messages": behind}, tokenizer, 10_000, "assistant")
+    assert not any("messages that the" in note for note in row.get("notes", []))
 
 
 @pytest.mark.parametrize(
