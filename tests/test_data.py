@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from common.data import cache, dataset, formats
+from common.data import cache, dataset, formats, templates
 from common.data.formats import BadRow
 from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
@@ -287,6 +287,18 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
     assert json.loads((tmp_path / "actor/generation_config.json").read_text())[
         "eos_token_id"
     ] == sorted([9, *ids(*stops)])
+
+
+def test_the_last_of_the_markers_that_end_every_answer_ends_it():
+    """Of those that end the last answer only, the first does: the others belong to what follows."""
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "<pad>"
+    first, second = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    place = templates.place_of_stop
+    assert place(tokenizer, [first, second], earlier_tail=[first, second]) == 1
+    assert place(tokenizer, [first, second], earlier_tail=[first, 9]) == 0
+    assert place(tokenizer, [first, second], earlier_tail=[9]) == 0
+    assert place(tokenizer, [9, 8], earlier_tail=[9, 8]) is None
 
 
 def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
