@@ -691,7 +691,7 @@ ROLLOUTS = [
             by="logged['objective/kl']"
             "[accelerator.process_index::accelerator.num_processes].mean().item()",
         ),
-        "test_ppo.py::test_every_logged_number_of_a_run[kl in the reward ddp]",
+        f"{ALL_SPLITS}[ddp-tokens-ppo]",
     ),
 ]
 

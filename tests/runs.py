@@ -124,22 +124,24 @@ def kill(process: subprocess.Popen | warm.Process) -> None:
 
 def launch(
     launcher: list[str], script: Path, *flags, cwd: Path = REPOSITORY, check: bool = True, env: dict | None = None, fresh: bool = False,
+    timeout: float = TIMEOUT,
 ):  # fmt: skip
     """Runs a script under a launcher, offline; returns the completed process with stdout and stderr together.
 
     Args:
         fresh: each process is a new interpreter, as a user's are; else see warm.py.
+        timeout: seconds that it may take.
     """
     with tempfile.NamedTemporaryFile() as console:
         way = partial(start, stdout=console) if fresh else partial(start_warm, output=console.name)
         process = way(launcher, script, *flags, cwd=cwd, env=env)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TIMEOUT)
+            process.wait(timeout)
         if hung := process.returncode is None:
             kill(process)
         output = Path(console.name).read_text(errors="replace")
     if hung:
-        raise AssertionError(f"hung for {TIMEOUT} s: {' '.join(process.args)}\n{output[-4000:]}")
+        raise AssertionError(f"hung for {timeout} s: {' '.join(process.args)}\n{output[-4000:]}")
     # torch's gloo threads now and then abort a process that has finished, while it exits (seen with torch 2.13, on CPUs).
     aborted_at_exit = (
         "\ndone: " in output and "terminate called without an active exception" in output

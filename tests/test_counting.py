@@ -47,6 +47,12 @@ def test_an_epoch_ends_with_its_data_and_max_steps_counts_applied_updates():
     assert by_epochs.updates_seen == 2 * by_epochs.updates_per_epoch
 
 
+@pytest.mark.parametrize("epochs, steps", [(1, 0), (9, 5)])
+def test_a_run_resumed_beyond_a_nearer_end_is_finished(epochs, steps):
+    """As with a smaller --max_epochs or --max_steps than before."""
+    assert Progress(100, 16, epochs, steps, global_step=6, skipped_steps=2).finished
+
+
 def test_the_end_is_evaluated_once_whether_or_not_its_update_is_skipped():
     for skipped, interval, expected in [
         ({4}, 0, [4]),

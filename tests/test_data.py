@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from common.data import cache, dataset, formats
+from common.data import cache, dataset, formats, templates
 from common.data.formats import BadRow
 from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
@@ -287,6 +287,18 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
     assert json.loads((tmp_path / "actor/generation_config.json").read_text())[
         "eos_token_id"
     ] == sorted([9, *ids(*stops)])
+
+
+def test_the_last_of_the_markers_that_end_every_answer_ends_it():
+    """Of those that end the last answer only, the first does: the others belong to what follows."""
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "<pad>"
+    first, second = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    place = templates.place_of_stop
+    assert place(tokenizer, [first, second], earlier_tail=[first, second]) == 1
+    assert place(tokenizer, [first, second], earlier_tail=[first, 9]) == 0
+    assert place(tokenizer, [first, second], earlier_tail=[9]) == 0
+    assert place(tokenizer, [9, 8], earlier_tail=[9, 8]) is None
 
 
 def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
@@ -713,6 +725,23 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("letters", range(2, 8))
+def test_a_row_is_truncated_when_a_token_is_lost(tokenizer, letters):
+    """Not when it just fits: of a pair the prompt with the longer answer, whichever that is."""
+    prompt = [user("7+5=")]
+    short, long = [assistant("1")], [assistant("1" * letters)]
+    for answers in ({"chosen": short, "rejected": long}, {"chosen": long, "rejected": short}):
+        row = {"prompt": prompt, **answers}
+        whole = pair(tokenizer, row)
+        fits = len(whole["prompt_ids"]) + max(len(whole["chosen_ids"]), len(whole["rejected_ids"]))
+        assert pair(tokenizer, row, fits) == whole and not whole["truncated"]
+        assert pair(tokenizer, row, fits - 1)["truncated"]
+    row = {"messages": prompt + long}
+    whole = sft(tokenizer, row)
+    assert sft(tokenizer, row, whole["length"]) == whole and not whole["truncated"]
+    assert sft(tokenizer, row, whole["length"] - 1)["truncated"]
+
+
 def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     prompt = "a" * 6
     rows = [
@@ -848,6 +877,20 @@ def test_an_array_is_computed_once_for_each_key(accelerator):
     assert [path.suffix for path in computed.iterdir()] == [".npy"] * 2  # nothing temporary is left
 
 
+def test_an_array_that_one_process_does_not_see_is_computed_by_all(accelerator, monkeypatch):
+    """Processes may see different disks, and `compute` is collective: one alone would wait for ever."""
+    computed = []
+
+    def compute():
+        computed.append(None)
+        return np.zeros(1)
+
+    cache.array(accelerator, ["seen by one"], compute)
+    monkeypatch.setattr(cache, "gather_object", lambda mine: [*mine, False])
+    cache.array(accelerator, ["seen by one"], compute)
+    assert len(computed) == 2
+
+
 # ---------------------------------------------------------------------------------------------- the samples of an update
 
 
@@ -884,7 +927,8 @@ def test_a_window_is_dealt_out_exactly_once(n_rows, micro, processes, tokens):
         types.SimpleNamespace(num_processes=processes, process_index=index)
         for index in range(processes)
     ]
-    shares = [split(world, window, lengths, micro, tokens) for world in worlds]
+    limit = [tokens] if tokens else []  # by default there is none
+    shares = [split(world, window, lengths, micro, *limit) for world in worlds]
     assert {len(share) for share in shares} == {len(shares[0])}
     in_order = [
         (row, weight)

@@ -122,6 +122,24 @@ def test_what_overflows_leaves_no_trace(inputs, name, stage, processes):
     assert found == expected and torch.equal(weights(poisoned), weights(lacking))
 
 
+def test_a_rollout_ends_with_its_last_update_though_that_is_skipped(inputs):
+    """44 prompts in two rollouts of six updates each: the sixth overflows, and the seventh has responses of its own."""
+    output = inputs / "rollout-skipped"
+    launcher = fp16_launcher(inputs, 2, 1, initial_scale_power=8, hysteresis=100)
+    more = ["--rollout_batch_size", 24, "--logging_steps", 1]
+    result = launch(
+        launcher,
+        TESTS / "poison.py",
+        "overflow",
+        "5",
+        recipe("ppo"),
+        *flags(inputs, "ppo", output, *more),
+    )
+    assert "done: 11 updates, 1 skipped" in result.stdout
+    first_updates = [line for line in training_lines(output) if "objective/scores" in line]
+    assert [line["global_step"] for line in first_updates] == [1, 6]
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_losses_are_those_of_fp32(inputs, name):
     """ds_fp16.yaml over 200 updates, its first skips included: fp32 on the same windows. PPO from the same responses."""

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 
 from common import checkpoint, engine
-from common.models import load
+from common.models import load, prepare
 from runs import (
     LAUNCHERS,
     config_launcher,
@@ -35,6 +35,13 @@ def change(model, by=0.1):
     state = load_file(model / "model.safetensors")
     state[max(state)].view(-1)[0] += by
     save_file(state, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_frozen_model_drops_nothing_out_and_learns_nothing(accelerator):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)).train()
+    frozen = prepare.frozen(accelerator, model)
+    assert not any(module.training for module in frozen.modules())
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
 
 
 def test_a_fingerprint_is_that_of_the_content(inputs, tmp_path):

@@ -34,8 +34,9 @@ REFERENCE = "plain", 16  # one micro-batch a window, nothing packed, shared or c
 ARGUMENTS = ["--train_batch_size", BATCH, "--max_epochs", 2, "--learning_rate", 0.01, "--max_length", 96, "--warmup_steps", 0,
              "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--eval_steps", 3, "--report_to", "none"]  # fmt: skip
 # Rollouts of 16 and 4 prompts: in the first only the critic learns; two epochs of each: 4 windows of 16 samples and 2 of 8, and again.
+# The third rollout's KL, 0.081, is so near the target that the step to the next coefficient is not clipped. The last update reads that one.
 PPO = ["--reward_function", "rewarding:vowels", "--reward_model_name_or_path", "scorer", "--normalize_reward", "--rollout_batch_size", 16, "--n_samples_per_prompt", 2, "--num_epochs_per_rollout", 2,
-       "--max_new_tokens", 6, "--critic_warmup_rollouts", 1, "--critic_learning_rate", 0.003, "--learning_rate", 0.003, "--max_steps", 8, "--kl_target", 1, "--kl_horizon", 50]  # fmt: skip
+       "--max_new_tokens", 6, "--critic_warmup_rollouts", 1, "--critic_learning_rate", 0.003, "--learning_rate", 0.003, "--max_steps", 11, "--kl_target", 0.085, "--kl_horizon", 50]  # fmt: skip
 # Rollouts of 8 groups, those of equal scores replaced once, so that their updates differ in number and size.
 GRPO = ["--reward_function", "rewarding:ties", "rewarding:brief", "--reward_weights", 1, 0.5, "--rollout_batch_size", 8, "--n_samples_per_prompt", 4,
         "--max_new_tokens", 6, "--learning_rate", 0.003, "--max_steps", 7, "--kl_coef", 0.1, "--refill_rounds", 1, "--mask_truncated", True]  # fmt: skip
@@ -202,10 +203,20 @@ def test_every_split_is_the_same_run(inputs, name, launcher, micro):
         for line in training_lines(reference)
     )
     assert (
-        len(training_lines(reference)) == {"ppo": 8, "grpo": 7}.get(name, 6)
+        len(training_lines(reference)) == {"ppo": 11, "grpo": 7}.get(name, 6)
         and torch.isfinite(weights(reference)).all()
     )
     assert_same_run(reference, run(inputs, name, launcher, micro), name)
+
+
+def test_the_kl_coefficient_is_adapted_to_a_kl_near_its_target(inputs):
+    """Far from it the step is clipped, and every split would adapt alike, whichever KL it took."""
+    reference = training_lines(run(inputs, "ppo", *REFERENCE))
+    *_, before, after = [
+        line["objective/kl_coef"] for line in reference if "objective/kl_coef" in line
+    ]
+    longest_step = 0.2 * 16 * 2 / 50  # of 16 prompts with 2 responses each, and the horizon
+    assert 0 < abs(after / before - 1) < 0.9 * longest_step
 
 
 @pytest.mark.slow

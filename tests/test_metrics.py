@@ -295,3 +295,81 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
         line.get("perf/mfu") == (share and pytest.approx(share, rel=1e-4))
         and line["perf/peak_memory_gib"] == 1.5
     )
+
+
+def metrics_of_one_process(folder, report_to="none") -> Metrics:
+    """Metrics without a progress bar, of a run of 8 samples an update."""
+    accelerator = types.SimpleNamespace(
+        device=torch.device("cpu"),
+        num_processes=1,
+        is_main_process=True,
+        gather=lambda table: table,
+    )
+    args = types.SimpleNamespace(output_dir=folder, report_to=report_to)
+    metrics = Metrics(accelerator, args, Progress(64, 8, 1, 0), "loss")
+    metrics.bar = types.SimpleNamespace(
+        update=lambda: None, set_postfix=lambda *args, **kwargs: None
+    )
+    return metrics
+
+
+def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
+    """Two lines: 10 seconds of which 4 are paused, twice 1 second of data; then 5 seconds with none of either."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    metrics = metrics_of_one_process(tmp_path)
+
+    def spend(seconds, name=None):
+        if name is None:
+            now[0] += seconds
+            return
+        with metrics.timed(name):
+            now[0] += seconds
+
+    def update():
+        metrics.pending.add({"loss": torch.ones(8)}, torch.ones(8))
+        metrics.progress.update_done(True, samples=8, tokens=120)
+        metrics.update_done(True, grad_norm=1.0)
+
+    for seconds, name in ((1, "data"), (4, "paused"), (1, "data"), (4, None)):
+        spend(seconds, name)
+    update()
+    metrics.log()
+    spend(5)
+    update()
+    update()
+    metrics.log()
+    first, second = training_lines(tmp_path)
+    assert first["perf/data_seconds"] == 2.0 and second["perf/data_seconds"] == 0.0
+    assert first["perf/samples_per_second"] == 8 / 6 and first["perf/tokens_per_second"] == 20.0
+    assert second["perf/samples_per_second"] == 16 / 5 and second["perf/tokens_per_second"] == 48.0
+    assert not any("paused" in name for line in (first, second) for name in line)
+    assert (first["epoch"], second["epoch"]) == (1 / 8, 3 / 8)
+
+
+@pytest.mark.parametrize("global_step, hidden_from", [(0, 0), (6, 7)])
+def test_tensorboard_hides_what_a_resumed_run_writes_again(
+    tmp_path, monkeypatch, global_step, hidden_from
+):
+    """A new run begins with the evaluation at step 0. The line of the checkpoint itself stays."""
+    opened = []
+    monkeypatch.setattr(
+        "torch.utils.tensorboard.SummaryWriter",
+        lambda folder, purge_step: opened.append((folder, purge_step)),
+    )
+    metrics = metrics_of_one_process(tmp_path, report_to="tensorboard")
+    metrics.progress.global_step = global_step
+    metrics.start()
+    metrics.bar.close()
+    assert opened == [(tmp_path / "tensorboard", hidden_from)]
+
+
+def test_sums_that_another_process_takes_over_leave_only_their_names(tmp_path):
+    """Not a minimum, a maximum or a count: those of the values to come stay."""
+    means = metrics_of_one_process(tmp_path).open
+    means.load_state(
+        {"min_reward": [9.0, 3.0, 2.0, 4.0], "max_reward": [9.0, 3.0, 2.0, 4.0]}, mine=False
+    )
+    values = torch.tensor([-3.0, -1.0, -7.0])
+    means.add({"min_reward": values, "max_reward": values}, torch.tensor([1.0, 1.0, 0.0]))
+    assert means.reduce() == {"min_reward": -3.0, "max_reward": -1.0}

@@ -473,6 +473,18 @@ def test_a_checkpoint_of_another_run_is_refused(inputs, unbroken):
     )
 
 
+def test_each_process_draws_its_own_dropout(unbroken):
+    """From one seed all would drop the same places, each of other samples."""
+    engine = unbroken("sft", "ddp") / "checkpoints/global_step_000012/engine"
+    seeds = []
+    for rank in (0, 1):
+        states = torch.load(engine / f"random_states_{rank}.pkl", weights_only=False)
+        generator = torch.Generator()
+        generator.set_state(states["torch_manual_seed"])
+        seeds.append(generator.initial_seed())
+    assert seeds == [0, 1]
+
+
 def test_ddp_goes_on_with_another_number_of_processes(inputs, unbroken):
     """One process killed, two go on: without dropout, as in DPO, it is the run never killed, up to rounding."""
     reference, output = unbroken("dpo", "plain"), inputs / "other-world"

@@ -3,6 +3,7 @@
 import json
 import types
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import checkpoint
 from common.batches import rows_of_update
+from common.data.sequences import Sequences
 from runs import (
     LAUNCHERS,
     evaluation_lines,
@@ -74,6 +76,33 @@ def reference(inputs, tmp_path_factory):
         and f"{ROWS} samples / train_batch_size {BATCH} = 3 updates" in said
     )
     return output
+
+
+def test_sequences_are_numbered_in_the_order_of_their_rows():
+    """Rows of one, three and two sequences, and again of one: where each begins and ends, and its row."""
+    lengths = [[], [2, 1, 3], [1, 2], []]
+    whole = [4, 6, 3, 2]
+    numbers = iter(range(100))
+    ids = [[next(numbers) for _ in range(length)] for length in whole]
+    columns = {
+        "input_ids": ids,
+        "targets": [[number % 3 == 0 for number in row] for row in ids],
+        "length": whole,
+        "row": [11, 12, 13, 14],
+        "sequence_lengths": lengths,
+    }
+    several = Sequences(datasets.Dataset.from_dict(columns))
+    assert len(several) == 7 and several.lengths.tolist() == [4, 2, 1, 3, 1, 2, 2]
+    assert several.of_rows([2, 0, 1]).tolist() == [4, 5, 0, 1, 2, 3]
+    cut = several[[5, 0, 3]]
+    assert cut["input_ids"] == [[11, 12], [0, 1, 2, 3], [7, 8, 9]]
+    assert cut["targets"] == [[number % 3 == 0 for number in part] for part in cut["input_ids"]]
+    assert cut["row"] == [13, 11, 12]
+
+    del columns["sequence_lengths"]
+    single = Sequences(datasets.Dataset.from_dict(columns))
+    assert len(single) == 4 and single.lengths.tolist() == whole
+    assert single.of_rows([3, 1]).tolist() == [3, 1] and single[[2]]["input_ids"] == [ids[2]]
 
 
 def test_the_first_update_by_hand(inputs, reference):

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
-from common.data import dataset, tokens
+from common.data import dataset, thoughts, tokens
 from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
 from common.data.tokens import stop_tokens
@@ -331,6 +331,10 @@ def test_a_message_that_the_template_does_not_write_is_said(name, role):
         [] if is_written else [f"messages that the chat template does not write (role '{role}')"]
     )
     assert [tokenizer.decode(ids) for _, ids in learned(row)] == [plain_answer(name, "six")]
+    # Behind the last answer nothing is read, so nothing is missed there.
+    behind = [message("user", "five"), message("assistant", "six"), message(role, "a secret")]
+    row = sft_row({"messages": behind}, tokenizer, 10_000, "assistant")
+    assert not any("messages that the" in note for note in row.get("notes", []))
 
 
 @pytest.mark.parametrize(
@@ -602,6 +606,14 @@ def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expect
         "" if expected else prompt_end
     )
     assert bool(answer.notes) == (expected is None)
+
+
+def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
+    tokenizer = types.SimpleNamespace(chat_template="... </think> ... [/THINK] ...")
+    message = {"content": "yes", "reasoning_content": "why"}
+    assert thoughts.with_markers(tokenizer, message) == "<think>\nwhy\n</think>\n\nyes"
+    whole = {**message, "content": "<think>why</think>yes"}
+    assert thoughts.with_markers(tokenizer, whole) == whole["content"]
 
 
 def test_one_answer_of_a_pair_thinks():
