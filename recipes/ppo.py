@@ -962,9 +962,12 @@ def main():
             with accelerator.accumulate(model):
                 output = model(inputs, args.temperature)
                 if position.update == 0:
-                    # The actor has not moved since the rollout: its ratios are exactly 1, whatever
-                    # the micro-batches of this pass and of the one that scored.
-                    old["logps"] = output["logps"].detach()
+                    # The actor has not moved since the rollout, so its ratios are exactly 1. The
+                    # pass that scored had other micro-batches, and rounded otherwise.
+                    now = output["logps"].detach()
+                    rounding = {"val/max_rounding": (now - old["logps"]).expm1().abs()}
+                    metrics.pending.add(rounding, old["mask"] * weights[:, None])
+                    old["logps"] = now
                 losses, token_weights, logged = compare(
                     output, old, weights, rollout["kl_coef"], actor_learns, args
                 )
