@@ -387,12 +387,12 @@ def explained_variance(
     """Returns the share of the returns' variance over tokens that the critic's values explain.
 
     It is 1 - Var(returns - values) / Var(returns): 1 where they agree, 0 where a constant would do
-    as well, below 0 where it would do better. NaN where all returns are equal.
+    as well, below 0 where it would do better. NaN where the returns hardly differ.
     """
     kept = returns[mask].double()
     errors = kept - values[mask].double()
     variance = kept.var(unbiased=False)
-    return torch.where(variance > 0, 1 - errors.var(unbiased=False) / variance, torch.nan)
+    return torch.where(variance > 1e-8, 1 - errors.var(unbiased=False) / variance, torch.nan)
 
 
 def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, samples: int) -> float:

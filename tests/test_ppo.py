@@ -194,6 +194,7 @@ def test_explained_variance():
     constant = torch.full((4, 7), 3.0)
     assert ppo.explained_variance(constant, returns, MASK).item() == pytest.approx(0)
     assert ppo.explained_variance(values, constant, MASK).isnan()
+    assert ppo.explained_variance(values, constant + returns * 1e-7, MASK).isnan()
 
 
 def test_next_kl_coef():
