@@ -385,12 +385,12 @@ def explained_variance(
     """Returns the share of the returns' variance over tokens that the critic's values explain.
 
     It is 1 - Var(returns - values) / Var(returns): 1 where they agree, 0 where a constant would do
-    as well, below 0 where it would do better. NaN where all returns are equal.
+    as well, below 0 where it would do better. NaN where the returns hardly differ.
     """
     kept = returns[mask].double()
     errors = kept - values[mask].double()
     variance = kept.var(unbiased=False)
-    return torch.where(variance > 0, 1 - errors.var(unbiased=False) / variance, torch.nan)
+    return torch.where(variance > 1e-8, 1 - errors.var(unbiased=False) / variance, torch.nan)
 
 
 def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, samples: int) -> float:
@@ -962,9 +962,12 @@ def main():
             with accelerator.accumulate(model):
                 output = model(inputs, args.temperature)
                 if position.update == 0:
-                    # The actor has not moved since the rollout: its ratios are exactly 1, whatever
-                    # the micro-batches of this pass and of the one that scored.
-                    old["logps"] = output["logps"].detach()
+                    # The actor has not moved since the rollout, so its ratios are exactly 1. The
+                    # pass that scored had other micro-batches, and rounded otherwise.
+                    now = output["logps"].detach()
+                    rounding = {"val/max_rounding": (now - old["logps"]).expm1().abs()}
+                    metrics.pending.add(rounding, old["mask"] * weights[:, None])
+                    old["logps"] = now
                 losses, token_weights, logged = compare(
                     output, old, weights, rollout["kl_coef"], actor_learns, args
                 )

@@ -53,6 +53,8 @@ PACKED = "test_logprobs.py::test_packed_answers_are_read_as_each_alone[llama]"
 PPO_RUN = "test_ppo.py::test_every_logged_number_of_a_run[kl in the reward plain]"
 RESTORED = "test_resume.py::test_a_checkpoint_holds_what_decides_the_rest_of_a_run"
 REWARD_RUN = "test_reward.py::test_every_logged_number_and_the_weights_of_a_run"
+SHARED_PREFILL = "test_ppo.py::test_responses_of_a_prompt_share_its_prefill"
+TOO_LONG = "test_rewards.py::test_a_function_that_takes_too_long"
 TOKEN_MEANS = "test_metrics.py::test_the_token_means_of_sft"
 DPO_METRICS = "test_metrics.py::test_the_eight_metrics_of_dpo"
 
@@ -692,6 +694,132 @@ ROLLOUTS = [
             "[accelerator.process_index::accelerator.num_processes].mean().item()",
         ),
         f"{ALL_SPLITS}[ddp-tokens-ppo]",
+    ),
+    Fault(
+        "first_ratio_from_scoring",
+        "the first update compares with log-probs that another pass rounded",
+        "recipes/ppo.py",
+        drop("main", "old['logps'] = now"),
+        PPO_RUN,
+    ),
+    Fault(
+        "prefill_of_the_first",
+        "all responses of a batch begin with the cache of its first prompts",
+        "common/rollout/generation.py",
+        replace("read_prompts_once", "torch.tensor(owners)", by="torch.tensor(owners) * 0"),
+        f"{SHARED_PREFILL}[4-llama]",
+    ),
+    Fault(
+        "prefill_for_each",
+        "a prompt is read once for each of its responses",
+        "common/rollout/generation.py",
+        replace(
+            "generate_batch",
+            "read_prompts_once(model, prompts, ids, padding, settings)",
+            by="None",
+        ),
+        f"{SHARED_PREFILL}[100-llama]",
+    ),
+    Fault(
+        "sampler_without_temperature",
+        "the log-probs of the sampler are those at temperature 1",
+        "common/rollout/generation.py",
+        replace(
+            "SampleByUniform.__call__",
+            "(scaled.gather(1, token) - scaled.logsumexp(-1, keepdim=True))[:, 0]",
+            by="scores.float().log_softmax(-1).gather(1, token)[:, 0]",
+        ),
+        f"{SHARED_PREFILL}[4-llama]",
+    ),
+    Fault(
+        "groups_split",
+        "the responses to a prompt are scored on different processes",
+        "common/rollout/samples.py",
+        replace("Samples.whole_groups", "self.per_prompt", by="1"),
+        "test_rewards.py::test_a_prompts_samples_are_never_split_between_processes[4]",
+    ),
+    Fault(
+        "none_counts_as_zero",
+        "a function that says nothing of a response gives it 0",
+        "common/rollout/calls.py",
+        replace("check", "math.nan if value is None else float(value)", by="float(value or 0)"),
+        "test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
+    ),
+    Fault(
+        "weights_of_rewards_ignored",
+        "each reward counts once, whatever its weight",
+        "common/rollout/rewards.py",
+        replace("score", "values * weights", by="values"),
+        "test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
+    ),
+    Fault(
+        "interrupted_once",
+        "a function that catches everything is interrupted once and then goes on",
+        "common/rollout/calls.py",
+        drop("time_limit.watch", "pause = 1.0"),
+        f"{TOO_LONG}[catches_all-parts1]",
+    ),
+    Fault(
+        "failure_of_one_alone",
+        "a function that fails on one process leaves the others waiting",
+        "common/rollout/rewards.py",
+        replace(
+            "score",
+            "distributed.all_or_none("
+            "accelerator, True, scores_of_functions, judge, tokenizer, samples, mine, step)",
+            by="scores_of_functions(judge, tokenizer, samples, mine, step)",
+        ),
+        "test_rewards.py::test_a_failure_on_one_process_ends_all[raise]",
+    ),
+    Fault(
+        "evaluation_draws_anew",
+        "each evaluation draws by other numbers, so its curves do not compare",
+        "recipes/ppo.py",
+        replace("evaluate", "EVALUATION_STREAM", by="id(line)"),
+        "test_ppo.py::test_evaluation_by_sampling",
+    ),
+    Fault(
+        "explained_by_row",
+        "the explained variance is that within a response",
+        "recipes/ppo.py",
+        replace("explained_variance", "returns[mask].double()", by="returns[mask][:5].double()"),
+        "test_ppo.py::test_explained_variance",
+    ),
+    Fault(
+        "shortest_is_mean",
+        "the shortest response is logged as the mean length",
+        "common/metrics.py",
+        replace(
+            "Means.reduce",
+            "means[name] = smallest[index][MIN]",
+            by="means[name] = totals[index][SUM] / totals[index][COUNT]",
+        ),
+        PPO_RUN,
+    ),
+    Fault(
+        "answers_as_texts",
+        "numbers are compared as they are written",
+        "common/rollout/answers.py",
+        replace("is_right", "NUMBER.fullmatch(right)", by="False"),
+        "test_answers.py::test_a_response_is_right[1,200-1200-True]",
+    ),
+    Fault(
+        "any_number_counts",
+        "a response that names several numbers is right if the first one is",
+        "common/rollout/answers.py",
+        replace("number_in", "len(words) != 1", by="not words"),
+        "test_answers.py::test_a_response_is_right[18 or 19-18-False]",
+    ),
+    Fault(
+        "critic_is_the_actor",
+        "what is saved as the critic is the actor",
+        "common/actor.py",
+        replace(
+            "save",
+            "weights_of(model, weights, unwrapped)",
+            by="weights_of(unwrapped.model, weights, unwrapped)",
+        ),
+        "test_ppo.py::test_the_critic_is_taken_out_of_a_checkpoint[kl in the reward plain]",
     ),
 ]
 
