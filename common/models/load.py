@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
 )
 
@@ -94,9 +95,16 @@ def causal_lm(
         )
     # The saved actor must end its answers as it does here.
     model.generation_config.eos_token_id = sorted(tokens.stop_tokens(tokenizer, model))
-    # Otherwise transformers would refuse to save a published generation config that has faults.
-    model.generation_config._original_object_hash = hash(model.generation_config)
+    published = model.generation_config.to_dict()
+    model.generation_config = PublishedGenerationConfig.from_dict(published)
     return model
+
+
+class PublishedGenerationConfig(GenerationConfig):
+    """The generation config of a published model. It may have faults, and is saved as it is."""
+
+    def validate(self, *args, **kwargs) -> None:
+        """Accepts all: transformers would refuse to save some configs that it has loaded itself."""
 
 
 def refuse_another_vocabulary(name: str, tokenizer) -> None:
