@@ -1,8 +1,8 @@
 # From a fresh clone, each of two commands does all the set-up: `make dpo` runs the demo, `make test` runs the tests.
 # `make test-all` also repeats them on every further engine; `make test-slow` does that alone. `make test-minimum` runs
 # those of $(MINIMUM_TESTS) with the oldest versions that pyproject.toml allows, in an environment of their own.
-# `make sft`, `make reward` and `make ppo` run the other recipes' demos; `make rlhf` runs all four in turn and prints
-# one table. Each first installs into $(VENV). It installs again only when pyproject.toml or constraints.txt change.
+# `make sft`, `make reward`, `make ppo` and `make grpo` run the other recipes' demos; `make rlhf` runs the first three
+# and DPO in turn and prints one table. Each first installs into $(VENV). It installs again only when pyproject.toml or constraints.txt change.
 #   make dpo ARGS="--beta 0.2"     arguments for the recipe (of `make test` for pytest, of `make mutations` names)
 #   make dpo VENV=/tmp/env         another virtual environment
 #   make dpo PYTHON=python3.12     the interpreter that makes the environment (3.10 or newer)
@@ -20,9 +20,9 @@ MINIMUM_TESTS ?= golden configs data formats templates logprobs references metri
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: sft reward dpo ppo rlhf test test-slow test-all test-minimum mutations lint install install-test
+.PHONY: sft reward dpo ppo grpo rlhf test test-slow test-all test-minimum mutations lint install install-test
 
-sft reward dpo ppo: $(VENV)/installed
+sft reward dpo ppo grpo: $(VENV)/installed
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
 
 rlhf: $(VENV)/installed

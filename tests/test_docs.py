@@ -26,10 +26,12 @@ GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 ELSEWHERE = {"eval/avg_at_<k>", "eval/pass_at_<k>"}
 
 
-@pytest.fixture(scope="module", params=["sft", "dpo", "reward", "ppo"])
+@pytest.fixture(scope="module", params=["sft", "dpo", "reward", "ppo", "grpo"])
 def demo(request, tmp_path_factory):
     output = tmp_path_factory.mktemp("docs") / request.param
-    held_out = {"sft": "sft", "ppo": "prompts"}.get(request.param, "preferences") + "_eval.jsonl"
+    held_out = {"sft": "sft", "ppo": "prompts", "grpo": "prompts"}.get(
+        request.param, "preferences"
+    ) + "_eval.jsonl"
     few = first_rows(output.with_name(held_out), ASSETS / held_out, 20)
     more = [
         "--max_steps",
@@ -45,6 +47,8 @@ def demo(request, tmp_path_factory):
         "preferences"
     ):  # to tokenise all pairs would be most of the run, and test_strategies.py does it
         more = [ASSETS / f"{request.param}.yaml", "--dataset_name", ASSETS / held_out, *more]
+    if request.param == "grpo":
+        more += ["--kl_coef", 0.01]
     launch(config_launcher("ds_fp16"), recipe(request.param), *more, "--output_dir", output)
     return request.param, output
 
