@@ -49,6 +49,7 @@ class Fault(NamedTuple):
 # Tests that several faults turn red.
 ALL_SPLITS = "test_invariance.py::test_every_split_is_the_same_run"
 OVERFLOWS = "test_fp16.py::test_what_overflows_leaves_no_trace"
+GRPO_RUN = "test_grpo.py::test_a_run_is_that_of_the_plain_reference"
 PACKED = "test_logprobs.py::test_packed_answers_are_read_as_each_alone[llama]"
 PPO_RUN = "test_ppo.py::test_every_logged_number_of_a_run[kl in the reward plain]"
 RESTORED = "test_resume.py::test_a_checkpoint_holds_what_decides_the_rest_of_a_run"
@@ -694,6 +695,66 @@ ROLLOUTS = [
             "[accelerator.process_index::accelerator.num_processes].mean().item()",
         ),
         f"{ALL_SPLITS}[ddp-tokens-ppo]",
+    ),
+    Fault(
+        "grpo_ratio_of_rounding",
+        "GRPO's first update compares with log-probs that another pass rounded",
+        "recipes/grpo.py",
+        replace("main", "output['logps'].detach()", by="old['logps']"),
+        f"{GRPO_RUN}[defaults]",
+    ),
+    Fault(
+        "grpo_same_draws_again",
+        "a refill of GRPO's draws by the numbers of the first round",
+        "recipes/grpo.py",
+        replace("sample", "round_number", by="0"),
+        f"{GRPO_RUN}[refilled]",
+    ),
+    Fault(
+        "grpo_tokens_divided_by_samples",
+        "GRPO's mean over tokens is divided by the number of samples",
+        "recipes/grpo.py",
+        replace("main", "args.average == 'token'", by="False"),
+        f"{GRPO_RUN}[defaults]",
+    ),
+    Fault(
+        "grpo_deviation_of_groups",
+        "GRPO divides by the deviation of each group where that of the rollout was asked for",
+        "recipes/grpo.py",
+        replace("build_rollout", "args.advantage_std", by="'group'"),
+        f"{GRPO_RUN}[defaults]",
+    ),
+    Fault(
+        "grpo_cut_responses_trained",
+        "GRPO trains on responses that --mask_truncated leaves out",
+        "recipes/grpo.py",
+        drop("build_rollout", "is_trained = samples.ended"),
+        f"{GRPO_RUN}[refilled]",
+    ),
+    Fault(
+        "grpo_rollout_not_counted",
+        "every rollout of GRPO draws by the same numbers",
+        "recipes/grpo.py",
+        drop("end_rollout", "position['rollouts_seen'] += 1"),
+        f"{GRPO_RUN}[defaults]",
+    ),
+    Fault(
+        "grpo_kl_without_ratio",
+        "GRPO's KL is not weighted by the ratio",
+        "recipes/grpo.py",
+        replace("kl_losses", "kl * ratios", by="kl"),
+        "test_grpo_values.py::test_the_kl_terms_have_the_gradient_of_the_kl_at_any_ratio",
+    ),
+    Fault(
+        "grpo_groups_apart",
+        "a pass over GRPO's rollout forgets the samples of each group but the first",
+        "recipes/grpo.py",
+        replace(
+            "order_of_samples",
+            "np.arange(args.n_samples_per_prompt)",
+            by="np.zeros(args.n_samples_per_prompt, dtype=int)",
+        ),
+        "test_grpo.py::test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_together",
     ),
     Fault(
         "first_ratio_from_scoring",
