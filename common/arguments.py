@@ -99,6 +99,9 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
         parser.error(
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
         )
+    for name, value in vars(args).items():
+        if value == [""]:  # as in --reward_function= to take away what a YAML names
+            setattr(args, name, None)
     # One data set is recorded by its name alone, as it always was.
     if isinstance(args.dataset_name, list) and len(args.dataset_name) == 1:
         (args.dataset_name,) = args.dataset_name

@@ -678,6 +678,14 @@ def test_the_old_name_of_the_batch_size_is_refused_with_the_new_ones(tmp_path, c
     assert "is no longer an argument: use --generate_batch_size and --score_batch_size" in said
 
 
+def test_an_empty_value_takes_a_list_of_the_demo_away():
+    """As in `--reward_function=`, to train the demo against a reward model alone."""
+    parse = lambda *argv: arguments.parse(ppo.Args, ASSETS / "ppo.yaml", list(argv))
+    assert parse().reward_function == ["common.rollout.rewards:answer_reward"]
+    assert parse("--reward_function=").reward_function is None
+    assert parse("--reward_function", "a:b", "c:d").reward_function == ["a:b", "c:d"]
+
+
 def test_a_checkpoint_of_an_older_release_is_resumed_or_refused_in_one_line():
     """It holds the old batch size, one reward function by its name, and none of the newer arguments."""
     now = vars(ppo.Args(reward_function=["a:b"], model_name_or_path="M", dataset_name="D"))

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import signal
+import sys
 import threading
 import time
 
@@ -172,6 +173,14 @@ async def blocks(prompts, responses, **columns):
     time.sleep(30)
 
 
+def raises_in_a_library(prompts, responses, **columns):
+    return [json.loads("{" if response == "78" else "1") for response in responses]
+
+
+def exits(prompts, responses, **columns):
+    sys.exit()
+
+
 async def raises_later(prompts, responses, **columns):
     await asyncio.sleep(0)
     return [{}[response] for response in responses]
@@ -201,6 +210,8 @@ def test_what_may_not_be_returned(accelerator, tokenizer, kind):
     "function, parts",
     [
         (raises_at, ["ZeroDivisionError", "data row 13", "'5555'", "test_rewards.py:"]),
+        (raises_in_a_library, ["JSONDecodeError", "data row 12", "'78'", "(test_rewards.py:"]),
+        (exits, ["SystemExit", "data rows 11 to 13"]),
         (fails_alone, ["RuntimeError", "server is gone", "data rows 11 to 13"]),
         (raises_later, ["KeyError", "data row 11", "'12'"]),
         (lambda prompts, responses, answer: [], ["TypeError", "answer"]),

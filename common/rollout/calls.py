@@ -109,11 +109,10 @@ def call(name: str, function: Callable, given: Given, timeout: float) -> list[fl
             f"--reward_function {name} took longer than --reward_timeout {timeout:g} seconds for "
             f"{len(given.responses)} responses{culprit(error, given)}"
         )
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+    except (Exception, SystemExit) as error:
         sys.exit(
             f"--reward_function {name} raised {type(error).__name__}: {cut(str(error))} "
-            f"({os.path.basename(frame.filename)}:{frame.lineno}){culprit(error, given)}"
+            f"({place_of(error, function)}){culprit(error, given)}"
         )
     return check(name, scores, given)
 
@@ -222,7 +221,16 @@ async def finish(scores: Awaitable, timeout: float) -> Any:
     raise error
 
 
-# ============================================================ which sample it was
+# ============================================================ where it failed
+
+
+def place_of(error: BaseException, function: Callable) -> str:
+    """Returns the file and line of an error, in the function's own file if it passed there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(function, "__code__", None)
+    own_frames = [frame for frame in frames if code and frame.filename == code.co_filename]
+    frame = (own_frames or frames)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def culprit(error: BaseException, given: Given) -> str:

@@ -163,8 +163,9 @@ def generate_batch(
         settings.max_new_tokens = min(prompt_length + max_new_tokens - ids.shape[1], at_once)
         draw = None
         if temperature:
-            drawn = torch.from_numpy(uniforms[going]).to(device)
-            draw = SampleByUniform(drawn, prompt_length, temperature)
+            draw = SampleByUniform(
+                torch.from_numpy(uniforms[going]).to(device), prompt_length, temperature
+            )
         output = model.generate(
             ids,
             attention_mask=mask_of(ids, padding[going]),
@@ -181,17 +182,19 @@ def generate_batch(
             all_logps = responses[row].logps + new_logps
             responses[row] = Response(response, all_logps[: len(response)])
 
-        kept = [  # rows of ids
-            index
-            for index, row in enumerate(going)
-            if responses[row].ids[-1] not in stops and len(responses[row].ids) < max_new_tokens
-        ]
+        # Rows of `ids`.
+        kept = [i for i, row in enumerate(going) if goes_on(responses[row], stops, max_new_tokens)]
         if 0 < len(kept) < len(going):
             output.past_key_values.reorder_cache(torch.tensor(kept))
         ids = output.sequences[kept]
         cache = output.past_key_values
         going = [going[index] for index in kept]
     return responses
+
+
+def goes_on(response: Response, stops: set[int], max_new_tokens: int) -> bool:
+    """Returns whether more tokens of a response are to be generated."""
+    return response.ids[-1] not in stops and len(response.ids) < max_new_tokens
 
 
 def read_prompts_once(
