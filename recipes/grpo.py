@@ -400,8 +400,8 @@ def compare(
         old: of the same samples the rollout's `mask advantages logps sampler_logps`, with a KL also
             `ref_logps`.
         weights: `[samples]`, 0 for a padding row.
-        is_first_update: whether it is the rollout's first. Until then the policy is the one that
-            the sampler drew by.
+        is_first_update: whether no update of the rollout was applied before. Until then the policy
+            is the one that the sampler drew by.
 
     Returns:
         losses and weights `[samples]`; metrics, each a dict of values with their weights.
@@ -1006,13 +1006,14 @@ def main():
                 old = read_tokens(accelerator, samples, readers, args)
             check_rollout(samples, scores, old, progress, args.output_dir)
             rollout["tensors"].update(old)
+            rollout["global_step"] = progress.global_step
             # Checkpoints hold it: a resumed run goes on with the same rollout.
             position["rollout"] = rollout
             position["prompts_seen_at_update"] = position["prompts_seen"]
 
         # All processes agree on the samples of this update. Each takes its share of them.
         rollout = position["rollout"]
-        is_first_update = position["update"] == 0
+        is_first_update = rollout["global_step"] == progress.global_step
         order_seed = (args.seed, position["rollouts_seen"], ORDER_STREAM)
         update_rows = rows_of_update(rollout, order_seed, position["update"], args)
         lengths = sample_lengths(rollout["prompts"], rollout["responses"])

@@ -913,6 +913,7 @@ def main():
                 "prompts": samples.prompts,
                 "responses": samples.responses,
                 "rows": samples.rows,
+                "global_step": progress.global_step,
                 "kl_coef": kl_coef,
                 "tensors": tensors,
             }
@@ -961,9 +962,10 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(inputs, args.temperature)
-                if position.update == 0:
-                    # The actor has not moved since the rollout, so its ratios are exactly 1. The
-                    # pass that scored had other micro-batches, and rounded otherwise.
+                if rollout.get("global_step") == progress.global_step:
+                    # No update was applied since the rollout was made, so the actor has not moved
+                    # and its ratios are exactly 1. The pass that scored had other micro-batches,
+                    # and rounded otherwise.
                     now = output["logps"].detach()
                     rounding = {"val/max_rounding": (now - old["logps"]).expm1().abs()}
                     metrics.pending.add(rounding, old["mask"] * weights[:, None])

@@ -704,6 +704,15 @@ ROLLOUTS = [
         f"{GRPO_RUN}[defaults]",
     ),
     Fault(
+        "grpo_moved_by_a_skipped_update",
+        "after an overflow GRPO takes the policy for one that has moved",
+        "recipes/grpo.py",
+        replace(
+            "main", "rollout['global_step'] == progress.global_step", by="position['update'] == 0"
+        ),
+        "test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved",
+    ),
+    Fault(
         "grpo_same_draws_again",
         "a refill of GRPO's draws by the numbers of the first round",
         "recipes/grpo.py",
