@@ -13,7 +13,7 @@ CONFIG ?= accelerate_configs/ds_fp16.yaml
 ARGS ?=
 TEST_EXTRAS = [test,peers]
 MINIMUM_VENV ?= $(VENV)-minimum
-MINIMUM_TESTS ?= golden configs data formats templates logprobs references metrics reward fp16 saved_actors
+MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward rewards fp16 saved_actors grpo_values
 
 # On a CPU the demo's tiny matrix products gain little from more threads, and threads that wait for a busy core cost
 # several times the work. For a larger model without a GPU use `make dpo OMP_NUM_THREADS=8`.
