@@ -914,6 +914,7 @@ def main():
                 "responses": samples.responses,
                 "rows": samples.rows,
                 "kl_coef": kl_coef,
+                "made_at": progress.global_step,
                 "tensors": tensors,
             }
             # Before the actor learns there is no KL to adapt to.
@@ -927,6 +928,7 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         rollout = run.extra["rollout"]
+        rollout.setdefault("made_at", None)  # older checkpoints do not say
         lengths = sample_lengths(rollout["prompts"], rollout["responses"])
         order_seed = (args.seed, position.rollout, ORDER_STREAM)
         update_rows = batches.rows_of_update(
@@ -961,7 +963,7 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(inputs, args.temperature)
-                if position.update == 0:
+                if rollout["made_at"] == progress.global_step:
                     # The actor has not moved since the rollout, so its ratios are exactly 1. The
                     # pass that scored had other micro-batches, and rounded otherwise.
                     now = output["logps"].detach()
