@@ -288,6 +288,7 @@ def ours(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
             "generate_batch_size": MICRO_ROLLOUT,
             "score_batch_size": MICRO_ROLLOUT,
             "max_new_tokens": MAX_NEW_TOKENS,
+            "gae_lambda": 0.95,  # TRL's default
             "max_steps": updates * EPOCHS["ppo"],
             "critic_learning_rate": LEARNING_RATES["ppo"],
             "max_grad_norm": 0,

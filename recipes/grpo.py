@@ -1006,14 +1006,14 @@ def main():
                 old = read_tokens(accelerator, samples, readers, args)
             check_rollout(samples, scores, old, progress, args.output_dir)
             rollout["tensors"].update(old)
-            rollout["global_step"] = progress.global_step
+            rollout["made_at"] = progress.global_step
             # Checkpoints hold it: a resumed run goes on with the same rollout.
             position["rollout"] = rollout
             position["prompts_seen_at_update"] = position["prompts_seen"]
 
         # All processes agree on the samples of this update. Each takes its share of them.
         rollout = position["rollout"]
-        is_first_update = rollout["global_step"] == progress.global_step
+        is_first_update = rollout["made_at"] == progress.global_step
         order_seed = (args.seed, position["rollouts_seen"], ORDER_STREAM)
         update_rows = rows_of_update(rollout, order_seed, position["update"], args)
         lengths = sample_lengths(rollout["prompts"], rollout["responses"])

@@ -913,8 +913,8 @@ def main():
                 "prompts": samples.prompts,
                 "responses": samples.responses,
                 "rows": samples.rows,
-                "global_step": progress.global_step,
                 "kl_coef": kl_coef,
+                "made_at": progress.global_step,
                 "tensors": tensors,
             }
             # Before the actor learns there is no KL to adapt to.
@@ -928,6 +928,7 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         rollout = run.extra["rollout"]
+        rollout.setdefault("made_at", None)  # older checkpoints do not say
         lengths = sample_lengths(rollout["prompts"], rollout["responses"])
         order_seed = (args.seed, position.rollout, ORDER_STREAM)
         update_rows = batches.rows_of_update(
@@ -962,10 +963,10 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(inputs, args.temperature)
-                if rollout.get("global_step") == progress.global_step:
-                    # No update was applied since the rollout was made, so the actor has not moved
-                    # and its ratios are exactly 1. The pass that scored had other micro-batches,
-                    # and rounded otherwise.
+                if rollout["made_at"] == progress.global_step:
+                    # No update was applied since the rollout was made: the actor has not moved, so
+                    # its ratios are exactly 1. The pass that scored had other micro-batches, and
+                    # rounded otherwise.
                     now = output["logps"].detach()
                     rounding = {"val/max_rounding": (now - old["logps"]).expm1().abs()}
                     metrics.pending.add(rounding, old["mask"] * weights[:, None])

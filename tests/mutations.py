@@ -707,9 +707,7 @@ ROLLOUTS = [
         "grpo_moved_by_a_skipped_update",
         "after an overflow GRPO takes the policy for one that has moved",
         "recipes/grpo.py",
-        replace(
-            "main", "rollout['global_step'] == progress.global_step", by="position['update'] == 0"
-        ),
+        replace("main", "rollout['made_at'] == progress.global_step", by="position['update'] == 0"),
         "test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved",
     ),
     Fault(
