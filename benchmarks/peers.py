@@ -4,6 +4,7 @@
     python benchmarks/peers.py sft --data gsm8k_train.jsonl        the same flags
     python benchmarks/peers.py reward --data hh_pairs.jsonl.gz
     python benchmarks/peers.py ppo --data gsm8k_train.jsonl        against TRL 1.10, the last with a PPO; a rate in samples of whole iterations
+    python benchmarks/peers.py grpo --data gsm8k_train.jsonl       a rate in samples of whole iterations
     python benchmarks/peers.py start --data hh_pairs.jsonl.gz      from the command to the first logged update of DPO
 
 hh_pairs holds `chosen` and `rejected` transcripts (Anthropic hh-rlhf), gsm8k_train `question` and `answer`. Made once, in --folder: a virtual
@@ -19,6 +20,10 @@ PPO: an iteration is a rollout of 64 prompts, up to 128 tokens each, scored by a
 so that responses end by themselves. TRL is given our random numbers to sample with, so both programs sample the same tokens as long as they have the same
 weights, which is the first rollout: its entropy and scores are compared (of head the entropy alone, to 2e-2). TRL generates and scores all
 64 at once, its default; ours 32. No clipping of gradients: TRL's has none.
+
+GRPO: an iteration is a rollout of 8 prompts with 8 responses each, up to 128 tokens, scored by a function (the share of digits), and one update on it, as TRL
+makes it by default: ratio 1, no KL. The policy is trained on answers first. Both sample by the same numbers, as in PPO, all 64 responses at once. Advantages by
+group, mean over tokens; ours keeps groups of equal scores, as TRL does.
 
 The two programs run in turn, each as its own process; who is first changes from pair to pair. The rate of a run is that of its updates from the third on. Printed:
 the median rate of each, the median of the ratios of the pairs and the least and the greatest of them, the peak resident memory, and two
@@ -79,15 +84,17 @@ MODELS = {  # of make_model.py
 }
 MAX_LENGTH = 1024
 QUIET = 0.05  # of the CPU: threads that wait for a busy core cost several times the work, and hit one program and not the other
-LEARNING_RATES = {"dpo": 2e-5, "sft": 1e-4, "reward": 1e-5, "ppo": 1e-5}
+LEARNING_RATES = {"dpo": 2e-5, "sft": 1e-4, "reward": 1e-5, "ppo": 1e-5, "grpo": 1e-5}
 FIRST = {  # sft's loss is a mean log-prob
     "dpo": ["logps/chosen", "logps/rejected"],
     "sft": ["loss"],
     "reward": ["mean_reward"],
     "ppo": ["objective/entropy", "objective/scores"],
+    "grpo": ["reward", "entropy", "completions/mean_length", "grad_norm"],
 }
 EPOCHS = {"ppo": 4}  # updates of a window: our lines for one of TRL's
 MAX_NEW_TOKENS, MICRO_ROLLOUT = 128, 32
+GROUP = 8  # GRPO: responses to a prompt
 # Only the first two keep the window: packed, 64 rows are more than 64 samples.
 PEER_SETTINGS = {
     "plain": {"max_length": MAX_LENGTH},
@@ -195,7 +202,7 @@ def make_data(
     tokenizer, rows = AutoTokenizer.from_pretrained(model), []
     with (gzip.open if data.suffix == ".gz" else open)(data, "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
-            if work in ("sft", "ppo"):
+            if work in ("sft", "ppo", "grpo"):
                 row = {
                     "prompt": row["question"] + "\n",
                     "completion" if work == "sft" else "answer": row["answer"],
@@ -293,6 +300,15 @@ def ours(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
             "critic_learning_rate": LEARNING_RATES["ppo"],
             "max_grad_norm": 0,
         }
+    if args.recipe == "grpo":
+        flags |= {
+            "reward_function": "benchmarks.peers_reward:digits",
+            "rollout_batch_size": args.window // GROUP,
+            "n_samples_per_prompt": GROUP,
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "advantage_std": "group",
+            "drop_equal_groups": False,
+        }
     command = [
         sys.executable,
         REPOSITORY / "recipes" / f"{args.recipe}.py",
@@ -341,6 +357,18 @@ def peer(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
             "stop_token": "eos",
             "temperature": 1.0,
             "num_sample_generations": 0,
+        }
+    if args.recipe == "grpo":
+        for field in "max_length", "train_sampling_strategy":
+            del config[field]
+        config |= {
+            "num_generations": GROUP,
+            "max_completion_length": MAX_NEW_TOKENS,
+            "shuffle_dataset": False,
+            "temperature": 1.0,
+            "loss_type": "dapo",
+            "epsilon_high": 0.28,
+            "beta": 0.0,
         }
     log, file = output / "log.jsonl", output / "settings.json"
     output.mkdir(parents=True)
@@ -456,6 +484,8 @@ def check(args, our: dict, their: dict) -> bool:
     # Between the tokens lie so many boundaries that rounding moves a draw to its neighbour: of 32,000 about two tokens in a thousand, of 4,096
     # one in ten thousand. From there on it is another response, so that of `head` a sixth of the responses may be others.
     good, bound, tags = True, 1e-4, FIRST[args.recipe]
+    if args.recipe == "grpo":
+        bound = {"body": 5e-3, "head": 5e-2}[args.model]
     if args.recipe == "ppo":
         bound, tags = {"body": (5e-3, tags), "head": (5e-2, ["objective/entropy"])}[args.model]
     for tag in tags:
@@ -465,6 +495,8 @@ def check(args, our: dict, their: dict) -> bool:
         print(
             f"check: {tag} of update 1: ours {one:.6g}, TRL {other:.6g}: {far:.1e} apart (at most {bound:.0e})"
         )
+    if args.recipe == "grpo":  # rounding moves a draw to its neighbour sooner or later
+        return good
     if (
         args.recipe == "ppo"
     ):  # later rollouts are sampled by weights that TRL's mean of means has led elsewhere
@@ -550,7 +582,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("work", choices=["dpo", "sft", "reward", "ppo", "start"])
+    parser.add_argument("work", choices=["dpo", "sft", "reward", "ppo", "grpo", "start"])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument(
         "--folder", type=Path, default=Path.home() / ".cache" / "preference-recipes-peers"
@@ -585,7 +617,9 @@ def main() -> None:
         args.window or (4 if start else 64),
     )
     args.micro, args.peer_micro = min(args.micro, args.window), min(args.peer_micro, args.window)
-    args.unit = {"start": "s", "sft": "tokens/s", "ppo": "samples/s"}.get(args.work, "pairs/s")
+    args.unit = {"start": "s", "sft": "tokens/s", "ppo": "samples/s", "grpo": "samples/s"}.get(
+        args.work, "pairs/s"
+    )
     if start and args.tune:
         sys.exit("--tune: not for start, whose rate is not measured")
     if not start and args.updates < 3 + args.tune:
@@ -603,13 +637,15 @@ def main() -> None:
     windows = args.updates + (
         args.recipe == "ppo"
     )  # TRL makes an update of each micro-batch when its data end: let them not end
+    rows_of_window = args.window // GROUP if args.recipe == "grpo" else args.window
     args.files = make_data(
-        args.folder, args.data, args.model_folder, args.recipe, args.window, windows, start
+        args.folder, args.data, args.model_folder, args.recipe, rows_of_window, windows, start
     )
     if args.recipe == "reward":
         args.model_folder = make_scorer(args.model_folder)
     if args.recipe == "ppo":
         args.scorer_folder = make_scorer(args.model_folder)
+    if args.recipe in ("ppo", "grpo"):
         args.model_folder = make_policy(
             args.model_folder,
             make_data(args.folder, args.data, args.model_folder, "ppo", 64, 4, False)[0],

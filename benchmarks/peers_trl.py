@@ -2,7 +2,7 @@
 
     python benchmarks/peers_trl.py SETTINGS.json
 
-SETTINGS: `work` (dpo, sft, reward, ppo), `model`, for ppo `scorer`, `data` (a .jsonl file in the order to train in), `log`, and `config`, the
+SETTINGS: `work` (dpo, sft, reward, ppo, grpo), `model`, for ppo `scorer`, `data` (a .jsonl file in the order to train in), `log`, and `config`, the
 fields of the trainer's own config that differ from its defaults. Writes to `log` a JSON line an update, what TRL logs and `perf/seconds`, the time since the line before.
 """
 
@@ -42,13 +42,14 @@ class Log(TrainerCallback):
 class Draws:
     """In the place of `torch.multinomial`: draws by the numbers that our recipe draws with, see `SampleByUniform` in common/rollout/generation.py."""
 
-    def __init__(self, generate, seed: int, prompts: int, steps: int):
+    def __init__(self, generate, seed: int, prompts: int, steps: int, stream: tuple = (1,)):
         self.generate, self.seed, self.size, self.rollouts = generate, seed, (prompts, steps), 0
+        self.stream = stream
 
     def start(self, *args, **kwargs):
         """In the place of the policy's `generate`: one call is a rollout."""
         self.uniforms = torch.from_numpy(
-            np.random.default_rng([self.seed, self.rollouts, 1]).random(self.size)
+            np.random.default_rng([self.seed, self.rollouts, *self.stream]).random(self.size)
         )
         self.rollouts, self.step = self.rollouts + 1, 0
         return self.generate(*args, **kwargs)
@@ -105,11 +106,35 @@ def ppo(settings: dict):
     )
 
 
+def grpo(settings: dict):
+    """TRL's GRPO trainer, in the order of the file, sampling with our numbers."""
+    from peers_reward import digits
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(**settings["config"])
+    trainer = GRPOTrainer(
+        model=settings["model"],
+        reward_funcs=digits,
+        args=args,
+        train_dataset=load_dataset("json", data_files=settings["data"], split="train"),
+        callbacks=[Log(settings["log"])],
+    )
+    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    draws = Draws(
+        trainer.model.generate, args.seed, samples, args.max_completion_length, stream=(1, 0)
+    )
+    trainer.model.generate, torch.multinomial = draws.start, draws
+    return trainer
+
+
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         settings = json.load(file)
     if settings["work"] == "ppo":
         ppo(settings).train()
+        return
+    if settings["work"] == "grpo":
+        grpo(settings).train()
         return
     # Imported one by one as a user's script does: TRL's own package imports lazily.
     if settings["work"] == "dpo":
