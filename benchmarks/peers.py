@@ -21,9 +21,9 @@ so that responses end by themselves. TRL is given our random numbers to sample w
 weights, which is the first rollout: its entropy and scores are compared (of head the entropy alone, to 2e-2). TRL generates and scores all
 64 at once, its default; ours 32. No clipping of gradients: TRL's has none.
 
-GRPO: an iteration is a rollout of 8 prompts with 8 responses each, up to 128 tokens, scored by a function (the share of digits), and one update on it, as TRL
-makes it by default: ratio 1, no KL. The policy is trained on answers first. Both sample by the same numbers, as in PPO, all 64 responses at once. Advantages by
-group, mean over tokens; ours keeps groups of equal scores, as TRL does.
+GRPO: an iteration is a rollout of 8 prompts with 8 responses each, scored by a function (the share of digits), and one update on it, as TRL makes it by default:
+ratio 1, no KL. The weights are random, so hardly a response ends before its 128 tokens. Both sample by the same numbers, as in PPO, all 64 responses at once.
+Advantages by group, mean over tokens; ours keeps groups of equal scores, as TRL does.
 
 The two programs run in turn, each as its own process; who is first changes from pair to pair. The rate of a run is that of its updates from the third on. Printed:
 the median rate of each, the median of the ratios of the pairs and the least and the greatest of them, the peak resident memory, and two
@@ -645,7 +645,6 @@ def main() -> None:
         args.model_folder = make_scorer(args.model_folder)
     if args.recipe == "ppo":
         args.scorer_folder = make_scorer(args.model_folder)
-    if args.recipe in ("ppo", "grpo"):
         args.model_folder = make_policy(
             args.model_folder,
             make_data(args.folder, args.data, args.model_folder, "ppo", 64, 4, False)[0],
