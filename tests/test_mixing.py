@@ -8,12 +8,13 @@ import types
 import datasets
 import numpy as np
 import pytest
+import torch
 
 from common import arguments
 from common.batches import rows_of_update
 from common.data import dataset
 from common.data.mixture import Mixture
-from common.rollout import rewards
+from common.rollout import calls
 from runs import ASSETS, recipe, refuses, write_jsonl
 
 sft = runpy.run_path(str(recipe("sft")))
@@ -147,20 +148,20 @@ def test_one_name_stays_a_string():
 def test_a_reward_function_gets_the_columns_of_all_sets():
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "level": 3}]
     samples = types.SimpleNamespace(
-        row_texts=[json.dumps(row) for row in rows], responses=[[1], [2]]
+        row_texts=[json.dumps(row) for row in rows],
+        responses=[[1], [2]],
+        ended=torch.tensor([True, True]),
+        rows=[1, 2],
     )
 
-    class Judge:
-        function_name = "f"
-
-        @staticmethod
-        def function(prompts, responses, answer, level):
-            assert (prompts, answer, level) == (["a", "b"], ["1", None], [None, 3])
-            return [0.0, 1.0]
+    def function(prompts, responses, answer, level):
+        assert (prompts, answer, level) == (["a", "b"], ["1", None], [None, 3])
+        return [0.0, 1.0]
 
     class Tokenizer:
         @staticmethod
         def batch_decode(ids, skip_special_tokens):
             return ["x"] * len(ids)
 
-    assert rewards.function_scores(Judge, Tokenizer, samples, [0, 1]).tolist() == [0, 1]
+    given = calls.collect(Tokenizer, samples, [0, 1], step=0)
+    assert calls.call("f", function, given, timeout=0) == [0.0, 1.0]

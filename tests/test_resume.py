@@ -171,7 +171,7 @@ def run_in_this_process(folder) -> checkpoint.Run:
 
 def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch):
     """Weights, moments, rates, random states, counters, the open log line, the recipe's own values."""
-    monkeypatch.setattr(checkpoint.actor, "save", lambda *_: None)
+    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
     run = run_in_this_process(tmp_path)
     for applied in (True, True, False, True):
         run.model(torch.randn(4, 2)).sum().backward()

@@ -107,7 +107,13 @@ def test_buffers_are_not_rounded_with_the_weights(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_llama(tmp_path))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     engine = types.SimpleNamespace(
-        device="cpu", prepare=lambda model, optimizer: (model.half(), optimizer)
+        device="cpu",
+        prepare=lambda model, optimizer: (model.half(), optimizer),
+        state=types.SimpleNamespace(
+            deepspeed_plugin=types.SimpleNamespace(
+                deepspeed_config={"zero_optimization": {"stage": 2}}
+            )
+        ),
     )
     prepared, _ = prepare.for_training(engine, model, None)
     assert before and {parameter.dtype for parameter in prepared.parameters()} == {torch.float16}
