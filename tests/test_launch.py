@@ -198,6 +198,7 @@ def test_settings_that_would_be_ignored_are_refused(inputs, tmp_path):
     assert result.returncode and "fp16 without DeepSpeed needs a GPU" in result.stdout
 
 
+@pytest.mark.slow
 def test_more_processes_under_cpu_yaml_are_more_processes(inputs, tmp_path):
     result = launch(
         config_launcher("cpu", 2),

@@ -150,6 +150,7 @@ def test_two_nodes_are_one_node_with_two_processes(inputs, one_node, two_nodes):
     assert_same_run(output, one_node)
 
 
+@pytest.mark.slow
 def test_deepspeed_on_two_nodes(inputs, two_nodes):
     """Any other YAML takes the same flags."""
     output, reference = inputs / "zero2-nodes", inputs / "zero2"
@@ -176,6 +177,7 @@ exit $status""",
 }
 
 
+@pytest.mark.slow
 def test_the_slurm_script_runs_two_nodes_and_goes_back_into_the_queue(inputs, one_node, tmp_path):
     """Stopped by the signal before the time limit, requeued, run again to the end: the run that was never stopped."""
     script, output = REPOSITORY / "accelerate_configs/slurm.sh", inputs / "slurm"

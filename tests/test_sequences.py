@@ -174,7 +174,7 @@ runpy.run_path(recipe, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("launcher", ["plain", "ddp"])
+@pytest.mark.parametrize("launcher", ["plain", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_run_keeps_its_date_when_it_is_resumed_on_another_day(inputs, tmp_path, launcher):
     template = tmp_path / "dated.jinja"
     template.write_text(DATED)

@@ -101,8 +101,11 @@ def assert_goes_on(inputs, launcher, output, reference):
 
 @pytest.mark.parametrize(
     "launcher, number",
-    [("plain", signal.SIGINT), ("ddp", signal.SIGTERM), ("zero2", signal.SIGUSR1)],
-    ids=lambda one: getattr(one, "name", one),
+    [
+        pytest.param("plain", signal.SIGINT, id="plain-SIGINT"),
+        pytest.param("ddp", signal.SIGTERM, id="ddp-SIGTERM", marks=pytest.mark.slow),
+        pytest.param("zero2", signal.SIGUSR1, id="zero2-SIGUSR1"),
+    ],
 )
 def test_a_signal_ends_the_run_with_a_checkpoint(inputs, unbroken, launcher, number):
     """In a world of two one process alone gets SIGUSR1; SIGTERM goes to the launcher, which passes it on."""
@@ -291,6 +294,7 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, world, stage
     refuses(f"world: '{world}' in the checkpoint", "common.export --universal", call=call)
 
 
+@pytest.mark.slow
 def test_step_counts_that_differ_cannot_be_moved_under_zero3(inputs):
     """After a warm-up of the critic the actor's Adam has made fewer steps."""
     more = ["--dataset_name", inputs / "prompts.jsonl", "--reward_function", "quick_of_test:reward", "--rollout_batch_size", 16,

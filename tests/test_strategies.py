@@ -39,6 +39,9 @@ WAYS = {
 }
 
 
+FAST = ("ds_fp16", "ds_zero3")  # the others are launched by the slow tests alone
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     done, held_out = (
@@ -65,7 +68,7 @@ def demo(tmp_path_factory):
 
 def further_slow(ways):
     return [
-        pytest.param(way, marks=[pytest.mark.slow] * (way in ("fsdp2", "fsdp2_bf16", "ds_zero2")))
+        pytest.param(way, marks=[pytest.mark.slow] * (way not in ("plain", "still", *FAST)))
         for way in ways
     ]
 
