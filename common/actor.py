@@ -1,4 +1,4 @@
-"""Saves the actor, or a model beside it, as an ordinary Hugging Face folder."""
+"""Saves the actor, or a model beside it, as an ordinary Hugging Face folder; or its adapter."""
 
 import collections
 import json
@@ -11,6 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from common import engine, folders, zero
+from common.models import lora
 
 
 def publish(
@@ -24,7 +25,8 @@ def publish(
 ) -> None:
     """Saves the actor for its users, perhaps in another dtype, and says in which one.
 
-    The weights are those of `unwrapped.model`. All processes must call it.
+    The weights are those of `unwrapped.model`; if that has an adapter, the adapter's alone, as an
+    ordinary folder of peft. All processes must call it.
 
     Args:
         prepared: what `accelerator.prepare` returned for `unwrapped`.
@@ -37,9 +39,10 @@ def publish(
     """
     written = save(accelerator, prepared, unwrapped, tokenizer, directory, keep, dtype)
     if accelerator.is_main_process:
+        what = "the actor's adapter" if lora.has_adapter(unwrapped) else "the actor"
         how = "as trained" if dtype is None else "by --save_dtype"
         # Above the progress bar, if there is one.
-        tqdm.write(f"saved the actor in {written} ({how}): {directory}")
+        tqdm.write(f"saved {what} in {written} ({how}): {directory}")
 
 
 def save(
@@ -88,7 +91,10 @@ def write(
     model.save_pretrained(temporary, state_dict=state_dict)
     tokenizer.save_pretrained(temporary)
     written = dtype or dtype_of(state_dict)
-    write_dtype(temporary, written)
+    if lora.has_adapter(model):
+        lora.complete_folder(model, temporary)
+    else:
+        write_dtype(temporary, written)
     folders.replace(temporary, directory, keep)
     return written
 
@@ -127,8 +133,10 @@ def gather_weights(
 ) -> dict[str, torch.Tensor]:
     """Returns the whole weights on the main process, by their names in `unwrapped`.
 
-    All processes must call it.
+    With adapters they are those of the adapters alone. All processes must call it.
     """
+    if lora.has_adapter(unwrapped):
+        return lora.gather_adapters(unwrapped)
     if zero.stage(accelerator) == 3 or accelerator.is_fsdp2:
         return accelerator.get_state_dict(prepared)  # each process holds a part
     # Here every process has all weights. accelerate would copy them to the host on each process,

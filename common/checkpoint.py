@@ -21,6 +21,7 @@ from torch import nn
 
 from common import actor, arguments, distributed, engine, folders, left_behind
 from common.metrics import Metrics
+from common.models import lora
 from common.progress import Progress
 
 # The counters of `Progress` that a checkpoint holds; it derives the others from these.
@@ -160,7 +161,10 @@ def write(run: Run, temporary: Path, final: Path) -> None:
     """Writes a checkpoint to `temporary` and renames it to `final`."""
     accelerator = run.accelerator
     choose_engine_state(run)
-    accelerator.save_state(str(temporary / "engine"))  # it makes the folder
+    settings = {}
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        settings["exclude_frozen_parameters"] = lora.has_adapter(run.unwrapped)
+    accelerator.save_state(str(temporary / "engine"), **settings)  # it makes the folder
     state = state_beside_engine(run)
     if accelerator.is_main_process:
         torch.save(run.extra, temporary / "extra.pt")
@@ -209,11 +213,19 @@ def state_beside_engine(run: Run) -> dict:
 def choose_engine_state(run: Run) -> None:
     """Makes accelerate save and load the trained model alone, and no frozen one.
 
-    Its names are without DDP's `module.`, so that another number of processes can load it.
+    Of a model with adapters these are the adapters alone; DeepSpeed needs its engine for that, too.
+    Names are without DDP's `module.`, so that another number of processes can load them.
     """
     engine.reshard(run.model)
-    sharded = engine.is_sharded(run.accelerator)
-    run.accelerator._models = [run.model if sharded else run.unwrapped]
+    if run.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        saved = run.model
+    elif lora.has_adapter(run.unwrapped):
+        saved = lora.trained_part(run.unwrapped)
+    elif engine.is_sharded(run.accelerator):
+        saved = run.model
+    else:
+        saved = run.unwrapped
+    run.accelerator._models = [saved]
 
 
 # ============================================================ stopping
@@ -311,7 +323,10 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
         shutil.rmtree(leftover)
     if not run.args.save_steps:
         return
-    most_gib = engine.count_parameters(run.unwrapped) * BYTES_PER_PARAMETER / 2**30
+    saved = engine.count_parameters(run.unwrapped)
+    if lora.has_adapter(run.unwrapped):
+        saved = engine.count_trained_parameters(run.unwrapped)
+    most_gib = saved * BYTES_PER_PARAMETER / 2**30
     free_gib = shutil.disk_usage(run.args.output_dir).free / 2**30
     there = folders.by_step(run.folder)
     if resumes_from:
@@ -501,7 +516,10 @@ def load_engine(run: Run, folder: Path) -> None:
         )
         is_universal = (folder / "pytorch_model" / "zero").is_dir()  # see common/export.py
         run.model._config.load_universal_checkpoint = is_universal
-    if engine.is_sharded(accelerator):
+        # A base is not in the checkpoint, see `Run.models`.
+        strict = not lora.has_adapter(run.unwrapped)
+        accelerator.load_state(str(folder), load_module_strict=strict)
+    elif engine.is_sharded(accelerator):
         accelerator.load_state(str(folder))
     else:
         # Adam keeps its step counts on the CPU. accelerate would load them onto the GPU, and each

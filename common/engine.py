@@ -40,6 +40,7 @@ def decides_values(accelerator: Accelerator, model: nn.Module) -> list:
         describe(accelerator),
         hardware,
         model.config._attn_implementation,
+        getattr(model.config, "quantization_config", None) is not None,
         accelerator.state.dynamo_plugin.backend.value,
         torch.__version__,
         transformers.__version__,
@@ -130,11 +131,19 @@ def reshard(prepared: nn.Module) -> None:
             module.reshard()
 
 
+def size_of(parameter: nn.Parameter) -> int:
+    """Counts the numbers that a parameter stands for, wherever they are and however packed."""
+    packed = getattr(parameter, "quant_state", None)  # of bitsandbytes, two numbers in a byte
+    if packed is not None:
+        return packed.shape.numel()
+    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves a process only a part
+
+
 def count_parameters(model: nn.Module) -> int:
-    """Counts the model's parameters, also where ZeRO-3 leaves a process only a part of them."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    """Counts the model's parameters, tied ones once."""
+    return sum(size_of(parameter) for parameter in model.parameters())
 
 
 def count_trained_parameters(model: nn.Module) -> int:
     """Counts the parameters that are not frozen, as `count_parameters` counts all of them."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+    return sum(size_of(parameter) for parameter in model.parameters() if parameter.requires_grad)

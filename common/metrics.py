@@ -128,7 +128,7 @@ class Metrics:
     Args:
         args: `output_dir` gets `metrics.jsonl` and, if `report_to` is tensorboard, `tensorboard/`.
         bar_metric: the recipe's key metric, shown in the bar beside the loss.
-        trained_parameters: of all models together; decides `perf/mfu`.
+        flop_per_token: of all models together, see `lora.flop_per_token`; decides `perf/mfu`.
 
     Attributes:
         pending: the means of the current update, until it is applied or skipped.
@@ -141,12 +141,12 @@ class Metrics:
         args,
         progress: Progress,
         bar_metric: str,
-        trained_parameters: int = 0,
+        flop_per_token: int = 0,
     ):
         self.accelerator = accelerator
         self.progress = progress
         self.bar_metric = bar_metric
-        self.trained_parameters = trained_parameters
+        self.flop_per_token = flop_per_token
         self.skip_watch = guards.SkipWatch(accelerator, progress)
 
         self.open = Means(accelerator)
@@ -260,8 +260,7 @@ class Metrics:
             values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
             peak_of_one = PEAK_FLOPS.get(torch.cuda.get_device_name())
             if peak_of_one:
-                # For each token and parameter: 2 operations forward, 4 backward.
-                used = 6 * self.trained_parameters * tokens_per_second
+                used = self.flop_per_token * tokens_per_second
                 values["perf/mfu"] = used / (peak_of_one * self.accelerator.num_processes)
         return values
 

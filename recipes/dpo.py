@@ -45,7 +45,7 @@ from common import actor, arguments, batches, checkpoint, engine, guards, launch
 from common.checkpoint import Run
 from common.data import cache, dataset, formats, pairs
 from common.metrics import Means, Metrics
-from common.models import architecture, checks, load, packing, prepare
+from common.models import architecture, checks, load, lora, merge, packing, prepare
 from common.models.logprobs import LogProbModel
 from common.progress import Progress
 from common.rollout import answers
@@ -130,6 +130,20 @@ class Args:
     weight_decay: float = HfArg(default=0.0, help="on matrices only, not on biases and norms")
     adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
     max_grad_norm: float = HfArg(default=1.0, help="gradient clipping; 0: none")
+    lora_r: int = HfArg(
+        default=0, help="rank of low-rank adapters, such as 16; 0: train all weights"
+    )
+    lora_alpha: float | None = HfArg(
+        default=None, help="adapters are scaled by alpha / r; default: 2 * lora_r"
+    )
+    lora_dropout: float = HfArg(default=0.0, help="dropout before the adapters")
+    lora_target_modules: list[str] = HfArg(
+        default_factory=lambda: ["all-linear"],
+        help="names of the layers that get an adapter, such as q_proj v_proj",
+    )
+    load_in_4bit: bool = HfArg(
+        default=False, help="pack the frozen weights below the adapters (QLoRA); one GPU or DDP"
+    )
     gradient_checkpointing: bool = HfArg(default=False, help="saves memory, costs time")
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
     seed: int = HfArg(default=0, help="of the data order")
@@ -294,11 +308,13 @@ def main():
     args = arguments.parse(Args, demo=common.ASSETS / "dpo.yaml")
     accelerator = launch.make_accelerator(args, "dpo")
     arguments.check_intervals(args)
+    lora.check_settings(accelerator, args)
     check_settings(args)
 
     # ============================================================ data
+    model_name = merge.whole_model(accelerator, args.model_name_or_path, args.output_dir)
     tokenizer = load.tokenizer_of(
-        args.model_name_or_path,
+        model_name,
         args.chat_template,
         args.chat_template_kwargs,
         checkpoint.date_of_run(accelerator, args),
@@ -327,14 +343,16 @@ def main():
     # ============================================================ model and optimizer
     policy = LogProbModel(
         load.causal_lm(
-            args.model_name_or_path,
+            model_name,
             tokenizer,
             args.attn_implementation,
             args.gradient_checkpointing,
+            lora.in_4bit(accelerator, args),
         )
     )
     prepare.disable_dropout(policy)  # the reference has none
     architecture.freeze_unreached(accelerator, policy, args.max_length)
+    lora.add_adapters(accelerator, policy, args)
     parameter_groups = optim.parameter_groups(policy, args.weight_decay)
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
@@ -347,14 +365,25 @@ def main():
     accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     first_row = train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"]
-    checks.check_logprobs(model, first_row, accelerator.device, args.model_name_or_path)
+    checks.check_logprobs(model, first_row, accelerator.device, model_name)
 
     # ============================================================ reference
-    ref_name = args.ref_model_name_or_path or args.model_name_or_path
-    reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
-    ref_fingerprint = load.fingerprint(accelerator, ref_name, reference.config)
-    decides_values = engine.decides_values(accelerator, reference)
-    reference = prepare.frozen(accelerator, reference)
+    fingerprints = lora.fingerprints(accelerator, policy)  # of models that must not change
+    ref_name = merge.whole_model(
+        accelerator, args.ref_model_name_or_path, args.output_dir, "base_reference"
+    )
+    if args.lora_r and ref_name is None:
+        ref_name = model_name
+        ref_fingerprint = fingerprints["base model"]
+        decides_values = engine.decides_values(accelerator, policy)
+        reference = lora.Base(model)  # the policy before training, in no memory of its own
+    else:
+        ref_name = ref_name or model_name
+        reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
+        ref_fingerprint = load.fingerprint(accelerator, ref_name, reference.config)
+        fingerprints["reference model"] = ref_fingerprint
+        decides_values = engine.decides_values(accelerator, reference)
+        reference = prepare.frozen(accelerator, reference)
     checks.check_positions([model, reference], args.max_length)
     args.share_prompts = args.share_prompts and checks.can_pack(
         [model, reference], args.max_length, accelerator.device
@@ -393,7 +422,7 @@ def main():
         args,
         progress,
         bar_metric="rewards/accuracies",
-        trained_parameters=engine.count_trained_parameters(policy),
+        flop_per_token=lora.flop_per_token(policy),
     )
     run = Run(
         accelerator=accelerator,
@@ -406,7 +435,7 @@ def main():
         progress=progress,
         metrics=metrics,
         data_fingerprint=train_set._fingerprint,
-        models={"reference model": ref_fingerprint},
+        models=fingerprints,
     )
     checkpoint.resume(run)
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)

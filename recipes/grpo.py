@@ -47,7 +47,7 @@ from common import actor, arguments, batches, checkpoint, engine, guards, launch
 from common.checkpoint import Run
 from common.data import dataset, formats, prompts
 from common.metrics import Metrics
-from common.models import architecture, checks, load, packing, prepare
+from common.models import architecture, checks, load, lora, merge, packing, prepare
 from common.models.logprobs import LogProbModel
 from common.progress import Progress
 from common.rollout import answers, generation, rewards, sizes
@@ -201,6 +201,20 @@ class Args:
     weight_decay: float = HfArg(default=0.0, help="on matrices only, not on biases and norms")
     adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
     max_grad_norm: float = HfArg(default=1.0, help="gradient clipping; 0: none")
+    lora_r: int = HfArg(
+        default=0, help="rank of low-rank adapters, such as 16; 0: train all weights"
+    )
+    lora_alpha: float | None = HfArg(
+        default=None, help="adapters are scaled by alpha / r; default: 2 * lora_r"
+    )
+    lora_dropout: float = HfArg(default=0.0, help="dropout before the adapters")
+    lora_target_modules: list[str] = HfArg(
+        default_factory=lambda: ["all-linear"],
+        help="names of the layers that get an adapter, such as q_proj v_proj",
+    )
+    load_in_4bit: bool = HfArg(
+        default=False, help="pack the frozen weights below the adapters (QLoRA); one GPU or DDP"
+    )
     gradient_checkpointing: bool = HfArg(default=False, help="saves memory, costs time")
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
     seed: int = HfArg(default=0, help="of the data order and of sampling")
@@ -671,6 +685,11 @@ def mark_position(progress: Progress, position: dict, n_prompts: int, args: Args
 
 def check_settings(args: Args) -> None:
     """Refuses sizes that do not divide, and settings that would be ignored or cannot work."""
+    if args.lora_dropout:
+        sys.exit(
+            f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
+            "the policy that is trained would not be the one that responded"
+        )
     sizes = {
         "rollout_batch_size": args.rollout_batch_size,
         "n_samples_per_prompt": args.n_samples_per_prompt,
@@ -774,10 +793,12 @@ def main():
     check_settings(args)
     accelerator = launch.make_accelerator(args, "grpo")
     arguments.check_intervals(args)
+    lora.check_settings(accelerator, args)
 
     # ============================================================ data
+    model_name = merge.whole_model(accelerator, args.model_name_or_path, args.output_dir)
     tokenizer = load.tokenizer_of(
-        args.model_name_or_path,
+        model_name,
         args.chat_template,
         args.chat_template_kwargs,
         checkpoint.date_of_run(accelerator, args),
@@ -819,14 +840,16 @@ def main():
 
     # ============================================================ model and optimizer
     policy_model = load.causal_lm(
-        args.model_name_or_path,
+        model_name,
         tokenizer,
         args.attn_implementation,
         args.gradient_checkpointing,
+        lora.in_4bit(accelerator, args),
     )
     policy = LogProbModel(policy_model)
     prepare.disable_dropout(policy)  # the sampler has none
     architecture.freeze_unreached(accelerator, policy, args.max_length)
+    lora.add_adapters(accelerator, policy, args)
     parameter_groups = optim.parameter_groups(policy, args.weight_decay)
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
@@ -839,22 +862,32 @@ def main():
     accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     first_row = train_set[0]["prompt_ids"]
-    checks.check_logprobs(model, first_row, accelerator.device, args.model_name_or_path)
+    checks.check_logprobs(model, first_row, accelerator.device, model_name)
 
     # ============================================================ reference and reward
     models = [model]
-    fingerprints = {}  # of models whose change is noticed when a run is resumed
+    # Of models whose change is noticed when a run is resumed.
+    fingerprints = lora.fingerprints(accelerator, policy)
+    ref_name = merge.whole_model(
+        accelerator, args.ref_model_name_or_path, args.output_dir, "base_reference"
+    )
     reference = None
-    if args.kl_coef:
-        ref_name = args.ref_model_name_or_path or args.model_name_or_path
+    if args.kl_coef and args.lora_r and ref_name is None:
+        reference = lora.Base(model)  # the policy before training
+        models.append(reference)
+    elif args.kl_coef:
+        ref_name = ref_name or model_name
         reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
         fingerprints["reference model"] = load.fingerprint(accelerator, ref_name, reference.config)
         reference = prepare.frozen(accelerator, reference)
         models.append(reference)
+    reward_name = merge.whole_model(
+        accelerator, args.reward_model_name_or_path, args.output_dir, "base_reward"
+    )
     judge = rewards.load_judge(
         accelerator,
         tokenizer,
-        args.reward_model_name_or_path,
+        reward_name,
         args.reward_function,
         args.reward_weights,
         args.normalize_reward,
@@ -864,7 +897,7 @@ def main():
     if judge.model is not None:
         models.append(judge.model)
         fingerprints["reward model"] = load.fingerprint(
-            accelerator, args.reward_model_name_or_path, judge.model.config
+            accelerator, reward_name, judge.model.config
         )
     checks.check_positions(models, args.max_length)
     args.share_prompts = args.share_prompts and checks.can_pack(
@@ -900,7 +933,7 @@ def main():
         args,
         progress,
         bar_metric="reward",
-        trained_parameters=engine.count_trained_parameters(policy),
+        flop_per_token=lora.flop_per_token(policy),
     )
     run = Run(
         accelerator=accelerator,

@@ -46,7 +46,7 @@ from common import actor, arguments, batches, checkpoint, engine, guards, launch
 from common.checkpoint import Run
 from common.data import dataset, formats, prompts
 from common.metrics import Metrics
-from common.models import architecture, checks, load, packing, prepare
+from common.models import architecture, checks, load, lora, merge, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.progress import Progress
 from common.rollout import answers, generation, rewards, sizes
@@ -201,6 +201,20 @@ class Args:
     max_grad_norm: float = HfArg(
         default=1.0, help="clipping of the joint norm of actor and critic; 0: none"
     )
+    lora_r: int = HfArg(
+        default=0, help="rank of low-rank adapters, such as 16; 0: train all weights"
+    )
+    lora_alpha: float | None = HfArg(
+        default=None, help="adapters are scaled by alpha / r; default: 2 * lora_r"
+    )
+    lora_dropout: float = HfArg(default=0.0, help="dropout before the adapters")
+    lora_target_modules: list[str] = HfArg(
+        default_factory=lambda: ["all-linear"],
+        help="names of the layers that get an adapter, such as q_proj v_proj",
+    )
+    load_in_4bit: bool = HfArg(
+        default=False, help="pack the frozen weights below the adapters (QLoRA); one GPU or DDP"
+    )
     gradient_checkpointing: bool = HfArg(default=False, help="saves memory, costs time")
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
     seed: int = HfArg(default=0, help="of the data order and of sampling")
@@ -266,12 +280,23 @@ class ActorCritic(LogProbModel):
         self.critic = ScoreModel(critic)
         self._no_split_modules = sorted({*self._no_split_modules, *self.critic._no_split_modules})
 
-    def forward(self, batch: dict, temperature: float = 1.0, check: bool = False) -> dict:
+    def forward(
+        self,
+        batch: dict,
+        temperature: float = 1.0,
+        check: bool = False,
+        with_values: bool = True,
+    ) -> dict:
         """Returns what `LogProbModel.forward` does, with `entropy` and `values`.
 
         The value of a token is that of the state in which it was chosen: the text before it.
+
+        Args:
+            with_values: without them the critic does not run.
         """
         output = super().forward(batch, temperature, ("entropy",), check)
+        if not with_values:
+            return output
         values = self.critic(batch, batch["before"])
         output["values"] = torch.zeros_like(output["logps"]).masked_scatter(batch["mask"], values)
         return output
@@ -614,6 +639,11 @@ def parts_of_norm(grad_norm: float, group_norms: dict[str, float]) -> dict[str, 
 
 def check_settings(args: Args) -> None:
     """Refuses sizes that do not divide, and settings that would be ignored or cannot work."""
+    if args.lora_dropout:
+        sys.exit(
+            f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
+            "the policy that is trained would not be the one that responded"
+        )
     n_prompts = args.rollout_batch_size
     n_responses = args.n_samples_per_prompt
     if min(n_prompts, n_responses, args.num_epochs_per_rollout) < 1:
@@ -720,10 +750,12 @@ def main():
     check_settings(args)
     accelerator = launch.make_accelerator(args, "ppo")
     arguments.check_intervals(args)
+    lora.check_settings(accelerator, args)
 
     # ============================================================ data
+    model_name = merge.whole_model(accelerator, args.model_name_or_path, args.output_dir)
     tokenizer = load.tokenizer_of(
-        args.model_name_or_path,
+        model_name,
         args.chat_template,
         args.chat_template_kwargs,
         checkpoint.date_of_run(accelerator, args),
@@ -763,25 +795,32 @@ def main():
     accelerator.print(rollouts.describe(progress.total_steps))
 
     # ============================================================ model and optimizer
-    critic_name = (
-        args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
+    reward_name = merge.whole_model(
+        accelerator, args.reward_model_name_or_path, args.output_dir, "base_reward"
     )
+    critic_name = merge.whole_model(
+        accelerator, args.critic_model_name_or_path, args.output_dir, "base_critic"
+    )
+    critic_name = critic_name or reward_name or model_name
     policy_model = load.causal_lm(
-        args.model_name_or_path,
+        model_name,
         tokenizer,
         args.attn_implementation,
         args.gradient_checkpointing,
+        lora.in_4bit(accelerator, args),
     )
     critic_model = load.score_model(
         critic_name,
         tokenizer,
         args.attn_implementation,
         args.gradient_checkpointing,
+        lora.in_4bit(accelerator, args),
         new_head=True,
     )
     policy = ActorCritic(policy_model, critic_model)
     prepare.disable_dropout(policy)  # the reference has none
     architecture.freeze_unreached(accelerator, policy, args.max_length)
+    lora.add_adapters(accelerator, policy, args)
     # set_learning_rates decides in each update which groups learn.
     actor_groups = optim.parameter_groups(
         policy.model, args.weight_decay, lr=args.learning_rate, name="actor", learns=True
@@ -803,14 +842,21 @@ def main():
     group_norms = engine.record_group_norms(accelerator, optimizer)
     engine.innermost_optimizer(optimizer).register_step_post_hook(optim.hold_step_counts)
     first_row = train_set[0]["prompt_ids"]
-    checks.check_logprobs(model, first_row, accelerator.device, args.model_name_or_path)
+    checks.check_logprobs(model, first_row, accelerator.device, model_name)
 
     # ============================================================ reference and reward
     models = [model]
-    fingerprints = {}  # of models whose change is noticed when a run is resumed
+    # Of models whose change is noticed when a run is resumed.
+    fingerprints = lora.fingerprints(accelerator, policy)
+    ref_name = merge.whole_model(
+        accelerator, args.ref_model_name_or_path, args.output_dir, "base_reference"
+    )
     reference = None  # nothing reads it if the KL has no weight
-    if args.kl_coef:
-        ref_name = args.ref_model_name_or_path or args.model_name_or_path
+    if args.kl_coef and args.lora_r and ref_name is None:
+        reference = lora.Base(model, with_values=False)  # the policy before training
+        models.append(reference)
+    elif args.kl_coef:
+        ref_name = ref_name or model_name
         reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
         fingerprints["reference model"] = load.fingerprint(accelerator, ref_name, reference.config)
         reference = prepare.frozen(accelerator, reference)
@@ -818,7 +864,7 @@ def main():
     judge = rewards.load_judge(
         accelerator,
         tokenizer,
-        args.reward_model_name_or_path,
+        reward_name,
         args.reward_function,
         args.reward_weights,
         args.normalize_reward,
@@ -828,7 +874,7 @@ def main():
     if judge.model is not None:
         models.append(judge.model)
         fingerprints["reward model"] = load.fingerprint(
-            accelerator, args.reward_model_name_or_path, judge.model.config
+            accelerator, reward_name, judge.model.config
         )
     checks.check_positions(models, args.max_length)
     args.share_prompts = args.share_prompts and checks.can_pack(
@@ -860,7 +906,7 @@ def main():
         args,
         progress,
         bar_metric="objective/scores",
-        trained_parameters=engine.count_trained_parameters(policy),
+        flop_per_token=lora.flop_per_token(policy),
     )
     run = Run(
         accelerator=accelerator,

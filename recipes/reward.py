@@ -42,7 +42,7 @@ from common import actor, arguments, batches, checkpoint, engine, guards, launch
 from common.checkpoint import Run
 from common.data import dataset, formats, pairs
 from common.metrics import Means, Metrics
-from common.models import architecture, checks, load, packing, prepare
+from common.models import architecture, checks, load, lora, merge, packing, prepare
 from common.models.logprobs import ScoreModel
 from common.progress import Progress
 
@@ -115,6 +115,20 @@ class Args:
     weight_decay: float = HfArg(default=0.0, help="on matrices only, not on biases and norms")
     adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
     max_grad_norm: float = HfArg(default=1.0, help="gradient clipping; 0: none")
+    lora_r: int = HfArg(
+        default=0, help="rank of low-rank adapters, such as 16; 0: train all weights"
+    )
+    lora_alpha: float | None = HfArg(
+        default=None, help="adapters are scaled by alpha / r; default: 2 * lora_r"
+    )
+    lora_dropout: float = HfArg(default=0.0, help="dropout before the adapters")
+    lora_target_modules: list[str] = HfArg(
+        default_factory=lambda: ["all-linear"],
+        help="names of the layers that get an adapter, such as q_proj v_proj",
+    )
+    load_in_4bit: bool = HfArg(
+        default=False, help="pack the frozen weights below the adapters (QLoRA); one GPU or DDP"
+    )
     gradient_checkpointing: bool = HfArg(default=False, help="saves memory, costs time")
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
     seed: int = HfArg(default=0, help="of the data order and of a new score head")
@@ -226,18 +240,20 @@ def main():
     args = arguments.parse(Args, demo=common.ASSETS / "reward.yaml")
     accelerator = launch.make_accelerator(args, "reward")
     arguments.check_intervals(args)
+    lora.check_settings(accelerator, args)
     check_settings(args)
 
     # ============================================================ data
+    model_name = merge.whole_model(accelerator, args.model_name_or_path, args.output_dir)
     tokenizer = load.tokenizer_of(
-        args.model_name_or_path,
+        model_name,
         args.chat_template,
         args.chat_template_kwargs,
         checkpoint.date_of_run(accelerator, args),
     )
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise SystemExit(
-            f"the tokenizer of {args.model_name_or_path!r} has no pad token of its own, or pads "
+            f"the tokenizer of {model_name!r} has no pad token of its own, or pads "
             f"with its EOS, {tokenizer.eos_token!r}: transformers would read a saved reward "
             "model's score before the EOS. Set tokenizer.pad_token to another token of its "
             "vocabulary and save it."
@@ -266,15 +282,17 @@ def main():
     # ============================================================ model and optimizer
     scorer = ScoreModel(
         load.score_model(
-            args.model_name_or_path,
+            model_name,
             tokenizer,
             args.attn_implementation,
             args.gradient_checkpointing,
+            lora.in_4bit(accelerator, args),
             new_head=True,
         )
     )
     prepare.disable_dropout(scorer)  # both answers must be read by the same model
     architecture.freeze_unreached(accelerator, scorer, args.max_length)
+    lora.add_adapters(accelerator, scorer, args)
     parameter_groups = optim.parameter_groups(scorer, args.weight_decay)
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
@@ -299,7 +317,7 @@ def main():
         args,
         progress,
         bar_metric="accuracy",
-        trained_parameters=engine.count_trained_parameters(scorer),
+        flop_per_token=lora.flop_per_token(scorer),
     )
     run = Run(
         accelerator=accelerator,
@@ -312,6 +330,7 @@ def main():
         progress=progress,
         metrics=metrics,
         data_fingerprint=train_set._fingerprint,
+        models=lora.fingerprints(accelerator, scorer),
         # Mean and standard deviation of the held-out scores of these weights, once evaluated.
         extra={},
     )

@@ -41,7 +41,7 @@ from common.checkpoint import Run
 from common.data import dataset, formats, templates, tokens
 from common.data.sequences import Sequences
 from common.metrics import Means, Metrics
-from common.models import architecture, checks, load, packing, prepare
+from common.models import architecture, checks, load, lora, merge, packing, prepare
 from common.models.logprobs import LogProbModel
 from common.progress import Progress
 from common.rollout import answers
@@ -116,6 +116,20 @@ class Args:
     weight_decay: float = HfArg(default=0.0, help="on matrices only, not on biases and norms")
     adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
     max_grad_norm: float = HfArg(default=1.0, help="gradient clipping; 0: none")
+    lora_r: int = HfArg(
+        default=0, help="rank of low-rank adapters, such as 16; 0: train all weights"
+    )
+    lora_alpha: float | None = HfArg(
+        default=None, help="adapters are scaled by alpha / r; default: 2 * lora_r"
+    )
+    lora_dropout: float = HfArg(default=0.0, help="dropout before the adapters")
+    lora_target_modules: list[str] = HfArg(
+        default_factory=lambda: ["all-linear"],
+        help="names of the layers that get an adapter, such as q_proj v_proj",
+    )
+    load_in_4bit: bool = HfArg(
+        default=False, help="pack the frozen weights below the adapters (QLoRA); one GPU or DDP"
+    )
     gradient_checkpointing: bool = HfArg(default=False, help="saves memory, costs time")
     attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
     seed: int = HfArg(default=0, help="of the data order and of dropout")
@@ -302,10 +316,12 @@ def main():
     args = arguments.parse(Args, demo=common.ASSETS / "sft.yaml")
     accelerator = launch.make_accelerator(args, "sft")
     arguments.check_intervals(args)
+    lora.check_settings(accelerator, args)
 
     # ============================================================ data
+    model_name = merge.whole_model(accelerator, args.model_name_or_path, args.output_dir)
     tokenizer = load.tokenizer_of(
-        args.model_name_or_path,
+        model_name,
         args.chat_template,
         args.chat_template_kwargs,
         checkpoint.date_of_run(accelerator, args),
@@ -343,13 +359,15 @@ def main():
     # ============================================================ model and optimizer
     policy = LogProbModel(
         load.causal_lm(
-            args.model_name_or_path,
+            model_name,
             tokenizer,
             args.attn_implementation,
             args.gradient_checkpointing,
+            lora.in_4bit(accelerator, args),
         )
     )
     architecture.freeze_unreached(accelerator, policy, args.max_length)
+    lora.add_adapters(accelerator, policy, args)
     parameter_groups = optim.parameter_groups(policy, args.weight_decay)
     optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
@@ -362,7 +380,7 @@ def main():
     accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     (first_row,) = train_sequences[[0]]["input_ids"]
-    checks.check_logprobs(model, first_row, accelerator.device, args.model_name_or_path)
+    checks.check_logprobs(model, first_row, accelerator.device, model_name)
     checks.check_positions([model], args.max_length)
     args.packing = args.packing and checks.can_pack([model], args.max_length, accelerator.device)
     accelerator.print(f"rows are {'packed' if args.packing else 'padded'}")
@@ -373,7 +391,7 @@ def main():
         args,
         progress,
         bar_metric="mean_token_accuracy",
-        trained_parameters=engine.count_trained_parameters(policy),
+        flop_per_token=lora.flop_per_token(policy),
     )
     run = Run(
         accelerator=accelerator,
@@ -386,6 +404,7 @@ def main():
         progress=progress,
         metrics=metrics,
         data_fingerprint=train_set._fingerprint,
+        models=lora.fingerprints(accelerator, policy),
     )
     checkpoint.resume(run)
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)

@@ -277,7 +277,7 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     )
     progress = Progress(64, 8, 1, 0)
     args = types.SimpleNamespace(output_dir=tmp_path, report_to="none")
-    metrics = Metrics(accelerator, args, progress, "loss", trained_parameters=10**9)
+    metrics = Metrics(accelerator, args, progress, "loss", flop_per_token=6 * 10**9)
     metrics.bar = types.SimpleNamespace(
         update=lambda: None, set_postfix=lambda *args, **kwargs: None
     )

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedModel,
 )
@@ -57,7 +58,11 @@ def tokenizer_of(
 
 
 def causal_lm(
-    name: str, tokenizer, attn_implementation: str | None, gradient_checkpointing: bool = False
+    name: str,
+    tokenizer,
+    attn_implementation: str | None,
+    gradient_checkpointing: bool = False,
+    quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
     """Loads a causal language model in fp32.
 
@@ -66,6 +71,7 @@ def causal_lm(
 
     Args:
         tokenizer: that of the policy. A reference policy must read the same token ids.
+        quantization: packs the weights of linear layers, see `lora.in_4bit`.
 
     Raises:
         SystemExit: nothing there, an architecture that transformers does not know, a reward model,
@@ -80,6 +86,7 @@ def causal_lm(
         name,
         tokenizer,
         gradient_checkpointing,
+        quantization,
         attn_implementation=attn_implementation,
     )
     refuse_classifier(name, model.config)
@@ -146,12 +153,14 @@ def score_model(
     tokenizer,
     attn_implementation: str | None,
     gradient_checkpointing: bool = False,
+    quantization: BitsAndBytesConfig | None = None,
     new_head: bool = False,
 ) -> PreTrainedModel:
     """Loads a sequence classifier with one label in fp32: a reward model, or a critic.
 
     Args:
         tokenizer: that of the policy, or of `name` itself.
+        quantization: packs the weights of linear layers, see `lora.in_4bit`.
         new_head: gives a model without a score head a new one, see `draw_score_head`.
 
     Raises:
@@ -171,6 +180,7 @@ def score_model(
         name,
         tokenizer,
         gradient_checkpointing,
+        quantization,
         attn_implementation=attn_implementation,
         num_labels=1,
     )
@@ -194,7 +204,13 @@ def score_model(
 
 
 def load(
-    auto_class, kind: str, name: str, tokenizer, gradient_checkpointing: bool, **settings
+    auto_class,
+    kind: str,
+    name: str,
+    tokenizer,
+    gradient_checkpointing: bool,
+    quantization: BitsAndBytesConfig | None,
+    **settings,
 ) -> tuple:
     """Loads a model in fp32.
 
@@ -206,6 +222,10 @@ def load(
     Returns:
         the model; the names of the weights that its folder lacks; of those that it has no use for.
     """
+    if quantization is not None:
+        # Weights are packed on the device that computes with them.
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        settings |= {"quantization_config": quantization, "device_map": {"": device}}
     model, info = from_pretrained(
         auto_class,
         kind,

@@ -67,11 +67,14 @@ def memory_for_responses(accelerator, trained: torch.nn.Module, frozen: list) ->
         total = psutil.virtual_memory().total / processes_here
         planned = SHARE_OF_MACHINE * total
     shards = accelerator.num_processes if engine.is_sharded(accelerator) else 1
-    states = BYTES_PER_TRAINED * engine.count_parameters(trained) / shards
+    learning = engine.count_trained_parameters(trained)
+    base = engine.count_parameters(trained) - learning  # frozen below adapters
+    states = (BYTES_PER_TRAINED * learning + BYTES_PER_FROZEN * base) / shards
     if shards > 1:
-        states += 4 * engine.count_parameters(trained)  # gathered whole to generate
+        states += 4 * (learning + base)  # gathered whole to generate
     for model in frozen:
-        if model is not None:
+        # A reference that is the policy without its adapters takes no memory of its own.
+        if model is not None and next(model.parameters()) is not next(trained.parameters()):
             states += BYTES_PER_FROZEN * engine.count_parameters(model)
     return max(planned - states, LEAST_SHARE * total)
 

@@ -1,0 +1,360 @@
+"""Low-rank adapters (LoRA) by peft: which layers get one, the base without them, their weights.
+
+Hu et al. 2021, arXiv:2106.09685. A linear layer `W` becomes `W + (alpha / r) * B @ A`, where `A` is
+`[r, inputs]` and `B` is `[outputs, r]`. Only `A` and `B` are trained. `B` starts at zero, so the
+model starts as its base. With a 4-bit base: Dettmers et al. 2023, arXiv:2305.14314 (QLoRA).
+"""
+
+import contextlib
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from common import engine, zero
+from common.models import architecture, load
+
+# The one adapter of a model, by the name that peft gives to a first one.
+ADAPTER = "default"
+# The name by which peft means every linear layer but the output layer.
+ALL_LINEAR = "all-linear"
+# What peft's own file has no place for: mean and standard deviation of a reward model's scores.
+MOMENTS_FILE = "reward_moments.json"
+
+
+# ============================================================ settings
+def check_settings(accelerator, args) -> None:
+    """Refuses settings of the adapters that would be ignored, or cannot work, and fills in alpha.
+
+    Args:
+        args: needs `lora_r lora_alpha lora_dropout lora_target_modules load_in_4bit`.
+
+    Raises:
+        SystemExit: with the argument and its value; also if peft or bitsandbytes is not installed.
+    """
+    if args.lora_r < 0:
+        sys.exit(f"--lora_r {args.lora_r}: expected 0 (no adapters) or the rank of the adapters")
+    if args.lora_r == 0:
+        refuse_without_adapters(args)
+        return
+    import_library("peft", needed_by=f"--lora_r {args.lora_r}", extra="lora")
+    if args.lora_alpha is None:
+        args.lora_alpha = 2.0 * args.lora_r
+    if args.lora_alpha <= 0:
+        sys.exit(f"--lora_alpha {args.lora_alpha}: expected more than 0")
+    if not 0 <= args.lora_dropout < 1:
+        sys.exit(f"--lora_dropout {args.lora_dropout}: expected 0 to below 1")
+    if ALL_LINEAR in args.lora_target_modules and len(args.lora_target_modules) > 1:
+        sys.exit(
+            f"--lora_target_modules {' '.join(args.lora_target_modules)}: {ALL_LINEAR} stands for "
+            "every linear layer, so give it alone, or only the names of layers"
+        )
+    if args.load_in_4bit:
+        import_library("bitsandbytes", needed_by="--load_in_4bit", extra="qlora")
+        if engine.is_sharded(accelerator):
+            sys.exit(
+                f"--load_in_4bit does not work under {engine.describe(accelerator)}: it cannot cut "
+                "packed weights. Use single_gpu.yaml or ddp.yaml, or ds_zero3.yaml without it"
+            )
+
+
+def refuse_without_adapters(args) -> None:
+    """Refuses settings that mean nothing at `--lora_r 0`."""
+    given = {
+        "lora_alpha": args.lora_alpha is not None,
+        "lora_dropout": args.lora_dropout != 0,
+        "lora_target_modules": args.lora_target_modules != [ALL_LINEAR],
+    }
+    for name, is_given in given.items():
+        if is_given:
+            sys.exit(f"--{name} would be ignored without adapters: give --lora_r, such as 16")
+    if args.load_in_4bit:
+        sys.exit("--load_in_4bit: weights of 4 bits cannot be trained: give --lora_r, such as 16")
+
+
+def import_library(name: str, needed_by: str, extra: str):
+    """Imports a library of an extra, and says how to install it if it is not there."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        sys.exit(f"{needed_by} needs {name}: pip install -e '.[{extra}]' ({error})")
+
+
+def in_4bit(accelerator, args) -> BitsAndBytesConfig | None:
+    """Returns how the base is packed into 4 bits; None without `--load_in_4bit`.
+
+    These are QLoRA's settings: NormalFloat, and the scales of its blocks packed again. Products are
+    computed in the precision of the run.
+    """
+    if not args.load_in_4bit:
+        return None
+    precisions = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=precisions[accelerator.mixed_precision],
+    )
+
+
+# ============================================================ the adapters
+def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
+    """Freezes the models in a module and gives each an adapter; does nothing at `--lora_r 0`.
+
+    A score head is trained whole, and saved with the adapter. Call it after
+    `architecture.freeze_unreached`, since what text does not reach gets no adapter.
+
+    Args:
+        wrapper: a `ModelWrapper`, not prepared yet. PPO's has two models.
+        args: needs `lora_r lora_alpha lora_dropout lora_target_modules`.
+
+    Raises:
+        SystemExit: a name in `lora_target_modules` is no linear layer of the model, or is one that
+            cannot have an adapter.
+    """
+    if not args.lora_r:
+        return
+    total = engine.count_parameters(wrapper)
+    for path, model in architecture.whole_models(wrapper).items():
+        layers = layers_to_adapt(model, args.lora_target_modules)
+        add_adapter(model, layers, args, seed=torch.initial_seed() + len(path))
+    trained = engine.count_trained_parameters(wrapper)
+    kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
+    accelerator.print(
+        f"adapters of rank {args.lora_r}, alpha {args.lora_alpha:g} on {len(layers)} layers "
+        f"({', '.join(kinds)}): {trained:,} trained parameters beside {total:,} frozen ones"
+    )
+
+
+def add_adapter(model: PreTrainedModel, layers: list[str], args, seed: int) -> None:
+    """Freezes a model, and adds an adapter on these layers.
+
+    The adapter's weights follow from the seed alone, whatever random numbers the engine used up.
+    """
+    import peft
+
+    is_scorer = hasattr(model, "score")
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS" if is_scorer else "CAUSAL_LM",
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=short_names(model, layers),
+        modules_to_save=["score"] if is_scorer else None,
+    )
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # So the model keeps its class, unlike inside a `PeftModel`.
+        model.add_adapter(config, ADAPTER)
+    base = model.config.name_or_path
+    if Path(base).is_dir():
+        base = str(Path(base).resolve())  # so that the adapter is found its base from anywhere
+    config.base_model_name_or_path = base
+    config.target_modules = sorted(config.target_modules)  # else a set, written in any order
+    config.inference_mode = True  # of the saved file: whoever loads it does not train it
+
+
+def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
+    """Returns the names of the layers that get an adapter.
+
+    With `all-linear` these are all linear layers that text reaches, except output layer and score
+    head.
+
+    Args:
+        targets: `all-linear` alone, or names of layers as peft takes them: whole ones, or their
+            ends after a dot, such as `q_proj`.
+
+    Raises:
+        SystemExit: see `add_adapters`.
+    """
+    heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
+    layers = []
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads
+        if is_linear and is_reached(module):
+            layers.append(name)
+    if targets != [ALL_LINEAR]:
+        for target in targets:
+            check_target(model, target, layers)
+        layers = [layer for layer in layers if any(is_named(layer, name) for name in targets)]
+    if not layers:
+        sys.exit(f"{type(model).__name__} has no linear layers that could get an adapter")
+    return layers
+
+
+def is_reached(layer: nn.Module) -> bool:
+    """Whether `architecture.freeze_unreached` left a layer to be trained.
+
+    Packed weights are never trained, so of those it cannot be told.
+    """
+    return layer.weight.requires_grad or not layer.weight.is_floating_point()
+
+
+def is_named(layer: str, target: str) -> bool:
+    """Whether peft means a layer by this name."""
+    return layer == target or layer.endswith(f".{target}")
+
+
+def check_target(model: PreTrainedModel, target: str, layers: list[str]) -> None:
+    """Refuses a name in `lora_target_modules` that is none of these layers, and says why."""
+    named = [name for name, _ in model.named_modules() if is_named(name, target)]
+    outside = sorted(set(named) - set(layers))
+    if named and not outside:
+        return
+    modules = {id(model.get_submodule(name)) for name in named}
+    reason = f"{type(model).__name__} has no module of that name"
+    if id(model.get_input_embeddings()) in modules or id(model.get_output_embeddings()) in modules:
+        reason = (
+            "embeddings and the output layer get no adapter, since many models share one matrix "
+            "for both, and log-probs are computed from that matrix itself"
+        )
+    elif id(getattr(model, "score", None)) in modules:
+        reason = "the score head is trained whole, without an adapter"
+    elif named:
+        reason = f"{outside[0]} is not a linear layer that text reaches"
+    kinds = sorted({layer.rpartition(".")[2] for layer in layers})
+    sys.exit(f"--lora_target_modules {target}: {reason}. There are {', '.join(kinds)}")
+
+
+def short_names(model: PreTrainedModel, layers: list[str]) -> list[str]:
+    """Returns the last parts of the layers' names, or whole names where those mean other layers.
+
+    The saved config holds them, and peft finds the layers by them again.
+    """
+    short = sorted({layer.rpartition(".")[2] for layer in layers})
+    meant = {
+        name for name, _ in model.named_modules() if any(is_named(name, part) for part in short)
+    }
+    return short if meant == set(layers) else sorted(layers)
+
+
+# ============================================================ the base
+class Base(nn.Module):
+    """A prepared model with its adapters off: the policy before training, in no memory of its own.
+
+    Its forward pass runs through the prepared module, so it sees the same shards and the same
+    precision. Call it under `torch.no_grad`, and before the policy's own forward pass of a batch.
+
+    Args:
+        prepared: what `accelerator.prepare` returned.
+        settings: what its forward pass is always given.
+    """
+
+    def __init__(self, prepared: nn.Module, **settings):
+        super().__init__()
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self.prepared = prepared
+        self.settings = settings
+        self.adapted = [layer for layer in prepared.modules() if isinstance(layer, BaseTunerLayer)]
+
+    def forward(self, *args, **kwargs):
+        """Returns what the prepared model returns without its adapters."""
+        with self.adapters_off():
+            return self.prepared(*args, **kwargs, **self.settings)
+
+    @contextlib.contextmanager
+    def adapters_off(self):
+        """Turns the adapters off inside the block, and on again even after an error.
+
+        peft's own switch would also freeze and unfreeze the adapters' weights, which engines that
+        cut weights do not expect.
+        """
+        for layer in self.adapted:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in self.adapted:
+                layer._disable_adapters = False
+
+
+def fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
+    """Returns the fingerprints of the frozen bases, by what messages call them.
+
+    A checkpoint holds the adapters alone, so it notices by these that a base has changed. Without
+    adapters there are none. All processes must call it.
+    """
+    found = {}
+    for path, model in architecture.whole_models(wrapper).items():
+        if has_adapter(model):
+            name = "base model" if path == "model" else f"base model of {path}"
+            name = name.removesuffix(".model")
+            found[name] = load.fingerprint(accelerator, model.config.name_or_path, model.config)
+    return found
+
+
+def flop_per_token(wrapper: nn.Module) -> int:
+    """Returns the operations that training takes for each token, attention to others left out.
+
+    For each trained parameter these are 2 in the forward and 4 in the backward pass; for each
+    frozen one below an adapter 2 and 2, since it needs no gradient of its own.
+    """
+    operations = 6 * engine.count_trained_parameters(wrapper)
+    for model in architecture.whole_models(wrapper).values():
+        if has_adapter(model):
+            unread = architecture.parameters_of_other_senses(model)
+            for name, parameter in model.named_parameters():
+                if not parameter.requires_grad and name not in unread:
+                    operations += 4 * engine.size_of(parameter)
+    return operations
+
+
+# ============================================================ their weights
+def has_adapter(module: nn.Module) -> bool:
+    """Whether a model, or a module with models inside, has adapters."""
+    models = architecture.whole_models(module).values()
+    return any(getattr(model, "_hf_peft_config_loaded", False) for model in models)
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that are trained, by name: of a model with adapters, those alone."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def trained_part(module: nn.Module) -> nn.Module:
+    """Returns a module that holds the trained parameters of another, for checkpoints."""
+    parameters = trained_parameters(module)
+    # A parameter's own name may hold no dots.
+    return nn.ParameterDict({name.replace(".", "/"): p for name, p in parameters.items()})
+
+
+def gather_adapters(unwrapped: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns copies of the whole trained weights by name; all processes must call it."""
+    parameters = trained_parameters(unwrapped)
+    weights = {}
+    with zero.gathered(list(parameters.values())):
+        for name, parameter in parameters.items():
+            value = parameter.detach()
+            if hasattr(value, "full_tensor"):  # FSDP2 holds a part on each process
+                value = value.full_tensor()
+            weights[name] = value.to("cpu", copy=True)
+    return weights
+
+
+def complete_folder(model: PreTrainedModel, folder: Path) -> None:
+    """Writes beside a saved adapter what peft's files do not say: a card, a reward's moments."""
+    base = model.peft_config[ADAPTER].base_model_name_or_path
+    card = f"""---
+library_name: peft
+base_model: {base}
+tags: [lora]
+---
+
+A LoRA adapter of `{base}`.
+"""
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    moments = {
+        name: getattr(model.config, name)
+        for name in ("reward_mean", "reward_std")
+        if hasattr(model.config, name)
+    }
+    if moments:
+        text = json.dumps(moments, indent=2) + "\n"
+        (folder / MOMENTS_FILE).write_text(text, encoding="utf-8")
