@@ -197,8 +197,10 @@ def evaluation_lines(output_dir: Path) -> list[dict]:
 
 
 def weights(output_dir: Path, folder: str = "actor") -> torch.Tensor:
-    """All parameters of a saved actor as one fp64 vector, in the order of their names."""
-    state = load_file(Path(output_dir) / folder / "model.safetensors")
+    """All parameters of a saved actor, or of its adapter, as one fp64 vector, in the order of their names."""
+    path = Path(output_dir) / folder
+    is_adapter = (path / "adapter_config.json").exists()
+    state = load_file(path / ("adapter_model.safetensors" if is_adapter else "model.safetensors"))
     return torch.cat([state[name].double().flatten() for name in sorted(state)])
 
 

@@ -209,6 +209,27 @@ def test_every_split_is_the_same_run(inputs, name, launcher, micro):
     assert_same_run(reference, run(inputs, name, launcher, micro), name)
 
 
+LORA = ["--lora_r", 4, "--lora_alpha", 16]
+LORA_SPLITS = [("zero3", "tokens"), ("ddp", 2), ("fsdp2", 4), ("zero2", "tokens")]
+FAST_LORA = [("dpo", "zero3"), ("ppo", "ddp")]
+
+
+@pytest.mark.parametrize(
+    "name, launcher, micro",
+    [
+        pytest.param(name, *split, marks=[pytest.mark.slow] * ((name, split[0]) not in FAST_LORA))
+        for split in LORA_SPLITS
+        for name in HALF
+    ],
+)
+def test_with_adapters_every_split_is_the_same_run(inputs, name, launcher, micro):
+    """The reference of DPO, PPO and GRPO is the base below the adapters."""
+    reference = run(inputs, name, *REFERENCE, *LORA)
+    first, *_, last = training_lines(reference)
+    assert first["loss"] != last["loss"] and weights(reference).isfinite().all()
+    assert_same_run(reference, run(inputs, name, launcher, micro, *LORA), name)
+
+
 def test_the_kl_coefficient_is_adapted_to_a_kl_near_its_target(inputs):
     """Far from it the step is clipped, and every split would adapt alike, whichever KL it took."""
     reference = training_lines(run(inputs, "ppo", *REFERENCE))

@@ -103,6 +103,7 @@ def import_libraries() -> None:
     import accelerate.commands.launch
     import datasets  # noqa: F401
     import deepspeed
+    import peft  # noqa: F401
     import torch.distributed.run
     import torch.utils.tensorboard
     from transformers import AutoModelForSequenceClassification, LlamaForCausalLM  # noqa: F401
