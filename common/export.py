@@ -2,6 +2,7 @@
 
     python -m common.export runs/dpo/.../checkpoints/global_step_000100 OUT [--dtype bfloat16]
     python -m common.export runs/ppo/.../checkpoints/global_step_000100 OUT --critic
+    python -m common.export runs/dpo/.../checkpoints/global_step_000100 OUT --merge
     python -m common.export runs/dpo/.../checkpoints/global_step_000100 OUT --universal
 
 Every checkpoint holds the actor in safetensors, whatever recipe, strategy and ZeRO stage wrote it.
@@ -9,6 +10,10 @@ The first command checks the checkpoint against its manifest and copies those fi
 that the manifest names, bit for bit unless `--dtype` converts it. It follows no links. OUT is then
 an ordinary Hugging Face folder. This works offline, without a GPU, and reads no pickle. With
 `--critic` it is PPO's critic instead, a sequence classifier with one label.
+
+Of a run with `--lora_r` the checkpoint holds adapters. OUT is then an ordinary folder of peft. With
+`--merge` it is a whole model, the adapter added to its base in fp32; the base must be where the
+adapter's config says.
 
 DeepSpeed cuts its own files for the processes that wrote them. With `--universal` OUT is a whole
 checkpoint again, from which another number of processes can resume, in the same ZeRO stage and
@@ -88,7 +93,13 @@ def make_temporary(out: Path) -> Path:
 # ============================================================ the actor, the critic
 
 
-def export(checkpoint: Path, out: Path, dtype: str | None = None, model: str = "actor") -> None:
+def export(
+    checkpoint: Path,
+    out: Path,
+    dtype: str | None = None,
+    model: str = "actor",
+    merge_adapter: bool = False,
+) -> None:
     """Copies `checkpoint/actor`, or another model's folder, to `out`.
 
     Args:
@@ -97,13 +108,15 @@ def export(checkpoint: Path, out: Path, dtype: str | None = None, model: str = "
         dtype: one of `DTYPES`, to which floating-point weights are converted; None leaves them as
             they are.
         model: the name of the folder, `actor` or `critic`.
+        merge_adapter: write a whole model instead of an adapter.
 
     Raises:
         SystemExit: the checkpoint is foreign, torn or damaged (with the file and what is wrong with
-            it) or has no such model, or `out` is taken.
+            it) or has no such model, or `out` is taken; there is no adapter to merge, or no base.
     """
     names = [name for name in check(checkpoint, out) if name.startswith(f"{model}/")]
-    if f"{model}/config.json" not in names:
+    is_adapter = f"{model}/adapter_config.json" in names
+    if f"{model}/config.json" not in names and not is_adapter:
         if model == "critic":
             sys.exit(
                 f"{checkpoint} holds no critic: only checkpoints of recipes/ppo.py do, since the "
@@ -113,9 +126,27 @@ def export(checkpoint: Path, out: Path, dtype: str | None = None, model: str = "
     temporary = make_temporary(out)
     of_model = [name.removeprefix(f"{model}/") for name in names]
     copy_files(checkpoint / model, of_model, temporary)
+    if merge_adapter:
+        if not is_adapter:
+            sys.exit(
+                f"{checkpoint}: its {model} is whole already: --merge is for runs with --lora_r"
+            )
+        temporary = merged(temporary, out)
     if dtype:
         convert(temporary, dtype)
     folders.replace(temporary, out)
+
+
+def merged(adapter: Path, out: Path) -> Path:
+    """Replaces an adapter's folder by one with the whole model, and returns that."""
+    from common.models import merge  # slow to import
+
+    whole = out.with_name(f".{out.name}.merging")
+    try:
+        merge.write(adapter, whole)
+    finally:
+        shutil.rmtree(adapter)
+    return whole
 
 
 def convert(folder: Path, dtype: str) -> None:
@@ -128,9 +159,10 @@ def convert(folder: Path, dtype: str) -> None:
             if tensor.is_floating_point():
                 tensors[name] = tensor.to(getattr(torch, dtype))
         save_file(tensors, path, metadata=metadata)
-    from common import actor  # slow to import
+    if (folder / "config.json").is_file():  # an adapter has none
+        from common import actor  # slow to import
 
-    actor.write_dtype(folder, dtype)
+        actor.write_dtype(folder, dtype)
 
 
 # ============================================================ a universal checkpoint
@@ -230,19 +262,26 @@ def main() -> None:
         help="PPO's critic instead of the actor",
     )
     parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="the whole model instead of the adapter, for runs with --lora_r",
+    )
+    parser.add_argument(
         "--universal",
         action="store_true",
         help="a whole checkpoint for another number of processes, not the actor",
     )
     args = parser.parse_args()
-    if args.universal and (args.dtype or args.critic):
+    if args.universal and (args.dtype or args.critic or args.merge):
         parser.error(
-            "--dtype and --critic are for one model, --universal keeps every weight as it is"
+            "--dtype, --critic and --merge are for one model, --universal keeps every weight as it "
+            "is"
         )
     if args.universal:
         universal(args.checkpoint, args.out)
     else:
-        export(args.checkpoint, args.out, args.dtype, "critic" if args.critic else "actor")
+        model = "critic" if args.critic else "actor"
+        export(args.checkpoint, args.out, args.dtype, model, args.merge)
     print(f"wrote {args.out}")
 
 

@@ -124,6 +124,28 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
     ]  # each step once, whatever the killed run wrote
 
 
+LORA = ["--lora_r", 4, "--lora_dropout", 0.1]
+LORA_OF_SAMPLERS = ["--lora_r", 4]  # their policy has no dropout
+LORA_CASES = [("dpo", "plain"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+    ("sft", "ddp"), ("reward", "zero3"), ("dpo", "growing"), ("dpo", "fsdp2"), ("ppo", "zero2"), ("ppo", "zero3"), ("grpo", "zero3")])]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, launcher", LORA_CASES)
+def test_with_adapters_killed_and_resumed_is_the_run_never_killed(inputs, name, launcher):
+    more = LORA_OF_SAMPLERS if name in MORE else LORA
+    reference, output = (
+        inputs / f"lora-{name}-{launcher}",
+        inputs / f"lora-killed-{name}-{launcher}",
+    )
+    launch(LAUNCHERS[launcher], recipe(name), *flags(inputs, name, reference), *more)
+    kill_when(inputs, name, launcher, output, lambda: wrote(output, 9), *more)
+    resumed = [*flags(inputs, name, output), *more, "--resume", "auto"]
+    result = launch(LAUNCHERS[launcher], recipe(name), *resumed)
+    assert "resumed from" in result.stdout
+    assert timeless(output) == timeless(reference)
+    assert torch.equal(weights(output), weights(reference))
+
+
 @pytest.mark.slow
 def test_a_run_on_a_mixture_killed_and_resumed_is_the_run_never_killed(inputs):
     """46 samples an epoch, 6 updates: it is killed in the second, which takes the other half of a set."""
@@ -287,7 +309,7 @@ def test_export_gives_the_actor_the_run_saved(
     with pytest.raises(SystemExit):
         call(checkpoint, tmp_path / "both", "--universal", "--dtype", "bfloat16")
     assert (
-        "--dtype and --critic are for one model" in capsys.readouterr().err
+        "--dtype, --critic and --merge are for one model" in capsys.readouterr().err
         and not (tmp_path / "both").exists()
     )
     torn = shutil.copytree(checkpoint, tmp_path / "torn")

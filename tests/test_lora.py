@@ -1,0 +1,554 @@
+"""Adapters: which layers get one, what is trained, saved, merged and refused, and the base as the reference.
+
+test_invariance.py, test_resume.py and test_references.py have their cases with adapters, too.
+"""
+
+import json
+import math
+import subprocess
+import sys
+import types
+
+import peft
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
+
+import architectures
+from common.models import architecture, lora, merge, packing, prepare
+from common.models.logprobs import LogProbModel, ScoreModel
+from runs import (
+    LAUNCHERS,
+    REPOSITORY,
+    config_launcher,
+    evaluation_lines,
+    launch,
+    recipe,
+    refuses,
+    tiny_inputs,
+    tiny_llama,
+    training_lines,
+    weights,
+)
+
+LORA = ["--lora_r", 4, "--lora_alpha", 16]
+PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 8, "--generate_batch_size", 8,
+       "--score_batch_size", 8, "--max_new_tokens", 4, "--critic_learning_rate", 0.01]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return tiny_inputs(tmp_path_factory.mktemp("lora"))
+
+
+def flags(inputs, name, output, *more):
+    data = "ppo" if name == "grpo" else name
+    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{data}.jsonl", "--output_dir", output, "--train_batch_size", 8,
+            "--micro_train_batch_size", 4, "--max_steps", 4, "--learning_rate", 0.01, "--weight_decay", 0.1, "--warmup_steps", 0,
+            "--report_to", "none", "--logging_steps", 1, *(PPO if name == "ppo" else []), *more]  # fmt: skip
+
+
+def arguments_of(**given):
+    defaults = dict(lora_r=4, lora_alpha=None, lora_dropout=0.0, lora_target_modules=["all-linear"], load_in_4bit=False)  # fmt: skip
+    return types.SimpleNamespace(**{**defaults, **given})
+
+
+def adapted(model, **given):
+    """A wrapper around a model with adapters, as the recipes make it."""
+    accelerator = Accelerator(cpu=True)
+    args = arguments_of(**given)
+    lora.check_settings(accelerator, args)
+    wrapper = (ScoreModel if hasattr(model, "score") else LogProbModel)(model)
+    architecture.freeze_unreached(accelerator, wrapper, max_length=16)
+    lora.add_adapters(accelerator, wrapper, args)
+    return wrapper
+
+
+# ============================================================ settings
+@pytest.mark.parametrize("given, parts", [
+    (dict(lora_r=-1), ["--lora_r -1", "expected 0"]),
+    (dict(lora_r=0, lora_alpha=16.0), ["--lora_alpha would be ignored", "--lora_r"]),
+    (dict(lora_r=0, lora_dropout=0.1), ["--lora_dropout would be ignored", "--lora_r"]),
+    (dict(lora_r=0, lora_target_modules=["q_proj"]), ["--lora_target_modules would be ignored", "--lora_r"]),
+    (dict(lora_r=0, load_in_4bit=True), ["--load_in_4bit", "cannot be trained", "--lora_r"]),
+    (dict(lora_alpha=0.0), ["--lora_alpha 0.0", "more than 0"]),
+    (dict(lora_dropout=1.0), ["--lora_dropout 1.0", "0 to below 1"]),
+    (dict(lora_target_modules=["all-linear", "q_proj"]), ["all-linear q_proj", "give it alone"]),
+])  # fmt: skip
+def test_settings_that_mean_nothing_are_refused(given, parts):
+    refuses(*parts, call=lambda: lora.check_settings(Accelerator(cpu=True), arguments_of(**given)))
+
+
+def test_alpha_is_twice_the_rank():
+    args = arguments_of(lora_r=8)
+    lora.check_settings(Accelerator(cpu=True), args)
+    assert args.lora_alpha == 16
+
+
+def test_a_library_that_is_not_installed_is_named():
+    refuses("--lora_r 4 needs no_such_library", "pip install -e '.[lora]'",
+            call=lambda: lora.import_library("no_such_library", "--lora_r 4", "lora"))  # fmt: skip
+
+
+@pytest.mark.parametrize("target, reason", [
+    ("embed_tokens", "embeddings and the output layer get no adapter"),
+    ("lm_head", "embeddings and the output layer get no adapter"),
+    ("norm", "model.norm is not a linear layer"),
+    ("query", "LlamaForCausalLM has no module of that name"),
+])  # fmt: skip
+def test_targets_that_cannot_have_an_adapter_are_refused(inputs, target, reason):
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    refuses(f"--lora_target_modules {target}: {reason}", "There are down_proj, gate_proj, k_proj",
+            call=lambda: adapted(model, lora_target_modules=["q_proj", target]))  # fmt: skip
+
+
+def test_a_score_head_as_target_is_refused(inputs):
+    model = LlamaForSequenceClassification(
+        LlamaConfig.from_pretrained(inputs / "model", num_labels=1)
+    )
+    refuses("--lora_target_modules score: the score head is trained whole", call=lambda: adapted(model, lora_target_modules=["score"]))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_policy_that_samples_has_no_dropout(inputs, tmp_path, name):
+    more = [
+        "--reward_function",
+        "common.rollout.rewards:answer_reward",
+        *LORA,
+        "--lora_dropout",
+        0.1,
+    ]
+    result = launch([], recipe(name), *flags(inputs, name, tmp_path / "out", *more), check=False)
+    assert (
+        result.returncode and "--lora_dropout 0.1: expected 0, since the sampler" in result.stdout
+    )
+    assert "Traceback" not in result.stdout
+
+
+# ============================================================ which layers
+@pytest.mark.parametrize("name, kinds, count", [
+    ("llama", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"], 14),
+    ("qwen3", ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"], 14),
+    ("gpt2", ["c_attn", "c_fc", "c_proj"], 8),  # Conv1D
+    ("phi3", ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"], 8),
+    ("gpt_neox", ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"], 8),
+    ("mixtral", ["k_proj", "o_proj", "q_proj", "v_proj"], 8),  # its experts are one tensor, and get none
+])  # fmt: skip
+def test_all_linear_layers_but_the_output_layer_get_an_adapter(name, kinds, count):
+    model = architectures.build(name)
+    layers = lora.layers_to_adapt(model, ["all-linear"])
+    assert len(layers) == count and sorted({layer.rpartition(".")[2] for layer in layers}) == kinds
+
+
+def test_a_tower_gets_no_adapter_though_its_layers_have_the_same_names():
+    wrapper = adapted(architectures.build("gemma3"))
+    trained = lora.trained_parameters(wrapper)
+    assert len(trained) == 2 * 14 and all("language_model" in name for name in trained)
+    # So whole names are saved: `q_proj` would mean the tower's, too.
+    targets = wrapper.model.peft_config["default"].target_modules
+    assert len(targets) == 14 and all("language_model" in name for name in targets)
+
+
+def test_the_formula_and_what_is_trained(inputs):
+    """`W + alpha / r * B A`, by hand; every other weight is frozen, and B is zero at first."""
+    plain = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    torch.manual_seed(5)
+    wrapper = adapted(AutoModelForCausalLM.from_pretrained(inputs / "model"), lora_alpha=12.0)
+    trained = lora.trained_parameters(wrapper)
+    assert set(trained) == {name for name, _ in wrapper.named_parameters() if "lora_" in name}
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(wrapper.model(ids).logits, plain(ids).logits)
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.normal_(std=0.1)
+        for name, layer in plain.named_modules():
+            if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+                a, b = (trained[f"model.{name}.lora_{part}.default.weight"] for part in "AB")
+                layer.weight += 12 / 4 * b @ a
+    torch.testing.assert_close(wrapper.model(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_the_draw_follows_from_the_seed_alone(inputs):
+    def drawn(used_up: int):
+        torch.manual_seed(3)
+        torch.rand(used_up)  # as an engine may do while it loads
+        wrapper = adapted(AutoModelForCausalLM.from_pretrained(inputs / "model"))
+        return lora.trained_parameters(wrapper), torch.rand(1)
+
+    (one, after), (other, _) = drawn(0), drawn(100)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.rand(1))  # and no later number depends on it
+    matrix = one[
+        "model.model.layers.0.mlp.down_proj.lora_A.default.weight"
+    ]  # kaiming_uniform_(a=sqrt(5))
+    assert 0.8 < matrix.abs().max() * math.sqrt(64) <= 1
+
+
+def test_flop_per_token_by_hand(inputs):
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    everything = sum(p.numel() for p in model.parameters())
+    assert lora.flop_per_token(LogProbModel(model)) == 6 * everything
+    wrapper = adapted(
+        AutoModelForCausalLM.from_pretrained(inputs / "model"), lora_target_modules=["q_proj"]
+    )
+    adapters = 2 * 2 * 4 * 32  # layers, A and B, rank, width
+    assert lora.flop_per_token(wrapper) == 4 * everything + 6 * adapters
+
+
+# ============================================================ the base
+def test_switched_off_they_change_nothing_even_after_an_error(inputs):
+    plain = LogProbModel(AutoModelForCausalLM.from_pretrained(inputs / "model"))
+    wrapper = adapted(AutoModelForCausalLM.from_pretrained(inputs / "model"))
+    for one in (plain, wrapper):
+        prepare.disable_dropout(one)
+    with torch.no_grad():
+        for parameter in lora.trained_parameters(wrapper).values():
+            parameter.normal_(std=0.1)
+    batch = packing.make_batch([[3, 4, 5]], [[6, 7]], False, "cpu")
+    base = lora.Base(wrapper)
+    expected, moved = plain(batch)["logps"], wrapper(batch)["logps"]
+    assert torch.equal(base(batch)["logps"], expected) and not torch.allclose(moved, expected)
+    assert torch.equal(wrapper(batch)["logps"], moved)
+    with pytest.raises(TypeError):
+        base(None)
+    assert torch.equal(wrapper(batch)["logps"], moved) and moved.requires_grad
+
+
+BASE_RUNS = [("dpo", "plain"), ("dpo", "zero3"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+    ("dpo", "fsdp2"), ("dpo", "zero2"), ("ppo", "zero3"), ("grpo", "fsdp2")])]  # fmt: skip
+MORE = {"dpo": [], "ppo": ["--kl_coef", 0.5], "grpo": [
+    "--kl_coef", 0.5, "--reward_function", "tests.ties:ties", "--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--generate_batch_size", 8,
+    "--score_batch_size", 8, "--max_new_tokens", 6]}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, launcher", BASE_RUNS)
+def test_the_base_is_the_reference(inputs, name, launcher):
+    """The numbers of a run whose reference is a model of its own, shared prompts included."""
+    own, separate = inputs / f"base-{name}-{launcher}", inputs / f"separate-{name}-{launcher}"
+    for output, more in ((own, []), (separate, ["--ref_model_name_or_path", inputs / "model"])):
+        said = launch(
+            LAUNCHERS[launcher],
+            recipe(name),
+            *flags(inputs, name, output, *LORA, *MORE[name], *more),
+        ).stdout
+        assert "prompts are computed once" in said
+    moved = False
+    for one, other in zip(training_lines(own), training_lines(separate), strict=True):
+        for key in one.keys() - {key for key in one if key.startswith("perf/")}:
+            assert one[key] == pytest.approx(other[key], rel=1e-6, abs=2e-6), key
+        moved = (
+            moved
+            or abs(one.get("rewards/margins", one.get("objective/kl", one.get("kl", 0)))) > 1e-4
+        )
+    assert moved  # else a policy that never left its reference would pass
+    torch.testing.assert_close(weights(own), weights(separate), rtol=1e-5, atol=1e-6)
+
+
+# ============================================================ what is trained and saved
+HELD = """
+import os, runpy, sys
+import torch
+from common import actor, zero
+
+publish = actor.publish
+
+
+def hold(accelerator, prepared, unwrapped, *rest, **settings):
+    frozen = {name: p for name, p in unwrapped.named_parameters() if not p.requires_grad}
+    with zero.gathered(list(frozen.values())):
+        held = {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for name, p in frozen.items()}
+    if accelerator.is_main_process:
+        torch.save(held, os.environ["HELD"])
+    publish(accelerator, prepared, unwrapped, *rest, **settings)
+
+
+actor.publish = hold
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def mean_logp(model, tokenizer, rows) -> float:
+    """The mean log-prob of the chosen answers by plain transformers, one row at a time."""
+    total = 0.0
+    for row in rows:
+        prompt = tokenizer.apply_chat_template(
+            row["prompt"], add_generation_prompt=True, tokenize=False
+        )
+        ids = tokenizer(
+            tokenizer.apply_chat_template(row["prompt"] + row["chosen"], tokenize=False),
+            return_tensors="pt",
+        ).input_ids
+        start = len(tokenizer(prompt).input_ids)
+        with torch.no_grad():
+            logps = model(ids).logits[0, :-1].float().log_softmax(-1)
+        total += logps.gather(1, ids[0, 1:, None])[start - 1 :].sum().item()
+    return total / len(rows)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "plain",
+        *(
+            pytest.param(launcher, marks=pytest.mark.slow)
+            for launcher in ("zero2", "zero3", "fsdp2", "ds_fp16")
+        ),
+    ],
+)
+def test_every_way_to_load_the_adapter_gives_the_model_that_was_trained(inputs, tmp_path, launcher):
+    """Its log-probs are those of the last evaluation, and the base stands still to the last bit."""
+    way = config_launcher(launcher, 2) if launcher == "ds_fp16" else LAUNCHERS[launcher]
+    script, output = tmp_path / "hold.py", tmp_path / "out"
+    script.write_text(HELD)
+    more = ["--eval_dataset_name", inputs / "dpo.jsonl", "--save_steps", 4, *LORA]
+    said = launch(
+        way,
+        script,
+        recipe("dpo"),
+        *flags(inputs, "dpo", output, *more),
+        env={"HELD": str(tmp_path / "held.pt")},
+    ).stdout
+    assert "saved the actor's adapter in " in said
+
+    base = load_file(inputs / "model/model.safetensors")
+    held = {
+        name.removeprefix("model.").replace(".base_layer", ""): value
+        for name, value in torch.load(tmp_path / "held.pt").items()
+    }
+    assert held.keys() == base.keys() and all(
+        torch.equal(held[name], base[name].to(held[name].dtype)) for name in base
+    )
+
+    checkpoint = output / "checkpoints/global_step_000004"
+    for out, merging in ((tmp_path / "adapter", []), (tmp_path / "merged", ["--merge"])):
+        command = [sys.executable, "-m", "common.export", str(checkpoint), str(out), *merging]
+        subprocess.run(command, cwd=REPOSITORY, check=True)
+    config = json.loads((output / "actor/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(inputs / "model") and config["inference_mode"]
+    assert (tmp_path / "adapter/adapter_model.safetensors").read_bytes() == (
+        output / "actor/adapter_model.safetensors"
+    ).read_bytes()
+    assert f"base_model: {inputs / 'model'}" in (output / "actor/README.md").read_text()
+    assert not (tmp_path / "merged/adapter_config.json").exists()
+
+    tokenizer = AutoTokenizer.from_pretrained(output / "actor")
+    rows = [json.loads(line) for line in (inputs / "dpo.jsonl").read_text().splitlines()]
+    logged = evaluation_lines(output)[-1]["eval/logps/chosen"]
+    assert abs(logged - evaluation_lines(output)[0]["eval/logps/chosen"]) > 0.05
+    for model in (
+        peft.AutoPeftModelForCausalLM.from_pretrained(output / "actor", dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(output / "actor", dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+    ):
+        exactness = 1e-3 if launcher == "ds_fp16" else 1e-5
+        assert mean_logp(model.eval(), tokenizer, rows) == pytest.approx(logged, rel=exactness)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "plain",
+        *(
+            pytest.param(launcher, marks=pytest.mark.slow)
+            for launcher in ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+        ),
+    ],
+)
+def test_a_checkpoint_holds_the_adapter_and_its_optimizer_only(inputs, tmp_path, launcher):
+    """A base of 4 MB: a checkpoint of 16 bytes for each trained number, and 20 at most, besides names."""
+    tiny_llama(tmp_path / "model", hidden_size=256, intermediate_size=512)
+    output = tmp_path / "out"
+    more = [
+        "--model_name_or_path",
+        tmp_path / "model",
+        "--save_steps",
+        4,
+        "--save_actor_steps",
+        0,
+        "--lora_r",
+        2,
+    ]
+    launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, "sft", output, *more))
+    trained = sum(
+        tensor.numel() for tensor in load_file(output / "actor/adapter_model.safetensors").values()
+    )
+    assert trained == 2 * 2 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 512))
+    folder = output / "checkpoints/global_step_000004"
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "tokenizer.json"]
+    held = sum(path.stat().st_size for path in files)
+    base = (tmp_path / "model/model.safetensors").stat().st_size
+    assert 16 * trained < held < 20 * trained + 200_000 < base / 4, (held, trained, base)
+
+
+def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
+    """The reward recipe's adapter, and PPO's critic: their scores by plain transformers are those of the adapter merged by hand."""
+    scorer, output = tmp_path / "reward", tmp_path / "ppo"
+    launch(
+        [],
+        recipe("reward"),
+        *flags(inputs, "reward", scorer, "--eval_dataset_name", inputs / "reward.jsonl", *LORA),
+    )
+    more = [
+        "--reward_model_name_or_path",
+        scorer / "actor",
+        "--normalize_reward",
+        "--save_steps",
+        4,
+        *LORA,
+    ]
+    said = launch([], recipe("ppo"), *flags(inputs, "ppo", output, *more)).stdout
+    assert (
+        f"{scorer / 'actor'} is an adapter: merged into its base, in {output / 'base_reward'}"
+        in said
+    )
+
+    ids = torch.arange(3, 20)[None]
+    adapter = load_file(scorer / "actor/adapter_model.safetensors")
+    assert "base_model.model.score.weight" in adapter
+    base = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    with torch.no_grad():
+        for name, layer in base.model.named_modules():
+            if isinstance(layer, torch.nn.Linear):
+                a, b = (
+                    adapter[f"base_model.model.model.{name}.lora_{part}.weight"] for part in "AB"
+                )
+                layer.weight += 16 / 4 * b @ a
+        expected = (
+            base.model(ids).last_hidden_state[:, -1] @ adapter["base_model.model.score.weight"].T
+        )
+    merged = AutoModelForSequenceClassification.from_pretrained(output / "base_reward")
+    torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    moments = json.loads((scorer / "actor/reward_moments.json").read_text())
+    assert moments["reward_std"] > 0
+    assert {name: getattr(merged.config, name) for name in moments} == moments
+
+    # The critic began as that reward model, and its adapter names it as its base.
+    command = [
+        sys.executable,
+        "-m",
+        "common.export",
+        str(output / "checkpoints/global_step_000004"),
+        str(tmp_path / "critic"),
+        "--critic",
+    ]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+    critic = json.loads((tmp_path / "critic/adapter_config.json").read_text())
+    assert critic["base_model_name_or_path"] == str(output / "base_reward") and critic[
+        "modules_to_save"
+    ] == ["score"]
+    subprocess.run(
+        [*command[:4], str(tmp_path / "whole"), "--critic", "--merge"], cwd=REPOSITORY, check=True
+    )
+    one = peft.AutoPeftModelForSequenceClassification.from_pretrained(
+        tmp_path / "critic", num_labels=1
+    ).eval()
+    other = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole").eval()
+    torch.testing.assert_close(one(ids).logits, other(ids).logits, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(other(ids).logits, merged(ids).logits, atol=1e-3)  # it has learned
+
+
+# ============================================================ a model that is an adapter itself
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "plain",
+        pytest.param("zero3", marks=pytest.mark.slow),
+        pytest.param("fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_peft_folder_is_merged_into_a_base_that_the_next_adapter_names(
+    inputs, tmp_path, launcher
+):
+    sft, dpo = tmp_path / "sft", tmp_path / "dpo"
+    launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, "sft", sft, *LORA))
+    more = [
+        "--model_name_or_path",
+        sft / "actor",
+        "--eval_dataset_name",
+        inputs / "dpo.jsonl",
+        "--save_steps",
+        2,
+        *LORA,
+    ]
+    said = launch(LAUNCHERS[launcher], recipe("dpo"), *flags(inputs, "dpo", dpo, *more)).stdout
+    assert f"is an adapter: merged into its base, in {dpo / 'base'}" in said
+    assert json.loads((dpo / "actor/adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(dpo / "base")
+
+    tokenizer = AutoTokenizer.from_pretrained(dpo / "base")
+    rows = [json.loads(line) for line in (inputs / "dpo.jsonl").read_text().splitlines()]
+    evaluations = evaluation_lines(dpo)
+    start = peft.AutoPeftModelForCausalLM.from_pretrained(sft / "actor").eval()
+    assert mean_logp(start, tokenizer, rows) == pytest.approx(
+        evaluations[0]["eval/logps/chosen"], rel=1e-5
+    )
+    end = peft.AutoPeftModelForCausalLM.from_pretrained(dpo / "actor").eval()
+    assert mean_logp(end, tokenizer, rows) == pytest.approx(
+        evaluations[-1]["eval/logps/chosen"], rel=1e-5
+    )
+
+    # A resumed run takes the base as it is. One that has changed is another model.
+    again = [*flags(inputs, "dpo", dpo, *more), "--resume", "auto", "--max_steps", 5]
+    said = launch(LAUNCHERS[launcher], recipe("dpo"), *again).stdout
+    assert "resumed from" in said and "is an adapter" not in said
+    file = dpo / "base/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    refused = launch(LAUNCHERS[launcher], recipe("dpo"), *again, "--max_steps", 6, check=False)
+    assert refused.returncode and "base model: 'weights " in refused.stdout
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused_with_its_base(inputs, tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(tmp_path / "one")
+    file = tmp_path / "one/adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "gone")}))
+    refuses(
+        f"the adapter '{tmp_path / 'one'}' of '{tmp_path / 'gone'}' cannot be merged",
+        call=lambda: merge.write(tmp_path / "one", tmp_path / "out"),
+    )
+    file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "one")}))
+    refuses(
+        "the base is an adapter itself",
+        call=lambda: merge.write(tmp_path / "one", tmp_path / "out"),
+    )
+    # As a user sees it, in the middle of a launch.
+    more = ["--model_name_or_path", tmp_path / "one"]
+    refused = launch(
+        LAUNCHERS["ddp"], recipe("sft"), *flags(inputs, "sft", tmp_path / "run", *more), check=False
+    )
+    assert (
+        refused.returncode
+        and "the base is an adapter itself: merge that one first" in refused.stdout
+    )
+    assert "Traceback" not in refused.stdout and not (tmp_path / "run/base").exists()
+
+
+# ============================================================ a base of 4 bits
+@pytest.mark.parametrize("launcher", ["zero2", "fsdp2"])
+def test_engines_that_cannot_cut_packed_weights_refuse_them(inputs, tmp_path, launcher):
+    result = launch(
+        LAUNCHERS[launcher],
+        recipe("sft"),
+        *flags(inputs, "sft", tmp_path / "out", *LORA, "--load_in_4bit"),
+        check=False,
+    )
+    assert (
+        result.returncode
+        and "--load_in_4bit does not work under" in result.stdout
+        and "ddp.yaml" in result.stdout
+    )
+    assert "Traceback" not in result.stdout
