@@ -132,7 +132,7 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
 
 
 def add_adapter(model: PreTrainedModel, layers: list[str], args, seed: int) -> None:
-    """Freezes a model, and adds an adapter on these layers.
+    """Adds an adapter on these layers of a model; peft freezes all else.
 
     The adapter's weights follow from the seed alone, whatever random numbers the engine used up.
     """
@@ -147,7 +147,6 @@ def add_adapter(model: PreTrainedModel, layers: list[str], args, seed: int) -> N
         target_modules=short_names(model, layers),
         modules_to_save=["score"] if is_scorer else None,
     )
-    model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # So the model keeps its class, unlike inside a `PeftModel`.
