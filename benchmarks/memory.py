@@ -1,6 +1,6 @@
 """What each state takes per parameter, measured on CPU processes, beside what `common.memory` estimates.
 
-    python benchmarks/memory.py [--processes 1 2] [--frozen 1] [--layers 6] [--steps 2] [--configs YAML_OR_JSON ...]
+    python benchmarks/memory.py [--processes 1 2] [--frozen 1] [--layers 6] [--steps 2] [--lora_r 0] [--configs YAML_OR_JSON ...]
 
 Each config is launched with a random Llama (9 million parameters with 6 layers): the project's own `make_accelerator`, `prepare` and
 `prepare_frozen`, two updates of two micro-batches (`--steps`) of 16 tokens. In the second update each storage that a live tensor has is counted once, as
@@ -30,7 +30,7 @@ import yaml
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig
 
-from common.memory import MOMENTS, count_parameters, read_setup, table
+from common.memory import MOMENTS, count_adapter, count_parameters, read_setup, table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = [
@@ -164,14 +164,14 @@ def bare_accelerator(steps: int):
     return accelerator
 
 
-def worker(layers: int, frozen_models: int, steps: int) -> None:
+def worker(layers: int, frozen_models: int, steps: int, lora_r: int = 0) -> None:
     """Runs two updates and prints the table of rank 0 as a line of JSON."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from common import optim
     from common.engine import describe
-    from common.models import packing, prepare
+    from common.models import lora, packing, prepare
     from common.models.logprobs import LogProbModel
     from common.zero import stage
 
@@ -181,6 +181,10 @@ def worker(layers: int, frozen_models: int, steps: int) -> None:
     gc.collect()
     before = allocated()
     policy = LogProbModel(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    settings = argparse.Namespace(
+        lora_r=lora_r, lora_alpha=16.0, lora_dropout=0.0, lora_target_modules=["all-linear"]
+    )
+    lora.add_adapters(accelerator, policy, settings)
     optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.1), lr=1e-4)
     raw = optimizer
     prepared, optimizer = prepare.for_training(accelerator, policy, optimizer)
@@ -318,17 +322,17 @@ def small_config(config: Path, folder: Path) -> Path:
 
 
 def estimated(
-    config: Path, processes: int, frozen: int, layers: int, steps: int, folder: Path
+    config: Path, processes: int, frozen: int, layers: int, steps: int, lora_r: int, folder: Path
 ) -> dict[str, dict[str, float]]:
     """Bytes of each state at each moment, by the names used here."""
     LlamaConfig(
         **MODEL, num_hidden_layers=layers, architectures=["LlamaForCausalLM"]
     ).save_pretrained(folder)
     parameters, unit, _ = count_parameters(str(folder))
+    adapter = count_adapter(str(folder), lora_r)[0] if lora_r else 0
+    setup = read_setup(config, processes)._replace(accumulates=steps > 1)
     result = {moment: dict.fromkeys(STATES, 0.0) for moment in MOMENTS}
-    for _where, name, _formula, *sizes in table(
-        read_setup(config, processes)._replace(accumulates=steps > 1), parameters, unit, 1, frozen
-    ):
+    for _where, name, _formula, *sizes in table(setup, parameters, unit, 1, frozen, adapter):
         for moment, size in zip(MOMENTS, sizes):
             # The half copies of autocast live in C++, and stand under `other`.
             state = next(
@@ -345,7 +349,14 @@ def estimated(
     return result
 
 
-def launch(config: Path, processes: int, frozen: int = 1, layers: int = 6, steps: int = 2) -> dict:
+def launch(
+    config: Path,
+    processes: int,
+    frozen: int = 1,
+    layers: int = 6,
+    steps: int = 2,
+    lora_r: int = 0,
+) -> dict:
     """Launches a YAML or a DeepSpeed JSON; returns `{launch, parameters, measured, estimated}`, the last two bytes by moment and state."""
     with tempfile.TemporaryDirectory() as folder:
         small = small_config(config, Path(folder))
@@ -367,12 +378,14 @@ def launch(config: Path, processes: int, frozen: int = 1, layers: int = 6, steps
             str(layers),
             "--steps",
             str(steps),
+            "--lora_r",
+            str(lora_r),
         ]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(REPOSITORY)}
         result = subprocess.run(
             command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600
         )
-        guess = estimated(small, processes, frozen, layers, steps, Path(folder))
+        guess = estimated(small, processes, frozen, layers, steps, lora_r, Path(folder))
     found = [line for line in result.stdout.splitlines() if line.startswith("MEASURED ")]
     if not found:
         raise RuntimeError(f"{' '.join(command)}\n{(result.stdout + result.stderr)[-4000:]}")
@@ -395,17 +408,18 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=2, help="micro-batches of an update")
+    parser.add_argument("--lora_r", type=int, default=0, help="rank of adapters; 0: none")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(args.layers, args.frozen, args.steps)
+        return worker(args.layers, args.frozen, args.steps, args.lora_r)
     for config in args.configs:
         for processes in (
             args.processes
             if yaml.safe_load(config.read_text()).get("distributed_type") != "NO"
             else [1]
         ):
-            result = launch(config, processes, args.frozen, args.layers, args.steps)
+            result = launch(config, processes, args.frozen, args.layers, args.steps, args.lora_r)
             n = result["parameters"]
             print(
                 f"\n{config.name}: {result['launch']}, N = {processes}, {n:,} parameters; bytes per parameter, measured | estimated"

@@ -30,6 +30,14 @@ ROWS, LENGTH, MICRO = (
 )  # sequences of a window, their tokens, sequences of a micro-batch
 LIVE = SUB_GROUP = 10**9  # DeepSpeed's defaults, in elements, as is
 BUCKET = 500_000_000
+# Of Qwen2.5-0.5B, Llama-3.2-3B, Llama-3.1-8B and -70B: parameters, hidden size, that of keys and of values, inner size of the MLP,
+# layers, and how many numbers the embeddings have, tied ones once.
+SHAPES = {
+    "0.5 B": (0.49e9, 896, 128, 4864, 24, 151936 * 896),
+    "3 B": (3.21e9, 3072, 1024, 8192, 28, 128256 * 3072),
+    "8 B": (8.03e9, 4096, 1024, 14336, 32, 2 * 128256 * 4096),
+    "70 B": (70.6e9, 8192, 1024, 28672, 80, 2 * 128256 * 8192),
+}
 LAUNCHES = {
     "DDP": lambda n: Setup("ddp" if n > 1 else "plain", "bf16", n),
     "ZeRO-1": lambda n: Setup("zero", "bf16", n, 1, BUCKET),
@@ -75,6 +83,8 @@ def states_gib(
     accumulates: bool,
     trained: int = 1,
     frozen: int = 0,
+    adapter: int = 0,
+    packed: int = 0,
 ) -> float:
     """The most that the states take on a GPU at any of common.memory's three moments."""
     rows = table(
@@ -83,6 +93,8 @@ def states_gib(
         0,
         trained,
         frozen,
+        adapter,
+        packed,
     )
     return max(next(row[3:] for row in rows if row[:2] == ("GPU", "sum"))) / GIB
 
@@ -167,6 +179,23 @@ def main() -> None:
                 + " | ".join(" / ".join(f"{size:,.0f}" for size in cell) for cell in sizes)
                 + " |"
             )
+
+    print(
+        "\n| model | adapters of rank 16 | `single_gpu.yaml` | `--load_in_4bit` | ZeRO-2, 1 GPU | ZeRO-3, 8 GPUs |\n|"
+        + " --- |" * 6
+    )
+    for name, (parameters, hidden, kv, inner, layers, embeddings) in SHAPES.items():
+        adapter = 16 * layers * (4 * hidden + 2 * (hidden + kv) + 3 * (hidden + inner))
+        packed = int(parameters - embeddings)
+        ways = (("DDP", 1, 0), ("DDP", 1, packed), ("ZeRO-2", 1, 0), ("ZeRO-3", 8, 0))
+        cells = [
+            " / ".join(
+                f"{states_gib(launch, parameters, n, True, *models, adapter, in_4bit):,.0f}"
+                for models in ((1, 0), (2, 1))
+            )
+            for launch, n, in_4bit in ways
+        ]
+        print(f"| {name} | {adapter / 1e6:.1f} M | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

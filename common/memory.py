@@ -1,7 +1,7 @@
 """Estimates the memory that a model's states take under a launch config, without its weights.
 
     python -m common.memory --model assets/model --config accelerate_configs/ds_zero3.yaml \\
-        --num_processes 8 [--trained 2] [--frozen 2]
+        --num_processes 8 [--trained 2] [--frozen 2] [--lora_r 16 [--load_in_4bit]]
 
 The model is built from its config alone: that of a folder or of a hub name. The table gives each
 state in bytes per parameter and in GiB, for each process, at three moments: `forward`, at its end,
@@ -19,12 +19,15 @@ from typing import NamedTuple
 import torch
 import yaml
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common import REPOSITORY, show_any_text
+from common.models import architecture, lora
 from common.zero import read_json
 
 GIB = 2**30
+# A weight of 4 bits, and its part of the scales: one byte for 64 weights, 4 for 256 of such bytes.
+PACKED_SIZE = 0.5 + 1 / 64 + 4 / (64 * 256)
 FORWARD = "forward"
 BACKWARD = "backward"
 STEP = "step"
@@ -91,22 +94,24 @@ class State(NamedTuple):
         place: `GPU` or `CPU`.
         limit: elements that it has at most. None: no limit.
         fixed: elements that it has whatever the model. None: grows with the parameters.
+        of_base: it is of the frozen weights below adapters, too.
     """
 
     name: str
-    size: int
+    size: float
     split: bool
     moments: tuple[str, ...] = MOMENTS
     place: str = "GPU"
     limit: int | None = None
     fixed: int | None = None
+    of_base: bool = False
 
     def formula(self, models: int = 1) -> str:
         """Returns the bytes per parameter, such as `8 / N`, or `2 x 8 / N` for two models."""
         if self.fixed is not None:
             return "fixed"
         times = f"{models} x " if models != 1 else ""
-        return f"{times}{self.size}{' / N' if self.split else ''}"
+        return f"{times}{self.size:.3g}{' / N' if self.split else ''}"
 
     def bytes(self, parameters: int, processes: int) -> float:
         """Returns the bytes that one process holds."""
@@ -334,7 +339,14 @@ def zero3_gradients(setup: Setup, size: int) -> list[State]:
     result = [State("gradients", size, split=True), copies]
     if setup.processes > 1:
         result += [
-            State("gathered, at most", size, split=False, moments=(FORWARD,), limit=setup.live)
+            State(
+                "gathered, at most",
+                size,
+                split=False,
+                moments=(FORWARD,),
+                limit=setup.live,
+                of_base=True,
+            )
         ]
     return result
 
@@ -401,13 +413,7 @@ def count_parameters(name: str) -> tuple[int, int, int]:
     Raises:
         SystemExit: there is no model of that name, or transformers does not know its architecture.
     """
-    try:
-        with torch.device("meta"):
-            config = AutoConfig.from_pretrained(name)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # whatever transformers and the hub raise
-        reason = str(error).strip().splitlines()[0]
-        sys.exit(f"no causal language model could be built from the config of {name!r}: {reason}")
+    model = build(name)
     names_of_layers = model._no_split_modules or []
     units = [module for module in model.modules() if type(module).__name__ in names_of_layers]
     for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -416,6 +422,35 @@ def count_parameters(name: str) -> tuple[int, int, int]:
     largest = max(count(unit.parameters()) for unit in units)
     buffer_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
     return count(model.parameters()), largest, buffer_bytes
+
+
+def build(name: str) -> PreTrainedModel:
+    """Builds a causal language model without weights; see `count_parameters`."""
+    try:
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(name)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # whatever transformers and the hub raise
+        reason = str(error).strip().splitlines()[0]
+        sys.exit(f"no causal language model could be built from the config of {name!r}: {reason}")
+
+
+def count_adapter(name: str, rank: int) -> tuple[int, int]:
+    """Counts the adapter on all linear layers, and what `--load_in_4bit` would pack.
+
+    Returns:
+        The parameters of the adapter; those of all linear layers but the output layer.
+    """
+    model = build(name)
+    unread = architecture.parameters_of_other_senses(model)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter_name not in unread)
+    sizes = 0
+    for layer in lora.layers_to_adapt(model, [lora.ALL_LINEAR]):
+        sizes += sum(model.get_submodule(layer).weight.shape)
+    head = model.get_output_embeddings()
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    return rank * sizes, sum(layer.weight.numel() for layer in linear)
 
 
 def count(parameters: Iterable[nn.Parameter]) -> int:
@@ -427,7 +462,13 @@ def count(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def table(
-    setup: Setup, parameters: int, unit: int = 0, trained: int = 1, frozen: int = 0
+    setup: Setup,
+    parameters: int,
+    unit: int = 0,
+    trained: int = 1,
+    frozen: int = 0,
+    adapter: int = 0,
+    packed: int = 0,
 ) -> list[Row]:
     """Returns what one process holds: the states on its GPU and their sum, then those on its CPU.
 
@@ -439,17 +480,34 @@ def table(
         unit: see `states`.
         trained: number of trained models.
         frozen: number of frozen models.
+        adapter: parameters of the adapter of each trained model, whose own weights are frozen then.
+            0: there is none.
+        packed: of the frozen weights below an adapter, those of 4 bits.
     """
     trained_states, frozen_state = states(setup, unit)
-    models_and_states = [(trained, state) for state in trained_states]
+    # The number of models, a state of each, and how many parameters of each have it.
+    entries = []
+    for state in trained_states:
+        elements = adapter or parameters
+        if adapter and state.of_base:
+            elements += parameters
+        entries.append((trained, state, elements))
+    if adapter:
+        _, weights, _ = entries[0]
+        entries[0] = (trained, weights._replace(name="weights of the adapters"), adapter)
+        base = frozen_state._replace(name="weights of the base")
+        entries[1:1] = [(trained, base, parameters - packed)]
+    if packed:
+        in_4bit = frozen_state._replace(name="weights of the base, 4 bits", size=PACKED_SIZE)
+        entries[2:2] = [(trained, in_4bit, packed)]
     if frozen:
-        models_and_states += [(frozen, frozen_state._replace(name="frozen weights"))]
+        entries.append((frozen, frozen_state._replace(name="frozen weights"), parameters))
     rows = []
     for place in ("GPU", "CPU"):
         here = []
-        for models, state in models_and_states:
+        for models, state, elements in entries:
             if state.place == place and state.moments:
-                size = state.bytes(models * parameters, setup.processes)
+                size = state.bytes(models * elements, setup.processes)
                 sizes = [size if moment in state.moments else 0 for moment in MOMENTS]
                 here.append(Row(place, state.name, state.formula(models), *sizes))
         if here:
@@ -487,6 +545,17 @@ def read_arguments() -> argparse.Namespace:
         "--frozen", type=int, default=0, help="models of this size that are only read"
     )
     parser.add_argument(
+        "--lora_r",
+        type=int,
+        default=0,
+        help="rank of adapters on all linear layers of the trained models; 0: none",
+    )
+    parser.add_argument(
+        "--load_in_4bit",
+        action="store_true",
+        help="the linear layers below the adapters are packed",
+    )
+    parser.add_argument(
         "--accumulation_steps",
         type=int,
         default=2,
@@ -505,6 +574,13 @@ def main() -> None:
         hidden_size = AutoConfig.from_pretrained(args.model).hidden_size
         setup = setup._replace(bucket=hidden_size**2)
 
+    adapter = packed = 0
+    if args.lora_r > 0:
+        adapter, packed = count_adapter(args.model, args.lora_r)
+    if not args.load_in_4bit:
+        packed = 0
+    elif not adapter or setup.kind not in ("plain", "ddp"):
+        sys.exit("--load_in_4bit: expected --lora_r, and a config of one process or DDP")
     names = {
         "plain": "one process",
         "ddp": "DDP",
@@ -518,9 +594,12 @@ def main() -> None:
     )
     print(
         f"{names[setup.kind]} {precision}, N = {setup.processes}, "
-        f"{args.trained} trained, {args.frozen} frozen\n"
+        f"{args.trained} trained, {args.frozen} frozen"
     )
-    print_table(table(setup, parameters, unit, args.trained, args.frozen))
+    if adapter:
+        print(f"adapters of rank {args.lora_r}: {adapter:,} parameters for each trained model")
+    print()
+    print_table(table(setup, parameters, unit, args.trained, args.frozen, adapter, packed))
     print(f"\n{OMITTED}")
 
 
