@@ -552,3 +552,46 @@ def test_engines_that_cannot_cut_packed_weights_refuse_them(inputs, tmp_path, la
         and "ddp.yaml" in result.stdout
     )
     assert "Traceback" not in result.stdout
+
+
+@pytest.mark.parametrize("launcher", ["plain", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_base_of_4_bits_is_the_base_of_its_rounded_weights(inputs, tmp_path, launcher):
+    """The run whose base holds the weights that the packed ones stand for; and it resumes bit for bit."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    with torch.no_grad():
+        for name, layer in model.named_modules():
+            if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+                packed, state = quantize_4bit(
+                    layer.weight.data, compress_statistics=True, quant_type="nf4"
+                )
+                layer.weight.copy_(dequantize_4bit(packed, state))
+    model.save_pretrained(tmp_path / "rounded")
+    AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / "rounded")
+
+    more = ["--eval_dataset_name", inputs / "dpo.jsonl", "--save_steps", 2, *LORA]
+    packed, rounded, again = tmp_path / "packed", tmp_path / "out", tmp_path / "again"
+    launch(
+        LAUNCHERS[launcher], recipe("dpo"), *flags(inputs, "dpo", packed, *more, "--load_in_4bit")
+    )
+    launch(
+        LAUNCHERS[launcher],
+        recipe("dpo"),
+        *flags(inputs, "dpo", rounded, *more, "--model_name_or_path", tmp_path / "rounded"),
+    )
+    for read in (training_lines, evaluation_lines):
+        for one, other in zip(read(packed), read(rounded), strict=True):
+            for key in one.keys() - {key for key in one if key.startswith("perf/")}:
+                assert one[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
+    plain_base = evaluation_lines(packed)[0]["eval/logps/chosen"]
+    assert abs(plain_base - mean_logp(AutoModelForCausalLM.from_pretrained(inputs / "model").eval(), AutoTokenizer.from_pretrained(inputs / "model"),
+                                      [json.loads(line) for line in (inputs / "dpo.jsonl").read_text().splitlines()])) > 0.05  # fmt: skip
+
+    resumed = [
+        *flags(inputs, "dpo", again, *more, "--load_in_4bit"),
+        "--resume",
+        packed / "checkpoints/global_step_000002",
+    ]
+    assert "resumed from" in launch(LAUNCHERS[launcher], recipe("dpo"), *resumed).stdout
+    assert torch.equal(weights(again), weights(packed))

@@ -248,11 +248,24 @@ def load(
             f"but the vocab_size of {name!r} is {config.vocab_size}: "
             "use the model's own tokenizer, or resize the model's embeddings and save it"
         )
-    if not torch.cuda.is_available() and config.hidden_size > 128:
-        cpu.use_onednn()
+    if not torch.cuda.is_available():
+        if config.hidden_size > 128:
+            cpu.use_onednn()
+        keep_packing(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, set(info["missing_keys"]), set(info["unexpected_keys"])
+
+
+def keep_packing(model: PreTrainedModel) -> None:
+    """Keeps bitsandbytes from packing weights of 4 bits anew for inference on a CPU.
+
+    With bf16 instructions it would do that in the first evaluation, in another precision, and the
+    weights could no longer be trained with.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 @functools.cache
