@@ -52,7 +52,9 @@ USABLE = 18  # rows: the updates of an epoch hold 8, 8 and 2
 
 def run(name: str, output: Path, **settings) -> str:
     """Launches a recipe and returns what it printed."""
-    flags = [part for flag, value in settings.items() for part in (f"--{flag}", value)]
+    flags = []
+    for flag, value in settings.items():
+        flags += [f"--{flag}", *(value if isinstance(value, list) else [value])]
     return launch([], recipe(name), "--output_dir", output, *flags).stdout
 
 
@@ -457,14 +459,18 @@ def test_values_of_trl(case, tmp_path):
         dataset_name=write_jsonl(tmp_path / "rows.jsonl", trl_values.rows(name)),
         micro_train_batch_size=2,
         report_to="none",
-        **trl_values.SETTINGS,
-        **settings,
+        **trl_values.SETTINGS | settings,
     )
 
     expected = {tag: values for tag, values in stored.items() if tag not in ONLY_TRL[name]}
     lines = training_lines(tmp_path / "run")
     found = {tag: [line[tag] for line in lines] for tag in expected if tag != CHANGE}
-    start = trl_values.vector(trl_values.load_model(name, model))
+    start = trl_values.load_model(name, model)
+    if "lora_r" in settings:
+        first = trl_values.first_adapter(start, trl_values.SETTINGS | settings)
+        start = trl_values.joined(first)
+    else:
+        start = trl_values.vector(start)
     found[CHANGE] = trl_values.projections(weights(tmp_path / "run") - start)
     expect_values(found, expected)
 

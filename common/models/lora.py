@@ -120,9 +120,9 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
     if not args.lora_r:
         return
     total = engine.count_parameters(wrapper)
-    for path, model in architecture.whole_models(wrapper).items():
+    for number, model in enumerate(architecture.whole_models(wrapper).values()):
         layers = layers_to_adapt(model, args.lora_target_modules)
-        add_adapter(model, layers, args, seed=torch.initial_seed() + len(path))
+        add_adapter(model, layers, args, seed=torch.initial_seed() + number)
     trained = engine.count_trained_parameters(wrapper)
     kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
     accelerator.print(
