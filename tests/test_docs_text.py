@@ -41,7 +41,7 @@ def launcher_flags() -> set[str]:
 
 def script_flags(path) -> set[str]:
     """The flags that a script's own parser knows."""
-    return set(re.findall(r'"(--[a-z_]+)"', path.read_text()))
+    return set(re.findall(r'"(--[a-z0-9_]+)"', path.read_text()))
 
 
 def commands(page) -> list[str]:
@@ -122,7 +122,7 @@ def test_every_flag_that_a_page_mentions_exists(page, recipe_flags, launcher_fla
     known = set().union(
         *recipe_flags.values(), *map(script_flags, SCRIPTS), launcher_flags, FOREIGN
     )
-    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+[a-z]", page.read_text()))
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", page.read_text()))
     assert mentioned <= known
 
 
@@ -149,7 +149,10 @@ def test_documented_defaults_are_those_of_the_recipe(name):
         values = values.split(",")
         assert len(names) == len(values), names
         for argument, value in zip(names, values):
-            default = fields(name)[argument].default
+            field = fields(name)[argument]
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                (default,) = field.default_factory()
             assert as_value(value, default) == default, argument
             documented += 1
     assert documented >= 15
