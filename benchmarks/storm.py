@@ -1,6 +1,7 @@
 """Kills runs with SIGKILL, at random instants and in the middle of saving, resumes them, and compares with runs never killed.
 
-    python benchmarks/storm.py [--recipes sft dpo reward ppo] [--ways plain ddp zero2 zero3 fsdp2 ds_fp16] [--kills 4] [--seed 0]
+    python benchmarks/storm.py [--recipes sft dpo reward ppo grpo] [--ways plain ddp zero2 zero3 fsdp2 ds_fp16] [--kills 4]
+        [--seed 0] [--lora_r 4]
 
 For each recipe and way to launch it: a run never killed, then one killed `--kills` times, every second time while it writes a checkpoint, and
 resumed each time with `--resume auto`. A line says whether the final weights and `metrics.jsonl` (timings apart) are the same, bit for
@@ -63,19 +64,42 @@ PPO = [
     "--critic_warmup_rollouts",
     2,
 ]
+# Rollouts of 6 groups, of which those of equal scores are replaced once or left out.
+GRPO = [
+    "--reward_function",
+    "tests.ties:ties",
+    "--rollout_batch_size",
+    6,
+    "--n_samples_per_prompt",
+    4,
+    "--generate_batch_size",
+    8,
+    "--score_batch_size",
+    8,
+    "--max_new_tokens",
+    6,
+    "--refill_rounds",
+    1,
+    "--kl_coef",
+    0.1,
+    "--max_epochs",
+    9,
+]
+MORE = {"ppo": PPO, "grpo": GRPO}
+DATA = {"grpo": "ppo"}
 
 
-def begin(folder: Path, name: str, way: str, output: Path) -> subprocess.Popen:
+def begin(folder: Path, name: str, way: str, output: Path, lora_r: int) -> subprocess.Popen:
     flags = [
         "--model_name_or_path",
         folder / "model",
         "--dataset_name",
-        folder / f"{name}.jsonl",
+        folder / f"{DATA.get(name, name)}.jsonl",
         "--output_dir",
         output,
     ]
     with open(f"{output}.log", "a") as log:
-        more = PPO if name == "ppo" else []
+        more = [*MORE.get(name, []), "--lora_r", lora_r]
         return start(
             WAYS[way],
             recipe(name),
@@ -110,16 +134,17 @@ def wait_and_kill(
     return f"{'in' if files else 'between'} saving"
 
 
-def storm(folder: Path, name: str, way: str, kills: int, chance: random.Random) -> bool:
+def storm(
+    folder: Path, name: str, way: str, kills: int, lora_r: int, chance: random.Random
+) -> bool:
     reference, output = folder / f"{name}-{way}", folder / f"{name}-{way}-killed"
-    if begin(folder, name, way, reference).wait():
+    if begin(folder, name, way, reference, lora_r).wait():
         sys.exit(f"the run never killed failed:\n{Path(f'{reference}.log').read_text()[-3000:]}")
     places = collections.Counter()
     for number in range(kills):
-        places[
-            wait_and_kill(begin(folder, name, way, output), output, number % 2 == 0, chance)
-        ] += 1
-    status = begin(folder, name, way, output).wait()
+        process = begin(folder, name, way, output, lora_r)
+        places[wait_and_kill(process, output, number % 2 == 0, chance)] += 1
+    status = begin(folder, name, way, output, lora_r).wait()
     log = Path(f"{output}.log").read_text()
     resumed, anew = log.count("resumed from"), log.count("starting from the beginning")
     same = (
@@ -142,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipes", nargs="+", default=["sft", "dpo", "reward", "ppo"])
+    parser.add_argument("--recipes", nargs="+", default=["sft", "dpo", "reward", "ppo", "grpo"])
     parser.add_argument(
         "--ways",
         nargs="+",
@@ -151,12 +176,13 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lora_r", type=int, default=0, help="rank of adapters; 0: none")
     args = parser.parse_args()
     chance = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
         tiny_inputs(Path(folder))
         good = [
-            storm(Path(folder), name, way, args.kills, chance)
+            storm(Path(folder), name, way, args.kills, args.lora_r, chance)
             for name in args.recipes
             for way in args.ways
         ]

@@ -225,14 +225,20 @@ def test_one_process_lost_ends_the_launch_and_the_run_goes_on(inputs, unbroken):
     assert_goes_on(inputs, "ddp", output, unbroken("ddp"))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, stage):
+@pytest.mark.parametrize(
+    "stage, lora_r",
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case != (3, 0)))
+        for case in [(2, 0), (3, 0), (2, 4), (3, 4)]
+    ],
+)
+def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, stage, lora_r):
     """Two processes stop in the middle of a rollout; one goes on, and ends where the run of two ends. Actor and critic: groups that differ
     in learning rate and weight decay, of which DeepSpeed's ZeRO-3 takes the first one's for all."""
     more = ["--dataset_name", inputs / "prompts.jsonl", "--reward_function", "quick_of_test:reward", "--rollout_batch_size", 16,
             "--num_epochs_per_rollout", 2, "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 6, "--critic_learning_rate", 0.01,
-            "--learning_rate", 0.003, "--weight_decay", 0.1, "--max_steps", 20, "--logging_steps", 1, "--save_total_limit", 0]  # fmt: skip
-    whole, output = inputs / f"two-{stage}", inputs / f"one-{stage}"
+            "--learning_rate", 0.003, "--weight_decay", 0.1, "--max_steps", 20, "--logging_steps", 1, "--save_total_limit", 0, "--lora_r", lora_r]  # fmt: skip
+    whole, output = inputs / f"two-{stage}-{lora_r}", inputs / f"one-{stage}-{lora_r}"
     launch(
         LAUNCHERS[f"zero{stage}"],
         recipe("ppo"),
