@@ -88,13 +88,13 @@ def write(
     shutil.rmtree(temporary, ignore_errors=True)
     if dtype is not None:
         state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
-    model.save_pretrained(temporary, state_dict=state_dict)
-    tokenizer.save_pretrained(temporary)
     written = dtype or dtype_of(state_dict)
     if lora.has_adapter(model):
-        lora.complete_folder(model, temporary)
+        lora.save(model, state_dict, temporary)
     else:
+        model.save_pretrained(temporary, state_dict=state_dict)
         write_dtype(temporary, written)
+    tokenizer.save_pretrained(temporary)
     folders.replace(temporary, directory, keep)
     return written
 

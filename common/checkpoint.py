@@ -28,6 +28,7 @@ from common.progress import Progress
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
 # At most: weights 4, fp32 masters 4, Adam's two moments 8, the actor 4.
 BYTES_PER_PARAMETER = 20
+BYTES_BESIDE = 20e6  # tokenizer, random states
 # A launcher passes on a signal that its processes may have got already. Only what comes later than
 # this many seconds after the first one is a second signal.
 SAME_SIGNAL_SECONDS = 3
@@ -326,7 +327,7 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
     saved = engine.count_parameters(run.unwrapped)
     if lora.has_adapter(run.unwrapped):
         saved = engine.count_trained_parameters(run.unwrapped)
-    most_gib = saved * BYTES_PER_PARAMETER / 2**30
+    most_gib = (saved * BYTES_PER_PARAMETER + BYTES_BESIDE) / 2**30
     free_gib = shutil.disk_usage(run.args.output_dir).free / 2**30
     there = folders.by_step(run.folder)
     if resumes_from:

@@ -123,14 +123,12 @@ def export(
                 "release that has --critic"
             )
         sys.exit(f"{checkpoint} is not a whole checkpoint: its manifest names no {model}")
+    if merge_adapter and not is_adapter:
+        sys.exit(f"{checkpoint}: its {model} is whole already: --merge is for runs with --lora_r")
     temporary = make_temporary(out)
     of_model = [name.removeprefix(f"{model}/") for name in names]
     copy_files(checkpoint / model, of_model, temporary)
     if merge_adapter:
-        if not is_adapter:
-            sys.exit(
-                f"{checkpoint}: its {model} is whole already: --merge is for runs with --lora_r"
-            )
         temporary = merged(temporary, out)
     if dtype:
         convert(temporary, dtype)

@@ -20,6 +20,7 @@ import torch
 import yaml
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from common import REPOSITORY, show_any_text
 from common.models import architecture, lora
@@ -262,7 +263,13 @@ def ddp_states(setup: Setup) -> tuple[list[State], State]:
         trained += [State("DDP's buckets", 4, split=False)]
     if setup.is_half:
         trained += [
-            State("half copies (autocast), at most", 2, split=False, moments=(FORWARD,)),
+            State(
+                "half copies (autocast), at most",
+                2,
+                split=False,
+                moments=(FORWARD,),
+                of_base=True,
+            ),
         ]
     return trained, State("weights", 4, split=False)
 
@@ -449,7 +456,7 @@ def count_adapter(name: str, rank: int) -> tuple[int, int]:
     for layer in lora.layers_to_adapt(model, [lora.ALL_LINEAR]):
         sizes += sum(model.get_submodule(layer).weight.shape)
     head = model.get_output_embeddings()
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    linear = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
     return rank * sizes, sum(layer.weight.numel() for layer in linear)
 
 
@@ -487,19 +494,19 @@ def table(
     trained_states, frozen_state = states(setup, unit)
     # The number of models, a state of each, and how many parameters of each have it.
     entries = []
+    if adapter:
+        base = frozen_state._replace(name="weights of the base")
+        entries.append((trained, base, parameters - packed))
+    if packed:
+        in_4bit = frozen_state._replace(name="weights of the base, 4 bits", size=PACKED_SIZE)
+        entries.append((trained, in_4bit, packed))
     for state in trained_states:
         elements = adapter or parameters
         if adapter and state.of_base:
-            elements += parameters
+            elements += parameters - packed
+        if adapter and state.name == "weights":
+            state = state._replace(name="weights of the adapters")
         entries.append((trained, state, elements))
-    if adapter:
-        _, weights, _ = entries[0]
-        entries[0] = (trained, weights._replace(name="weights of the adapters"), adapter)
-        base = frozen_state._replace(name="weights of the base")
-        entries[1:1] = [(trained, base, parameters - packed)]
-    if packed:
-        in_4bit = frozen_state._replace(name="weights of the base, 4 bits", size=PACKED_SIZE)
-        entries[2:2] = [(trained, in_4bit, packed)]
     if frozen:
         entries.append((frozen, frozen_state._replace(name="frozen weights"), parameters))
     rows = []

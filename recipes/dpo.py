@@ -312,7 +312,7 @@ def main():
     check_settings(args)
 
     # ============================================================ data
-    model_name = merge.whole_model(accelerator, args.model_name_or_path, args.output_dir)
+    model_name = merge.name_to_load(accelerator, args.model_name_or_path, args.output_dir)
     tokenizer = load.tokenizer_of(
         model_name,
         args.chat_template,
@@ -369,14 +369,14 @@ def main():
 
     # ============================================================ reference
     fingerprints = lora.fingerprints(accelerator, policy)  # of models that must not change
-    ref_name = merge.whole_model(
+    ref_name = merge.name_to_load(
         accelerator, args.ref_model_name_or_path, args.output_dir, "base_reference"
     )
     if args.lora_r and ref_name is None:
         ref_name = model_name
         ref_fingerprint = fingerprints["base model"]
         decides_values = engine.decides_values(accelerator, policy)
-        reference = lora.Base(model)  # the policy before training, in no memory of its own
+        reference = lora.WithoutAdapters(model)  # the policy before training
     else:
         ref_name = ref_name or model_name
         reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))

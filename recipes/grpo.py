@@ -685,11 +685,6 @@ def mark_position(progress: Progress, position: dict, n_prompts: int, args: Args
 
 def check_settings(args: Args) -> None:
     """Refuses sizes that do not divide, and settings that would be ignored or cannot work."""
-    if args.lora_dropout:
-        sys.exit(
-            f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
-            "the policy that is trained would not be the one that responded"
-        )
     sizes = {
         "rollout_batch_size": args.rollout_batch_size,
         "n_samples_per_prompt": args.n_samples_per_prompt,
@@ -793,10 +788,10 @@ def main():
     check_settings(args)
     accelerator = launch.make_accelerator(args, "grpo")
     arguments.check_intervals(args)
-    lora.check_settings(accelerator, args)
+    lora.check_settings(accelerator, args, samples=True)
 
     # ============================================================ data
-    model_name = merge.whole_model(accelerator, args.model_name_or_path, args.output_dir)
+    model_name = merge.name_to_load(accelerator, args.model_name_or_path, args.output_dir)
     tokenizer = load.tokenizer_of(
         model_name,
         args.chat_template,
@@ -868,12 +863,12 @@ def main():
     models = [model]
     # Of models whose change is noticed when a run is resumed.
     fingerprints = lora.fingerprints(accelerator, policy)
-    ref_name = merge.whole_model(
+    ref_name = merge.name_to_load(
         accelerator, args.ref_model_name_or_path, args.output_dir, "base_reference"
     )
     reference = None
     if args.kl_coef and args.lora_r and ref_name is None:
-        reference = lora.Base(model)  # the policy before training
+        reference = lora.WithoutAdapters(model)  # the policy before training
         models.append(reference)
     elif args.kl_coef:
         ref_name = ref_name or model_name
@@ -881,7 +876,7 @@ def main():
         fingerprints["reference model"] = load.fingerprint(accelerator, ref_name, reference.config)
         reference = prepare.frozen(accelerator, reference)
         models.append(reference)
-    reward_name = merge.whole_model(
+    reward_name = merge.name_to_load(
         accelerator, args.reward_model_name_or_path, args.output_dir, "base_reward"
     )
     judge = rewards.load_judge(

@@ -639,11 +639,6 @@ def parts_of_norm(grad_norm: float, group_norms: dict[str, float]) -> dict[str, 
 
 def check_settings(args: Args) -> None:
     """Refuses sizes that do not divide, and settings that would be ignored or cannot work."""
-    if args.lora_dropout:
-        sys.exit(
-            f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
-            "the policy that is trained would not be the one that responded"
-        )
     n_prompts = args.rollout_batch_size
     n_responses = args.n_samples_per_prompt
     if min(n_prompts, n_responses, args.num_epochs_per_rollout) < 1:
@@ -750,10 +745,10 @@ def main():
     check_settings(args)
     accelerator = launch.make_accelerator(args, "ppo")
     arguments.check_intervals(args)
-    lora.check_settings(accelerator, args)
+    lora.check_settings(accelerator, args, samples=True)
 
     # ============================================================ data
-    model_name = merge.whole_model(accelerator, args.model_name_or_path, args.output_dir)
+    model_name = merge.name_to_load(accelerator, args.model_name_or_path, args.output_dir)
     tokenizer = load.tokenizer_of(
         model_name,
         args.chat_template,
@@ -795,10 +790,10 @@ def main():
     accelerator.print(rollouts.describe(progress.total_steps))
 
     # ============================================================ model and optimizer
-    reward_name = merge.whole_model(
+    reward_name = merge.name_to_load(
         accelerator, args.reward_model_name_or_path, args.output_dir, "base_reward"
     )
-    critic_name = merge.whole_model(
+    critic_name = merge.name_to_load(
         accelerator, args.critic_model_name_or_path, args.output_dir, "base_critic"
     )
     critic_name = critic_name or reward_name or model_name
@@ -848,12 +843,12 @@ def main():
     models = [model]
     # Of models whose change is noticed when a run is resumed.
     fingerprints = lora.fingerprints(accelerator, policy)
-    ref_name = merge.whole_model(
+    ref_name = merge.name_to_load(
         accelerator, args.ref_model_name_or_path, args.output_dir, "base_reference"
     )
     reference = None  # nothing reads it if the KL has no weight
     if args.kl_coef and args.lora_r and ref_name is None:
-        reference = lora.Base(model, with_values=False)  # the policy before training
+        reference = lora.WithoutAdapters(model, with_values=False)  # the policy before training
         models.append(reference)
     elif args.kl_coef:
         ref_name = ref_name or model_name

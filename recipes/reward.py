@@ -244,7 +244,7 @@ def main():
     check_settings(args)
 
     # ============================================================ data
-    model_name = merge.whole_model(accelerator, args.model_name_or_path, args.output_dir)
+    model_name = merge.name_to_load(accelerator, args.model_name_or_path, args.output_dir)
     tokenizer = load.tokenizer_of(
         model_name,
         args.chat_template,

@@ -23,8 +23,9 @@ from transformers import (
 )
 
 import architectures
-from common.models import architecture, lora, merge, packing, prepare
+from common.models import architecture, load, lora, merge, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
+from common.rollout import sizes
 from runs import (
     LAUNCHERS,
     REPOSITORY,
@@ -157,6 +158,31 @@ def test_a_tower_gets_no_adapter_though_its_layers_have_the_same_names():
     assert len(targets) == 14 and all("language_model" in name for name in targets)
 
 
+def test_names_that_a_tower_has_too_mean_the_text_models_layers(tmp_path):
+    wrapper = adapted(architectures.build("gemma3"), lora_target_modules=["q_proj", "v_proj"])
+    trained = lora.trained_parameters(wrapper)
+    assert len(trained) == 2 * 4 and all("language_model" in name for name in trained)
+    # Nor does a packed tower get one, of which it is not known what text reaches.
+    architectures.build("gemma3").save_pretrained(tmp_path)
+    settings = lora.in_4bit(Accelerator(cpu=True), arguments_of(load_in_4bit=True))
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
+    layers = lora.layers_to_adapt(packed, ["all-linear"])
+    assert len(layers) == 14 and all("language_model" in name for name in layers)
+
+
+def test_memory_of_frozen_weights_by_hand(inputs):
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    everything = sum(p.numel() for p in model.parameters())
+    assert sizes.bytes_of_frozen(LogProbModel(model)) == 0
+    wrapper = adapted(AutoModelForCausalLM.from_pretrained(inputs / "model"))
+    assert sizes.bytes_of_frozen(wrapper) == 4 * everything
+    linear = sum(m.weight.numel() for m in model.model.modules() if isinstance(m, torch.nn.Linear))
+    settings = lora.in_4bit(Accelerator(cpu=True), arguments_of(load_in_4bit=True))
+    packed = AutoModelForCausalLM.from_pretrained(inputs / "model", quantization_config=settings)
+    wrapper = adapted(packed, load_in_4bit=True)
+    assert sizes.bytes_of_frozen(wrapper) == 4 * (everything - linear) + linear / 2
+
+
 def test_the_formula_and_what_is_trained(inputs):
     """`W + alpha / r * B A`, by hand; every other weight is frozen, and B is zero at first."""
     plain = AutoModelForCausalLM.from_pretrained(inputs / "model")
@@ -214,7 +240,7 @@ def test_switched_off_they_change_nothing_even_after_an_error(inputs):
         for parameter in lora.trained_parameters(wrapper).values():
             parameter.normal_(std=0.1)
     batch = packing.make_batch([[3, 4, 5]], [[6, 7]], False, "cpu")
-    base = lora.Base(wrapper)
+    base = lora.WithoutAdapters(wrapper)
     expected, moved = plain(batch)["logps"], wrapper(batch)["logps"]
     assert torch.equal(base(batch)["logps"], expected) and not torch.allclose(moved, expected)
     assert torch.equal(wrapper(batch)["logps"], moved)
@@ -338,7 +364,7 @@ def test_every_way_to_load_the_adapter_gives_the_model_that_was_trained(inputs, 
     assert (tmp_path / "adapter/adapter_model.safetensors").read_bytes() == (
         output / "actor/adapter_model.safetensors"
     ).read_bytes()
-    assert f"base_model: {inputs / 'model'}" in (output / "actor/README.md").read_text()
+    assert "library_name: peft" in (output / "actor/README.md").read_text()
     assert not (tmp_path / "merged/adapter_config.json").exists()
 
     tokenizer = AutoTokenizer.from_pretrained(output / "actor")
@@ -520,6 +546,22 @@ def test_an_adapter_that_cannot_be_merged_is_refused_with_its_base(inputs, tmp_p
         f"the adapter '{tmp_path / 'one'}' of '{tmp_path / 'gone'}' cannot be merged",
         call=lambda: merge.write(tmp_path / "one", tmp_path / "out"),
     )
+    # A base that is packed already: what it was made of is lost.
+    settings = lora.in_4bit(Accelerator(cpu=True), arguments_of(load_in_4bit=True))
+    packed = AutoModelForCausalLM.from_pretrained(inputs / "model", quantization_config=settings)
+    packed.save_pretrained(tmp_path / "packed")
+    AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / "packed")
+    file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "packed")}))
+    refuses(
+        "the base holds quantized weights",
+        call=lambda: merge.write(tmp_path / "one", tmp_path / "out"),
+    )
+    tokenizer = load.tokenizer_of(str(tmp_path / "packed"))
+    refuses(
+        "holds quantized weights",
+        "--load_in_4bit",
+        call=lambda: load.causal_lm(str(tmp_path / "packed"), tokenizer, None),
+    )
     file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "one")}))
     refuses(
         "the base is an adapter itself",
@@ -535,6 +577,66 @@ def test_an_adapter_that_cannot_be_merged_is_refused_with_its_base(inputs, tmp_p
         and "the base is an adapter itself: merge that one first" in refused.stdout
     )
     assert "Traceback" not in refused.stdout and not (tmp_path / "run/base").exists()
+
+
+def test_another_adapter_does_not_go_on_with_the_base_of_the_first(inputs, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    adapters = []
+    for seed in (1, 2):
+        model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+        torch.manual_seed(seed)
+        model.add_adapter(
+            peft.LoraConfig(
+                r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+            )
+        )
+        adapters.append(tmp_path / f"adapter-{seed}")
+        model.save_pretrained(adapters[-1])
+        file = adapters[-1] / "adapter_config.json"
+        config = {**json.loads(file.read_text()), "base_model_name_or_path": str(inputs / "model")}
+        file.write_text(json.dumps(config))
+
+    def merged(adapter):
+        name = merge.name_to_load(accelerator, str(adapter), str(tmp_path / "out"))
+        assert name == str(tmp_path / "out/base")
+        return weights(tmp_path / "out", "base")
+
+    (tmp_path / "out").mkdir()
+    first = merged(adapters[0])
+    written = (tmp_path / "out/base/config.json").stat().st_mtime_ns
+    assert torch.equal(merged(adapters[0]), first)
+    assert (tmp_path / "out/base/config.json").stat().st_mtime_ns == written  # not again
+    second = merged(adapters[1])
+    assert not torch.equal(second, first)
+    (tmp_path / "out/checkpoints/global_step_000001").mkdir(parents=True)
+    refuses(
+        f"{tmp_path / 'out/base'} was merged from {adapters[1]}",
+        "take another --output_dir",
+        call=lambda: merged(adapters[0]),
+    )
+    assert torch.equal(merged(adapters[1]), second)
+
+
+def test_an_adapter_with_new_tokens_is_merged(inputs, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    tokenizer.add_tokens([f"<{name}>" for name in "abcdefgh"])
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    model.resize_token_embeddings(len(tokenizer))
+    settings = peft.LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens", "lm_head"],
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(model, settings)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[-2:] += 1.0
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    merge.write(tmp_path / "adapter", tmp_path / "whole")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    ids = torch.tensor([[3, 4, len(tokenizer) - 1, len(tokenizer) - 2]])
+    torch.testing.assert_close(whole(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 # ============================================================ a base of 4 bits
@@ -592,6 +694,10 @@ def test_a_base_of_4_bits_is_the_base_of_its_rounded_weights(inputs, tmp_path, l
         *flags(inputs, "dpo", again, *more, "--load_in_4bit"),
         "--resume",
         packed / "checkpoints/global_step_000002",
+        "--save_dtype",
+        "bfloat16",
     ]
     assert "resumed from" in launch(LAUNCHERS[launcher], recipe("dpo"), *resumed).stdout
-    assert torch.equal(weights(again), weights(packed))
+    saved = load_file(again / "actor/adapter_model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    assert torch.equal(weights(again), weights(packed).bfloat16().double())

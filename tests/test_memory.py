@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 import warm
 from common.memory import (
@@ -102,6 +102,9 @@ def test_adapters_and_a_base_of_4_bits_by_hand(tmp_path):
     """A hundredth of the parameters learns; what is frozen takes a frozen model's bytes."""
     few = PARAMETERS // 100
     assert sums(Setup("plain", "no", 1), adapter=few)["GPU"] == pytest.approx([4 + 0.16] * 3)
+    # Under autocast each frozen weight is kept as a half copy for the backward pass, too.
+    autocast = sums(Setup("plain", "bf16", 1), adapter=few)["GPU"]
+    assert autocast == pytest.approx([4 + 0.16 + 2.02, 4 + 0.16, 4 + 0.16])
     zero3 = Setup("zero", "bf16", 4, 3, live=10**9, sub_group=10**9)
     assert sums(zero3, adapter=few)["GPU"] == pytest.approx(
         (0.5 + 0.04 + 2.02, 0.5 + 0.04, 0.5 + 0.05)
@@ -114,6 +117,12 @@ def test_adapters_and_a_base_of_4_bits_by_hand(tmp_path):
     heads = dict(num_attention_heads=2, num_key_value_heads=1)
     LlamaConfig(**sizes, **heads).save_pretrained(tmp_path)
     shapes = [(8, 8), (8, 4), (8, 4), (8, 8), (8, 16), (8, 16), (16, 8)]
+    assert count_adapter(str(tmp_path), 5) == (
+        5 * 3 * sum(a + b for a, b in shapes),
+        3 * sum(a * b for a, b in shapes),
+    )
+    GPT2Config(n_embd=8, n_layer=3, n_head=2, vocab_size=100).save_pretrained(tmp_path)
+    shapes = [(8, 24), (8, 8), (8, 32), (32, 8)]  # Conv1D
     assert count_adapter(str(tmp_path), 5) == (
         5 * 3 * sum(a + b for a, b in shapes),
         3 * sum(a * b for a, b in shapes),

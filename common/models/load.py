@@ -234,6 +234,11 @@ def load(
         dtype=torch.float32,
         **settings,
     )
+    if quantization is None and getattr(model, "hf_quantizer", None) is not None:
+        sys.exit(
+            f"{name!r} holds quantized weights, which are not loaded as they are: give the model "
+            "that they were made of, with --lora_r and --load_in_4bit to pack it"
+        )
     # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers those
     # that no weight needed, and would save Gemma 3 under names that nothing reads.
     if getattr(model, "_weight_conversions", None):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -28,11 +29,12 @@ MOMENTS_FILE = "reward_moments.json"
 
 
 # ============================================================ settings
-def check_settings(accelerator, args) -> None:
+def check_settings(accelerator, args, samples: bool = False) -> None:
     """Refuses settings of the adapters that would be ignored, or cannot work, and fills in alpha.
 
     Args:
         args: needs `lora_r lora_alpha lora_dropout lora_target_modules load_in_4bit`.
+        samples: the policy learns from its own responses.
 
     Raises:
         SystemExit: with the argument and its value; also if peft or bitsandbytes is not installed.
@@ -49,6 +51,11 @@ def check_settings(accelerator, args) -> None:
         sys.exit(f"--lora_alpha {args.lora_alpha}: expected more than 0")
     if not 0 <= args.lora_dropout < 1:
         sys.exit(f"--lora_dropout {args.lora_dropout}: expected 0 to below 1")
+    if args.lora_dropout and samples:
+        sys.exit(
+            f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
+            "the policy that is trained would not be the one that responded"
+        )
     if ALL_LINEAR in args.lora_target_modules and len(args.lora_target_modules) > 1:
         sys.exit(
             f"--lora_target_modules {' '.join(args.lora_target_modules)}: {ALL_LINEAR} stands for "
@@ -120,9 +127,11 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
     if not args.lora_r:
         return
     total = engine.count_parameters(wrapper)
+    layers = []
     for number, model in enumerate(architecture.whole_models(wrapper).values()):
-        layers = layers_to_adapt(model, args.lora_target_modules)
-        add_adapter(model, layers, args, seed=torch.initial_seed() + number)
+        layers_of_model = layers_to_adapt(model, args.lora_target_modules)
+        add_adapter(model, layers_of_model, args, seed=torch.initial_seed() + number)
+        layers += layers_of_model
     trained = engine.count_trained_parameters(wrapper)
     kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
     accelerator.print(
@@ -153,7 +162,7 @@ def add_adapter(model: PreTrainedModel, layers: list[str], args, seed: int) -> N
         model.add_adapter(config, ADAPTER)
     base = model.config.name_or_path
     if Path(base).is_dir():
-        base = str(Path(base).resolve())  # so that the adapter is found its base from anywhere
+        base = str(Path(base).resolve())  # so that the base is found from any directory
     config.base_model_name_or_path = base
     config.target_modules = sorted(config.target_modules)  # else a set, written in any order
     config.inference_mode = True  # of the saved file: whoever loads it does not train it
@@ -162,8 +171,8 @@ def add_adapter(model: PreTrainedModel, layers: list[str], args, seed: int) -> N
 def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """Returns the names of the layers that get an adapter.
 
-    With `all-linear` these are all linear layers that text reaches, except output layer and score
-    head.
+    With `all-linear` these are all linear layers except output layer and score head, and except
+    those that text never reaches, such as a vision tower's.
 
     Args:
         targets: `all-linear` alone, or names of layers as peft takes them: whole ones, or their
@@ -173,10 +182,11 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
         SystemExit: see `add_adapters`.
     """
     heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
+    of_other_senses = architecture.parameters_of_other_senses(model)
     layers = []
     for name, module in model.named_modules():
         is_linear = isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads
-        if is_linear and is_reached(module):
+        if is_linear and is_reached(module) and f"{name}.weight" not in of_other_senses:
             layers.append(name)
     if targets != [ALL_LINEAR]:
         for target in targets:
@@ -190,7 +200,7 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
 def is_reached(layer: nn.Module) -> bool:
     """Whether `architecture.freeze_unreached` left a layer to be trained.
 
-    Packed weights are never trained, so of those it cannot be told.
+    Of a packed weight it is not known, so it counts as reached.
     """
     return layer.weight.requires_grad or not layer.weight.is_floating_point()
 
@@ -201,13 +211,11 @@ def is_named(layer: str, target: str) -> bool:
 
 
 def check_target(model: PreTrainedModel, target: str, layers: list[str]) -> None:
-    """Refuses a name in `lora_target_modules` that is none of these layers, and says why."""
-    named = [name for name, _ in model.named_modules() if is_named(name, target)]
-    outside = sorted(set(named) - set(layers))
-    if named and not outside:
+    """Refuses a name in `lora_target_modules` that names none of these layers, and says why."""
+    if any(is_named(layer, target) for layer in layers):
         return
+    named = [name for name, _ in model.named_modules() if is_named(name, target)]
     modules = {id(model.get_submodule(name)) for name in named}
-    reason = f"{type(model).__name__} has no module of that name"
     if id(model.get_input_embeddings()) in modules or id(model.get_output_embeddings()) in modules:
         reason = (
             "embeddings and the output layer get no adapter, since many models share one matrix "
@@ -216,7 +224,9 @@ def check_target(model: PreTrainedModel, target: str, layers: list[str]) -> None
     elif id(getattr(model, "score", None)) in modules:
         reason = "the score head is trained whole, without an adapter"
     elif named:
-        reason = f"{outside[0]} is not a linear layer that text reaches"
+        reason = f"{named[0]} is not a linear layer that text reaches"
+    else:
+        reason = f"{type(model).__name__} has no module of that name"
     kinds = sorted({layer.rpartition(".")[2] for layer in layers})
     sys.exit(f"--lora_target_modules {target}: {reason}. There are {', '.join(kinds)}")
 
@@ -234,11 +244,12 @@ def short_names(model: PreTrainedModel, layers: list[str]) -> list[str]:
 
 
 # ============================================================ the base
-class Base(nn.Module):
-    """A prepared model with its adapters off: the policy before training, in no memory of its own.
+class WithoutAdapters(nn.Module):
+    """A prepared model with its adapters off: the policy before training, without a second copy.
 
     Its forward pass runs through the prepared module, so it sees the same shards and the same
-    precision. Call it under `torch.no_grad`, and before the policy's own forward pass of a batch.
+    precision. Call it under `torch.no_grad`, and not between the policy's forward and backward
+    pass: with gradient checkpointing the backward pass runs layers again, adapters on.
 
     Args:
         prepared: what `accelerator.prepare` returned.
@@ -337,18 +348,29 @@ def gather_adapters(unwrapped: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def complete_folder(model: PreTrainedModel, folder: Path) -> None:
-    """Writes beside a saved adapter what peft's files do not say: a card, a reward's moments."""
-    base = model.peft_config[ADAPTER].base_model_name_or_path
-    card = f"""---
-library_name: peft
-base_model: {base}
-tags: [lora]
----
+def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes a model's adapter as an ordinary folder of peft, with a card.
 
-A LoRA adapter of `{base}`.
-"""
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    `save_pretrained` is not used: of a model of 4 bits it would not take these weights, but read
+    the model's own.
+
+    Args:
+        state_dict: the trained weights, by their names in `model`.
+        folder: is made. A reward model's mean and standard deviation are written there, too.
+    """
+    import peft
+
+    weights = peft.get_peft_model_state_dict(
+        model, state_dict=state_dict, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    weights = {f"base_model.model.{name}": value.contiguous() for name, value in weights.items()}
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = model.peft_config[ADAPTER]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
     moments = {
         name: getattr(model.config, name)
         for name in ("reward_mean", "reward_std")
@@ -357,3 +379,15 @@ A LoRA adapter of `{base}`.
     if moments:
         text = json.dumps(moments, indent=2) + "\n"
         (folder / MOMENTS_FILE).write_text(text, encoding="utf-8")
+    (folder / "README.md").write_text(card_of(config), encoding="utf-8")
+
+
+def card_of(config) -> str:
+    """Returns a model card for an adapter; it names a base on the hub, but no folder."""
+    base = config.base_model_name_or_path
+    if Path(base).is_dir():
+        return "---\nlibrary_name: peft\ntags: [lora]\n---\n\nA LoRA adapter of a local model.\n"
+    return (
+        f"---\nlibrary_name: peft\nbase_model: {base}\ntags: [lora]\n---\n\n"
+        f"A LoRA adapter of `{base}`.\n"
+    )

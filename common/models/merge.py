@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import torch
@@ -17,11 +18,14 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
+from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import REPOSITORY, distributed, folders
 from common.models import load, lora
 
+# What a merged model was made of.
+SOURCE_FILE = "merged_from.json"
 # What a launcher tells its processes begins with one of these.
 OF_LAUNCHER = (
     "ACCELERATE_",
@@ -35,7 +39,9 @@ OF_LAUNCHER = (
 )
 
 
-def whole_model(accelerator, name: str | None, output_dir: str, folder: str = "base") -> str | None:
+def name_to_load(
+    accelerator, name: str | None, output_dir: str, folder: str = "base"
+) -> str | None:
     """Returns the name of a whole model: `name`, unless that is the folder of an adapter.
 
     An adapter is merged into its base, once, in `<output_dir>/<folder>`. All processes must call
@@ -54,11 +60,19 @@ def whole_model(accelerator, name: str | None, output_dir: str, folder: str = "b
 
 
 def find_or_write(name: str, place: Path) -> str:
-    """Does the work of `whole_model` on one process."""
+    """Does the work of `name_to_load` on one process."""
     if not is_adapter(name):
         return name
-    if place.exists():  # a resumed run; the folder is whole, or it would not be there
-        return str(place)
+    source = {"adapter": str(name), "weights": fingerprint_of(name)}
+    if place.exists():  # it is whole, or it would not be there
+        merged_from = json.loads((place / SOURCE_FILE).read_text(encoding="utf-8"))
+        if merged_from["weights"] == source["weights"]:
+            return str(place)
+        if any(place.parent.glob("checkpoints/*")):
+            sys.exit(
+                f"{place} was merged from {merged_from['adapter']} as it was then, and the "
+                f"checkpoints beside it need it. {name} is another one: take another --output_dir"
+            )
     print(f"{name} is an adapter: merged into its base, in {place}", flush=True)
     # In a process without a launcher: in this one transformers might cut the weights for ZeRO-3 or
     # FSDP2, and wait for the other processes.
@@ -74,8 +88,16 @@ def find_or_write(name: str, place: Path) -> str:
     if result.returncode:
         last_line = [result.stdout + result.stderr, *result.stderr.strip().splitlines()][-1]
         sys.exit(last_line)
+    (temporary / SOURCE_FILE).write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
     folders.replace(temporary, place)
     return str(place)
+
+
+def fingerprint_of(adapter: str) -> str:
+    """Identifies the weights and the config of an adapter."""
+    config = lora.import_library("peft", f"the adapter {adapter!r}", "lora").PeftConfig
+    settings = json.dumps(config.from_pretrained(adapter).to_dict(), sort_keys=True, default=str)
+    return f"{load.describe_weights(adapter, None)}, settings {zlib.crc32(settings.encode()):08x}"
 
 
 def is_adapter(name: str) -> bool:
@@ -103,30 +125,46 @@ def write(adapter: str | Path, out: Path) -> None:
     try:
         config = peft.PeftConfig.from_pretrained(str(adapter))
         base_name = config.base_model_name_or_path
-        if is_adapter(base_name):
-            raise ValueError("the base is an adapter itself: merge that one first")
-        if config.task_type == "SEQ_CLS":
-            base = AutoModelForSequenceClassification.from_pretrained(
-                base_name, num_labels=1, dtype=torch.float32
-            )
-        else:
-            base = AutoModelForCausalLM.from_pretrained(base_name, dtype=torch.float32)
+        base = load_base(base_name, config.task_type)
+        tokenizer = tokenizer_of(str(adapter), base_name)
+        if len(tokenizer) > base.config.get_text_config().vocab_size:
+            base.resize_token_embeddings(len(tokenizer))  # the adapter has the new rows
         model = peft.PeftModel.from_pretrained(base, str(adapter))
         merged = model.merge_and_unload(safe_merge=True)  # it looks for what is not finite
-        tokenizer = tokenizer_of(str(adapter), base_name)
+        merged.config.update(moments_of(str(adapter)))
+        if merged.can_generate():
+            published = generation_config_of(str(adapter), merged).to_dict()
+            merged.generation_config = load.PublishedGenerationConfig.from_dict(published)
+        shutil.rmtree(out, ignore_errors=True)
+        merged.save_pretrained(out)
+        tokenizer.save_pretrained(out)
     except Exception as error:  # whatever peft and transformers raise
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         sys.exit(f"the adapter {str(adapter)!r} of {base_name!r} cannot be merged: {reason}")
 
-    moments = Path(adapter) / lora.MOMENTS_FILE
-    if moments.is_file():
-        merged.config.update(json.loads(moments.read_text(encoding="utf-8")))
-    if merged.can_generate():
-        published = generation_config_of(str(adapter), merged).to_dict()
-        merged.generation_config = load.PublishedGenerationConfig.from_dict(published)
-    shutil.rmtree(out, ignore_errors=True)
-    merged.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+
+def load_base(name: str, task_type: str):
+    """Loads the base of an adapter in fp32."""
+    if is_adapter(name):
+        raise ValueError("the base is an adapter itself: merge that one first")
+    if task_type == "SEQ_CLS":
+        base = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=1, dtype=torch.float32
+        )
+    else:
+        base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    if getattr(base, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "the base holds quantized weights: name the model that they were made of as "
+            "base_model_name_or_path in adapter_config.json"
+        )
+    return base
+
+
+def moments_of(adapter: str) -> dict[str, float]:
+    """Returns the mean and the standard deviation that `lora.save` wrote for a reward model."""
+    file = cached_file(adapter, lora.MOMENTS_FILE, _raise_exceptions_for_missing_entries=False)
+    return json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
 
 
 def tokenizer_of(adapter: str, base: str):

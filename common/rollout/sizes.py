@@ -7,6 +7,7 @@ import torch
 from accelerate.utils import gather_object
 
 from common import engine
+from common.models import lora
 from common.models.logprobs import CHUNK_ELEMENTS
 
 # What a trained parameter takes at most, in bytes: weights 4, gradients 4, Adam's moments 8, and 4
@@ -68,15 +69,25 @@ def memory_for_responses(accelerator, trained: torch.nn.Module, frozen: list) ->
         planned = SHARE_OF_MACHINE * total
     shards = accelerator.num_processes if engine.is_sharded(accelerator) else 1
     learning = engine.count_trained_parameters(trained)
-    base = engine.count_parameters(trained) - learning  # frozen below adapters
-    states = (BYTES_PER_TRAINED * learning + BYTES_PER_FROZEN * base) / shards
+    states = (BYTES_PER_TRAINED * learning + bytes_of_frozen(trained)) / shards
     if shards > 1:
-        states += 4 * (learning + base)  # gathered whole to generate
+        states += 4 * engine.count_parameters(trained)  # gathered whole to generate
     for model in frozen:
-        # A reference that is the policy without its adapters takes no memory of its own.
-        if model is not None and next(model.parameters()) is not next(trained.parameters()):
-            states += BYTES_PER_FROZEN * engine.count_parameters(model)
+        # A reference that is the policy without its adapters is no second copy.
+        if model is not None and not isinstance(model, lora.WithoutAdapters):
+            states += bytes_of_frozen(model)
     return max(planned - states, LEAST_SHARE * total)
+
+
+def bytes_of_frozen(model: torch.nn.Module) -> int:
+    """Returns the bytes of a model's frozen weights, at most; packed ones as they are."""
+    total = 0
+    for parameter in model.parameters():
+        if hasattr(parameter, "quant_state"):
+            total += parameter.numel() * parameter.element_size()
+        elif not parameter.requires_grad:
+            total += BYTES_PER_FROZEN * engine.size_of(parameter)
+    return total
 
 
 def bytes_to_generate(config, max_length: int, element: int) -> int:
