@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
-from common import engine, folders, zero
+from common import engine, folders, record, zero
 from common.models import lora
 
 
@@ -67,7 +67,7 @@ def save(
     if accelerator.is_main_process:
         directory = Path(directory)
         state_dict = weights_of(unwrapped.model, weights, unwrapped)
-        written = write(unwrapped.model, state_dict, tokenizer, directory, keep, dtype)
+        written = write(unwrapped.model, state_dict, tokenizer, directory, keep, dtype, card=True)
         for name, model in (beside or {}).items():
             state_dict = weights_of(model, weights, unwrapped)
             write(model, state_dict, tokenizer, directory.with_name(name))
@@ -82,8 +82,13 @@ def write(
     directory: Path,
     keep: int = 0,
     dtype: str | None = None,
+    card: bool = False,
 ) -> str:
-    """Writes a Hugging Face folder; returns the dtype of its weights. For the main process."""
+    """Writes a Hugging Face folder; returns the dtype of its weights. For the main process.
+
+    Args:
+        card: write a model card, too, see `record.write_card`.
+    """
     temporary = directory.with_name(f".{directory.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     if dtype is not None:
@@ -95,6 +100,8 @@ def write(
         model.save_pretrained(temporary, state_dict=state_dict)
         write_dtype(temporary, written)
     tokenizer.save_pretrained(temporary)
+    if card:
+        record.write_card(temporary, "peft" if lora.has_adapter(model) else "transformers")
     folders.replace(temporary, directory, keep)
     return written
 

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, gather_object, set_seed
 from safetensors import SafetensorError
 from torch import nn
 
-from common import actor, arguments, distributed, engine, folders, left_behind
+from common import actor, arguments, distributed, engine, folders, left_behind, record
 from common.metrics import Metrics
 from common.models import lora
 from common.progress import Progress
@@ -283,7 +283,7 @@ def resume(run: Run) -> None:
     """Puts a run where `--resume` says: at a checkpoint, or at the start.
 
     It also does what every run needs before its first update: it seeds, checks the disk, listens to
-    signals, opens the log. All processes must call it.
+    signals, records the run, opens the log. All processes must call it.
 
     Raises:
         SystemExit: the disk is too small; there are checkpoints but none is whole; the one to take
@@ -304,6 +304,7 @@ def resume(run: Run) -> None:
         if path.parent.resolve() == run.folder.resolve():
             run.last_saved = run.progress.global_step
     leave_behind(run, state)
+    distributed.on_main_process(run.accelerator, record.write, run.accelerator, run.args)
     run.metrics.start()
 
     came_from_elsewhere = path is not None and run.last_saved is None

@@ -349,7 +349,7 @@ def gather_adapters(unwrapped: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
-    """Writes a model's adapter as an ordinary folder of peft, with a card.
+    """Writes a model's adapter as an ordinary folder of peft.
 
     `save_pretrained` is not used: of a model of 4 bits it would not take these weights, but read
     the model's own.
@@ -366,8 +366,7 @@ def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Pa
     weights = {f"base_model.model.{name}": value.contiguous() for name, value in weights.items()}
     folder.mkdir(parents=True)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = model.peft_config[ADAPTER]
-    config.save_pretrained(folder)
+    model.peft_config[ADAPTER].save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
 
@@ -379,15 +378,3 @@ def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Pa
     if moments:
         text = json.dumps(moments, indent=2) + "\n"
         (folder / MOMENTS_FILE).write_text(text, encoding="utf-8")
-    (folder / "README.md").write_text(card_of(config), encoding="utf-8")
-
-
-def card_of(config) -> str:
-    """Returns a model card for an adapter; it names a base on the hub, but no folder."""
-    base = config.base_model_name_or_path
-    if Path(base).is_dir():
-        return "---\nlibrary_name: peft\ntags: [lora]\n---\n\nA LoRA adapter of a local model.\n"
-    return (
-        f"---\nlibrary_name: peft\nbase_model: {base}\ntags: [lora]\n---\n\n"
-        f"A LoRA adapter of `{base}`.\n"
-    )

@@ -1,0 +1,179 @@
+"""What a run records of itself: its arguments, its surroundings, and a card for its model."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import yaml
+
+from common import REPOSITORY, engine
+
+ARGUMENTS_FILE = "run.yaml"
+ENVIRONMENT_FILE = "environment.json"
+# Where a run writes, and whether it goes on from a checkpoint, is no part of what it computes.
+NOT_REPEATED = ("output_dir", "resume")
+PACKAGES = (
+    "torch",
+    "accelerate",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "bitsandbytes",
+)
+
+
+def write(accelerator, args) -> None:
+    """Writes `run.yaml` and `environment.json` to `args.output_dir`; for the main process.
+
+    `run.yaml` holds every argument but `output_dir` and `resume`, as the run uses them. It can be
+    the first argument of the same recipe, which then repeats the run. `environment.json` holds one
+    entry for each start of the run, the newest last: a run that was resumed has several.
+    """
+    output_dir = Path(args.output_dir)
+    repeated = {name: value for name, value in vars(args).items() if name not in NOT_REPEATED}
+    replace(output_dir / ARGUMENTS_FILE, yaml.safe_dump(repeated, sort_keys=False))
+    starts = [*starts_of(output_dir), describe_start(accelerator, args)]
+    replace(output_dir / ENVIRONMENT_FILE, json.dumps(starts, indent=1) + "\n")
+
+
+def starts_of(output_dir: Path) -> list[dict]:
+    """Returns the entries of `environment.json`; none if it cannot be read."""
+    try:
+        return json.loads((output_dir / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+
+
+def describe_start(accelerator, args) -> dict:
+    """Returns what surrounds a run: command, versions, launcher, devices, source of the recipe."""
+    script = Path(sys.argv[0])
+    device = "cpu"
+    if accelerator.device.type == "cuda":
+        device = torch.cuda.get_device_name(accelerator.device)
+    plugin = accelerator.state.deepspeed_plugin
+    launcher = {name: os.environ[name] for name in sorted(os.environ) if is_of_launcher(name)}
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([sys.executable, *sys.argv]),
+        "working_directory": os.getcwd(),
+        **{name: getattr(args, name) for name in NOT_REPEATED},
+        "engine": engine.describe(accelerator),
+        "processes": accelerator.num_processes,
+        "device": device,
+        "launcher": launcher,
+        "deepspeed_config": plugin.deepspeed_config if plugin else None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "commit": commit(),
+        "recipe": str(script),
+        "source": script.read_text(encoding="utf-8") if script.is_file() else None,
+    }
+
+
+def is_of_launcher(name: str) -> bool:
+    """Whether accelerate's launcher sets an environment variable of this name."""
+    return name.startswith(("ACCELERATE_", "FSDP_")) or name == "WORLD_SIZE"
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages that decide what a run computes."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """Returns the commit of this repository, with a `+` if files differ; None outside of git."""
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a file whole, or leaves the one that was there."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+# ============================================================ the card of a model
+def write_card(folder: Path, library: str) -> None:
+    """Writes a model card beside a saved actor, from what its run has recorded so far.
+
+    Args:
+        folder: somewhere below the run's `output_dir`. Without a run above it there is no card.
+        library: that loads the model, `transformers` or `peft`.
+    """
+    runs = [parent for parent in folder.absolute().parents if (parent / ENVIRONMENT_FILE).is_file()]
+    if runs:
+        (folder / "README.md").write_text(card(runs[0], library), encoding="utf-8")
+
+
+def card(output_dir: Path, library: str) -> str:
+    """Returns the card: base, data, figures before and after, arguments, command, versions."""
+    text = (output_dir / ARGUMENTS_FILE).read_text(encoding="utf-8")
+    args = yaml.safe_load(text)
+    start = starts_of(output_dir)[-1]
+    recipe = Path(start["recipe"]).stem
+    header = {"library_name": library, "tags": [recipe]}
+    # Names of the hub only: it refuses others.
+    if not Path(args["model_name_or_path"]).exists():
+        header["base_model"] = args["model_name_or_path"]
+    names = args["dataset_name"]
+    names = [names] if isinstance(names, str) else names
+    on_hub = [name.partition(":")[0] for name in names if not Path(name).exists()]
+    if on_hub:
+        header["datasets"] = on_hub
+    used = ", ".join(f"{name} {version}" for name, version in start["versions"].items())
+    parts = [
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
+        f"# {Path(args['model_name_or_path']).name}, trained by {recipe}",
+        f"From `{args['model_name_or_path']}` on {', '.join(f'`{name}`' for name in names)}.",
+        figures(output_dir),
+        f"## Arguments\n\n```yaml\n{text}```",
+        f"## Command\n\n```\n{start['command']}\n```\n\n"
+        f"{start['engine']}, {number_of(start['processes'])}, {start['device']}. "
+        f"Python {start['python']}, {used}.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def number_of(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"
+
+
+def figures(output_dir: Path) -> str:
+    """Returns a table of the held-out figures before training and now; empty without any."""
+    file = output_dir / "metrics.jsonl"
+    lines = []
+    if file.is_file():
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    evaluations = [line for line in lines if any(name.startswith("eval/") for name in line)]
+    if not evaluations:
+        return ""
+    first, last = evaluations[0], evaluations[-1]
+    rows = [f"| held out | update {first['global_step']} | update {last['global_step']} |"]
+    rows.append("| --- | --- | --- |")
+    for name, value in last.items():
+        if name.startswith("eval/"):
+            before = f"{first[name]:.4g}" if name in first else "-"
+            rows.append(f"| `{name}` | {before} | {value:.4g} |")
+    return "\n".join(rows)

@@ -1,0 +1,105 @@
+"""What a run records of itself: arguments that repeat it, its surroundings, a card beside its model."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from common import record
+from runs import LAUNCHERS, evaluation_lines, launch, recipe, timeless, tiny_inputs, weights
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return tiny_inputs(tmp_path_factory.mktemp("record"))
+
+
+def flags(inputs, output, *more):
+    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "dpo.jsonl", "--eval_dataset_name", inputs / "dpo.jsonl",
+            "--output_dir", output, "--train_batch_size", 8, "--micro_train_batch_size", 2, "--max_steps", 3, "--learning_rate", 0.01,
+            "--warmup_steps", 0.25, "--report_to", "none", "--seed", 7, *more]  # fmt: skip
+
+
+def header_of(card: str) -> dict:
+    return yaml.safe_load(card.split("---")[1])
+
+
+@pytest.mark.parametrize("launcher", ["plain", pytest.param("zero2", marks=pytest.mark.slow)])
+def test_run_yaml_repeats_the_run(inputs, tmp_path, launcher):
+    first, again = tmp_path / "first", tmp_path / "again"
+    launch(
+        LAUNCHERS[launcher],
+        recipe("dpo"),
+        *flags(inputs, first, "--loss_type", "ipo", "--lora_r", 2),
+    )
+    launch(LAUNCHERS[launcher], recipe("dpo"), first / "run.yaml", "--output_dir", again)
+    assert timeless(first) == timeless(again)
+    assert torch.equal(weights(first), weights(again))
+    recorded = yaml.safe_load((first / "run.yaml").read_text())
+    assert recorded == yaml.safe_load((again / "run.yaml").read_text())
+    assert recorded["loss_type"] == "ipo" and recorded["seed"] == 7 and recorded["lora_alpha"] == 4
+    assert not {"output_dir", "resume"} & recorded.keys()
+
+
+def test_each_start_is_recorded(inputs, tmp_path):
+    output, own = tmp_path / "out", tmp_path / "mine.py"
+    own.write_text("# mine\n" + recipe("dpo").read_text())
+    launch(LAUNCHERS["zero2"], own, *flags(inputs, output, "--save_steps", 2))
+    launch(
+        LAUNCHERS["zero2"],
+        own,
+        *flags(inputs, output, "--save_steps", 2, "--resume", "auto", "--max_steps", 4),
+    )
+    first, second = json.loads((output / "environment.json").read_text())
+    assert (first["resume"], second["resume"]) == ("never", "auto")
+    assert first["output_dir"] == str(output) and first["command"].endswith("--save_steps 2")
+    assert first["processes"] == 2 and first["engine"] == "DeepSpeed ZeRO-2 fp32 on cpu"
+    assert (
+        first["launcher"]["ACCELERATE_USE_DEEPSPEED"] == "true"
+        and first["launcher"]["WORLD_SIZE"] == "2"
+    )
+    assert first["deepspeed_config"]["zero_optimization"]["stage"] == 2
+    assert (
+        first["versions"]["torch"] == torch.__version__
+        and first["versions"]["transformers"] == transformers.__version__
+    )
+    assert first["python"] == sys.version.split()[0]
+    assert first["recipe"] == str(own) and first["source"] == own.read_text()
+    assert yaml.safe_load((output / "run.yaml").read_text())["max_steps"] == 4
+
+    # Its card has the figures of the first and of the last evaluation.
+    card = (output / "actor/README.md").read_text()
+    before, *_, after = evaluation_lines(output)
+    assert f"| `eval/loss` | {before['eval/loss']:.4g} | {after['eval/loss']:.4g} |" in card
+    assert header_of(card) == {"library_name": "transformers", "tags": ["mine"]}
+    assert "max_steps: 4\n" in card and "DeepSpeed ZeRO-2 fp32 on cpu, 2 processes, cpu" in card
+    in_checkpoint = (output / "checkpoints/global_step_000004/actor/README.md").read_text()
+    assert "max_steps: 4\n" in in_checkpoint
+
+
+def test_a_card_names_what_is_on_the_hub(tmp_path):
+    args = {"model_name_or_path": "owner/model", "dataset_name": ["owner/data:main", str(tmp_path)]}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(args))
+    start = dict(recipe="recipes/sft.py", versions={"torch": "1"}, command="c", engine="DDP", processes=1, device="cpu", python="3")  # fmt: skip
+    (tmp_path / "environment.json").write_text(json.dumps([start]))
+    folder = tmp_path / "actors/global_step_000001"
+    folder.mkdir(parents=True)
+    record.write_card(folder, "peft")
+    card = (folder / "README.md").read_text()
+    expected = {
+        "library_name": "peft",
+        "tags": ["sft"],
+        "base_model": "owner/model",
+        "datasets": ["owner/data"],
+    }
+    assert header_of(card) == expected
+    assert "# model, trained by sft" in card and "held out" not in card
+    # Outside of a run there is none.
+    elsewhere = Path(tmp_path.parent / "elsewhere")
+    elsewhere.mkdir()
+    record.write_card(elsewhere, "peft")
+    assert not [*elsewhere.iterdir()]
