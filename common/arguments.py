@@ -1,5 +1,6 @@
 """The command line of a recipe: YAML, flags, intervals, and sizes that must divide."""
 
+import difflib
 import importlib
 import math
 import os
@@ -39,6 +40,16 @@ MAY_CHANGE = {
     "eval_dataset_split",
 }
 
+# Shared arguments of which a negative value means nothing.
+NOT_NEGATIVE = (
+    "learning_rate",
+    "weight_decay",
+    "adam_epsilon",
+    "warmup_steps",
+    "save_total_limit",
+    "save_actor_limit",
+)
+
 # What decides no line of metrics.jsonl, not even in its last digit.
 NOT_IN_LINES = {
     "output_dir",
@@ -51,6 +62,43 @@ NOT_IN_LINES = {
     "save_dtype",
     "debug_overflow",
     "dataset_name",  # compared by its content
+}
+
+# What TRL and transformers call otherwise, and what to use here instead.
+NAMES_ELSEWHERE = {
+    "per_device_train_batch_size": "--micro_train_batch_size",
+    "per_device_eval_batch_size": "--micro_train_batch_size",
+    "gradient_accumulation_steps": "--train_batch_size, from which it is derived",
+    "steps_per_generation": "--rollout_batch_size and --train_batch_size",
+    "num_train_epochs": "--max_epochs",
+    "num_iterations": "--num_epochs_per_rollout",
+    "num_ppo_epochs": "--num_epochs_per_rollout",
+    "num_generations": "--n_samples_per_prompt",
+    "max_completion_length": "--max_new_tokens",
+    "response_length": "--max_new_tokens",
+    "max_prompt_length": "--max_length, of prompt and answer together",
+    "max_seq_length": "--max_length",
+    "warmup_ratio": "--warmup_steps, which below 1 is a share",
+    "eval_strategy": "--eval_steps",
+    "save_strategy": "--save_steps",
+    "logging_strategy": "--logging_steps",
+    "dataset_train_split": "--dataset_split",
+    "dataset_test_split": "--eval_dataset_name and --eval_dataset_split",
+    "reward_funcs": "--reward_function",
+    "reward_model_path": "--reward_model_name_or_path",
+    "use_peft": "--lora_r, such as 16",
+    "load_in_8bit": "--load_in_4bit",
+    "optim": "AdamW, which every recipe uses: change it in a copy of the recipe",
+    "bf16": "the accelerate config's mixed_precision, such as that of accelerate_configs/ddp.yaml",
+    "fp16": "accelerate_configs/ds_fp16.yaml",
+    "dtype": "the accelerate config's mixed_precision, and --save_dtype for saved actors",
+    "torch_dtype": "the accelerate config's mixed_precision, and --save_dtype for saved actors",
+    "deepspeed": "accelerate launch --config_file accelerate_configs/ds_zero2.yaml",
+    "fsdp": "accelerate launch --config_file accelerate_configs/fsdp2.yaml",
+    "resume_from_checkpoint": "--resume",
+    "overwrite_output_dir": "another --output_dir: no run is deleted",
+    "run_name": "--output_dir",
+    "logging_dir": "--output_dir",
 }
 
 # Functions that users name on the command line and that have moved. The old names are read for one
@@ -91,14 +139,16 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
     if unknown:
         for word in unknown:
             refuse_renamed(word.partition("=")[0].lstrip("-"), args_class, parser)
+        hint = what_would_do(unknown, parser)
         parser.error(
-            f"unknown argument {' '.join(unknown)}: --help lists all arguments "
+            f"unknown argument {' '.join(unknown)}: {hint}--help lists all arguments "
             "(none can be abbreviated, and a file of defaults comes first)"
         )
     if args.model_name_or_path is None or args.dataset_name is None:
         parser.error(
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
         )
+    check_numbers(args, parser)
     for name, value in vars(args).items():
         if value == [""]:  # as in --reward_function= to take away what a YAML names
             setattr(args, name, None)
@@ -108,6 +158,38 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
     if demo_flags and os.environ.get("RANK", "0") == "0":
         print(f"no model and no data set given: running the demo, {demo}", flush=True)
     return args
+
+
+def what_would_do(unknown: list[str], parser: transformers.HfArgumentParser) -> str:
+    """Returns what to use instead of unknown arguments, as the beginning of a sentence."""
+    known = [flag for flag in parser._option_string_actions if "-" not in flag[2:]]
+    hints = []
+    for word in unknown:
+        name = word.partition("=")[0].replace("-", "_").lstrip("_")
+        if not word.startswith("--"):
+            continue
+        if name in NAMES_ELSEWHERE:
+            hints.append(f"instead of --{name} use {NAMES_ELSEWHERE[name]}; ")
+        elif near := difflib.get_close_matches(f"--{name}", known, n=1, cutoff=0.75):
+            hints.append(f"did you mean {near[0]}? ")
+    return "".join(hints)
+
+
+def check_numbers(args, parser: transformers.HfArgumentParser) -> None:
+    """Refuses numbers that no recipe can use: not finite, or negative where that means nothing.
+
+    Raises:
+        SystemExit: with the argument and its value.
+    """
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            parser.error(f"--{name} {value}: expected a finite number")
+    for name in NOT_NEGATIVE:
+        value = getattr(args, name, 0)
+        if value < 0:
+            parser.error(f"--{name} {value}: expected 0 or more")
+    if not 0 <= getattr(args, "seed", 0) < 2**32:
+        parser.error(f"--seed {args.seed}: expected 0 to 2**32 - 1")
 
 
 def make_parser(args_class: type) -> transformers.HfArgumentParser:

@@ -20,13 +20,21 @@ from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
 import architectures
-from common.arguments import accumulation_steps, check_intervals, load_function, parse
+from common.arguments import (
+    NAMES_ELSEWHERE,
+    accumulation_steps,
+    check_intervals,
+    load_function,
+    parse,
+)
 from common.data import dataset, files, formats
 from common.data.pairs import preference_row
 from common.launch import quiet
 from common.models import checks, load
 from common.models.logprobs import LogProbModel
 from runs import ASSETS, LAUNCHERS, launch, recipe, refuses, tiny_llama, write_jsonl
+from test_alike import NAMES as RECIPES
+from test_alike import load as load_recipe
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 
@@ -122,6 +130,18 @@ def test_flags(capsys):
     )
     refuses_arguments(capsys, "--foo", call=lambda: parsed("--foo", "1"))
     refuses_arguments(
+        capsys,
+        "unknown argument --learning-rat 1",
+        "did you mean --learning_rate?",
+        call=lambda: parsed("--learning-rat", "1"),
+    )
+    refuses_arguments(
+        capsys,
+        "instead of --per_device_train_batch_size use --micro_train_batch_size;",
+        "instead of --use_peft use --lora_r",
+        call=lambda: parsed("--per_device_train_batch_size=4", "--use_peft"),
+    )
+    refuses_arguments(
         capsys, "--beta", "'strong'", "float", call=lambda: parsed("--beta", "strong")
     )
     refuses_arguments(capsys, "late.yaml", "first", call=lambda: parsed("late.yaml"))
@@ -131,6 +151,27 @@ def test_flags(capsys):
         "missing",
         call=lambda: parse(Args, ASSETS / "sft.yaml", ["--dataset_name", "d"]),
     )
+
+
+@pytest.mark.parametrize("argument, value, expected", [
+    ("learning_rate", "-1", "0 or more"), ("learning_rate", "nan", "a finite number"), ("weight_decay", "-0.1", "0 or more"),
+    ("adam_epsilon", "-1e-8", "0 or more"), ("warmup_steps", "-1", "0 or more"), ("save_total_limit", "-1", "0 or more"),
+    ("max_grad_norm", "inf", "a finite number"), ("seed", "-1", "0 to 2**32 - 1"), ("seed", str(2**32), "0 to 2**32 - 1"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", RECIPES)
+def test_numbers_that_mean_nothing(capsys, name, argument, value, expected):
+    demo = ASSETS / f"{name}.yaml"
+    call = lambda: parse(load_recipe(name).Args, demo, [f"--{argument}={value}"])
+    refuses_arguments(capsys, f"--{argument} ", f"expected {expected}", call=call)
+
+
+def test_names_of_other_libraries_are_no_arguments_here():
+    """Else a hint would send away from an argument that there is."""
+    known = {field.name for name in RECIPES for field in dataclasses.fields(load_recipe(name).Args)}
+    assert not known & NAMES_ELSEWHERE.keys()
+    for hint in NAMES_ELSEWHERE.values():
+        for flag in re.findall(r"--(\w+)", hint):
+            assert flag in known | {"config_file"}, hint
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,9 @@ def test_somebody_elses_common_is_named(tmp_path, kind):
     copy = shutil.copy(recipe("sft"), tmp_path / "mine.py")
     environment = {"PYTHONPATH": str(place)} if kind == "on PYTHONPATH" else None
     result = launch([], copy, "--help", cwd=tmp_path, env=environment, check=False, fresh=True)
-    assert result.returncode == 1 and len(result.stdout.splitlines()) == 1, result.stdout
+    # transformers imports peft, and that bitsandbytes, which says on some CPUs what it lacks.
+    said = [line for line in result.stdout.splitlines() if "gemm_4bit_forward" not in line]
+    assert result.returncode == 1 and len(said) == 1, result.stdout
     found = file.parent if kind == "folder" else file
     for part in (f"'common' is {found},", "rename", "another folder", "pip install -e"):
         assert part in result.stdout, result.stdout

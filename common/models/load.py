@@ -282,6 +282,12 @@ def note(text: str) -> None:
 
 def from_pretrained(auto_class, kind: str, name: str, **settings):
     """Calls `auto_class.from_pretrained`, and exits with the first line of its error."""
+    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    if is_path and not Path(name).exists():
+        sys.exit(
+            f"no {kind} could be loaded from {name!r}: there is no such folder "
+            "(expected a Hugging Face folder or a hub name)"
+        )
     try:
         return auto_class.from_pretrained(name, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
