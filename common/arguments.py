@@ -204,6 +204,9 @@ def make_parser(args_class: type) -> transformers.HfArgumentParser:
         if action.dest != "help":
             # argparse takes a % in the help for a format.
             action.help = action.help.replace("%", "%%")
+            # --help shows each flag once. The spelling with dashes is read all the same.
+            flags = action.option_strings
+            action.option_strings = [flag for flag in flags if "-" not in flag.lstrip("-")]
     return parser
 
 
