@@ -184,4 +184,4 @@ def test_half_weights_do_not_take_the_log_probs_of_autocast(inputs, tmp_path):
     for name, launcher in {"autocast": autocast, "weights": config_launcher("ds_zero2")}.items():
         dpo(inputs, tmp_path / name, launcher, "--precompute_ref_log_probs", "--max_steps", 1)
         (line,) = training_lines(tmp_path / name)
-        assert line["loss"] == pytest.approx(math.log(2), abs=1e-6), name
+        assert line["loss"] == pytest.approx(math.log(2), abs=3e-5), name
