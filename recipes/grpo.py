@@ -525,19 +525,16 @@ def read_tokens(
 
 
 def check_rollout(
-    samples: Samples, scores: torch.Tensor, old: dict, progress: Progress, output_dir: str
+    samples: Samples, tensors: dict[str, torch.Tensor], progress: Progress, output_dir: str
 ) -> None:
-    """Stops the run if a score or a log-prob is not finite, before one spreads over its group."""
+    """Stops the run if a score or a log-prob is not finite, before one spreads over its group.
+
+    Args:
+        tensors: `[samples, longest response]` or `[samples, 1]` each, by name.
+    """
     # A sum is finite only if all its parts are.
-    sums = sum(old.values(), start=scores[:, None] + torch.zeros(samples.mask.shape))
-    tensors = {"scores": scores, **old}
+    sums = sum(tensors.values(), start=torch.zeros(samples.mask.shape))
     guards.check_finite([(samples.rows, sums, samples.mask)], progress, output_dir, tensors)
-
-
-def padded(values: list[list[float]]) -> torch.Tensor:
-    """Returns lists of numbers as fp32 `[lists, longest]`, zero behind each."""
-    rows = [torch.tensor(row, dtype=torch.float32) for row in values]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 def build_rollout(samples: Samples, scores: torch.Tensor, args: Args) -> dict:
@@ -563,7 +560,7 @@ def build_rollout(samples: Samples, scores: torch.Tensor, args: Args) -> dict:
         "tensors": {
             "mask": samples.mask,
             "advantages": advantages[:, None],
-            "sampler_logps": padded(samples.sampler_logps),
+            "sampler_logps": samples.padded_sampler_logps,
         },
     }
 
@@ -989,9 +986,13 @@ def main():
                         round_number,
                         args,
                     )
+                # Where a logit is NaN, so is this log-prob, and the token is not worth a score.
+                sampler_logps = {"sampler_logps": samples.padded_sampler_logps}
+                check_rollout(samples, sampler_logps, progress, args.output_dir)
                 with metrics.timed("score"):
                     scores = scores_of(samples)
-                check_rollout(samples, scores.total, {}, progress, args.output_dir)
+                of_samples = {"scores": scores.total[:, None]}
+                check_rollout(samples, of_samples, progress, args.output_dir)
                 is_kept = torch.ones(len(prompt_rows), dtype=torch.bool)
                 if args.drop_equal_groups:
                     is_kept = groups_to_learn_from(
@@ -1037,7 +1038,7 @@ def main():
                 readers["ref_logps"] = reference
             with metrics.timed("score"):
                 old = read_tokens(accelerator, samples, readers, args)
-            check_rollout(samples, scores, old, progress, args.output_dir)
+            check_rollout(samples, old, progress, args.output_dir)
             rollout["tensors"].update(old)
             rollout["made_at"] = progress.global_step
             # Checkpoints hold it: a resumed run goes on with the same rollout.

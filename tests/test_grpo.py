@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import runpy
+import shutil
 import types
 
 import numpy as np
@@ -387,6 +388,32 @@ def test_rollouts_from_which_nothing_can_be_learned_make_no_update(inputs):
     assert torch.equal(weights(output), weights(inputs, "model"))
     assert training_lines(output) == []
     assert [line["global_step"] for line in evaluation_lines(output)] == [0]
+
+
+def test_a_policy_that_is_not_finite_stops_the_run_before_its_responses_are_scored(inputs):
+    """Though all scores are equal, so that every group would be left out before any forward pass."""
+    row = int(batches.rows_of_update(7, 4, 3, 0)[1])
+    assert row != 0  # the first row is read before training
+    prompts = [{"prompt": "ab3z" if number == row else "ab3"} for number in range(7)]
+    write_jsonl(inputs / "poisoned.jsonl", prompts)
+    broken = shutil.copytree(inputs / "model", inputs / "broken")
+    model = AutoModelForCausalLM.from_pretrained(broken)
+    (token,) = AutoTokenizer.from_pretrained(broken)("z").input_ids
+    model.model.embed_tokens.weight.data[token] = math.inf
+    model.save_pretrained(broken)
+    (inputs / "rewarding_never.py").write_text(
+        "def never(prompts, responses, **columns):\n    raise RuntimeError('it was called')\n"
+    )
+    for function in ("rewarding_of_test:same", "rewarding_never:never"):
+        output = inputs / f"nan-{function.partition(':')[2]}"
+        more = ["--reward_function", function, "--dataset_name", inputs / "poisoned.jsonl"]
+        result = run(inputs, output, SHARED, *more, "--model_name_or_path", broken, check=False)
+        assert result.returncode and "it was called" not in result.stdout
+        rows = ", ".join([str(row + 1)] * 3)
+        named = f"update 1 (updates_seen 0) is not finite, because of data rows {rows}. Nothing was"
+        assert named in result.stdout
+        tensors = json.loads((output / "not_finite_0.json").read_text())["tensors"]
+        assert tensors["sampler_logps"]["not_finite"] > 0
 
 
 def test_a_whole_epoch_without_an_update_ends_a_run_that_counts_updates(inputs):
