@@ -176,7 +176,11 @@ class Args:
         default=False, help="do not train on responses cut at --max_new_tokens"
     )
 
-    train_batch_size: int = HfArg(default=256, help="samples of one update, over all processes")
+    train_batch_size: int = HfArg(
+        default=256,
+        help="samples of one update, at most, over all processes: a rollout makes as few updates "
+        "as that allows, all of one size",
+    )
     micro_train_batch_size: int = HfArg(default=4, help="samples that one process runs at once")
     micro_train_tokens: int = HfArg(
         default=0,
@@ -319,8 +323,9 @@ def estimate_advantages(
     if advantage_std == "group":
         advantages = advantages / (advantages.std(1, keepdim=True) + EPSILON)
     elif advantage_std == "batch" and advantages.numel() > 1:
-        # The mean is zero already, unless there is no baseline.
-        advantages = (advantages - advantages.mean()) / (advantages.std() + EPSILON)
+        if baseline == "none":  # else their mean is zero, up to a rounding that is no signal
+            advantages = advantages - advantages.mean()
+        advantages = advantages / (advantages.std() + EPSILON)
     return advantages.flatten().to(scores.dtype)
 
 
@@ -568,7 +573,8 @@ def build_rollout(samples: Samples, scores: torch.Tensor, args: Args) -> dict:
 def order_of_samples(rollout: dict, order_seed: tuple, epoch: int, args: Args) -> np.ndarray:
     """Returns the numbers of a rollout's samples in the order of one pass over them.
 
-    Groups come in a seeded order and stay together, so that their samples can share the prompt.
+    Groups come in a seeded order. The samples of a group stand side by side, so that most of them
+    get into one update and can share the prompt.
     """
     n_groups = len(rollout["rows"]) // args.n_samples_per_prompt
     groups = batches.rows_of_update(n_groups, n_groups, order_seed, epoch)
@@ -578,18 +584,21 @@ def order_of_samples(rollout: dict, order_seed: tuple, epoch: int, args: Args) -
 
 
 def updates_of(rollout: dict, args: Args) -> int:
-    """Returns the number of updates that a rollout makes."""
+    """Returns the number of updates that a rollout makes, as few as `--train_batch_size` allows."""
     n_samples = int(rollout["is_trained"].sum())
     return args.num_epochs_per_rollout * math.ceil(n_samples / args.train_batch_size)
 
 
 def rows_of_update(rollout: dict, order_seed: tuple, update: int, args: Args) -> np.ndarray:
-    """Returns the numbers of the samples of a rollout's update, counted from 0."""
+    """Returns the numbers of the samples of a rollout's update, counted from 0.
+
+    The updates of a pass have as many samples as one another, or one more: every update is a whole
+    step, so none is made from a few samples that are left over. A group may be divided.
+    """
     updates_per_epoch = updates_of(rollout, args) // args.num_epochs_per_rollout
     epoch, update_of_epoch = divmod(update, updates_per_epoch)
-    start = update_of_epoch * args.train_batch_size
     numbers = order_of_samples(rollout, order_seed, epoch, args)
-    return numbers[start : start + args.train_batch_size]
+    return np.array_split(numbers, updates_per_epoch)[update_of_epoch]
 
 
 def longest_of_group(lengths: np.ndarray, n_samples: int) -> np.ndarray:
@@ -681,7 +690,7 @@ def mark_position(progress: Progress, position: dict, n_prompts: int, args: Args
 
 
 def check_settings(args: Args) -> None:
-    """Refuses sizes that do not divide, and settings that would be ignored or cannot work."""
+    """Refuses settings that would be ignored or cannot work."""
     if args.lora_dropout:
         sys.exit(
             f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
@@ -712,12 +721,7 @@ def check_settings(args: Args) -> None:
         if size < 0:
             sys.exit(f"--{name} {size}: below 0")
     check_groups(args)
-    check_rollout_size(
-        args,
-        # make_accelerator refuses 0, with every recipe's message.
-        divisor=max(args.train_batch_size, 1),
-        divisor_text=f"--train_batch_size {args.train_batch_size}",
-    )
+    check_rollout_size(args)
     if not args.reward_model_name_or_path and not args.reward_function:
         sys.exit(
             "nothing scores the responses: give --reward_model_name_or_path or --reward_function"
@@ -761,27 +765,17 @@ def check_groups(args: Args) -> None:
         sys.exit("--refill_rounds replaces groups left out: it needs --drop_equal_groups true")
 
 
-def describe_rollout(args: Args) -> str:
-    """Returns the arithmetic of a rollout's samples, for messages."""
+def check_rollout_size(args: Args) -> None:
+    """Refuses a rollout of fewer samples than an update: `--train_batch_size` would be ignored."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    return (
-        f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
-        f"{args.n_samples_per_prompt} = {samples} samples"
-    )
-
-
-def check_rollout_size(args: Args, divisor: int, divisor_text: str) -> None:
-    """Refuses a rollout whose samples are no multiple of `divisor`; names the nearest that are."""
-    # The fewest prompts whose samples are a multiple of `divisor`.
-    step = math.lcm(divisor, args.n_samples_per_prompt) // args.n_samples_per_prompt
-    if args.rollout_batch_size % step == 0:
-        return
-    below = args.rollout_batch_size // step * step
-    nearest = " or ".join(str(size) for size in (below, below + step) if size)
-    sys.exit(
-        f"{describe_rollout(args)} are not a multiple of {divisor_text}. "
-        f"Nearest that would do: --rollout_batch_size {nearest}."
-    )
+    if samples < args.train_batch_size:
+        least = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
+        sys.exit(
+            f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
+            f"{args.n_samples_per_prompt} = {samples} samples, fewer than --train_batch_size "
+            f"{args.train_batch_size}: no update would have as many. Least that would do: "
+            f"--rollout_batch_size {least}"
+        )
 
 
 def main():

@@ -538,7 +538,7 @@ def check_rollout(
     """Stops the run if a score, a log-prob or a value is not finite.
 
     It must be called before advantages are whitened, which spreads such a value over all samples.
-    The sampler's log-probs count, too: where a logit is NaN, the token that was drawn means nothing.
+    The sampler's log-probs count, too: where a logit is NaN, the drawn token means nothing.
     """
     token_values = {**old, "sampler_logps": samples.padded_sampler_logps}
     # A sum is finite only if all its parts are.

@@ -274,10 +274,14 @@ class Reference:
                 of_epoch = [
                     x for number in order for x in groups[number] if x.ended or not s.mask_truncated
                 ]
-                updates += [
-                    of_epoch[i : i + s.train_batch_size]
-                    for i in range(0, len(of_epoch), s.train_batch_size)
-                ]
+                # As many updates as are needed, the first of them larger by one where it does not divide.
+                count = -(-len(of_epoch) // s.train_batch_size)
+                small, larger = divmod(len(of_epoch), count)
+                for i in range(count):
+                    size = small + (i < larger)
+                    updates.append(of_epoch[:size])
+                    of_epoch = of_epoch[size:]
+                assert not of_epoch
             for index, samples in enumerate(updates):
                 if s.max_steps and len(self.lines) == s.max_steps:
                     break
@@ -336,7 +340,9 @@ def few():
     }
 
 
-@pytest.mark.parametrize("size, sizes", [(4, [4, 4, 1]), (9, [9]), (3, [3, 3, 3])])
+@pytest.mark.parametrize(
+    "size, sizes", [(4, [3, 3, 3]), (9, [9]), (8, [5, 4]), (2, [2, 2, 2, 2, 1])]
+)
 def test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_together(
     few, size, sizes
 ):
@@ -356,6 +362,18 @@ def test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_toget
             groups.count(g) == 1 or abs(order.index(2 * g) - order.index(2 * g + 1)) == 1
             for g in groups
         )
+
+
+def test_33_groups_of_8_make_two_updates_of_one_size():
+    """Not one of 256 samples and a full step for the other 8."""
+    rollout = {"rows": [0] * 264, "is_trained": torch.ones(264, dtype=torch.bool)}
+    args = types.SimpleNamespace(
+        n_samples_per_prompt=8, train_batch_size=256, num_epochs_per_rollout=1
+    )
+    updates = [grpo.rows_of_update(rollout, (0, 5, 2), i, args).tolist() for i in range(2)]
+    assert grpo.updates_of(rollout, args) == 2
+    assert [len(update) for update in updates] == [132, 132]
+    assert sorted(updates[0] + updates[1]) == list(range(264))
 
 
 def test_prompts_are_read_in_the_data_order_and_end_with_the_epoch():
@@ -455,7 +473,7 @@ def test_progress_counts_rows_where_updates_do_not_tell_them():
     ({"baseline": "rloo", "n_samples_per_prompt": 1}, ["--baseline rloo"]),
     ({"baseline": "none", "advantage_std": "group"}, ["--advantage_std group", "batch or none"]),
     ({"refill_rounds": 1, "drop_equal_groups": False}, ["--refill_rounds", "--drop_equal_groups true"]),
-    ({"rollout_batch_size": 100}, ["100 x --n_samples_per_prompt 8 = 800", "--train_batch_size 256", "96 or 128"]),
+    ({"rollout_batch_size": 31}, ["31 x --n_samples_per_prompt 8 = 248 samples", "fewer than --train_batch_size 256", "--rollout_batch_size 32"]),
     ({"reward_function": None}, ["nothing scores the responses"]),
     ({"temperature": 0.0}, ["--temperature 0.0"]),
     ({"eval_samples": 4}, ["--eval_samples 4", "--eval_temperature"]),
@@ -467,5 +485,7 @@ def test_progress_counts_rows_where_updates_do_not_tell_them():
     ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout 0"]),
 ])  # fmt: skip
 def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
+    # A rollout need not be a multiple of an update.
+    grpo.check_settings(grpo.Args(reward_function=["a:b"], rollout_batch_size=100))
     args = dataclasses.replace(grpo.Args(reward_function=["a:b"]), **settings)
     refuses(*parts, call=lambda: grpo.check_settings(args))

@@ -1144,7 +1144,7 @@ def expect_lines(output, reference):
 def test_every_logged_number_of_a_run(whole):
     output, console, reference = whole
     assert (
-        "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates; 2 rollouts per epoch"
+        "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates of up to 4 samples; 2 rollouts per epoch"
         in console
     )
     assert f"the last of 3 prompts, 4 updates; {len(reference.lines)} updates in all" in console
