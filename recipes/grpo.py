@@ -300,7 +300,11 @@ def groups_to_learn_from(
 
 
 def estimate_advantages(
-    scores: torch.Tensor, n_samples: int, baseline: str, advantage_std: str
+    scores: torch.Tensor,
+    n_samples: int,
+    baseline: str,
+    advantage_std: str,
+    is_trained: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the advantage of each response, `[samples]`: that of all its tokens.
 
@@ -310,8 +314,12 @@ def estimate_advantages(
 
     Args:
         scores: `[samples]`, those of a group side by side.
+        is_trained: bool `[samples]`; the others count in their group, but not in the mean and the
+            deviation of the batch. None: all.
     """
     groups = scores.double().reshape(-1, n_samples)
+    if is_trained is None:
+        is_trained = torch.ones_like(scores, dtype=torch.bool)
     if baseline == "group":
         advantages = groups - groups.mean(1, keepdim=True)
     elif baseline == "rloo":
@@ -322,10 +330,11 @@ def estimate_advantages(
 
     if advantage_std == "group":
         advantages = advantages / (advantages.std(1, keepdim=True) + EPSILON)
-    elif advantage_std == "batch" and advantages.numel() > 1:
-        if baseline == "none":  # else their mean is zero, up to a rounding that is no signal
-            advantages = advantages - advantages.mean()
-        advantages = advantages / (advantages.std() + EPSILON)
+    elif advantage_std == "batch" and is_trained.sum() > 1:
+        trained = advantages.flatten()[is_trained]
+        if baseline == "none":  # a mean of groups is taken off already
+            advantages = advantages - trained.mean()
+        advantages = advantages / (trained.std() + EPSILON)
     return advantages.flatten().to(scores.dtype)
 
 
@@ -376,9 +385,12 @@ def kl_losses(
     """Returns the estimated KL(policy || reference) of each token, and its term of the loss.
 
     The ratio weights the term, because the token was drawn by the old policy. So its expected
-    gradient is that of the KL: for k3 because the ratio has a gradient, too, and for k2 because it
-    has none. Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html;
+    gradient is that of the KL of the next token: for k3 because the ratio has a gradient, too, and
+    for k2 because it has none. Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html;
     DeepSeek-V3.2, arXiv:2512.02556 eq. 7.
+
+    Args:
+        ratios: of each token, `[samples, length]`.
     """
     difference = logps - ref_logps
     if estimator == "k2":
@@ -444,7 +456,9 @@ def compare(
         "val/ratio": ratios.expand_as(logps),
     }
     if args.kl_coef:
-        kl, kl_loss = kl_losses(logps, old["ref_logps"], ratios, args.kl_estimator)
+        # Each token's own ratio, also where one of the whole response weights the policy loss.
+        token_ratios = ratios_to_old(logps, old["logps"], mask, "token")
+        kl, kl_loss = kl_losses(logps, old["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * kl_loss
         of_tokens["kl"] = kl
     if is_first_update:
@@ -551,12 +565,12 @@ def build_rollout(samples: Samples, scores: torch.Tensor, args: Args) -> dict:
         samples: those of the groups to learn from.
         scores: `[samples]`.
     """
-    advantages = estimate_advantages(
-        scores, args.n_samples_per_prompt, args.baseline, args.advantage_std
-    )
     is_trained = torch.ones_like(samples.ended)
     if args.mask_truncated:
         is_trained = samples.ended
+    advantages = estimate_advantages(
+        scores, args.n_samples_per_prompt, args.baseline, args.advantage_std, is_trained
+    )
     return {
         "prompts": samples.prompts,
         "responses": samples.responses,

@@ -6,6 +6,7 @@ prompts with a few responses each can be listed, each with its probability.
 
 import itertools
 import math
+import types
 
 import torch
 
@@ -89,6 +90,48 @@ def expected_gradient(
     weights = weights.reshape(scores.shape) * kept
     of_rollouts = (losses * weights).sum(1) / weights.sum(1).clamp(min=1)
     return torch.autograd.grad((of_rollouts * probabilities).sum(), policy)[0]
+
+
+def kl_gradients(grpo, ratio: str, estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expected gradient of the loss of the KL alone, before a rollout's first update, and the exact one.
+
+    Exact is that of KL(policy || reference) of each next token, over what the policy writes before it. All responses
+    to all prompts are samples of one update, weighted by their probabilities.
+    """
+    policy = make_policy().requires_grad_()
+    noise = torch.randn(
+        policy.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+    reference = make_policy() + noise
+    logps = token_logps(policy)
+    probabilities = logps.detach().sum(2).exp()  # [prompts, responses]
+
+    args = types.SimpleNamespace(
+        loss_type="clip",
+        average="constant",
+        ratio=ratio,
+        clip_range=0.2,
+        clip_range_high=0.28,
+        kl_coef=1.0,
+        kl_estimator=estimator,
+        max_new_tokens=MAX_NEW_TOKENS,
+    )
+    samples = logps.flatten(0, 1)
+    old = {
+        "mask": MASK.repeat(PROMPTS, 1),
+        "advantages": torch.zeros(len(samples), 1, dtype=torch.float64),
+        "logps": samples.detach(),
+        "ref_logps": token_logps(reference).flatten(0, 1),
+    }
+    output = {"logps": samples, "entropy": torch.zeros_like(samples)}
+    losses, weights, _ = grpo.compare(output, old, probabilities.flatten(), False, args)
+    found = torch.autograd.grad((losses * weights).sum(), policy, retain_graph=True)[0]
+
+    new, ref = policy.log_softmax(-1), reference.log_softmax(-1)
+    kl = (new.exp() * (new - ref)).sum(-1)  # [prompts, 4], of the first token and of each second
+    first = new[:, 0, 1:].exp().detach()  # how probable it is that there is this second token
+    exact = (kl[:, 0] + (first * kl[:, 2:]).sum(1)).sum() / MAX_NEW_TOKENS
+    return found, torch.autograd.grad(exact, policy)[0]
 
 
 def bias(expected: torch.Tensor, analytic: torch.Tensor) -> tuple[float, float]:

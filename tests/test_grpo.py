@@ -194,8 +194,10 @@ class Reference:
                 x.advantage
                 for other in (groups if s.advantage_std == "batch" else [group])
                 for x in other
+                if x.ended or not s.mask_truncated
             ]
-            deviation = 1.0 if s.advantage_std == "none" else np.std(over, ddof=1) + 1e-4
+            divides = s.advantage_std != "none" and len(over) > 1
+            deviation = np.std(over, ddof=1) + 1e-4 if divides else 1.0
             for sample in group:
                 sample.scaled = float(sample.advantage / deviation)
 
@@ -226,7 +228,8 @@ class Reference:
                 )
             d = logps - x.ref
             kl = d * d / 2 if s.kl_estimator == "k2" else (-d).exp() - 1 + d
-            loss = loss + s.kl_coef * kl * (ratio.detach() if s.kl_estimator == "k2" else ratio)
+            own = (logps - old).exp()  # of the token, also with the ratio of a sequence
+            loss = loss + s.kl_coef * kl * (own.detach() if s.kl_estimator == "k2" else own)
             each.append({
                 "loss": loss, "clip_ratio/low_mean": low.float(), "clip_ratio/high_mean": high.float(), "entropy": entropy, "kl": kl,
                 "policy/approxkl_avg": (logps - old) ** 2 / 2, "val/ratio": ratio,
