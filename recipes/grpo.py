@@ -136,7 +136,8 @@ class Args:
 
     baseline: Literal["group", "rloo", "none"] = HfArg(
         default="group",
-        help="taken from each score: the mean of its group, that of the others in it, or nothing",
+        help="subtracted from each score: the mean of its group, that of the others in it, or "
+        "nothing",
     )
     advantage_std: Literal["batch", "group", "none"] = HfArg(
         default="batch",
@@ -161,7 +162,9 @@ class Args:
         help="normalise the reward model's scores by the mean and the deviation in its config",
     )
     drop_equal_groups: bool = HfArg(
-        default=True, help="leave out groups from which nothing can be learned; nothing counts them"
+        default=True,
+        help="leave out groups whose advantages are all zero before the penalty for length; with "
+        "--kl_coef above 0 they are kept, since the KL has a gradient there, too",
     )
     refill_rounds: int = HfArg(
         default=0, help="how often a rollout samples more prompts in place of groups left out"
@@ -171,7 +174,9 @@ class Args:
         help="the last tokens of --max_new_tokens over which a penalty grows from 0 to "
         "--overlong_penalty; 0: no penalty",
     )
-    overlong_penalty: float = HfArg(default=1.0, help="taken from the score, see --overlong_buffer")
+    overlong_penalty: float = HfArg(
+        default=1.0, help="subtracted from the score, see --overlong_buffer"
+    )
     mask_truncated: bool = HfArg(
         default=False, help="do not train on responses cut at --max_new_tokens"
     )
@@ -272,7 +277,7 @@ EPSILON = 1e-4
 def final_scores(
     scores: torch.Tensor, lengths: torch.Tensor, max_new_tokens: int, buffer: int, penalty: float
 ) -> torch.Tensor:
-    """Takes a penalty for length from the scores `[samples]`; a buffer of 0 takes nothing.
+    """Subtracts a penalty for length from the scores `[samples]`; a buffer of 0 subtracts nothing.
 
     It grows from 0, `buffer` tokens before the longest possible response, to `penalty` at it.
     Source: DAPO, arXiv:2503.14476 eq. 13.
@@ -283,7 +288,36 @@ def final_scores(
     return scores - penalty * beyond / buffer
 
 
-def groups_to_learn_from(
+def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
+    """Returns the scores of samples with the penalty for length in their total."""
+    total = final_scores(
+        scores.total,
+        samples.mask.sum(1),
+        args.max_new_tokens,
+        args.overlong_buffer,
+        args.overlong_penalty,
+    )
+    return scores._replace(total=total)
+
+
+def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
+    """Returns which groups of a rollout are kept, bool `[groups]`.
+
+    Source: DAPO, arXiv:2503.14476 section 3.2. With a KL all are kept: where the advantages are
+    zero, its term of the loss still has a gradient.
+
+    Args:
+        scores: `[samples]`, without the penalty for length: where all responses are right, or all
+            wrong, a group is left out though their lengths differ.
+    """
+    if args.kl_coef or not args.drop_equal_groups:
+        return torch.ones(len(scores) // args.n_samples_per_prompt, dtype=torch.bool)
+    return groups_with_advantages(
+        scores, args.n_samples_per_prompt, args.baseline, args.advantage_std
+    )
+
+
+def groups_with_advantages(
     scores: torch.Tensor, n_samples: int, baseline: str, advantage_std: str
 ) -> torch.Tensor:
     """Returns which groups can have an advantage that is not zero, bool `[groups]`.
@@ -562,7 +596,7 @@ def build_rollout(samples: Samples, scores: torch.Tensor, args: Args) -> dict:
     `tensors` lacks only what `read_tokens` returns.
 
     Args:
-        samples: those of the groups to learn from.
+        samples: those of the groups that are kept.
         scores: `[samples]`.
     """
     is_trained = torch.ones_like(samples.ended)
@@ -631,7 +665,7 @@ def end_rollout(position: dict) -> None:
 
 
 def skip_rollout(metrics: Metrics, position: dict, n_prompts: int, ends_run: bool) -> None:
-    """Goes on to the next rollout, because nothing can be learned from this one, and says so.
+    """Goes on to the next rollout, because this one has nothing to train on, and says so.
 
     Raises:
         SystemExit: a whole epoch of prompts led to no update, and the run would go on.
@@ -639,8 +673,8 @@ def skip_rollout(metrics: Metrics, position: dict, n_prompts: int, ends_run: boo
     end_rollout(position)
     since_update = position["prompts_seen"] - position["prompts_seen_at_update"]
     message = (
-        f"no update from rollout {position['rollouts_seen']}: there is no response to learn from "
-        "(all groups have equal scores, or all responses are cut)"
+        f"no update from rollout {position['rollouts_seen']}: it has no response to train on "
+        "(the advantages of all groups are zero, or all responses are cut)"
     )
     if since_update >= n_prompts and not ends_run:
         sys.exit(f"{message}, nor from any of the last {since_update} prompts, a whole epoch")
@@ -710,16 +744,16 @@ def check_settings(args: Args) -> None:
             f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
             "the policy that is trained would not be the one that responded"
         )
-    sizes = {
+    at_least_1 = {
         "rollout_batch_size": args.rollout_batch_size,
         "n_samples_per_prompt": args.n_samples_per_prompt,
         "num_epochs_per_rollout": args.num_epochs_per_rollout,
         "eval_samples": args.eval_samples,
     }
-    for name, size in sizes.items():
+    for name, size in at_least_1.items():
         if size < 1:
             sys.exit(f"--{name} {size}: expected at least 1")
-    sizes = {
+    at_least_0 = {
         "generate_batch_size": args.generate_batch_size,
         "score_batch_size": args.score_batch_size,
         "refill_rounds": args.refill_rounds,
@@ -731,9 +765,9 @@ def check_settings(args: Args) -> None:
         "clip_range_high": args.clip_range_high,
         "eval_temperature": args.eval_temperature,
     }
-    for name, size in sizes.items():
-        if size < 0:
-            sys.exit(f"--{name} {size}: below 0")
+    for name, number in at_least_0.items():
+        if number < 0:
+            sys.exit(f"--{name} {number}: below 0")
     check_groups(args)
     check_rollout_size(args)
     if not args.reward_model_name_or_path and not args.reward_function:
@@ -777,6 +811,17 @@ def check_groups(args: Args) -> None:
         )
     if args.refill_rounds and not args.drop_equal_groups:
         sys.exit("--refill_rounds replaces groups left out: it needs --drop_equal_groups true")
+    if args.refill_rounds and args.kl_coef:
+        sys.exit(
+            f"--refill_rounds {args.refill_rounds} --kl_coef {args.kl_coef}: no group is left out, "
+            "since the KL teaches those without an advantage, too. So none would be replaced"
+        )
+    if args.refill_rounds and args.baseline == "none" and args.advantage_std == "batch":
+        sys.exit(
+            f"--refill_rounds {args.refill_rounds} with --baseline none --advantage_std batch: no "
+            "group is left out, since its scores are compared with those of the whole rollout. So "
+            "none would be replaced"
+        )
 
 
 def check_rollout_size(args: Args) -> None:
@@ -913,8 +958,8 @@ def main():
     sizes.fill_in(accelerator, args, trained=policy, frozen=[reference, judge.model])
 
     def scores_of(samples: Samples) -> Scores:
-        """Returns the scores of the responses, the same on every process."""
-        scores = rewards.score(
+        """Returns the scores of the responses without a penalty, the same on every process."""
+        return rewards.score(
             accelerator,
             tokenizer,
             judge,
@@ -923,14 +968,6 @@ def main():
             args.share_prompts,
             progress.global_step,
         )
-        total = final_scores(
-            scores.total,
-            samples.mask.sum(1),
-            args.max_new_tokens,
-            args.overlong_buffer,
-            args.overlong_penalty,
-        )
-        return scores._replace(total=total)
 
     # ============================================================ the loop
     metrics = Metrics(
@@ -973,8 +1010,8 @@ def main():
     position = run.extra
     mark_position(progress, position, mixture.samples, args)
     while not progress.finished:
-        # If no rollout is left, make one: sample groups, score them, leave out those from which
-        # nothing can be learned. Every process holds all of it, on the CPU.
+        # If no rollout is left, make one: sample groups, score them, leave out those whose
+        # advantages are all zero. Every process holds all of it, on the CPU.
         if position["rollout"] is None:
             kept = []  # samples and scores of each round
             missing = args.rollout_batch_size
@@ -984,7 +1021,7 @@ def main():
                 )
                 position["prompts_seen"] += len(prompt_rows)
                 with metrics.timed("generate"):
-                    samples = sample(
+                    sampled = sample(
                         accelerator,
                         model,
                         policy,
@@ -995,26 +1032,23 @@ def main():
                         args,
                     )
                 # Where a logit is NaN, so is this log-prob, and the token is not worth a score.
-                sampler_logps = {"sampler_logps": samples.padded_sampler_logps}
-                check_rollout(samples, sampler_logps, progress, args.output_dir)
+                sampler_logps = {"sampler_logps": sampled.padded_sampler_logps}
+                check_rollout(sampled, sampler_logps, progress, args.output_dir)
                 with metrics.timed("score"):
-                    scores = scores_of(samples)
-                of_samples = {"scores": scores.total[:, None]}
-                check_rollout(samples, of_samples, progress, args.output_dir)
-                is_kept = torch.ones(len(prompt_rows), dtype=torch.bool)
-                if args.drop_equal_groups:
-                    is_kept = groups_to_learn_from(
-                        scores.total, args.n_samples_per_prompt, args.baseline, args.advantage_std
-                    )
-                log_samples(accelerator, metrics, tokenizer, samples, scores, is_kept, args)
+                    without_penalty = scores_of(sampled)
+                scored = with_penalty(without_penalty, sampled, args)
+                sampled_scores = {"scores": scored.total[:, None]}
+                check_rollout(sampled, sampled_scores, progress, args.output_dir)
+                is_kept = groups_to_keep(without_penalty.total, args)
+                log_samples(accelerator, metrics, tokenizer, sampled, scored, is_kept, args)
                 kept_samples = is_kept.repeat_interleave(args.n_samples_per_prompt)
-                kept.append((samples.select(kept_samples), scores.total[kept_samples]))
+                kept.append((sampled.select(kept_samples), scored.total[kept_samples]))
                 missing -= int(is_kept.sum())
                 epoch_ended = position["prompts_seen"] % mixture.samples == 0
                 if missing == 0 or epoch_ended:
                     break
-            samples = Samples.joined([samples for samples, _ in kept])
-            scores = torch.cat([scores for _, scores in kept])
+            samples = Samples.joined([of_round for of_round, _ in kept])
+            scores = torch.cat([of_round for _, of_round in kept])
             rollout = None
             if len(scores) > 0:
                 rollout = build_rollout(samples, scores, args)
@@ -1045,9 +1079,9 @@ def main():
             if reference is not None:
                 readers["ref_logps"] = reference
             with metrics.timed("score"):
-                old = read_tokens(accelerator, samples, readers, args)
-            check_rollout(samples, old, progress, args.output_dir)
-            rollout["tensors"].update(old)
+                logps_before = read_tokens(accelerator, samples, readers, args)
+            check_rollout(samples, logps_before, progress, args.output_dir)
+            rollout["tensors"].update(logps_before)
             rollout["made_at"] = progress.global_step
             # Checkpoints hold it: a resumed run goes on with the same rollout.
             position["rollout"] = rollout
@@ -1058,10 +1092,11 @@ def main():
         is_first_update = rollout["made_at"] == progress.global_step
         order_seed = (args.seed, position["rollouts_seen"], ORDER_STREAM)
         update_rows = rows_of_update(rollout, order_seed, position["update"], args)
-        lengths = sample_lengths(rollout["prompts"], rollout["responses"])
-        update_tokens = int(lengths[update_rows].sum())
+        tokens_of_samples = sample_lengths(rollout["prompts"], rollout["responses"])
+        update_tokens = int(tokens_of_samples[update_rows].sum())
+        lengths = tokens_of_samples  # by which the samples are sorted
         if args.share_prompts:
-            lengths = longest_of_group(lengths, args.n_samples_per_prompt)
+            lengths = longest_of_group(tokens_of_samples, args.n_samples_per_prompt)
         micro_batches = batches.split(
             accelerator,
             update_rows,
@@ -1191,7 +1226,7 @@ def evaluate(
             temperature=args.eval_temperature,
             uniforms=draws.random((n_samples, args.max_new_tokens)),
         )
-        scores = scores_of(samples)
+        scores = with_penalty(scores_of(samples), samples, args)
         values = {
             "scores": scores.total,
             "length": [len(response) for response in samples.responses],

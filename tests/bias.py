@@ -72,7 +72,7 @@ def expected_gradient(
 
     kept = torch.ones(scores.shape, dtype=torch.bool)
     if drop:
-        kept = grpo.groups_to_learn_from(scores, n_samples, baseline, advantage_std)
+        kept = grpo.groups_with_advantages(scores, n_samples, baseline, advantage_std)
         kept = kept.repeat_interleave(n_samples).reshape(scores.shape)
     advantages = torch.zeros_like(scores)
     for rollout in range(len(choices)):

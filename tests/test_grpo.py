@@ -51,7 +51,8 @@ WHOLE = {
     "defaults": dict(SHARED, max_epochs=2),
     "two passes, kl, length": dict(SHARED, num_epochs_per_rollout=2, advantage_std="group", average="sequence", kl_coef=0.3, temperature=0.8, overlong_buffer=3,
                                    overlong_penalty=0.4, max_steps=9),
-    "refilled": dict(SHARED, rollout_batch_size=2, train_batch_size=3, micro_train_batch_size=3, refill_rounds=2, loss_type="cispo", average="constant", max_epochs=2, mask_truncated=True),
+    "refilled": dict(SHARED, train_batch_size=3, micro_train_batch_size=3, refill_rounds=2, loss_type="cispo", average="constant", max_epochs=2, mask_truncated=True,
+                     overlong_buffer=3, overlong_penalty=0.4),
     "no baseline": dict(SHARED, baseline="none", advantage_std="none", ratio="sequence", kl_coef=0.2, kl_estimator="k2", max_epochs=1, drop_equal_groups=False, clip_range_high=0.01),
 }  # fmt: skip
 
@@ -120,10 +121,11 @@ class Reference:
             "vowels": None if weight == 2 else float(weight * sum(c in "aeiouAEIOU" for c in text)),
         }
         total = parts["length"] + 0.5 * (parts["vowels"] or 0.0)
+        raw = total
         if self.set.overlong_buffer:
             beyond = len(response) - (self.set.max_new_tokens - self.set.overlong_buffer)
             total -= self.set.overlong_penalty * max(beyond, 0) / self.set.overlong_buffer
-        return total, parts
+        return total, raw, parts
 
     @torch.no_grad()
     def sample_round(self, prompts, round_number):
@@ -140,9 +142,9 @@ class Reference:
                 response, _ = alone(
                     self.policy, prompt, numbers, s.temperature, STOPS, s.max_new_tokens
                 )
-                score, parts = self.score(row, response)
+                score, raw, parts = self.score(row, response)
                 group.append(types.SimpleNamespace(
-                    prompt=prompt, response=response, score=score, parts=parts, ended=response[-1] in STOPS,
+                    prompt=prompt, response=response, score=score, raw=raw, parts=parts, ended=response[-1] in STOPS,
                     old=self.read(self.policy, prompt, response)[0], ref=self.read(self.reference, prompt, response)[0],
                 ))  # fmt: skip
             groups.append(group)
@@ -160,8 +162,9 @@ class Reference:
             groups = self.sample_round(prompts, round_number)
             sampled += groups
             for group in groups:
-                differs = len({sample.score for sample in group}) > 1
-                if differs or not s.drop_equal_groups:
+                # The penalty for length makes no difference, and a KL teaches all.
+                differs = len({sample.raw for sample in group}) > 1
+                if differs or s.kl_coef or not s.drop_equal_groups:
                     kept.append(group)
             if len(kept) == s.rollout_batch_size or self.prompts_seen % n == 0:
                 break
@@ -388,14 +391,19 @@ def test_prompts_are_read_in_the_data_order_and_end_with_the_epoch():
     assert read(4, 4) == batches.rows_of_update(mixture, 4, 3, 1).tolist()
 
 
-def test_rollouts_from_which_nothing_can_be_learned_make_no_update(inputs):
-    """The run ends when its prompts are used up, saves the actor as it was, and says what happened."""
+def test_rollouts_without_an_advantage_make_no_update(inputs):
+    """The run ends when its prompts are used up, saves the actor as it was, and says what happened.
+
+    Responses of different lengths get different penalties: groups that differ only by them are left out.
+    """
     output = inputs / "nothing"
     more = [
         "--reward_function",
         "rewarding_of_test:same",
         "--max_epochs",
         1,
+        "--overlong_buffer",
+        6,
         "--save_steps",
         1,
         "--report_to",
@@ -404,7 +412,7 @@ def test_rollouts_from_which_nothing_can_be_learned_make_no_update(inputs):
     said = run(
         inputs, output, SHARED, *more, "--eval_dataset_name", inputs / "prompts.jsonl"
     ).stdout
-    assert said.count("there is no response to learn from") == 2  # 4 and 3 prompts
+    assert said.count("it has no response to train on") == 2  # 4 and 3 prompts
     assert "done: 0 updates, 0 skipped" in said
     assert torch.equal(weights(output), weights(inputs, "model"))
     assert training_lines(output) == []
@@ -477,6 +485,8 @@ def test_progress_counts_rows_where_updates_do_not_tell_them():
     ({"baseline": "none", "advantage_std": "group"}, ["--advantage_std group", "batch or none"]),
     ({"refill_rounds": 1, "drop_equal_groups": False}, ["--refill_rounds", "--drop_equal_groups true"]),
     ({"rollout_batch_size": 31}, ["31 x --n_samples_per_prompt 8 = 248 samples", "fewer than --train_batch_size 256", "--rollout_batch_size 32"]),
+    ({"refill_rounds": 1, "kl_coef": 0.1}, ["--refill_rounds 1", "--kl_coef 0.1", "no group is left out"]),
+    ({"refill_rounds": 1, "baseline": "none"}, ["--refill_rounds 1", "--baseline none --advantage_std batch", "no group is left out"]),
     ({"reward_function": None}, ["nothing scores the responses"]),
     ({"temperature": 0.0}, ["--temperature 0.0"]),
     ({"eval_samples": 4}, ["--eval_samples 4", "--eval_temperature"]),

@@ -202,12 +202,26 @@ def test_the_deviation_of_the_rollout_is_that_of_what_is_trained_on():
     )
 
 
-def test_groups_from_which_nothing_can_be_learned():
+def test_groups_whose_advantages_are_all_zero():
     scores = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0])  # three groups of two
-    kept = lambda baseline, std: grpo.groups_to_learn_from(scores, 2, baseline, std).tolist()
+    kept = lambda baseline, std: grpo.groups_with_advantages(scores, 2, baseline, std).tolist()
     assert kept("group", "batch") == kept("rloo", "none") == [False, False, True]
     assert kept("none", "none") == [False, True, True]
     assert kept("none", "batch") == [True, True, True]
+
+
+def test_a_kl_keeps_groups_whose_advantages_are_all_zero():
+    scores = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0])  # three groups of two
+
+    def kept(**settings):
+        args = types.SimpleNamespace(
+            n_samples_per_prompt=2, baseline="group", advantage_std="batch", **settings
+        )
+        return grpo.groups_to_keep(scores, args).tolist()
+
+    assert kept(drop_equal_groups=True, kl_coef=0.0) == [False, False, True]
+    assert kept(drop_equal_groups=True, kl_coef=0.1) == [True, True, True]
+    assert kept(drop_equal_groups=False, kl_coef=0.0) == [True, True, True]
 
 
 def test_the_penalty_for_length():
