@@ -454,7 +454,12 @@ def test_a_whole_epoch_without_an_update_ends_a_run_that_counts_updates(inputs):
 
 
 def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inputs):
-    """The reward is constant from the first update on: the end comes without an update."""
+    """The reward is constant from the first update on: the end comes without an update.
+
+    The held-out set has a column of answers that are all null, so no response is right or wrong.
+    """
+    rows = [{"prompt": f"{number}+1", "answer": None} for number in range(3)]
+    held_out = write_jsonl(inputs / "unanswered.jsonl", rows)
     (inputs / "rewarding_once.py").write_text(
         "def once(prompts, responses, response_ids, step, **columns):\n"
         "    return [float(len(ids)) if step == 0 else 1.0 for ids in response_ids]\n"
@@ -462,9 +467,12 @@ def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inpu
     output = inputs / "early"
     settings = dict(SHARED, train_batch_size=12, micro_train_batch_size=3)
     more = ["--reward_function", "rewarding_once:once", "--save_steps", 5, "--report_to", "none"]
-    run(inputs, output, settings, *more, "--eval_dataset_name", inputs / "prompts.jsonl")
+    run(inputs, output, settings, *more, "--eval_dataset_name", held_out)
     assert [line["global_step"] for line in lines(output)] == [0, 1, 1]
-    assert [line["global_step"] for line in evaluation_lines(output)] == [0, 1]
+    evaluations = evaluation_lines(output)
+    assert [line["global_step"] for line in evaluations] == [0, 1]
+    tags = {"scores", "length", "eos_rate", "rewards/once/mean"}
+    assert evaluations[0].keys() == {"global_step", *(f"eval/{tag}" for tag in tags)}
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["global_step_000001"]
 
 
