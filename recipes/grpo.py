@@ -181,11 +181,7 @@ class Args:
         default=False, help="do not train on responses cut at --max_new_tokens"
     )
 
-    train_batch_size: int = HfArg(
-        default=256,
-        help="samples of one update, at most, over all processes: a rollout makes as few updates "
-        "as that allows, all of one size",
-    )
+    train_batch_size: int = HfArg(default=256, help="samples of one update, over all processes")
     micro_train_batch_size: int = HfArg(default=4, help="samples that one process runs at once")
     micro_train_tokens: int = HfArg(
         default=0,
