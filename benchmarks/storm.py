@@ -80,8 +80,6 @@ GRPO = [
     6,
     "--refill_rounds",
     1,
-    "--kl_coef",
-    0.1,
     "--max_epochs",
     9,
 ]

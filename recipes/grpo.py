@@ -136,7 +136,8 @@ class Args:
 
     baseline: Literal["group", "rloo", "none"] = HfArg(
         default="group",
-        help="taken from each score: the mean of its group, that of the others in it, or nothing",
+        help="subtracted from each score: the mean of its group, that of the others in it, or "
+        "nothing",
     )
     advantage_std: Literal["batch", "group", "none"] = HfArg(
         default="batch",
@@ -161,7 +162,9 @@ class Args:
         help="normalise the reward model's scores by the mean and the deviation in its config",
     )
     drop_equal_groups: bool = HfArg(
-        default=True, help="leave out groups from which nothing can be learned; nothing counts them"
+        default=True,
+        help="leave out groups whose advantages are all zero before the penalty for length; with "
+        "--kl_coef above 0 they are kept, since the KL has a gradient there, too",
     )
     refill_rounds: int = HfArg(
         default=0, help="how often a rollout samples more prompts in place of groups left out"
@@ -171,7 +174,9 @@ class Args:
         help="the last tokens of --max_new_tokens over which a penalty grows from 0 to "
         "--overlong_penalty; 0: no penalty",
     )
-    overlong_penalty: float = HfArg(default=1.0, help="taken from the score, see --overlong_buffer")
+    overlong_penalty: float = HfArg(
+        default=1.0, help="subtracted from the score, see --overlong_buffer"
+    )
     mask_truncated: bool = HfArg(
         default=False, help="do not train on responses cut at --max_new_tokens"
     )
@@ -268,7 +273,7 @@ EPSILON = 1e-4
 def final_scores(
     scores: torch.Tensor, lengths: torch.Tensor, max_new_tokens: int, buffer: int, penalty: float
 ) -> torch.Tensor:
-    """Takes a penalty for length from the scores `[samples]`; a buffer of 0 takes nothing.
+    """Subtracts a penalty for length from the scores `[samples]`; a buffer of 0 subtracts nothing.
 
     It grows from 0, `buffer` tokens before the longest possible response, to `penalty` at it.
     Source: DAPO, arXiv:2503.14476 eq. 13.
@@ -279,7 +284,36 @@ def final_scores(
     return scores - penalty * beyond / buffer
 
 
-def groups_to_learn_from(
+def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
+    """Returns the scores of samples with the penalty for length in their total."""
+    total = final_scores(
+        scores.total,
+        samples.mask.sum(1),
+        args.max_new_tokens,
+        args.overlong_buffer,
+        args.overlong_penalty,
+    )
+    return scores._replace(total=total)
+
+
+def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
+    """Returns which groups of a rollout are kept, bool `[groups]`.
+
+    Source: DAPO, arXiv:2503.14476 section 3.2. With a KL all are kept: where the advantages are
+    zero, its term of the loss still has a gradient.
+
+    Args:
+        scores: `[samples]`, without the penalty for length: where all responses are right, or all
+            wrong, a group is left out though their lengths differ.
+    """
+    if args.kl_coef or not args.drop_equal_groups:
+        return torch.ones(len(scores) // args.n_samples_per_prompt, dtype=torch.bool)
+    return groups_with_advantages(
+        scores, args.n_samples_per_prompt, args.baseline, args.advantage_std
+    )
+
+
+def groups_with_advantages(
     scores: torch.Tensor, n_samples: int, baseline: str, advantage_std: str
 ) -> torch.Tensor:
     """Returns which groups can have an advantage that is not zero, bool `[groups]`.
@@ -296,7 +330,11 @@ def groups_to_learn_from(
 
 
 def estimate_advantages(
-    scores: torch.Tensor, n_samples: int, baseline: str, advantage_std: str
+    scores: torch.Tensor,
+    n_samples: int,
+    baseline: str,
+    advantage_std: str,
+    is_trained: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the advantage of each response, `[samples]`: that of all its tokens.
 
@@ -306,8 +344,12 @@ def estimate_advantages(
 
     Args:
         scores: `[samples]`, those of a group side by side.
+        is_trained: bool `[samples]`; the others count in their group, but not in the mean and the
+            deviation of the batch. None: all.
     """
     groups = scores.double().reshape(-1, n_samples)
+    if is_trained is None:
+        is_trained = torch.ones_like(scores, dtype=torch.bool)
     if baseline == "group":
         advantages = groups - groups.mean(1, keepdim=True)
     elif baseline == "rloo":
@@ -318,9 +360,11 @@ def estimate_advantages(
 
     if advantage_std == "group":
         advantages = advantages / (advantages.std(1, keepdim=True) + EPSILON)
-    elif advantage_std == "batch" and advantages.numel() > 1:
-        # The mean is zero already, unless there is no baseline.
-        advantages = (advantages - advantages.mean()) / (advantages.std() + EPSILON)
+    elif advantage_std == "batch" and is_trained.sum() > 1:
+        trained = advantages.flatten()[is_trained]
+        if baseline == "none":  # a mean of groups is taken off already
+            advantages = advantages - trained.mean()
+        advantages = advantages / (trained.std() + EPSILON)
     return advantages.flatten().to(scores.dtype)
 
 
@@ -371,9 +415,12 @@ def kl_losses(
     """Returns the estimated KL(policy || reference) of each token, and its term of the loss.
 
     The ratio weights the term, because the token was drawn by the old policy. So its expected
-    gradient is that of the KL: for k3 because the ratio has a gradient, too, and for k2 because it
-    has none. Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html;
+    gradient is that of the KL of the next token: for k3 because the ratio has a gradient, too, and
+    for k2 because it has none. Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html;
     DeepSeek-V3.2, arXiv:2512.02556 eq. 7.
+
+    Args:
+        ratios: of each token, `[samples, length]`.
     """
     difference = logps - ref_logps
     if estimator == "k2":
@@ -439,7 +486,9 @@ def compare(
         "val/ratio": ratios.expand_as(logps),
     }
     if args.kl_coef:
-        kl, kl_loss = kl_losses(logps, old["ref_logps"], ratios, args.kl_estimator)
+        # Each token's own ratio, also where one of the whole response weights the policy loss.
+        token_ratios = ratios_to_old(logps, old["logps"], mask, "token")
+        kl, kl_loss = kl_losses(logps, old["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * kl_loss
         of_tokens["kl"] = kl
     if is_first_update:
@@ -525,19 +574,16 @@ def read_tokens(
 
 
 def check_rollout(
-    samples: Samples, scores: torch.Tensor, old: dict, progress: Progress, output_dir: str
+    samples: Samples, tensors: dict[str, torch.Tensor], progress: Progress, output_dir: str
 ) -> None:
-    """Stops the run if a score or a log-prob is not finite, before one spreads over its group."""
+    """Stops the run if a score or a log-prob is not finite, before one spreads over its group.
+
+    Args:
+        tensors: `[samples, longest response]` or `[samples, 1]` each, by name.
+    """
     # A sum is finite only if all its parts are.
-    sums = sum(old.values(), start=scores[:, None] + torch.zeros(samples.mask.shape))
-    tensors = {"scores": scores, **old}
+    sums = sum(tensors.values(), start=torch.zeros(samples.mask.shape))
     guards.check_finite([(samples.rows, sums, samples.mask)], progress, output_dir, tensors)
-
-
-def padded(values: list[list[float]]) -> torch.Tensor:
-    """Returns lists of numbers as fp32 `[lists, longest]`, zero behind each."""
-    rows = [torch.tensor(row, dtype=torch.float32) for row in values]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 def build_rollout(samples: Samples, scores: torch.Tensor, args: Args) -> dict:
@@ -546,15 +592,15 @@ def build_rollout(samples: Samples, scores: torch.Tensor, args: Args) -> dict:
     `tensors` lacks only what `read_tokens` returns.
 
     Args:
-        samples: those of the groups to learn from.
+        samples: those of the groups that are kept.
         scores: `[samples]`.
     """
-    advantages = estimate_advantages(
-        scores, args.n_samples_per_prompt, args.baseline, args.advantage_std
-    )
     is_trained = torch.ones_like(samples.ended)
     if args.mask_truncated:
         is_trained = samples.ended
+    advantages = estimate_advantages(
+        scores, args.n_samples_per_prompt, args.baseline, args.advantage_std, is_trained
+    )
     return {
         "prompts": samples.prompts,
         "responses": samples.responses,
@@ -563,7 +609,7 @@ def build_rollout(samples: Samples, scores: torch.Tensor, args: Args) -> dict:
         "tensors": {
             "mask": samples.mask,
             "advantages": advantages[:, None],
-            "sampler_logps": padded(samples.sampler_logps),
+            "sampler_logps": samples.padded_sampler_logps,
         },
     }
 
@@ -571,7 +617,8 @@ def build_rollout(samples: Samples, scores: torch.Tensor, args: Args) -> dict:
 def order_of_samples(rollout: dict, order_seed: tuple, epoch: int, args: Args) -> np.ndarray:
     """Returns the numbers of a rollout's samples in the order of one pass over them.
 
-    Groups come in a seeded order and stay together, so that their samples can share the prompt.
+    Groups come in a seeded order. The samples of a group stand side by side, so that most of them
+    get into one update and can share the prompt.
     """
     n_groups = len(rollout["rows"]) // args.n_samples_per_prompt
     groups = batches.rows_of_update(n_groups, n_groups, order_seed, epoch)
@@ -581,18 +628,21 @@ def order_of_samples(rollout: dict, order_seed: tuple, epoch: int, args: Args) -
 
 
 def updates_of(rollout: dict, args: Args) -> int:
-    """Returns the number of updates that a rollout makes."""
+    """Returns the number of updates that a rollout makes, as few as `--train_batch_size` allows."""
     n_samples = int(rollout["is_trained"].sum())
     return args.num_epochs_per_rollout * math.ceil(n_samples / args.train_batch_size)
 
 
 def rows_of_update(rollout: dict, order_seed: tuple, update: int, args: Args) -> np.ndarray:
-    """Returns the numbers of the samples of a rollout's update, counted from 0."""
+    """Returns the numbers of the samples of a rollout's update, counted from 0.
+
+    The updates of a pass have as many samples as one another, or one more: every update is a whole
+    step, so none is made from a few samples that are left over. A group may be divided.
+    """
     updates_per_epoch = updates_of(rollout, args) // args.num_epochs_per_rollout
     epoch, update_of_epoch = divmod(update, updates_per_epoch)
-    start = update_of_epoch * args.train_batch_size
     numbers = order_of_samples(rollout, order_seed, epoch, args)
-    return numbers[start : start + args.train_batch_size]
+    return np.array_split(numbers, updates_per_epoch)[update_of_epoch]
 
 
 def longest_of_group(lengths: np.ndarray, n_samples: int) -> np.ndarray:
@@ -611,7 +661,7 @@ def end_rollout(position: dict) -> None:
 
 
 def skip_rollout(metrics: Metrics, position: dict, n_prompts: int, ends_run: bool) -> None:
-    """Goes on to the next rollout, because nothing can be learned from this one, and says so.
+    """Goes on to the next rollout, because this one has nothing to train on, and says so.
 
     Raises:
         SystemExit: a whole epoch of prompts led to no update, and the run would go on.
@@ -619,8 +669,8 @@ def skip_rollout(metrics: Metrics, position: dict, n_prompts: int, ends_run: boo
     end_rollout(position)
     since_update = position["prompts_seen"] - position["prompts_seen_at_update"]
     message = (
-        f"no update from rollout {position['rollouts_seen']}: there is no response to learn from "
-        "(all groups have equal scores, or all responses are cut)"
+        f"no update from rollout {position['rollouts_seen']}: it has no response to train on "
+        "(the advantages of all groups are zero, or all responses are cut)"
     )
     if since_update >= n_prompts and not ends_run:
         sys.exit(f"{message}, nor from any of the last {since_update} prompts, a whole epoch")
@@ -684,17 +734,17 @@ def mark_position(progress: Progress, position: dict, n_prompts: int, args: Args
 
 
 def check_settings(args: Args) -> None:
-    """Refuses sizes that do not divide, and settings that would be ignored or cannot work."""
-    sizes = {
+    """Refuses settings that would be ignored or cannot work."""
+    at_least_1 = {
         "rollout_batch_size": args.rollout_batch_size,
         "n_samples_per_prompt": args.n_samples_per_prompt,
         "num_epochs_per_rollout": args.num_epochs_per_rollout,
         "eval_samples": args.eval_samples,
     }
-    for name, size in sizes.items():
+    for name, size in at_least_1.items():
         if size < 1:
             sys.exit(f"--{name} {size}: expected at least 1")
-    sizes = {
+    at_least_0 = {
         "generate_batch_size": args.generate_batch_size,
         "score_batch_size": args.score_batch_size,
         "refill_rounds": args.refill_rounds,
@@ -706,16 +756,11 @@ def check_settings(args: Args) -> None:
         "clip_range_high": args.clip_range_high,
         "eval_temperature": args.eval_temperature,
     }
-    for name, size in sizes.items():
-        if size < 0:
-            sys.exit(f"--{name} {size}: below 0")
+    for name, number in at_least_0.items():
+        if number < 0:
+            sys.exit(f"--{name} {number}: below 0")
     check_groups(args)
-    check_rollout_size(
-        args,
-        # make_accelerator refuses 0, with every recipe's message.
-        divisor=max(args.train_batch_size, 1),
-        divisor_text=f"--train_batch_size {args.train_batch_size}",
-    )
+    check_rollout_size(args)
     if not args.reward_model_name_or_path and not args.reward_function:
         sys.exit(
             "nothing scores the responses: give --reward_model_name_or_path or --reward_function"
@@ -757,29 +802,30 @@ def check_groups(args: Args) -> None:
         )
     if args.refill_rounds and not args.drop_equal_groups:
         sys.exit("--refill_rounds replaces groups left out: it needs --drop_equal_groups true")
+    if args.refill_rounds and args.kl_coef:
+        sys.exit(
+            f"--refill_rounds {args.refill_rounds} --kl_coef {args.kl_coef}: no group is left out, "
+            "since the KL teaches those without an advantage, too. So none would be replaced"
+        )
+    if args.refill_rounds and args.baseline == "none" and args.advantage_std == "batch":
+        sys.exit(
+            f"--refill_rounds {args.refill_rounds} with --baseline none --advantage_std batch: no "
+            "group is left out, since its scores are compared with those of the whole rollout. So "
+            "none would be replaced"
+        )
 
 
-def describe_rollout(args: Args) -> str:
-    """Returns the arithmetic of a rollout's samples, for messages."""
+def check_rollout_size(args: Args) -> None:
+    """Refuses a rollout of fewer samples than an update: `--train_batch_size` would be ignored."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    return (
-        f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
-        f"{args.n_samples_per_prompt} = {samples} samples"
-    )
-
-
-def check_rollout_size(args: Args, divisor: int, divisor_text: str) -> None:
-    """Refuses a rollout whose samples are no multiple of `divisor`; names the nearest that are."""
-    # The fewest prompts whose samples are a multiple of `divisor`.
-    step = math.lcm(divisor, args.n_samples_per_prompt) // args.n_samples_per_prompt
-    if args.rollout_batch_size % step == 0:
-        return
-    below = args.rollout_batch_size // step * step
-    nearest = " or ".join(str(size) for size in (below, below + step) if size)
-    sys.exit(
-        f"{describe_rollout(args)} are not a multiple of {divisor_text}. "
-        f"Nearest that would do: --rollout_batch_size {nearest}."
-    )
+    if samples < args.train_batch_size:
+        least = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
+        sys.exit(
+            f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
+            f"{args.n_samples_per_prompt} = {samples} samples, fewer than --train_batch_size "
+            f"{args.train_batch_size}: no update would have as many. Least that would do: "
+            f"--rollout_batch_size {least}"
+        )
 
 
 def main():
@@ -903,8 +949,8 @@ def main():
     sizes.fill_in(accelerator, args, trained=policy, frozen=[reference, judge.model])
 
     def scores_of(samples: Samples) -> Scores:
-        """Returns the scores of the responses, the same on every process."""
-        scores = rewards.score(
+        """Returns the scores of the responses without a penalty, the same on every process."""
+        return rewards.score(
             accelerator,
             tokenizer,
             judge,
@@ -913,14 +959,6 @@ def main():
             args.share_prompts,
             progress.global_step,
         )
-        total = final_scores(
-            scores.total,
-            samples.mask.sum(1),
-            args.max_new_tokens,
-            args.overlong_buffer,
-            args.overlong_penalty,
-        )
-        return scores._replace(total=total)
 
     # ============================================================ the loop
     metrics = Metrics(
@@ -963,8 +1001,8 @@ def main():
     position = run.extra
     mark_position(progress, position, mixture.samples, args)
     while not progress.finished:
-        # If no rollout is left, make one: sample groups, score them, leave out those from which
-        # nothing can be learned. Every process holds all of it, on the CPU.
+        # If no rollout is left, make one: sample groups, score them, leave out those whose
+        # advantages are all zero. Every process holds all of it, on the CPU.
         if position["rollout"] is None:
             kept = []  # samples and scores of each round
             missing = args.rollout_batch_size
@@ -974,7 +1012,7 @@ def main():
                 )
                 position["prompts_seen"] += len(prompt_rows)
                 with metrics.timed("generate"):
-                    samples = sample(
+                    sampled = sample(
                         accelerator,
                         model,
                         policy,
@@ -984,23 +1022,24 @@ def main():
                         round_number,
                         args,
                     )
+                # Where a logit is NaN, so is this log-prob, and the token is not worth a score.
+                sampler_logps = {"sampler_logps": sampled.padded_sampler_logps}
+                check_rollout(sampled, sampler_logps, progress, args.output_dir)
                 with metrics.timed("score"):
-                    scores = scores_of(samples)
-                check_rollout(samples, scores.total, {}, progress, args.output_dir)
-                is_kept = torch.ones(len(prompt_rows), dtype=torch.bool)
-                if args.drop_equal_groups:
-                    is_kept = groups_to_learn_from(
-                        scores.total, args.n_samples_per_prompt, args.baseline, args.advantage_std
-                    )
-                log_samples(accelerator, metrics, tokenizer, samples, scores, is_kept, args)
+                    without_penalty = scores_of(sampled)
+                scored = with_penalty(without_penalty, sampled, args)
+                sampled_scores = {"scores": scored.total[:, None]}
+                check_rollout(sampled, sampled_scores, progress, args.output_dir)
+                is_kept = groups_to_keep(without_penalty.total, args)
+                log_samples(accelerator, metrics, tokenizer, sampled, scored, is_kept, args)
                 kept_samples = is_kept.repeat_interleave(args.n_samples_per_prompt)
-                kept.append((samples.select(kept_samples), scores.total[kept_samples]))
+                kept.append((sampled.select(kept_samples), scored.total[kept_samples]))
                 missing -= int(is_kept.sum())
                 epoch_ended = position["prompts_seen"] % mixture.samples == 0
                 if missing == 0 or epoch_ended:
                     break
-            samples = Samples.joined([samples for samples, _ in kept])
-            scores = torch.cat([scores for _, scores in kept])
+            samples = Samples.joined([of_round for of_round, _ in kept])
+            scores = torch.cat([of_round for _, of_round in kept])
             rollout = None
             if len(scores) > 0:
                 rollout = build_rollout(samples, scores, args)
@@ -1031,9 +1070,9 @@ def main():
             if reference is not None:
                 readers["ref_logps"] = reference
             with metrics.timed("score"):
-                old = read_tokens(accelerator, samples, readers, args)
-            check_rollout(samples, scores, old, progress, args.output_dir)
-            rollout["tensors"].update(old)
+                logps_before = read_tokens(accelerator, samples, readers, args)
+            check_rollout(samples, logps_before, progress, args.output_dir)
+            rollout["tensors"].update(logps_before)
             rollout["made_at"] = progress.global_step
             # Checkpoints hold it: a resumed run goes on with the same rollout.
             position["rollout"] = rollout
@@ -1044,10 +1083,11 @@ def main():
         is_first_update = rollout["made_at"] == progress.global_step
         order_seed = (args.seed, position["rollouts_seen"], ORDER_STREAM)
         update_rows = rows_of_update(rollout, order_seed, position["update"], args)
-        lengths = sample_lengths(rollout["prompts"], rollout["responses"])
-        update_tokens = int(lengths[update_rows].sum())
+        tokens_of_samples = sample_lengths(rollout["prompts"], rollout["responses"])
+        update_tokens = int(tokens_of_samples[update_rows].sum())
+        lengths = tokens_of_samples  # by which the samples are sorted
         if args.share_prompts:
-            lengths = longest_of_group(lengths, args.n_samples_per_prompt)
+            lengths = longest_of_group(tokens_of_samples, args.n_samples_per_prompt)
         micro_batches = batches.split(
             accelerator,
             update_rows,
@@ -1177,7 +1217,7 @@ def evaluate(
             temperature=args.eval_temperature,
             uniforms=draws.random((n_samples, args.max_new_tokens)),
         )
-        scores = scores_of(samples)
+        scores = with_penalty(scores_of(samples), samples, args)
         values = {
             "scores": scores.total,
             "length": [len(response) for response in samples.responses],

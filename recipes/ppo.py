@@ -538,10 +538,12 @@ def check_rollout(
     """Stops the run if a score, a log-prob or a value is not finite.
 
     It must be called before advantages are whitened, which spreads such a value over all samples.
+    The sampler's log-probs count, too: where a logit is NaN, the drawn token means nothing.
     """
+    token_values = {**old, "sampler_logps": samples.padded_sampler_logps}
     # A sum is finite only if all its parts are.
-    sums = sum(old.values()) + scores[:, None]
-    tensors = {"scores": scores, **old}
+    sums = sum(token_values.values()) + scores[:, None]
+    tensors = {"scores": scores, **token_values}
     guards.check_finite([(samples.rows, sums, samples.mask)], progress, output_dir, tensors)
 
 

@@ -6,6 +6,7 @@ prompts with a few responses each can be listed, each with its probability.
 
 import itertools
 import math
+import types
 
 import torch
 
@@ -22,11 +23,12 @@ def make_policy() -> torch.Tensor:
     )
 
 
-def make_rewards() -> torch.Tensor:
-    """What each response to each prompt earns, `[prompts, responses]`."""
-    return torch.rand(
+def make_rewards(binary: bool) -> torch.Tensor:
+    """What each response to each prompt earns, `[prompts, responses]`: between 0 and 1, or one of them."""
+    rewards = torch.rand(
         PROMPTS, len(RESPONSES), generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
+    return (rewards > 0.5).double() if binary else rewards
 
 
 def token_logps(policy: torch.Tensor) -> torch.Tensor:
@@ -40,23 +42,30 @@ def token_logps(policy: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.stack(of_first, 1), torch.stack(of_second, 1)], 2)
 
 
-def analytic_gradient() -> torch.Tensor:
+def analytic_gradient(binary: bool = False) -> torch.Tensor:
     """The gradient of minus the expected reward, averaged over the prompts."""
     policy = make_policy().requires_grad_()
     probabilities = token_logps(policy).sum(2).exp()
     assert torch.allclose(probabilities.sum(1), torch.ones(PROMPTS, dtype=torch.float64))
-    objective = -(probabilities * make_rewards()).sum() / PROMPTS
+    objective = -(probabilities * make_rewards(binary)).sum() / PROMPTS
     return torch.autograd.grad(objective, policy)[0]
 
 
 def expected_gradient(
-    grpo, n_samples: int, baseline: str, advantage_std: str, average: str, drop: bool = False
+    grpo,
+    n_samples: int,
+    baseline: str,
+    advantage_std: str,
+    average: str,
+    drop: bool = False,
+    binary: bool = False,
 ) -> torch.Tensor:
     """The expected gradient of a rollout's loss before its first update.
 
     Args:
         grpo: the module `recipes/grpo.py`.
         drop: leave out groups as --drop_equal_groups does.
+        binary: rewards of 0 and 1, so that different responses often earn the same.
     """
     policy = make_policy().requires_grad_()
     logps = token_logps(policy)
@@ -65,13 +74,13 @@ def expected_gradient(
         list(itertools.product(range(len(RESPONSES)), repeat=PROMPTS * n_samples))
     )
     owner = torch.arange(PROMPTS).repeat_interleave(n_samples)
-    scores = make_rewards()[owner, choices]
+    scores = make_rewards(binary)[owner, choices]
     probabilities = logps.detach().sum(2).exp()[owner, choices].prod(1)
     assert math.isclose(probabilities.sum(), 1, rel_tol=1e-9)
 
     kept = torch.ones(scores.shape, dtype=torch.bool)
     if drop:
-        kept = grpo.groups_to_learn_from(scores, n_samples, baseline, advantage_std)
+        kept = grpo.groups_with_advantages(scores, n_samples, baseline, advantage_std)
         kept = kept.repeat_interleave(n_samples).reshape(scores.shape)
     advantages = torch.zeros_like(scores)
     for rollout in range(len(choices)):
@@ -91,8 +100,82 @@ def expected_gradient(
     return torch.autograd.grad((of_rollouts * probabilities).sum(), policy)[0]
 
 
+def kl_gradients(grpo, ratio: str, estimator: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expected gradient of the loss of the KL alone, before a rollout's first update, and the exact one.
+
+    Exact is that of KL(policy || reference) of each next token, over what the policy writes before it. All responses
+    to all prompts are samples of one update, weighted by their probabilities.
+    """
+    policy = make_policy().requires_grad_()
+    noise = torch.randn(
+        policy.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+    reference = make_policy() + noise
+    logps = token_logps(policy)
+    probabilities = logps.detach().sum(2).exp()  # [prompts, responses]
+
+    args = types.SimpleNamespace(
+        loss_type="clip",
+        average="constant",
+        ratio=ratio,
+        clip_range=0.2,
+        clip_range_high=0.28,
+        kl_coef=1.0,
+        kl_estimator=estimator,
+        max_new_tokens=MAX_NEW_TOKENS,
+    )
+    samples = logps.flatten(0, 1)
+    old = {
+        "mask": MASK.repeat(PROMPTS, 1),
+        "advantages": torch.zeros(len(samples), 1, dtype=torch.float64),
+        "logps": samples.detach(),
+        "ref_logps": token_logps(reference).flatten(0, 1),
+    }
+    output = {"logps": samples, "entropy": torch.zeros_like(samples)}
+    losses, weights, _ = grpo.compare(output, old, probabilities.flatten(), False, args)
+    found = torch.autograd.grad((losses * weights).sum(), policy, retain_graph=True)[0]
+
+    new, ref = policy.log_softmax(-1), reference.log_softmax(-1)
+    kl = (new.exp() * (new - ref)).sum(-1)  # [prompts, 4], of the first token and of each second
+    first = new[:, 0, 1:].exp().detach()  # how probable it is that there is this second token
+    exact = (kl[:, 0] + (first * kl[:, 2:]).sum(1)).sum() / MAX_NEW_TOKENS
+    return found, torch.autograd.grad(exact, policy)[0]
+
+
 def bias(expected: torch.Tensor, analytic: torch.Tensor) -> tuple[float, float]:
     """How much longer the expected gradient is along the analytic one, and the angle between them in degrees."""
     along = float((expected * analytic).sum() / (analytic * analytic).sum())
     cosine = float((expected * analytic).sum() / expected.norm() / analytic.norm())
     return along, math.degrees(math.acos(min(cosine, 1)))
+
+
+def table_rows(grpo) -> list[str]:
+    """The rows of both tables in docs/grpo.md: rewards between 0 and 1, and rewards of 0 and 1."""
+    rows = []
+    for binary in (False, True):
+        analytic = analytic_gradient(binary) / MAX_NEW_TOKENS
+        for baseline, std, average in itertools.product(
+            ("group", "rloo", "none"),
+            ("none", "group", "batch"),
+            ("constant", "token", "sequence"),
+        ):
+            repeats = baseline == "rloo" and std != "none"  # the deviation cancels its factor
+            is_refused = baseline == "none" and std == "group"
+            never_drops = baseline == "none" and std == "batch"
+            if repeats or is_refused or (binary and never_drops):
+                continue
+            cells = [baseline, std, average]
+            for drop in (False, True) if binary else (False,):
+                expected = expected_gradient(grpo, 2, baseline, std, average, drop, binary)
+                factor, degrees = bias(expected, analytic)
+                cells += [f"{factor:.3f}", f"{degrees:.1f}"]
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+if __name__ == "__main__":
+    import runpy
+    from pathlib import Path
+
+    recipe = Path(__file__).resolve().parents[1] / "recipes/grpo.py"
+    print("\n".join(table_rows(types.SimpleNamespace(**runpy.run_path(str(recipe))))))

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import runpy
+import shutil
 import types
 
 import numpy as np
@@ -50,7 +51,8 @@ WHOLE = {
     "defaults": dict(SHARED, max_epochs=2),
     "two passes, kl, length": dict(SHARED, num_epochs_per_rollout=2, advantage_std="group", average="sequence", kl_coef=0.3, temperature=0.8, overlong_buffer=3,
                                    overlong_penalty=0.4, max_steps=9),
-    "refilled": dict(SHARED, rollout_batch_size=2, train_batch_size=3, micro_train_batch_size=3, refill_rounds=2, loss_type="cispo", average="constant", max_epochs=2, mask_truncated=True),
+    "refilled": dict(SHARED, train_batch_size=3, micro_train_batch_size=3, refill_rounds=2, loss_type="cispo", average="constant", max_epochs=2, mask_truncated=True,
+                     overlong_buffer=3, overlong_penalty=0.4),
     "no baseline": dict(SHARED, baseline="none", advantage_std="none", ratio="sequence", kl_coef=0.2, kl_estimator="k2", max_epochs=1, drop_equal_groups=False, clip_range_high=0.01),
 }  # fmt: skip
 
@@ -119,10 +121,11 @@ class Reference:
             "vowels": None if weight == 2 else float(weight * sum(c in "aeiouAEIOU" for c in text)),
         }
         total = parts["length"] + 0.5 * (parts["vowels"] or 0.0)
+        raw = total
         if self.set.overlong_buffer:
             beyond = len(response) - (self.set.max_new_tokens - self.set.overlong_buffer)
             total -= self.set.overlong_penalty * max(beyond, 0) / self.set.overlong_buffer
-        return total, parts
+        return total, raw, parts
 
     @torch.no_grad()
     def sample_round(self, prompts, round_number):
@@ -139,9 +142,9 @@ class Reference:
                 response, _ = alone(
                     self.policy, prompt, numbers, s.temperature, STOPS, s.max_new_tokens
                 )
-                score, parts = self.score(row, response)
+                score, raw, parts = self.score(row, response)
                 group.append(types.SimpleNamespace(
-                    prompt=prompt, response=response, score=score, parts=parts, ended=response[-1] in STOPS,
+                    prompt=prompt, response=response, score=score, raw=raw, parts=parts, ended=response[-1] in STOPS,
                     old=self.read(self.policy, prompt, response)[0], ref=self.read(self.reference, prompt, response)[0],
                 ))  # fmt: skip
             groups.append(group)
@@ -159,8 +162,9 @@ class Reference:
             groups = self.sample_round(prompts, round_number)
             sampled += groups
             for group in groups:
-                differs = len({sample.score for sample in group}) > 1
-                if differs or not s.drop_equal_groups:
+                # The penalty for length makes no difference, and a KL teaches all.
+                differs = len({sample.raw for sample in group}) > 1
+                if differs or s.kl_coef or not s.drop_equal_groups:
                     kept.append(group)
             if len(kept) == s.rollout_batch_size or self.prompts_seen % n == 0:
                 break
@@ -193,8 +197,10 @@ class Reference:
                 x.advantage
                 for other in (groups if s.advantage_std == "batch" else [group])
                 for x in other
+                if x.ended or not s.mask_truncated
             ]
-            deviation = 1.0 if s.advantage_std == "none" else np.std(over, ddof=1) + 1e-4
+            divides = s.advantage_std != "none" and len(over) > 1
+            deviation = np.std(over, ddof=1) + 1e-4 if divides else 1.0
             for sample in group:
                 sample.scaled = float(sample.advantage / deviation)
 
@@ -225,7 +231,8 @@ class Reference:
                 )
             d = logps - x.ref
             kl = d * d / 2 if s.kl_estimator == "k2" else (-d).exp() - 1 + d
-            loss = loss + s.kl_coef * kl * (ratio.detach() if s.kl_estimator == "k2" else ratio)
+            own = (logps - old).exp()  # of the token, also with the ratio of a sequence
+            loss = loss + s.kl_coef * kl * (own.detach() if s.kl_estimator == "k2" else own)
             each.append({
                 "loss": loss, "clip_ratio/low_mean": low.float(), "clip_ratio/high_mean": high.float(), "entropy": entropy, "kl": kl,
                 "policy/approxkl_avg": (logps - old) ** 2 / 2, "val/ratio": ratio,
@@ -273,10 +280,14 @@ class Reference:
                 of_epoch = [
                     x for number in order for x in groups[number] if x.ended or not s.mask_truncated
                 ]
-                updates += [
-                    of_epoch[i : i + s.train_batch_size]
-                    for i in range(0, len(of_epoch), s.train_batch_size)
-                ]
+                # As many updates as are needed, the first of them larger by one where it does not divide.
+                count = -(-len(of_epoch) // s.train_batch_size)
+                small, larger = divmod(len(of_epoch), count)
+                for i in range(count):
+                    size = small + (i < larger)
+                    updates.append(of_epoch[:size])
+                    of_epoch = of_epoch[size:]
+                assert not of_epoch
             for index, samples in enumerate(updates):
                 if s.max_steps and len(self.lines) == s.max_steps:
                     break
@@ -335,7 +346,9 @@ def few():
     }
 
 
-@pytest.mark.parametrize("size, sizes", [(4, [4, 4, 1]), (9, [9]), (3, [3, 3, 3])])
+@pytest.mark.parametrize(
+    "size, sizes", [(4, [3, 3, 3]), (9, [9]), (8, [5, 4]), (2, [2, 2, 2, 2, 1])]
+)
 def test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_together(
     few, size, sizes
 ):
@@ -357,6 +370,18 @@ def test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_toget
         )
 
 
+def test_33_groups_of_8_make_two_updates_of_one_size():
+    """Not one of 256 samples and a full step for the other 8."""
+    rollout = {"rows": [0] * 264, "is_trained": torch.ones(264, dtype=torch.bool)}
+    args = types.SimpleNamespace(
+        n_samples_per_prompt=8, train_batch_size=256, num_epochs_per_rollout=1
+    )
+    updates = [grpo.rows_of_update(rollout, (0, 5, 2), i, args).tolist() for i in range(2)]
+    assert grpo.updates_of(rollout, args) == 2
+    assert [len(update) for update in updates] == [132, 132]
+    assert sorted(updates[0] + updates[1]) == list(range(264))
+
+
 def test_prompts_are_read_in_the_data_order_and_end_with_the_epoch():
     mixture = mixture_of(7)
     order = [batches.epoch_order(mixture, 3, epoch).tolist() for epoch in (0, 1)]
@@ -366,14 +391,19 @@ def test_prompts_are_read_in_the_data_order_and_end_with_the_epoch():
     assert read(4, 4) == batches.rows_of_update(mixture, 4, 3, 1).tolist()
 
 
-def test_rollouts_from_which_nothing_can_be_learned_make_no_update(inputs):
-    """The run ends when its prompts are used up, saves the actor as it was, and says what happened."""
+def test_rollouts_without_an_advantage_make_no_update(inputs):
+    """The run ends when its prompts are used up, saves the actor as it was, and says what happened.
+
+    Responses of different lengths get different penalties: groups that differ only by them are left out.
+    """
     output = inputs / "nothing"
     more = [
         "--reward_function",
         "rewarding_of_test:same",
         "--max_epochs",
         1,
+        "--overlong_buffer",
+        6,
         "--save_steps",
         1,
         "--report_to",
@@ -382,11 +412,37 @@ def test_rollouts_from_which_nothing_can_be_learned_make_no_update(inputs):
     said = run(
         inputs, output, SHARED, *more, "--eval_dataset_name", inputs / "prompts.jsonl"
     ).stdout
-    assert said.count("there is no response to learn from") == 2  # 4 and 3 prompts
+    assert said.count("it has no response to train on") == 2  # 4 and 3 prompts
     assert "done: 0 updates, 0 skipped" in said
     assert torch.equal(weights(output), weights(inputs, "model"))
     assert training_lines(output) == []
     assert [line["global_step"] for line in evaluation_lines(output)] == [0]
+
+
+def test_a_policy_that_is_not_finite_stops_the_run_before_its_responses_are_scored(inputs):
+    """Though all scores are equal, so that every group would be left out before any forward pass."""
+    row = int(batches.rows_of_update(7, 4, 3, 0)[1])
+    assert row != 0  # the first row is read before training
+    prompts = [{"prompt": "ab3z" if number == row else "ab3"} for number in range(7)]
+    write_jsonl(inputs / "poisoned.jsonl", prompts)
+    broken = shutil.copytree(inputs / "model", inputs / "broken")
+    model = AutoModelForCausalLM.from_pretrained(broken)
+    (token,) = AutoTokenizer.from_pretrained(broken)("z").input_ids
+    model.model.embed_tokens.weight.data[token] = math.inf
+    model.save_pretrained(broken)
+    (inputs / "rewarding_never.py").write_text(
+        "def never(prompts, responses, **columns):\n    raise RuntimeError('it was called')\n"
+    )
+    for function in ("rewarding_of_test:same", "rewarding_never:never"):
+        output = inputs / f"nan-{function.partition(':')[2]}"
+        more = ["--reward_function", function, "--dataset_name", inputs / "poisoned.jsonl"]
+        result = run(inputs, output, SHARED, *more, "--model_name_or_path", broken, check=False)
+        assert result.returncode and "it was called" not in result.stdout
+        rows = ", ".join([str(row + 1)] * 3)
+        named = f"update 1 (updates_seen 0) is not finite, because of data rows {rows}. Nothing was"
+        assert named in result.stdout
+        tensors = json.loads((output / "not_finite_0.json").read_text())["tensors"]
+        assert tensors["sampler_logps"]["not_finite"] > 0
 
 
 def test_a_whole_epoch_without_an_update_ends_a_run_that_counts_updates(inputs):
@@ -398,7 +454,12 @@ def test_a_whole_epoch_without_an_update_ends_a_run_that_counts_updates(inputs):
 
 
 def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inputs):
-    """The reward is constant from the first update on: the end comes without an update."""
+    """The reward is constant from the first update on: the end comes without an update.
+
+    The held-out set has a column of answers that are all null, so no response is right or wrong.
+    """
+    rows = [{"prompt": f"{number}+1", "answer": None} for number in range(3)]
+    held_out = write_jsonl(inputs / "unanswered.jsonl", rows)
     (inputs / "rewarding_once.py").write_text(
         "def once(prompts, responses, response_ids, step, **columns):\n"
         "    return [float(len(ids)) if step == 0 else 1.0 for ids in response_ids]\n"
@@ -406,9 +467,12 @@ def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inpu
     output = inputs / "early"
     settings = dict(SHARED, train_batch_size=12, micro_train_batch_size=3)
     more = ["--reward_function", "rewarding_once:once", "--save_steps", 5, "--report_to", "none"]
-    run(inputs, output, settings, *more, "--eval_dataset_name", inputs / "prompts.jsonl")
+    run(inputs, output, settings, *more, "--eval_dataset_name", held_out)
     assert [line["global_step"] for line in lines(output)] == [0, 1, 1]
-    assert [line["global_step"] for line in evaluation_lines(output)] == [0, 1]
+    evaluations = evaluation_lines(output)
+    assert [line["global_step"] for line in evaluations] == [0, 1]
+    tags = {"scores", "length", "eos_rate", "rewards/once/mean"}
+    assert evaluations[0].keys() == {"global_step", *(f"eval/{tag}" for tag in tags)}
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["global_step_000001"]
 
 
@@ -428,7 +492,9 @@ def test_progress_counts_rows_where_updates_do_not_tell_them():
     ({"baseline": "rloo", "n_samples_per_prompt": 1}, ["--baseline rloo"]),
     ({"baseline": "none", "advantage_std": "group"}, ["--advantage_std group", "batch or none"]),
     ({"refill_rounds": 1, "drop_equal_groups": False}, ["--refill_rounds", "--drop_equal_groups true"]),
-    ({"rollout_batch_size": 100}, ["100 x --n_samples_per_prompt 8 = 800", "--train_batch_size 256", "96 or 128"]),
+    ({"rollout_batch_size": 31}, ["31 x --n_samples_per_prompt 8 = 248 samples", "fewer than --train_batch_size 256", "--rollout_batch_size 32"]),
+    ({"refill_rounds": 1, "kl_coef": 0.1}, ["--refill_rounds 1", "--kl_coef 0.1", "no group is left out"]),
+    ({"refill_rounds": 1, "baseline": "none"}, ["--refill_rounds 1", "--baseline none --advantage_std batch", "no group is left out"]),
     ({"reward_function": None}, ["nothing scores the responses"]),
     ({"temperature": 0.0}, ["--temperature 0.0"]),
     ({"eval_samples": 4}, ["--eval_samples 4", "--eval_temperature"]),
@@ -440,5 +506,7 @@ def test_progress_counts_rows_where_updates_do_not_tell_them():
     ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout 0"]),
 ])  # fmt: skip
 def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
+    # A rollout need not be a multiple of an update.
+    grpo.check_settings(grpo.Args(reward_function=["a:b"], rollout_batch_size=100))
     args = dataclasses.replace(grpo.Args(reward_function=["a:b"]), **settings)
     refuses(*parts, call=lambda: grpo.check_settings(args))

@@ -1,6 +1,5 @@
 """The pure functions of recipes/grpo.py have the values of TRL, of closed forms and of enumeration."""
 
-import itertools
 import json
 import math
 import runpy
@@ -44,12 +43,30 @@ def ours(loss_type: str, average: str, ratio: str, with_kl: bool) -> tuple[float
     return loss.item(), torch.autograd.grad(loss, logps)[0]
 
 
+def of_trl(loss_type: str, average: str, ratio: str, with_kl: bool) -> tuple[float, torch.Tensor]:
+    """The stored loss and gradient."""
+    stored = STORED[trl_grpo.name_of((loss_type, average, ratio, with_kl))]
+    return stored["loss"][0], torch.tensor(stored["gradient"], dtype=torch.float64)
+
+
 @pytest.mark.parametrize("case", trl_grpo.CASES, ids=trl_grpo.name_of)
 def test_losses_and_gradients_are_those_of_trl(case):
-    stored = STORED[trl_grpo.name_of(case)]
+    """But for the KL beside the ratio of a sequence: TRL weights it by that ratio, we by each token's own.
+
+    There ours is TRL's loss without a KL plus the term of the KL that TRL has with the ratio of each token.
+    """
+    loss_type, average, ratio, with_kl = case
     loss, gradient = ours(*case)
-    assert loss == pytest.approx(stored["loss"][0], abs=1e-12)
-    assert gradient.flatten().tolist() == pytest.approx(stored["gradient"], abs=1e-12)
+    expected_loss, expected = of_trl(*case)
+    if ratio == "sequence" and with_kl:
+        assert loss != pytest.approx(expected_loss, abs=1e-4)
+        expected_loss, expected = of_trl(loss_type, average, "sequence", False)
+        for sign, has_kl in ((1, True), (-1, False)):
+            part_loss, part = of_trl(loss_type, average, "token", has_kl)
+            expected_loss += sign * part_loss
+            expected = expected + sign * part
+    assert loss == pytest.approx(expected_loss, abs=1e-12)
+    assert gradient.flatten().tolist() == pytest.approx(expected.tolist(), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", trl_grpo.ADVANTAGES)
@@ -88,21 +105,22 @@ def test_two_settings_without_bias_and_the_one_of_a_known_factor():
 
 
 @pytest.mark.slow
-def test_the_table_of_biases_in_the_docs_is_what_enumeration_gives():
-    analytic = bias.analytic_gradient() / bias.MAX_NEW_TOKENS
+def test_the_tables_of_biases_in_the_docs_are_what_enumeration_gives():
     lines = (REPOSITORY / "docs/grpo.md").read_text().splitlines()
-    for drop, baseline, std, average in itertools.product(
-        ("no", "yes"),
-        ("group", "rloo", "none"),
-        ("none", "group", "batch"),
-        ("constant", "token", "sequence"),
-    ):
-        if (baseline, std) == ("none", "group"):
-            continue  # refused
-        expected = bias.expected_gradient(grpo, 2, baseline, std, average, drop == "yes")
-        factor, degrees = bias.bias(expected, analytic)
-        row = f"| {baseline} | {std} | {average} | {drop} | {factor:.3f} | {degrees:.1f} |"
-        assert row in lines, row
+    rows = bias.table_rows(grpo)
+    assert len(rows) == 18 + 15
+    assert [row for row in rows if row not in lines] == []
+
+
+def test_any_deviation_cancels_the_factor_of_rloo():
+    """So the tables need no rows for it."""
+    for std in ("group", "batch"):
+        of_group, of_rloo = (
+            bias.expected_gradient(grpo, 2, baseline, std, "constant")
+            for baseline in ("group", "rloo")
+        )
+        # Up to what is added to the deviation.
+        assert (of_rloo - of_group).norm() < 2e-3 * of_group.norm()
 
 
 def test_the_kl_terms_have_the_gradient_of_the_kl_at_any_ratio():
@@ -123,6 +141,15 @@ def test_the_kl_terms_have_the_gradient_of_the_kl_at_any_ratio():
     assert (
         logps.exp() * grpo.kl_losses(logps, ref, ratios, "k3")[0]
     ).sum().item() == pytest.approx(kl.item())
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_at_the_first_update(ratio, estimator):
+    """By enumeration of all responses, short and long: the ratio of a sequence weights the policy loss alone."""
+    found, exact = bias.kl_gradients(grpo, ratio, estimator)
+    assert exact.abs().max() > 0.01
+    assert (found - exact).abs().max() < 1e-10
 
 
 def test_advantages_by_hand():
@@ -149,12 +176,52 @@ def test_advantages_by_hand():
     )
 
 
-def test_groups_from_which_nothing_can_be_learned():
+def test_the_deviation_of_the_rollout_is_that_of_what_is_trained_on():
+    scores = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0, 2.0], dtype=torch.float64)
+    is_trained = torch.tensor([True, True, False, False, True, True])
+
+    def advantages(baseline, std, is_trained=is_trained):
+        return grpo.estimate_advantages(scores, 3, baseline, std, is_trained).tolist()
+
+    third = 1 / 3  # what is cut counts in the mean of its group
+    group = [2 * third, -third, -third, 1, -1, 0]
+    of_trained = [2 * third, -third, -1, 0]
+    mean = sum(of_trained) / 4
+    deviation = math.sqrt(sum((a - mean) ** 2 for a in of_trained) / 3)
+    assert advantages("group", "batch") == pytest.approx([a / (deviation + 1e-4) for a in group])
+    # The scores 1, 0, 1, 2 of what is trained on have the mean 1.
+    deviation = math.sqrt(2 / 3)
+    assert advantages("none", "batch") == pytest.approx(
+        [(s - 1) / (deviation + 1e-4) for s in scores.tolist()]
+    )
+    # One sample has no deviation.
+    assert advantages("group", "batch", torch.arange(6) == 3) == pytest.approx(group)
+    assert (
+        advantages("group", "group")
+        == grpo.estimate_advantages(scores, 3, "group", "group").tolist()
+    )
+
+
+def test_groups_whose_advantages_are_all_zero():
     scores = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0])  # three groups of two
-    kept = lambda baseline, std: grpo.groups_to_learn_from(scores, 2, baseline, std).tolist()
+    kept = lambda baseline, std: grpo.groups_with_advantages(scores, 2, baseline, std).tolist()
     assert kept("group", "batch") == kept("rloo", "none") == [False, False, True]
     assert kept("none", "none") == [False, True, True]
     assert kept("none", "batch") == [True, True, True]
+
+
+def test_a_kl_keeps_groups_whose_advantages_are_all_zero():
+    scores = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0])  # three groups of two
+
+    def kept(**settings):
+        args = types.SimpleNamespace(
+            n_samples_per_prompt=2, baseline="group", advantage_std="batch", **settings
+        )
+        return grpo.groups_to_keep(scores, args).tolist()
+
+    assert kept(drop_equal_groups=True, kl_coef=0.0) == [False, False, True]
+    assert kept(drop_equal_groups=True, kl_coef=0.1) == [True, True, True]
+    assert kept(drop_equal_groups=False, kl_coef=0.0) == [True, True, True]
 
 
 def test_the_penalty_for_length():

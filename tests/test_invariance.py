@@ -37,9 +37,10 @@ ARGUMENTS = ["--train_batch_size", BATCH, "--max_epochs", 2, "--learning_rate", 
 # The third rollout's KL, 0.081, is so near the target that the step to the next coefficient is not clipped. The last update reads that one.
 PPO = ["--reward_function", "rewarding:vowels", "--reward_model_name_or_path", "scorer", "--normalize_reward", "--rollout_batch_size", 16, "--n_samples_per_prompt", 2, "--num_epochs_per_rollout", 2,
        "--max_new_tokens", 6, "--critic_warmup_rollouts", 1, "--critic_learning_rate", 0.003, "--learning_rate", 0.003, "--max_steps", 11, "--kl_target", 0.085, "--kl_horizon", 50]  # fmt: skip
-# Rollouts of 8 groups, those of equal scores replaced once, so that their updates differ in number and size.
+# Rollouts of 8 groups, without the responses that are cut, so that their updates differ in size. Groups that are left
+# out and replaced, which a KL excludes, are in test_resume.py.
 GRPO = ["--reward_function", "rewarding:ties", "rewarding:brief", "--reward_weights", 1, 0.5, "--rollout_batch_size", 8, "--n_samples_per_prompt", 4,
-        "--max_new_tokens", 6, "--learning_rate", 0.003, "--max_steps", 7, "--kl_coef", 0.1, "--refill_rounds", 1, "--mask_truncated", True]  # fmt: skip
+        "--max_new_tokens", 6, "--learning_rate", 0.003, "--max_steps", 7, "--kl_coef", 0.1, "--mask_truncated", True]  # fmt: skip
 REWARDING = """
 def vowels(prompts, responses, **columns):
     return [len(set(text) & set("aeiou0123456789ABCDEFGHIJ")) - len(text) / 5 for text in responses]

@@ -34,6 +34,7 @@ from transformers import (
 from common import arguments, batches, checkpoint, export
 from common.models.load import score_model, tokenizer_of
 from common.models.logprobs import LogProbModel, ScoreModel
+from common.progress import Progress
 from common.rollout import answers, generation, rewards
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import RolloutSchedule
@@ -570,6 +571,20 @@ def test_a_score_is_model_plus_function_clipped_less_the_penalty(
     assert sorted(calls) == [(f"p{row}", texts[row], row + 1, "x") for row in range(3)]
     assert score(functions=by_function) == pytest.approx([-0.5, 0.5, 1.5])
     assert score(model=reward_model) == pytest.approx([m * 1.6 + 0.4 for m in modelled], rel=1e-5)
+
+
+def test_a_sampler_that_was_not_finite_stops_the_run_though_the_later_pass_is(tokenizer, tmp_path):
+    """As where only the cache of generation overflows: the last token of the vocabulary was drawn then."""
+    samples = stub_samples(tokenizer)
+    samples.sampler_logps = [[-0.5] * 3, [-0.5, math.nan, -0.5, -0.5], [-0.5]]
+    old = {"logps": torch.full((3, 4), -1.0), "values": torch.zeros(3, 4)}
+    progress = Progress(10, train_batch_size=4, max_epochs=2, max_steps=0, updates_per_epoch=5)
+    with pytest.raises(FloatingPointError, match=r"update 1 .* because of data rows 2\. Nothing"):
+        ppo.check_rollout(samples, torch.ones(3), old, progress, tmp_path)
+    report = json.loads((tmp_path / "not_finite_0.json").read_text())
+    assert report["tensors"]["sampler_logps"]["not_finite"] == 1
+    samples.sampler_logps[1][1] = -0.5
+    ppo.check_rollout(samples, torch.ones(3), old, progress, tmp_path)
 
 
 def test_a_new_head_begins_at_the_standard_deviation_of_the_papers(tmp_path, tokenizer):
@@ -1129,7 +1144,7 @@ def expect_lines(output, reference):
 def test_every_logged_number_of_a_run(whole):
     output, console, reference = whole
     assert (
-        "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates; 2 rollouts per epoch"
+        "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates of up to 4 samples; 2 rollouts per epoch"
         in console
     )
     assert f"the last of 3 prompts, 4 updates; {len(reference.lines)} updates in all" in console

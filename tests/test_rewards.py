@@ -135,6 +135,36 @@ def test_a_sample_that_nothing_scored_is_refused(accelerator, tokenizer):
     )  # fmt: skip
 
 
+class Scorer(torch.nn.Module):
+    """A reward model that gives these scores to the samples, one micro-batch after the other."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.left = list(scores)
+
+    def forward(self, inputs):
+        count = len(inputs["mask"])
+        scores, self.left = self.left[:count], self.left[count:]
+        return torch.tensor(scores)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_model_that_is_not_finite_ends_the_run(accelerator, tokenizer, bad):
+    """NaN is not None: with a function beside it, it would count as no score."""
+    judge = judge_of(length=length, weights={"reward_model": 1.0, "length": 1.0})
+    samples = samples_of(tokenizer)
+    judge.model = Scorer([0.5, 1.0, 2.0, 3.0, 4.0, 6.5])
+    found = score(accelerator, tokenizer, judge, samples).parts["reward_model"]
+    assert sorted(found.tolist()) == [0.5, 1, 2, 3, 4, 6.5]
+    position = found.tolist().index(4.0)
+    judge.model = Scorer([0.5, 1.0, 2.0, 3.0, bad, 6.5])
+    refuses(
+        f"the reward model's score of data row {samples.rows[position]}", f"is {bad}", repr(TEXTS[position]),
+        "1 of 6 scores are not finite", "from 0.5 to 6.5, their mean 2.6",
+        call=lambda: score(accelerator, tokenizer, judge, samples),
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------- how it may fail
 
 

@@ -100,7 +100,7 @@ def generate(
         prepared, model: what `accelerator.prepare` returned, and the `transformers` model inside.
         prompts: token ids, the same on every process. A prompt may stand here several times; those
             of one batch are read once, see `read_prompts_once`.
-        batch_size: responses that a process generates at once, see `sizes.to_generate`.
+        batch_size: responses that a process generates at once, see `sizes.fill_in`.
         temperature: 0 is greedy; above it, tokens are drawn from the whole vocabulary.
         uniforms: `[prompts, max_new_tokens]` in [0, 1), needed to draw; see `SampleByUniform`.
 
@@ -277,8 +277,8 @@ class SampleByUniform(LogitsProcessor):
         uniform = self.uniforms[:, input_ids.shape[1] - self.prompt_length, None]
         total = cumulative[:, -1:]  # 1 up to rounding
         token = torch.searchsorted(cumulative, uniform * total, right=True)
-        # NaN makes `searchsorted` return an index past the vocabulary, so it is clamped; the run
-        # stops when the response is scored.
+        # NaN makes `searchsorted` return an index past the vocabulary, so it is clamped. The
+        # log-prob of the token is NaN then, too, by which a recipe's `check_rollout` stops the run.
         token = token.clamp(max=scores.shape[1] - 1)
         self.logps.append((scaled.gather(1, token) - scaled.logsumexp(-1, keepdim=True))[:, 0])
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)

@@ -139,11 +139,20 @@ def score(
 
     Raises:
         SystemExit: on every process, if a function fails on any of them, see `calls.call`; if a
-            sample got no score at all.
+            score of the reward model is not finite; if a sample got no score at all.
     """
     parts = {}
     if judge.model is not None:
         parts[OF_MODEL] = scores_of_model(accelerator, judge, samples, batch_size, share_prompts)
+        # Below, NaN means that a function returned None.
+        distributed.all_or_none(
+            accelerator,
+            accelerator.is_main_process,
+            check_model_scores,
+            tokenizer,
+            samples,
+            parts[OF_MODEL],
+        )
     if judge.functions:
         mine = samples.whole_groups(accelerator)
         # If a function fails on one process, the others would wait for its scores forever.
@@ -178,6 +187,29 @@ def scores_of_model(
         normalised = (scores - judge.mean) / judge.std
         score_of_sample |= dict(zip(numbers, normalised.tolist()))
     return distributed.gather_rows(score_of_sample)
+
+
+def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None:
+    """Refuses scores of the reward model that are not finite.
+
+    Raises:
+        SystemExit: naming the first such sample, with the statistics of all scores.
+    """
+    is_finite = np.isfinite(scores)
+    if is_finite.all():
+        return
+    first = int(np.argmin(is_finite))
+    response = tokenizer.decode(samples.responses[first], skip_special_tokens=True)
+    finite = np.array(scores)[is_finite]
+    others = ""
+    if len(finite):
+        others = f", the others from {finite.min():g} to {finite.max():g}, their mean "
+        others += f"{finite.mean():g}"
+    sys.exit(
+        f"the reward model's score of data row {samples.rows[first]}, response "
+        f"{calls.cut(response)}, is {scores[first]}; {len(scores) - len(finite)} of {len(scores)} "
+        f"scores are not finite{others}. fp16 activations overflow where bf16's do not"
+    )
 
 
 def scores_of_functions(

@@ -40,6 +40,12 @@ class Samples:
         lengths = torch.tensor([[len(response)] for response in self.responses])
         return torch.arange(lengths.max()) < lengths
 
+    @property
+    def padded_sampler_logps(self) -> torch.Tensor:
+        """fp32 `[samples, longest response]`: `sampler_logps`, zero behind a response."""
+        rows = [torch.tensor(logps, dtype=torch.float32) for logps in self.sampler_logps]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
     def scoring_batches(
         self, accelerator, batch_size: int, share_prompts: bool
     ) -> Iterator[tuple[list[int], dict]]:
@@ -50,7 +56,7 @@ class Samples:
         numbers are an empty list then, and nothing of that pass is kept.
 
         Args:
-            batch_size: samples of a micro-batch, at most; see `sizes.to_score`.
+            batch_size: samples of a micro-batch, at most; see `sizes.fill_in`.
         """
         # Every response gets the length of the longest response to its prompt: so they sort side by
         # side and can share the prompt.

@@ -23,14 +23,14 @@ class Position(NamedTuple):
 class RolloutSchedule:
     """How one pass over the prompts is cut into rollouts, and a rollout into updates.
 
-    The last rollout of an epoch may be short, and so may the last update of each pass over the
-    samples of a rollout.
+    The last rollout of an epoch may be short. So a pass over the samples of a rollout need not be a
+    multiple of `train_batch_size`. How many samples each of its updates takes is not decided here.
 
     Attributes:
         n_prompts: of the whole data set.
         rollout_batch_size: prompts of a rollout.
         n_samples_per_prompt: responses to each prompt.
-        train_batch_size: samples of an update.
+        train_batch_size: samples of an update, at most.
         num_epochs_per_rollout: passes over the samples of a rollout.
     """
 
@@ -82,10 +82,13 @@ class RolloutSchedule:
             total_steps: updates of the whole run.
         """
         samples = self.rollout_batch_size * self.n_samples_per_prompt
+        updates_per_pass = self.updates_per_rollout // self.num_epochs_per_rollout
+        largest = math.ceil(samples / updates_per_pass)
         return (
             f"a rollout: {self.rollout_batch_size} prompts x {self.n_samples_per_prompt} responses "
             f"= {samples} samples, x {self.num_epochs_per_rollout} / train_batch_size "
-            f"= {self.updates_per_rollout} updates; {self.rollouts_per_epoch} rollouts per epoch, "
-            f"the last of {self.prompts_of_last} prompts, {self.updates_of(self.prompts_of_last)} "
-            f"updates; {total_steps} updates in all"
+            f"= {self.updates_per_rollout} updates of up to {largest} samples; "
+            f"{self.rollouts_per_epoch} rollouts per epoch, the last of {self.prompts_of_last} "
+            f"prompts, {self.updates_of(self.prompts_of_last)} updates; "
+            f"{total_steps} updates in all"
         )
