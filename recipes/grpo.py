@@ -1070,13 +1070,11 @@ def main():
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 data_rows = [rollout["rows"][number] for number in micro_batch.rows]
-                weights = micro_batch.weights.to(accelerator.device, non_blocking=True)
+                weights = batches.send(micro_batch.weights, accelerator.device)
                 inputs = collate(rollout, micro_batch.rows, args.share_prompts, accelerator.device)
                 longest = inputs["mask"].shape[1]
                 old = {
-                    name: tensor[micro_batch.rows, :longest].to(
-                        accelerator.device, non_blocking=True
-                    )
+                    name: batches.send(tensor[micro_batch.rows, :longest], accelerator.device)
                     for name, tensor in rollout["tensors"].items()
                 }
 
