@@ -1,4 +1,4 @@
-"""Parameter groups, the warm-up, the schedule in words, and step counts that are held at zero."""
+"""Parameter groups, AdamW, the warm-up, the schedule in words, and step counts held at zero."""
 
 import math
 
@@ -43,6 +43,20 @@ def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
         shape = [size for size in shape if size > 1]  # RWKV's vectors have leading ones
     is_norm = "norm" in type(owner).__name__.lower()
     return len(shape) >= 2 and "bias" not in name and name != "A_log" and not is_norm
+
+
+def adamw(accelerator, groups: list[dict], args) -> torch.optim.AdamW:
+    """Returns AdamW, fused where the engine allows it: one kernel reads and writes all at once.
+
+    torch's own loss scaler for fp16 does not allow it. It would call a fused optimizer in each
+    update and let the kernel skip, and accelerate would not notice that an update was skipped.
+
+    Args:
+        groups: of `parameter_groups`.
+        args: needs `learning_rate adam_epsilon`.
+    """
+    fused = True if accelerator.scaler is None else None  # None: torch's default, not fused
+    return torch.optim.AdamW(groups, lr=args.learning_rate, eps=args.adam_epsilon, fused=fused)
 
 
 def warmup_updates(warmup_steps: float, total_updates: int) -> int:

@@ -838,7 +838,7 @@ def main():
         policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic", learns=True
     )
     parameter_groups = actor_groups + critic_groups
-    optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
+    optimizer = optim.adamw(accelerator, parameter_groups, args)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
     scheduler = get_scheduler(
         args.lr_scheduler_type,

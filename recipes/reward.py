@@ -294,7 +294,7 @@ def main():
     architecture.freeze_unreached(accelerator, scorer, args.max_length)
     lora.add_adapters(accelerator, scorer, args)
     parameter_groups = optim.parameter_groups(scorer, args.weight_decay)
-    optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
+    optimizer = optim.adamw(accelerator, parameter_groups, args)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
     scheduler = get_scheduler(
         args.lr_scheduler_type,
