@@ -46,16 +46,19 @@ def is_matrix(parameter: nn.Parameter, name: str, owner: nn.Module) -> bool:
 
 
 def adamw(accelerator, groups: list[dict], args) -> torch.optim.AdamW:
-    """Returns AdamW, fused where the engine allows it: one kernel reads and writes all at once.
+    """Returns AdamW, fused on a GPU: one kernel reads and writes all at once.
 
-    torch's own loss scaler for fp16 does not allow it. It would call a fused optimizer in each
-    update and let the kernel skip, and accelerate would not notice that an update was skipped.
+    Not with torch's own loss scaler for fp16. It would call a fused optimizer in each update and
+    let the kernel skip, and accelerate would not notice that an update was skipped. And not on a
+    CPU, where runs keep the rounding that they had, so that stored values and resumed runs agree.
 
     Args:
         groups: of `parameter_groups`.
         args: needs `learning_rate adam_epsilon`.
     """
-    fused = True if accelerator.scaler is None else None  # None: torch's default, not fused
+    fused = None  # torch's default, which is not fused
+    if accelerator.device.type != "cpu" and accelerator.scaler is None:
+        fused = True
     return torch.optim.AdamW(groups, lr=args.learning_rate, eps=args.adam_epsilon, fused=fused)
 
 

@@ -7,6 +7,7 @@ device is an error here, as it is on a GPU.
 """
 
 import contextlib
+import sys
 import traceback
 from pathlib import Path
 
@@ -189,6 +190,12 @@ def device(monkeypatch):
             torch.autocast,
             "__init__",
             lambda self, name, *args, **kwargs: init(self, known(name), *args, **kwargs),
+        )
+        # torch has a list of the devices with a fused AdamW.
+        patch.setattr(
+            sys.modules["torch.optim.adam"],
+            "_device_dtype_check_for_fused",
+            lambda *args, **_: None,
         )
         # Models are read into memory of the host, and `meta` means there what it always does.
         read = PreTrainedModel.from_pretrained.__func__
