@@ -186,7 +186,19 @@ def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = Fal
         padding_value=value,
         padding_side="left" if left else "right",
     )
-    return padded.to(device, non_blocking=True)
+    return send(padded, device)
+
+
+def send(array: np.ndarray | torch.Tensor | list, device) -> torch.Tensor:
+    """Copies an array, a list or a tensor of the host to the device, without waiting for it.
+
+    A GPU copies by itself only from pinned memory. From other memory the host would wait until all
+    that it asked for before is done.
+    """
+    tensor = torch.as_tensor(array)
+    if torch.device(device).type != "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def evaluation_batches(
@@ -200,4 +212,4 @@ def evaluation_batches(
     all_rows = np.arange(len(dataset))
     lengths = column(dataset, "length")
     for rows, weights in split(accelerator, all_rows, lengths, micro_batch_size, max_tokens):
-        yield rows, dataset[rows], weights.to(accelerator.device)
+        yield rows, dataset[rows], send(weights, accelerator.device)

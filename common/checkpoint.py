@@ -524,8 +524,8 @@ def load_engine(run: Run, folder: Path) -> None:
     elif engine.is_sharded(accelerator):
         accelerator.load_state(str(folder))
     else:
-        # Adam keeps its step counts on the CPU. accelerate would load them onto the GPU, and each
-        # update would wait to read them back, one for each parameter.
+        # Adam keeps its step counts on the CPU, unless it is fused. accelerate would load them onto
+        # the GPU, and each update would wait to read them back, one for each parameter.
         accelerator.load_state(str(folder), map_location="cpu")
 
     # From a universal ZeRO-3 checkpoint DeepSpeed 0.19.8 gives all groups the settings of the first
@@ -533,10 +533,14 @@ def load_engine(run: Run, folder: Path) -> None:
     # again and give each parameter a count of its own.
     for group, settings in zip(run.optimizer.param_groups, settings_of_groups):
         group.update(settings)
-    for moments in run.optimizer.state.values():
+    is_fused = run.optimizer.param_groups[0].get("fused")
+    for parameter, moments in run.optimizer.state.items():
         step = moments.get("step")
         if torch.is_tensor(step):
             moments["step"] = step.clone()
+            # In an older checkpoint Adam was not fused, and its step counts were on the CPU.
+            if is_fused:
+                moments["step"] = moments["step"].to(parameter.device, torch.float32)
 
 
 def load_schedule(run: Run, state: dict) -> None:

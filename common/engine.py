@@ -99,21 +99,24 @@ def record_group_norms(accelerator, optimizer):
         name and up to one common factor. All processes must call it, after every
         `optimizer.step()` that updates.
     """
-    squares = {group["name"]: 0.0 for group in optimizer.param_groups}
+    nothing = torch.zeros(())
+    squares = {group["name"]: nothing for group in optimizer.param_groups}
 
     def add_squares(optimizer, *_) -> None:
         for group in optimizer.param_groups:
             grads = [parameter.grad for parameter in group["params"]]
             # FSDP2's gradients hold this process's shard under another name.
             local = [getattr(grad, "_local_tensor", grad) for grad in grads if grad is not None]
-            squares[group["name"]] += float(nn.utils.get_total_norm(local)) ** 2
+            # Not read here, where a GPU would still be at work on the backward pass.
+            norm = nn.utils.get_total_norm(local).float()
+            squares[group["name"]] = squares[group["name"]] + norm**2
 
     def group_norms() -> dict[str, float]:
         # Under DDP every process has all gradients, so the sum is num_processes times too large:
         # the common factor.
-        table = torch.tensor(list(squares.values()), device=accelerator.device)
+        table = torch.stack([square.to(accelerator.device) for square in squares.values()])
         for name in squares:
-            squares[name] = 0.0
+            squares[name] = nothing
         norms = accelerator.reduce(table).sqrt().tolist()
         return dict(zip(squares, norms))
 

@@ -87,9 +87,8 @@ class Means:
         self.sums = {}
 
         everyone = self.accelerator.gather(mine)  # [processes, names, 4]
-        totals = everyone.sum(0).tolist()
-        smallest = everyone.amin(0).tolist()
-        largest = everyone.amax(0).tolist()
+        reduced = torch.stack([everyone.sum(0), everyone.amin(0), everyone.amax(0)])
+        totals, smallest, largest = reduced.tolist()  # read together: each reading waits
 
         means = {}
         for index, name in enumerate(names):

@@ -354,7 +354,7 @@ def main():
     architecture.freeze_unreached(accelerator, policy, args.max_length)
     lora.add_adapters(accelerator, policy, args)
     parameter_groups = optim.parameter_groups(policy, args.weight_decay)
-    optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
+    optimizer = optim.adamw(accelerator, parameter_groups, args)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
     scheduler = get_scheduler(
         args.lr_scheduler_type,
@@ -411,8 +411,7 @@ def main():
         """Returns the reference's log-probs of the answers `[2 * pairs]`, of the set `name`."""
         if reference is None:
             chosen_then_rejected = ref_tables[name][rows].T.reshape(-1)
-            logps = torch.from_numpy(chosen_then_rejected)
-            return logps.to(accelerator.device, non_blocking=True)
+            return batches.send(chosen_then_rejected, accelerator.device)
         with torch.no_grad():
             return reference(inputs)["logps"].sum(1)
 
@@ -465,7 +464,7 @@ def main():
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 columns = train_set[micro_batch.rows]
-                weights = micro_batch.weights.to(accelerator.device, non_blocking=True)
+                weights = batches.send(micro_batch.weights, accelerator.device)
                 inputs = collate(columns, args.share_prompts, accelerator.device)
 
             with accelerator.accumulate(model):

@@ -892,7 +892,7 @@ def main():
     architecture.freeze_unreached(accelerator, policy, args.max_length)
     lora.add_adapters(accelerator, policy, args)
     parameter_groups = optim.parameter_groups(policy, args.weight_decay)
-    optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
+    optimizer = optim.adamw(accelerator, parameter_groups, args)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
     scheduler = get_scheduler(
         args.lr_scheduler_type,
@@ -1105,13 +1105,11 @@ def main():
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 data_rows = [rollout["rows"][number] for number in micro_batch.rows]
-                weights = micro_batch.weights.to(accelerator.device, non_blocking=True)
+                weights = batches.send(micro_batch.weights, accelerator.device)
                 inputs = collate(rollout, micro_batch.rows, args.share_prompts, accelerator.device)
                 longest = inputs["mask"].shape[1]
                 old = {
-                    name: tensor[micro_batch.rows, :longest].to(
-                        accelerator.device, non_blocking=True
-                    )
+                    name: batches.send(tensor[micro_batch.rows, :longest], accelerator.device)
                     for name, tensor in rollout["tensors"].items()
                 }
 

@@ -46,7 +46,16 @@ from common import actor, arguments, batches, checkpoint, engine, guards, launch
 from common.checkpoint import Run
 from common.data import dataset, formats, prompts
 from common.metrics import Metrics
-from common.models import architecture, checks, load, lora, merge, packing, prepare
+from common.models import (
+    architecture,
+    checks,
+    load,
+    logprobs,
+    lora,
+    merge,
+    packing,
+    prepare,
+)
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.progress import Progress
 from common.rollout import answers, generation, rewards, sizes
@@ -298,7 +307,7 @@ class ActorCritic(LogProbModel):
         if not with_values:
             return output
         values = self.critic(batch, batch["before"])
-        output["values"] = torch.zeros_like(output["logps"]).masked_scatter(batch["mask"], values)
+        output["values"] = logprobs.by_answer(values, batch)
         return output
 
 
@@ -826,7 +835,7 @@ def main():
         policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic", learns=True
     )
     parameter_groups = actor_groups + critic_groups
-    optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
+    optimizer = optim.adamw(accelerator, parameter_groups, args)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
     scheduler = get_scheduler(
         args.lr_scheduler_type,
@@ -994,13 +1003,11 @@ def main():
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 data_rows = [rollout["rows"][number] for number in micro_batch.rows]
-                weights = micro_batch.weights.to(accelerator.device, non_blocking=True)
+                weights = batches.send(micro_batch.weights, accelerator.device)
                 inputs = collate(rollout, micro_batch.rows, args.share_prompts, accelerator.device)
                 longest = inputs["mask"].shape[1]
                 old = {
-                    name: tensor[micro_batch.rows, :longest].to(
-                        accelerator.device, non_blocking=True
-                    )
+                    name: batches.send(tensor[micro_batch.rows, :longest], accelerator.device)
                     for name, tensor in rollout["tensors"].items()
                 }
 

@@ -218,7 +218,7 @@ def compare(
         losses `[pairs]`; metrics, each a dict of values with the weights of these values.
     """
     chosen_scores, rejected_scores = scores.chunk(2)
-    margins_on_device = torch.tensor(margins).to(scores.device, non_blocking=True)
+    margins_on_device = batches.send(margins, scores.device)
     losses = pairwise_loss(chosen_scores, rejected_scores, margins_on_device, args.center_coef)
     of_pairs = {
         "loss": losses,
@@ -294,7 +294,7 @@ def main():
     architecture.freeze_unreached(accelerator, scorer, args.max_length)
     lora.add_adapters(accelerator, scorer, args)
     parameter_groups = optim.parameter_groups(scorer, args.weight_decay)
-    optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
+    optimizer = optim.adamw(accelerator, parameter_groups, args)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
     scheduler = get_scheduler(
         args.lr_scheduler_type,
@@ -361,7 +361,7 @@ def main():
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 columns = train_set[micro_batch.rows]
-                weights = micro_batch.weights.to(accelerator.device, non_blocking=True)
+                weights = batches.send(micro_batch.weights, accelerator.device)
                 inputs = collate(columns, args.share_prompts, accelerator.device)
 
             with accelerator.accumulate(model):

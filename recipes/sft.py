@@ -369,7 +369,7 @@ def main():
     architecture.freeze_unreached(accelerator, policy, args.max_length)
     lora.add_adapters(accelerator, policy, args)
     parameter_groups = optim.parameter_groups(policy, args.weight_decay)
-    optimizer = torch.optim.AdamW(parameter_groups, lr=args.learning_rate, eps=args.adam_epsilon)
+    optimizer = optim.adamw(accelerator, parameter_groups, args)
     # The scheduler is not prepared: accelerate would step it num_processes times per update.
     scheduler = get_scheduler(
         args.lr_scheduler_type,
@@ -435,7 +435,7 @@ def main():
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 columns = train_sequences[micro_batch.rows]
-                weights = micro_batch.weights.to(accelerator.device, non_blocking=True)
+                weights = batches.send(micro_batch.weights, accelerator.device)
                 inputs = collate(columns, args.packing, accelerator.device)
 
             with accelerator.accumulate(model):
@@ -527,7 +527,7 @@ def evaluate(
                 args.micro_train_tokens,
             ):
                 columns = eval_sequences[micro_batch.rows]
-                weights = micro_batch.weights.to(accelerator.device)
+                weights = batches.send(micro_batch.weights, accelerator.device)
                 inputs = collate(columns, args.packing, accelerator.device)
                 output = model(inputs, extras=("correct",))
                 _, _, logged = compare(output, inputs["mask"], weights)

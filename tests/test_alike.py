@@ -80,7 +80,7 @@ LOOP = """
         loss_scale = engine.loss_scale(accelerator, model)
         for micro_batch in micro_batches:
             with metrics.timed("data"):
-                weights = micro_batch.weights.to(accelerator.device, non_blocking=True)
+                weights = batches.send(micro_batch.weights, accelerator.device)
             with accelerator.accumulate(model):
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)

@@ -8,7 +8,12 @@ import sys
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+    modeling_flash_attention_utils,
+)
 
 from common.models import packing
 
@@ -36,6 +41,38 @@ def backbone_of(model: nn.Module) -> nn.Module:
         f"{type(model).__name__}: we could not find which of its parts gives the hidden states: "
         "this architecture is not supported yet"
     )
+
+
+def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
+    """Returns the hidden states that a model's head reads, `[rows * row length, h]`.
+
+    Args:
+        inputs: of `packing.make_batch`.
+    """
+    with no_search_for_packed_rows():
+        output = backbone_of(model)(**inputs, use_cache=False)
+    return output.last_hidden_state.flatten(0, 1)
+
+
+@contextlib.contextmanager
+def no_search_for_packed_rows():
+    """Keeps `transformers` from looking, inside the block, for rows that hold several sequences.
+
+    It looks at the positions of a row without a mask, and the host would wait for a GPU to answer.
+    Our rows of several sequences always have a mask.
+    """
+    searches = [
+        (masking_utils, "find_packed_sequence_indices"),
+        (modeling_flash_attention_utils, "_is_packed_sequence"),
+    ]
+    originals = [getattr(module, name) for module, name in searches]
+    for module, name in searches:
+        setattr(module, name, lambda *positions: None)  # nothing was found
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(searches, originals):
+            setattr(module, name, original)
 
 
 class KnownStates:

@@ -157,6 +157,20 @@ def logits_of(
         return logits, logits.log_softmax(-1, dtype=torch.float32)
 
 
+def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
+    """Returns values of targets, `[targets]`, as `[answers, longest]`, zero where there is none.
+
+    The host knows the places, so it waits for no GPU. `masked_scatter` with the mask of the batch
+    gives the same, but its backward pass waits.
+
+    Args:
+        batch: of `packing.make_batch`.
+    """
+    mask = batch["mask"]
+    empty = values.new_zeros(mask.numel())
+    return empty.index_copy(0, batch["places"], values).view(mask.shape)
+
+
 class LogProbHead(nn.Linear):
     """A model's output layer that, given targets, returns their log-probs and no logits.
 
@@ -231,9 +245,8 @@ class ScoreModel(ModelWrapper):
         """
         if places is None:
             places = batch["last"]
-        output = architecture.backbone_of(self.model)(**batch["inputs"], use_cache=False)
-        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, places)
-        return self.model.score(hidden).squeeze(-1)
+        hidden = architecture.hidden_states(self.model, batch["inputs"])
+        return self.model.score(hidden.index_select(0, places)).squeeze(-1)
 
 
 class LogProbModel(ModelWrapper):
@@ -276,8 +289,8 @@ class LogProbModel(ModelWrapper):
             dict of fp32 `[answers, longest]`: `logps`, and the extras. They are zero where
             `batch["mask"]` is false.
         """
-        output = architecture.backbone_of(self.model)(**batch["inputs"], use_cache=False)
-        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, batch["before"])
+        hidden = architecture.hidden_states(self.model, batch["inputs"])
+        hidden = hidden.index_select(0, batch["before"])
         head = self.model.get_output_embeddings()
         # (softcap * tanh(multiplier * x / softcap)) / T is the same formula with both divided by T.
         values = head(
@@ -293,8 +306,7 @@ class LogProbModel(ModelWrapper):
             is_fp32 = not torch.is_autocast_enabled(hidden.device.type)
             is_fp32 = is_fp32 and hidden.dtype == head.weight.dtype == torch.float32
             by_name["is_fp32"] = torch.full_like(by_name["own_logps"], float(is_fp32))
-        empty = hidden.new_zeros(batch["mask"].shape, dtype=torch.float32)
-        return {name: empty.masked_scatter(batch["mask"], value) for name, value in by_name.items()}
+        return {name: by_answer(value, batch) for name, value in by_name.items()}
 
     def own_logps(self, batch: dict) -> torch.Tensor:
         """Returns log-probs `[targets]` from the logits of the architecture's own forward."""

@@ -87,6 +87,7 @@ def make_batch(
             right, and, if a row holds several answers, `position_ids` of the same shape and the
             bool `attention_mask` `[rows, 1, row length, row length]`.
         mask: which tokens are targets, bool `[answers, longest answer]`.
+        places: where each target stands in `mask`, counted through its rows, `[targets]`.
         targets: their ids, `[targets]`, answer after answer.
         before: the place of the token that predicts each target, `[targets]`.
         last: the place of each answer's last token, `[answers]`.
@@ -105,18 +106,19 @@ def make_batch(
     rows = arrange(prompts, answers, share)
     layout = lay_out(rows, len(answers))
 
-    inputs = {"input_ids": send(layout.ids, device)}
+    inputs = {"input_ids": batches.send(layout.ids, device)}
     if len(rows) < len(answers):
-        inputs["position_ids"] = send(layout.positions, device)
+        inputs["position_ids"] = batches.send(layout.positions, device)
         inputs["attention_mask"] = attention_mask(
-            send(layout.numbers, device), send(layout.prompts, device)
+            batches.send(layout.numbers, device), batches.send(layout.prompts, device)
         )
     return {
         "inputs": inputs,
         "mask": batches.pad(scored, False, device).bool(),
-        "targets": send(of_targets(answers, scored), device),
-        "before": send(of_targets(layout.before, scored), device),
-        "last": send(layout.last, device),
+        "places": batches.send(places_of_targets(scored), device),
+        "targets": batches.send(of_targets(answers, scored), device),
+        "before": batches.send(of_targets(layout.before, scored), device),
+        "last": batches.send(layout.last, device),
     }
 
 
@@ -250,14 +252,19 @@ def attention_mask(numbers: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor
     return ((key == query) | (key == prompt_of_query)).tril()
 
 
+def places_of_targets(scored: Sequence[Sequence]) -> list[int]:
+    """Returns the place of each target in answers padded to the longest, answer after answer.
+
+    A GPU could find them in the mask, but the host would wait for their number.
+    """
+    longest = max(map(len, scored))
+    rows = [range(number * longest, (number + 1) * longest) for number in range(len(scored))]
+    return of_targets(rows, scored)
+
+
 def of_targets(values: Sequence[Sequence[int]], scored: Sequence[Sequence]) -> list[int]:
     """Returns the values of the target tokens, answer after answer."""
     chosen = []
     for values_of_answer, flags in zip(values, scored):
         chosen += [value for value, flag in zip(values_of_answer, flags) if flag]
     return chosen
-
-
-def send(array, device) -> torch.Tensor:
-    """Copies an array or a list to the device without waiting for it."""
-    return torch.as_tensor(array).to(device, non_blocking=True)

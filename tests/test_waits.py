@@ -1,0 +1,178 @@
+"""How often the host waits for the device within an update: no more often the more micro-batches it has.
+
+A wait leaves a GPU without work until the host has answered, so it costs most where it is repeated. What one update
+costs once (a check of its losses, its gradient norm) may stay. There is no GPU here: see pretended.py.
+"""
+
+import gzip
+import itertools
+import sys
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
+
+import pretended
+from common import actor, batches, engine, launch
+from common.models import logprobs, packing
+from runs import ASSETS, recipe, tiny_llama
+from test_alike import load
+
+ROWS = 16
+PER_UPDATE = 8  # waits that an update may have, however many micro-batches it consists of
+SETTINGS = {
+    "sft": [],
+    "reward": [],
+    "dpo": [],
+    "ppo": [
+        "--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", ROWS, "--max_new_tokens", 4,
+    ],
+    "grpo": [
+        "--reward_function", f"{__name__}:unequal", "--rollout_batch_size", ROWS // 2, "--n_samples_per_prompt", 2,
+        "--max_new_tokens", 4, "--kl_coef", 0.1,
+    ],
+}  # fmt: skip
+CASES = {
+    "sft": ["--packing", "false"],
+    "sft packed": ["--packing", "true"],
+    "reward": ["--share_prompts", "false"],
+    "reward shared": [],
+    "dpo": ["--share_prompts", "false"],
+    "dpo shared": [],
+    "dpo with a table": ["--precompute_ref_log_probs", "true"],
+    "ppo": ["--share_prompts", "false"],
+    "ppo shared, second pass": ["--num_epochs_per_rollout", 2, "--kl_in", "loss", "--kl_estimator", "k3"],
+    "grpo": ["--share_prompts", "false"],
+    "grpo shared, second pass": ["--num_epochs_per_rollout", 2, "--average", "token"],
+    "dpo adapters": ["--lora_r", 2],
+    "sft checkpointing": ["--gradient_checkpointing", "true"],
+}  # fmt: skip
+DATA = {
+    "sft": "sft_train.jsonl",
+    "reward": "preferences_train.jsonl.gz",
+    "dpo": "preferences_train.jsonl.gz",
+    "ppo": "prompts_train.jsonl",
+    "grpo": "prompts_train.jsonl",
+}
+
+
+def unequal(prompts, responses, **columns):
+    """Scores by which no group of responses is left out."""
+    return [float(number) for number in range(len(responses))]
+
+
+class Ended(Exception):
+    pass
+
+
+def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int) -> list[str]:
+    """What the host waits for in the last update of a run of two, `ROWS` samples each."""
+    name = case.split()[0]
+    folder = tmp_path / f"{micro_batch_size}"
+    folder.mkdir()
+    data = folder / "rows.jsonl"
+    source = ASSETS / DATA[name]
+    with (gzip.open if source.suffix == ".gz" else open)(source, "rt") as file:
+        data.write_text("".join(itertools.islice(file, 2 * ROWS)))
+    flags = [
+        "--model_name_or_path", tiny_llama(folder / "model"), "--dataset_name", data, "--output_dir", folder / "run",
+        "--train_batch_size", ROWS, "--micro_train_batch_size", micro_batch_size, "--max_steps", 2,
+        "--max_length", 64, "--report_to", "none", "--logging_steps", 1, *SETTINGS[name], *CASES[case],
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [str(recipe(name)), *map(str, flags)])
+    module = load(name)
+    updates = []
+
+    with monkeypatch.context() as patch, pretended.device(patch) as device:
+
+        def make_accelerator(*args):
+            accelerator = make_accelerator.original(*args)
+            for state in (AcceleratorState, PartialState):
+                patch.setitem(state._shared_state, "device", pretended.DEVICE)
+            return accelerator
+
+        def begin_update(accelerator, model, micro_batches):
+            updates.append(len(micro_batches))
+            device.waits.clear()
+            return begin_update.original(accelerator, model, micro_batches)
+
+        def publish(*args, **kwargs):
+            raise Ended
+
+        for room, function in [
+            (launch, make_accelerator),
+            (engine, begin_update),
+            (actor, publish),
+        ]:
+            function.original = getattr(room, function.__name__)
+            patch.setattr(room, function.__name__, function)
+        with pytest.raises(Ended):
+            module.main()
+        assert updates == [ROWS // micro_batch_size] * 2
+        return list(device.waits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_micro_batch_waits(case, tmp_path, monkeypatch):
+    few = waits_of_last_update(monkeypatch, tmp_path, case, ROWS // 2)
+    many = waits_of_last_update(monkeypatch, tmp_path, case, ROWS // 4)
+    assert len(few) == len(many), "\n".join(many)
+    assert len(few) <= PER_UPDATE, "\n".join(few)
+
+
+def test_the_pretended_device_notes_each_wait(monkeypatch):
+    """What a GPU waits for is counted; what it does not wait for is not."""
+    with pretended.device(monkeypatch) as device:
+        there = torch.arange(6.0).to(pretended.DEVICE).requires_grad_()
+        mask = there > 2
+        places = batches.send([3, 4, 5], pretended.DEVICE)
+
+        def waits(action) -> int:
+            before = len(device.waits)
+            action()
+            return len(device.waits) - before
+
+        free = [
+            lambda: there.index_select(0, places).sum().backward(),
+            lambda: there.detach().index_copy(0, places, torch.ones(3, device=pretended.DEVICE)),
+            lambda: torch.where(mask, there, 0.0).sum() * 3 / 7,
+            lambda: batches.send(np.ones(3), pretended.DEVICE),
+        ]
+        costly = [
+            lambda: float(there.sum()),
+            lambda: bool(mask.all()),
+            lambda: there.tolist(),
+            lambda: there.detach().cpu(),
+            lambda: there[mask],
+            lambda: there.masked_select(mask),
+            lambda: mask.nonzero(),
+            lambda: torch.ones(3).to(pretended.DEVICE),
+            lambda: torch.ones(3).to(pretended.DEVICE, non_blocking=True),
+            lambda: torch.ones(3).pin_memory().to(pretended.DEVICE),
+            lambda: torch.tensor([1.0], device=pretended.DEVICE),
+            lambda: torch.zeros_like(there).masked_scatter(mask, there).sum().backward(),
+        ]
+        assert [waits(action) for action in free] == [0] * len(free)
+        assert [waits(action) for action in costly] == [1] * len(costly)
+        with pytest.raises(AssertionError, match="a tensor of the host among the device's"):
+            there + torch.ones(6)
+        # Half of them is read once; `masked_scatter` takes the first three.
+        assert there.grad.tolist() == [1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("longest", [1, 5])
+def test_values_stand_where_the_mask_says(longest):
+    """Bitwise what `masked_scatter` makes of them, forward and backward, with answers of no targets, too."""
+    scored = [[False, True, False, True, True][:longest], [False], [True][:1]]
+    batch = packing.make_batch(
+        [[2], [], [3]], [[4] * len(flags) for flags in scored], True, "cpu", scored
+    )
+    values = torch.randn(sum(map(sum, scored)), requires_grad=True)
+    weights = torch.randn(batch["mask"].shape)
+    found = logprobs.by_answer(values, batch)
+    (grad,) = torch.autograd.grad((found * weights).sum(), values)
+    expected = torch.zeros(batch["mask"].shape).masked_scatter(batch["mask"], values)
+    (expected_grad,) = torch.autograd.grad((expected * weights).sum(), values)
+    assert batch["mask"].tolist() == [flags + [False] * (longest - len(flags)) for flags in scored]
+    assert found.equal(expected) and grad.equal(expected_grad)
