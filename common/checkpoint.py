@@ -511,11 +511,12 @@ def load_engine(run: Run, folder: Path) -> None:
         {name: value for name, value in group.items() if name != "params"}
         for group in run.optimizer.param_groups
     ]
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if engine.is_sharded(accelerator):
         accelerator.print(
-            "NOTE: DeepSpeed's state is read as pickles, which can run code: "
+            "NOTE: the state of DeepSpeed and FSDP2 is read as pickles, which can run code: "
             "resume from your own checkpoints only."
         )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
         is_universal = (folder / "pytorch_model" / "zero").is_dir()  # see common/export.py
         run.model._config.load_universal_checkpoint = is_universal
         # A base is not in the checkpoint, see `Run.models`.
