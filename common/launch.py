@@ -247,11 +247,18 @@ def output_dir_of_checkpoint(args) -> Path:
     return folder.parent
 
 
+def is_no_load_report(record: logging.LogRecord) -> bool:
+    """Whether a message of `transformers` is something else than its table of a model's weights."""
+    return "LOAD REPORT" not in record.getMessage()
+
+
 def quiet() -> None:
     """Leaves the console to the run: libraries report warnings and errors only."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # it also logs the errors that it raises
     transformers.logging.disable_progress_bar()
+    # What a model lacks, or has too much of, is said or refused by `common.models.load`.
+    logging.getLogger("transformers.modeling_utils").addFilter(is_no_load_report)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     # It warns of tied weights, which are saved once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)

@@ -25,6 +25,7 @@ from common.metrics import Means
 from common.models import checks, load
 from common.models.logprobs import ScoreModel
 from runs import (
+    ASSETS,
     LAUNCHERS,
     evaluation_lines,
     launch,
@@ -562,3 +563,11 @@ def test_margins_that_python_takes_for_numbers_are_refused_too(inputs, accelerat
     write_jsonl(inputs / f"{margin}.jsonl", [{**pair(n), "margin": margin} for n in (0, 2)])
     call = lambda: train(*flags(inputs, inputs / f"margin {margin}", data=f"{margin}.jsonl"))
     refuses(f"{margin}.jsonl", "row 1", "column 'margin'", "expected a", call=call)
+
+
+def test_a_new_score_head_is_said_in_one_line(tmp_path):
+    """Instead of transformers' table of the weights that a folder lacks."""
+    flags = ["--max_steps", 1, "--eval_steps", 0, "--report_to", "none", "--output_dir", tmp_path]
+    said = launch([], recipe("reward"), ASSETS / "reward.yaml", *flags).stdout
+    assert f"{str(ASSETS / 'model')!r} has no score head: a new one is drawn from the seed\n" in said
+    assert "LOAD REPORT" not in said and "MISSING" not in said

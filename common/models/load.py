@@ -196,6 +196,7 @@ def score_model(
             "expected a reward model with one label, as recipes/reward.py saves it"
         )
     if missing:
+        note(f"{name!r} has no score head: a new one is drawn from the seed")
         draw_score_head(model)
     # transformers reads the score of the last token before the padding.
     model.config.pad_token_id = tokenizer.pad_token_id
