@@ -207,11 +207,12 @@ def device(monkeypatch):
         patch.setattr(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
         # torch would make it of nothing, without asking `Pretended`.
         tensor = torch.tensor
-        patch.setattr(
-            torch,
-            "tensor",
-            lambda data, *, device=None, **settings: tensor(data, **settings).to(device or "cpu"),
-        )
+
+        def sent_there(data, *, device=None, **settings):
+            made = tensor(data, **settings)
+            return made if device is None else made.to(device)
+
+        patch.setattr(torch, "tensor", sent_there)
         before = torch.__future__.get_swap_module_params_on_conversion()
         # `Module.to` then moves each parameter itself, which others share or hold.
         torch.__future__.set_swap_module_params_on_conversion(True)

@@ -138,7 +138,9 @@ def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
         ".metrics_writers.json",
         "actor",
         "actors",
+        "environment.json",
         "metrics.jsonl",
+        "run.yaml",
     ]
     assert sorted(path.name for path in (output / "actors").iterdir()) == [
         "global_step_000002",

@@ -182,7 +182,8 @@ def test_checkpoints_that_are_left_behind_do_not_count_as_kept(tmp_path, monkeyp
         args=types.SimpleNamespace(save_total_limit=2, save_steps=1, output_dir=str(tmp_path)),
         folder=tmp_path / "checkpoints",
         unwrapped=types.SimpleNamespace(
-            parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)]
+            parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)],
+            named_modules=lambda: [],
         ),
     )
     checkpoint.check_disk(run, tmp_path / "checkpoints/global_step_000006")

@@ -569,5 +569,7 @@ def test_a_new_score_head_is_said_in_one_line(tmp_path):
     """Instead of transformers' table of the weights that a folder lacks."""
     flags = ["--max_steps", 1, "--eval_steps", 0, "--report_to", "none", "--output_dir", tmp_path]
     said = launch([], recipe("reward"), ASSETS / "reward.yaml", *flags).stdout
-    assert f"{str(ASSETS / 'model')!r} has no score head: a new one is drawn from the seed\n" in said
+    assert (
+        f"{str(ASSETS / 'model')!r} has no score head: a new one is drawn from the seed\n" in said
+    )
     assert "LOAD REPORT" not in said and "MISSING" not in said

@@ -201,7 +201,8 @@ def test_a_disk_too_small_is_refused_before_training(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free * 10**9))
     args = types.SimpleNamespace(save_total_limit=kept, save_steps=10, output_dir=str(tmp_path))
     model = types.SimpleNamespace(
-        parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)]
+        parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)],
+        named_modules=lambda: [],
     )
     run = partial_run(args=args, unwrapped=model)
     if fits:
