@@ -11,15 +11,19 @@ import json
 import re
 import runpy
 import shutil
+import socket
+import time
 
 import datasets
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
 import architectures
+from common import hub
 from common.arguments import (
     NAMES_ELSEWHERE,
     accumulation_steps,
@@ -298,6 +302,48 @@ def test_torn_files_and_missing_ones(tmp_path):
     shutil.copy(good, folder / "a.jsonl")
     (folder / "b.csv").write_text("prompt\na\n")
     refuses(folder, "['csv', 'json']", "one kind", call=lambda: files.load(str(folder), "train"))
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """The hub is not cut off by settings, but cannot be reached."""
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    asked = []
+
+    def refuse(address, timeout):
+        asked.append((address, timeout))
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    hub.reach.cache_clear()
+    yield asked
+    hub.reach.cache_clear()
+
+
+def test_a_hub_that_cannot_be_reached_is_given_up_at_once(no_network, capsys):
+    """It is asked once, for a model and a data set together."""
+    start = time.time()
+    refuses(
+        "no tokenizer could be loaded from 'someone/model'",
+        call=lambda: load.tokenizer_of("someone/model"),
+    )
+    refuses("someone/set", "could not be read", call=lambda: files.load("someone/set", "train"))
+    assert time.time() - start < 10
+    assert no_network == [(("huggingface.co", 443), hub.SECONDS)]
+    said = capsys.readouterr().out
+    assert (
+        said
+        == "huggingface.co cannot be reached (Name or service not known): only what was downloaded before is used\n"
+    )
+
+
+def test_behind_a_proxy_the_hub_is_not_tried(no_network, monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    hub.reach()
+    assert no_network == [] and not constants.HF_HUB_OFFLINE
 
 
 # ---------------------------------------------------------------------------------------------- rows

@@ -15,6 +15,8 @@ import datasets
 import pandas
 from datasets.data_files import DataFilesDict, get_data_patterns
 
+from common import hub
+
 # The `datasets` builder for each file suffix. JSON has a reader of our own, see `JsonRows`.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -92,6 +94,7 @@ def load(name: str, split: str) -> Rows:
             table = read_files(split, kinds, split_files(Path(name)))
         else:
             hub_name, _, config = name.partition(":")
+            hub.reach()
             table = datasets.load_dataset(hub_name, config or None, split=split)
     except Exception as error:  # each reader raises what its library does
         refuse(name, split, error)

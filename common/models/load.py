@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from common import cpu, distributed, folders, zero
+from common import cpu, distributed, folders, hub, zero
 from common.data import templates, tokens
 
 
@@ -289,6 +289,8 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
             f"no {kind} could be loaded from {name!r}: there is no such folder "
             "(expected a Hugging Face folder or a hub name)"
         )
+    if not Path(name).exists():
+        hub.reach()
     try:
         return auto_class.from_pretrained(name, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error

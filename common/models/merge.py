@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common import REPOSITORY, distributed, folders
+from common import REPOSITORY, distributed, folders, hub
 from common.models import load, lora
 
 # What a merged model was made of.
@@ -104,6 +104,7 @@ def is_adapter(name: str) -> bool:
     """Whether a folder or a hub name holds an adapter instead of a whole model."""
     if Path(name).is_dir():
         return (Path(name) / "adapter_config.json").is_file()
+    hub.reach()
     try:
         return find_adapter_config_file(name) is not None
     except Exception:  # no such name, or no network: whoever loads it says so
