@@ -145,7 +145,7 @@ def flags(inputs, output):
             "--logging_steps", 1]  # fmt: skip
 
 
-SLOW = {"ds_zero1", "ds_zero1_fp16", "ds_zero3_offload"}
+SLOW = {"single_gpu", "ds_zero1", "ds_zero1_fp16", "ds_zero3_offload"}
 
 
 @pytest.mark.parametrize(

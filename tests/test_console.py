@@ -50,7 +50,11 @@ def test_what_an_encoding_lacks_is_shown_as_its_number(monkeypatch):
 
 @pytest.mark.parametrize(
     "name, launcher",
-    [("dpo", "plain"), ("ppo", "plain"), pytest.param("dpo", "ddp", marks=pytest.mark.slow)],
+    [
+        ("ppo", "plain"),
+        pytest.param("dpo", "plain", marks=pytest.mark.slow),
+        pytest.param("dpo", "ddp", marks=pytest.mark.slow),
+    ],
 )  # fmt: skip
 def test_a_run_in_the_locale_c(inputs, name, launcher):
     data, output = inputs / f"{name}-text.jsonl", inputs / f"out-{name}-{launcher}"

@@ -140,7 +140,13 @@ def test_a_rollout_ends_with_its_last_update_though_that_is_skipped(inputs):
     assert [line["global_step"] for line in first_updates] == [1, 6]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("sft", "reward")))
+        for name in RECIPES
+    ],
+)
 def test_losses_are_those_of_fp32(inputs, name):
     """ds_fp16.yaml over 200 updates, its first skips included: fp32 on the same windows. PPO from the same responses."""
     half, single = inputs / f"half-{name}", inputs / f"single-{name}"

@@ -347,7 +347,9 @@ def test_going_back_leaves_behind_what_came_after(inputs, unbroken):
     )
 
 
-@pytest.mark.parametrize("name, launcher", [("dpo", "plain"), ("sft", "zero3")])
+@pytest.mark.parametrize(
+    "name, launcher", [("dpo", "plain"), pytest.param("sft", "zero3", marks=pytest.mark.slow)]
+)
 def test_a_run_that_goes_on_elsewhere_is_killed_at_once(inputs, unbroken, name, launcher):
     """Before the first checkpoint that it would write: what it began with is its own, and `--resume auto` does not begin anew."""
     reference, output = unbroken(name, launcher), inputs / f"elsewhere-{launcher}"

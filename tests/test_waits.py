@@ -113,7 +113,13 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
         return list(device.waits)
 
 
-@pytest.mark.parametrize("case", CASES)
+# The others come to the same code, or to less of it.
+FAST = ("sft packed", "reward shared", "dpo adapters", "ppo shared, second pass", "grpo")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in FAST)) for case in CASES]
+)
 def test_no_micro_batch_waits(case, tmp_path, monkeypatch):
     few = waits_of_last_update(monkeypatch, tmp_path, case, ROWS // 2)
     many = waits_of_last_update(monkeypatch, tmp_path, case, ROWS // 4)
