@@ -94,14 +94,15 @@ def write(
     if dtype is not None:
         state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
     written = dtype or dtype_of(state_dict)
-    if lora.has_adapter(model):
+    is_adapter = lora.has_adapter(model)
+    if is_adapter:
         lora.save(model, state_dict, temporary)
     else:
         model.save_pretrained(temporary, state_dict=state_dict)
         write_dtype(temporary, written)
     tokenizer.save_pretrained(temporary)
     if card:
-        record.write_card(temporary, "peft" if lora.has_adapter(model) else "transformers")
+        record.write_card(temporary, "peft" if is_adapter else "transformers")
     folders.replace(temporary, directory, keep)
     return written
 

@@ -165,9 +165,9 @@ def what_would_do(unknown: list[str], parser: transformers.HfArgumentParser) -> 
     known = [flag for flag in parser._option_string_actions if "-" not in flag[2:]]
     hints = []
     for word in unknown:
-        name = word.partition("=")[0].replace("-", "_").lstrip("_")
         if not word.startswith("--"):
             continue
+        name = word.partition("=")[0].replace("-", "_").lstrip("_")
         if name in NAMES_ELSEWHERE:
             hints.append(f"instead of --{name} use {NAMES_ELSEWHERE[name]}; ")
         elif near := difflib.get_close_matches(f"--{name}", known, n=1, cutoff=0.75):

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common import REPOSITORY, show_any_text
-from common.models import architecture, lora
+from common.models import lora
 from common.zero import read_json
 
 GIB = 2**30
@@ -449,9 +449,6 @@ def count_adapter(name: str, rank: int) -> tuple[int, int]:
         The parameters of the adapter; those of all linear layers but the output layer.
     """
     model = build(name)
-    unread = architecture.parameters_of_other_senses(model)
-    for parameter_name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter_name not in unread)
     sizes = 0
     for layer in lora.layers_to_adapt(model, [lora.ALL_LINEAR]):
         sizes += sum(model.get_submodule(layer).weight.shape)

@@ -157,6 +157,7 @@ def card(output_dir: Path, library: str) -> str:
 
 
 def number_of(processes: int) -> str:
+    """Returns `1 process`, or `2 processes`."""
     return "1 process" if processes == 1 else f"{processes} processes"
 
 
@@ -169,7 +170,8 @@ def figures(output_dir: Path) -> str:
     evaluations = [line for line in lines if any(name.startswith("eval/") for name in line)]
     if not evaluations:
         return ""
-    first, last = evaluations[0], evaluations[-1]
+    first = evaluations[0]
+    last = evaluations[-1]
     rows = [f"| held out | update {first['global_step']} | update {last['global_step']} |"]
     rows.append("| --- | --- | --- |")
     for name, value in last.items():

@@ -368,7 +368,8 @@ def main():
     checks.check_logprobs(model, first_row, accelerator.device, model_name)
 
     # ============================================================ reference
-    fingerprints = lora.fingerprints(accelerator, policy)  # of models that must not change
+    # Of models whose change is noticed when a run is resumed.
+    fingerprints = lora.fingerprints(accelerator, policy)
     ref_name = merge.name_to_load(
         accelerator, args.ref_model_name_or_path, args.output_dir, "base_reference"
     )

@@ -46,16 +46,7 @@ from common import actor, arguments, batches, checkpoint, engine, guards, launch
 from common.checkpoint import Run
 from common.data import dataset, formats, prompts
 from common.metrics import Metrics
-from common.models import (
-    architecture,
-    checks,
-    load,
-    logprobs,
-    lora,
-    merge,
-    packing,
-    prepare,
-)
+from common.models import architecture, checks, load, logprobs, lora, merge, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.progress import Progress
 from common.rollout import answers, generation, rewards, sizes

@@ -254,9 +254,9 @@ def load(
             f"but the vocab_size of {name!r} is {config.vocab_size}: "
             "use the model's own tokenizer, or resize the model's embeddings and save it"
         )
-    if not torch.cuda.is_available():
-        if config.hidden_size > 128:
-            cpu.use_onednn()
+    if not torch.cuda.is_available() and config.hidden_size > 128:
+        cpu.use_onednn()
+    if quantization is not None:
         keep_packing(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -283,13 +283,13 @@ def note(text: str) -> None:
 
 def from_pretrained(auto_class, kind: str, name: str, **settings):
     """Calls `auto_class.from_pretrained`, and exits with the first line of its error."""
-    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-    if is_path and not Path(name).exists():
-        sys.exit(
-            f"no {kind} could be loaded from {name!r}: there is no such folder "
-            "(expected a Hugging Face folder or a hub name)"
-        )
     if not Path(name).exists():
+        is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+        if is_path:
+            sys.exit(
+                f"no {kind} could be loaded from {name!r}: there is no such folder "
+                "(expected a Hugging Face folder or a hub name)"
+            )
         hub.reach()
     try:
         return auto_class.from_pretrained(name, **settings)

@@ -294,14 +294,14 @@ def fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
     found = {}
     for path, model in architecture.whole_models(wrapper).items():
         if has_adapter(model):
-            name = "base model" if path == "model" else f"base model of {path}"
-            name = name.removesuffix(".model")
+            part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
+            name = f"base model of {part}" if part else "base model"
             found[name] = load.fingerprint(accelerator, model.config.name_or_path, model.config)
     return found
 
 
 def flop_per_token(wrapper: nn.Module) -> int:
-    """Returns the operations that training takes for each token, attention to others left out.
+    """Returns the operations that training takes for each token: the products with weights alone.
 
     For each trained parameter these are 2 in the forward and 4 in the backward pass; for each
     frozen one below an adapter 2 and 2, since it needs no gradient of its own.

@@ -1,6 +1,6 @@
 """Makes a whole model of an adapter's folder, by adding the adapter to its base.
 
-python -m common.models.merge ADAPTER OUT
+Run alone: `python -m common.models.merge ADAPTER OUT`.
 """
 
 import json
@@ -63,7 +63,7 @@ def find_or_write(name: str, place: Path) -> str:
     """Does the work of `name_to_load` on one process."""
     if not is_adapter(name):
         return name
-    source = {"adapter": str(name), "weights": fingerprint_of(name)}
+    source = {"adapter": name, "weights": fingerprint_of(name)}
     if place.exists():  # it is whole, or it would not be there
         merged_from = json.loads((place / SOURCE_FILE).read_text(encoding="utf-8"))
         if merged_from["weights"] == source["weights"]:
@@ -86,8 +86,8 @@ def find_or_write(name: str, place: Path) -> str:
         text=True,
     )
     if result.returncode:
-        last_line = [result.stdout + result.stderr, *result.stderr.strip().splitlines()][-1]
-        sys.exit(last_line)
+        said = result.stderr.strip() or f"merging {name} ended with status {result.returncode}"
+        sys.exit(said.splitlines()[-1])
     (temporary / SOURCE_FILE).write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
     folders.replace(temporary, place)
     return str(place)
@@ -121,27 +121,28 @@ def write(adapter: str | Path, out: Path) -> None:
     Raises:
         SystemExit: the base is not there, is an adapter itself, or does not fit.
     """
-    peft = lora.import_library("peft", needed_by=f"the adapter {str(adapter)!r}", extra="lora")
+    adapter = str(adapter)
+    peft = lora.import_library("peft", needed_by=f"the adapter {adapter!r}", extra="lora")
     base_name = None
     try:
-        config = peft.PeftConfig.from_pretrained(str(adapter))
+        config = peft.PeftConfig.from_pretrained(adapter)
         base_name = config.base_model_name_or_path
         base = load_base(base_name, config.task_type)
-        tokenizer = tokenizer_of(str(adapter), base_name)
+        tokenizer = tokenizer_of(adapter, base_name)
         if len(tokenizer) > base.config.get_text_config().vocab_size:
             base.resize_token_embeddings(len(tokenizer))  # the adapter has the new rows
-        model = peft.PeftModel.from_pretrained(base, str(adapter))
+        model = peft.PeftModel.from_pretrained(base, adapter)
         merged = model.merge_and_unload(safe_merge=True)  # it looks for what is not finite
-        merged.config.update(moments_of(str(adapter)))
+        merged.config.update(moments_of(adapter))
         if merged.can_generate():
-            published = generation_config_of(str(adapter), merged).to_dict()
+            published = generation_config_of(adapter, merged).to_dict()
             merged.generation_config = load.PublishedGenerationConfig.from_dict(published)
         shutil.rmtree(out, ignore_errors=True)
         merged.save_pretrained(out)
         tokenizer.save_pretrained(out)
     except Exception as error:  # whatever peft and transformers raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        sys.exit(f"the adapter {str(adapter)!r} of {base_name!r} cannot be merged: {reason}")
+        sys.exit(f"the adapter {adapter!r} of {base_name!r} cannot be merged: {reason}")
 
 
 def load_base(name: str, task_type: str):
