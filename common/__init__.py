@@ -1,14 +1,12 @@
 """Where this repository stands, a recipe's check that this is its `common`, and its console."""
 
+import logging
 import os
 import sys
 from pathlib import Path
 
-import torch
-
-if not torch.cuda.is_available():
-    # DeepSpeed would warn about the missing GPU wherever it is imported.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# transformers imports bitsandbytes if it is installed. It warns of kernels that no recipe uses.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
@@ -22,6 +20,17 @@ def show_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a stream that replaces it, as in a notebook, has none
             stream.reconfigure(errors="backslashreplace")
+
+
+def end_by_interrupt(kind: type, error: BaseException, trace) -> None:
+    """Shows an error that nobody caught; of Ctrl-C one line instead of what it interrupted."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    elif os.environ.get("RANK", "0") == "0":
+        print("\ninterrupted while it was starting: nothing was trained", file=sys.stderr)
+
+
+sys.excepthook = end_by_interrupt
 
 
 def check_recipe(recipe_file: str) -> None:

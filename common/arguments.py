@@ -1,5 +1,6 @@
 """The command line of a recipe: YAML, flags, intervals, and sizes that must divide."""
 
+import argparse
 import difflib
 import importlib
 import math
@@ -10,7 +11,7 @@ from pathlib import Path
 import transformers
 import yaml
 
-from common import ASSETS, show_any_text
+from common import ASSETS, errors, show_any_text
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
@@ -101,9 +102,70 @@ NAMES_ELSEWHERE = {
     "logging_dir": "--output_dir",
 }
 
+# The groups of --help. What stands in none of them is the recipe's own.
+GROUPS = {
+    "model and data": (
+        "model_name_or_path",
+        "dataset_name",
+        "dataset_weights",
+        "dataset_split",
+        "eval_dataset_name",
+        "eval_dataset_split",
+        "columns",
+        "chat_template",
+        "chat_template_kwargs",
+        "strings_as_messages",
+        "max_length",
+        "output_dir",
+    ),
+    "this algorithm": (),
+    "updates": (
+        "train_batch_size",
+        "micro_train_batch_size",
+        "micro_train_tokens",
+        "max_epochs",
+        "max_steps",
+        "learning_rate",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "weight_decay",
+        "adam_epsilon",
+        "max_grad_norm",
+        "gradient_checkpointing",
+        "attn_implementation",
+        "seed",
+    ),
+    "adapters": (
+        "lora_r",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+        "load_in_4bit",
+    ),
+    "logging, evaluating, saving": (
+        "logging_steps",
+        "eval_steps",
+        "save_steps",
+        "save_total_limit",
+        "save_actor_steps",
+        "save_actor_limit",
+        "save_dtype",
+        "resume",
+        "report_to",
+        "debug_overflow",
+    ),
+}
+
 # Functions that users name on the command line and that have moved. The old names are read for one
 # release.
 MOVED_FUNCTIONS = {"common.generation:answer_reward": "common.rollout.rewards:answer_reward"}
+
+
+class Parser(transformers.HfArgumentParser):
+    """Reads a recipe's arguments; an error is one line below the usage."""
+
+    def error(self, message: str):
+        errors.refuse(f"{self.format_usage()}{self.prog}: error: {message}", status=2)
 
 
 def parse(args_class: type, demo: Path, argv: list[str] | None = None):
@@ -160,7 +222,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
     return args
 
 
-def what_would_do(unknown: list[str], parser: transformers.HfArgumentParser) -> str:
+def what_would_do(unknown: list[str], parser: Parser) -> str:
     """Returns what to use instead of unknown arguments, as the beginning of a sentence."""
     known = [flag for flag in parser._option_string_actions if "-" not in flag[2:]]
     hints = []
@@ -175,7 +237,7 @@ def what_would_do(unknown: list[str], parser: transformers.HfArgumentParser) -> 
     return "".join(hints)
 
 
-def check_numbers(args, parser: transformers.HfArgumentParser) -> None:
+def check_numbers(args, parser: Parser) -> None:
     """Refuses numbers that no recipe can use: not finite, or negative where that means nothing.
 
     Raises:
@@ -192,22 +254,48 @@ def check_numbers(args, parser: transformers.HfArgumentParser) -> None:
         parser.error(f"--seed {args.seed}: expected 0 to 2**32 - 1")
 
 
-def make_parser(args_class: type) -> transformers.HfArgumentParser:
+def make_parser(args_class: type) -> Parser:
     """Returns the parser of a recipe's arguments."""
-    parser = transformers.HfArgumentParser(
+    parser = Parser(
         args_class,
         allow_abbrev=False,
         # Errors repeat the usage: this line instead of the list of all arguments.
         usage="%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]",
+        formatter_class=argparse.HelpFormatter,
     )
+    groups = {}
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(title)
+        groups |= dict.fromkeys(names, group)
+        if not names:
+            of_recipe = group
     for action in parser._actions:
-        if action.dest != "help":
-            # argparse takes a % in the help for a format.
-            action.help = action.help.replace("%", "%%")
-            # --help shows each flag once. The spelling with dashes is read all the same.
-            flags = action.option_strings
-            action.option_strings = [flag for flag in flags if "-" not in flag.lstrip("-")]
+        if action.dest == "help":
+            continue
+        describe_flag(action)
+        # argparse has no way to choose the group of an argument that it has already.
+        parser._optionals._group_actions.remove(action)
+        groups.get(action.dest, of_recipe)._group_actions.append(action)
     return parser
+
+
+def describe_flag(action: argparse.Action) -> None:
+    """Makes --help show a flag once, in plain words."""
+    # argparse takes a % in the help for a format.
+    action.help = action.help.replace("%", "%%")
+    # The spelling with dashes is read all the same.
+    flags = action.option_strings
+    action.option_strings = [flag for flag in flags if "-" not in flag.lstrip("-")]
+    if action.choices is None:
+        kinds = {int: "N", float: "X", str: "TEXT"}
+        action.metavar = kinds.get(action.type, "BOOL")
+    if action.const is False:  # --no_share_prompts
+        action.help = argparse.SUPPRESS
+        return
+    if action.const is True and action.default is True:
+        action.help += f". Off: --no_{action.dest}"
+    elif action.default is not None and "default:" not in action.help:
+        action.help += " (default: %(default)s)"
 
 
 def names_model_or_dataset(argv: list[str]) -> bool:
@@ -219,16 +307,14 @@ def names_model_or_dataset(argv: list[str]) -> bool:
     return False
 
 
-def refuse_renamed(name: str, args_class: type, parser: transformers.HfArgumentParser) -> None:
+def refuse_renamed(name: str, args_class: type, parser: Parser) -> None:
     """Refuses an argument of an older release by naming its successors: see `Args.renamed`."""
     successors = getattr(args_class, "renamed", {}).get(name.replace("-", "_"))
     if successors:
         parser.error(f"--{name} is no longer an argument: use {successors}")
 
 
-def yaml_to_flags(
-    path: str | Path, parser: transformers.HfArgumentParser, args_class: type
-) -> list[str]:
+def yaml_to_flags(path: str | Path, parser: Parser, args_class: type) -> list[str]:
     """Returns the flags that say the same as a flat YAML mapping.
 
     A value of `null` leaves the default. `{assets}` in a value stands for the folder of the assets.

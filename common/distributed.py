@@ -7,6 +7,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
+from common import errors
+
 
 def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args) -> Any:
     """Returns `function(*args)` on the processes where `mine` is true, and None on the others.
@@ -26,6 +28,7 @@ def all_or_none(accelerator: Accelerator, mine: bool, function: Callable, *args)
             problem = error.code
     problems = [problem for problem in gather_object([problem]) if problem]
     if problems:
+        errors.tell_launcher(problems[0])
         sys.exit(problems[0] if accelerator.is_main_process else 1)
     return result
 

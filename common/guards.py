@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+from common import errors
 from common.progress import RECENT_UPDATES, Progress
 
 
@@ -169,13 +170,13 @@ class SkipWatch:
         can_fall = bool(loss_scale) and loss_scale > smallest
         allowed = self.MANY if can_fall else 2
         if progress.consecutive_skips >= allowed:
-            if not self.accelerator.is_main_process:
-                sys.exit(1)
-            sys.exit(
+            message = (
                 f"update {progress.global_step + 1} overflowed {progress.consecutive_skips} times "
                 f"in a row, the last time {where}. Use bf16, a lower --learning_rate "
                 "if the loss had grown; --debug_overflow names the module"
             )
+            errors.tell_launcher(message)
+            sys.exit(message if self.accelerator.is_main_process else 1)
 
         recent = len(progress.recent_skips)
         warned_recently = progress.updates_seen <= self.last_warning + RECENT_UPDATES

@@ -217,10 +217,10 @@ def decide_output_dir(args, recipe: str) -> str:
         continues = path.resolve() / "checkpoints" == Path(args.resume).resolve().parent
 
     if not continues and path.is_dir() and any(path.iterdir()):
-        sys.exit(
-            f"--output_dir {path} already holds another run. "
-            "Take another, or --resume auto to go on from its last checkpoint."
-        )
+        way_on = ": it has no checkpoint to go on from"
+        if any(path.glob("checkpoints/global_step_*")):
+            way_on = ", or --resume auto to go on from its last checkpoint"
+        sys.exit(f"--output_dir {path} already holds another run. Take another{way_on}.")
     try:
         # A folder named after the time must be new: another run may begin in the same second.
         path.mkdir(parents=True, exist_ok=bool(args.output_dir) or continues)

@@ -13,6 +13,10 @@ from torch import nn
 
 from common import REPOSITORY
 
+if not torch.cuda.is_available():
+    # DeepSpeed would warn about the missing GPU wherever it is imported.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 
 def stage(accelerator) -> int:
     """Returns the ZeRO stage; 0 without DeepSpeed."""

@@ -20,6 +20,15 @@ Every argument, every metric: docs/dpo.md
 """
 
 # ============================================================ imports
+import common
+
+if not hasattr(common, "check_recipe"):  # somebody else's package of this name was found first
+    raise SystemExit(
+        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
+        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
+    )
+common.check_recipe(__file__)
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,16 +41,7 @@ import torch.nn.functional as F
 from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
-import common
-
-if not hasattr(common, "check_recipe"):  # somebody else's package of this name was found first
-    raise SystemExit(
-        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
-        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
-    )
-common.check_recipe(__file__)
-
-from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
+from common import actor, arguments, batches, checkpoint, engine, errors, guards, launch, optim
 from common.checkpoint import Run
 from common.data import cache, dataset, formats, pairs
 from common.metrics import Means, Metrics
@@ -576,4 +576,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

@@ -22,6 +22,15 @@ Every argument, every metric: docs/grpo.md
 """
 
 # ============================================================ imports
+import common
+
+if not hasattr(common, "check_recipe"):  # somebody else's package of this name was found first
+    raise SystemExit(
+        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
+        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
+    )
+common.check_recipe(__file__)
+
 import contextlib
 import math
 import sys
@@ -34,16 +43,7 @@ import torch
 from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
-import common
-
-if not hasattr(common, "check_recipe"):  # somebody else's package of this name was found first
-    raise SystemExit(
-        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
-        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
-    )
-common.check_recipe(__file__)
-
-from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
+from common import actor, arguments, batches, checkpoint, engine, errors, guards, launch, optim
 from common.checkpoint import Run
 from common.data import dataset, formats, prompts
 from common.metrics import Metrics
@@ -1257,4 +1257,4 @@ def shares_of_right(
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

@@ -20,15 +20,6 @@ Every argument, every metric: docs/reward.md
 """
 
 # ============================================================ imports
-import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-import torch.nn.functional as F
-from transformers import get_scheduler
-from transformers.hf_argparser import HfArg
-
 import common
 
 if not hasattr(common, "check_recipe"):  # somebody else's package of this name was found first
@@ -38,7 +29,16 @@ if not hasattr(common, "check_recipe"):  # somebody else's package of this name 
     )
 common.check_recipe(__file__)
 
-from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from transformers import get_scheduler
+from transformers.hf_argparser import HfArg
+
+from common import actor, arguments, batches, checkpoint, engine, errors, guards, launch, optim
 from common.checkpoint import Run
 from common.data import dataset, formats, pairs
 from common.metrics import Means, Metrics
@@ -458,4 +458,4 @@ def evaluate(accelerator, model, eval_sets: dict, moments: dict, args: Args) -> 
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

@@ -19,14 +19,6 @@ Every argument, every metric: docs/sft.md
 """
 
 # ============================================================ imports
-import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
-
-import torch
-from transformers import get_scheduler
-from transformers.hf_argparser import HfArg
-
 import common
 
 if not hasattr(common, "check_recipe"):  # somebody else's package of this name was found first
@@ -36,7 +28,15 @@ if not hasattr(common, "check_recipe"):  # somebody else's package of this name 
     )
 common.check_recipe(__file__)
 
-from common import actor, arguments, batches, checkpoint, engine, guards, launch, optim
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from transformers import get_scheduler
+from transformers.hf_argparser import HfArg
+
+from common import actor, arguments, batches, checkpoint, engine, errors, guards, launch, optim
 from common.checkpoint import Run
 from common.data import dataset, formats, templates, tokens
 from common.data.sequences import Sequences
@@ -551,4 +551,4 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    main()
+    errors.run(main)

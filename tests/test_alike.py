@@ -189,7 +189,7 @@ def test_the_loops_lines_stand_in_the_same_order(name):
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_every_recipe_looks_for_its_own_common_first(name):
     block = lambda name: (
-        recipe(name).read_text().partition("import common\n")[2].partition("\nfrom common")[0]
+        recipe(name).read_text().partition("import common\n")[2].partition("\n\nimport ")[0]
     )
     assert block(name) == block("sft") and "check_recipe(__file__)" in block(name)
 

@@ -114,16 +114,6 @@ def test_somebody_elses_common_is_named(tmp_path, kind):
         assert part in result.stdout, result.stdout
 
 
-@pytest.mark.parametrize("name", ["dpo", "reward", "ppo"])
-def test_each_recipe_checks_its_common_alike(name):
-    """By the same lines, before it takes anything from it."""
-    checks = [
-        path.read_text().split("\nimport common\n")[1].split("\nfrom common")[0]
-        for path in (recipe("sft"), recipe(name))
-    ]
-    assert checks[0] == checks[1] and "check_recipe(__file__)" in checks[0]
-
-
 def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
     """Two processes, one folder, named after the recipe and the time."""
     some = [
