@@ -22,6 +22,13 @@ def show_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns such as `1 update`, `2 updates` or `2 processes`."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
+
+
 def end_by_interrupt(kind: type, error: BaseException, trace) -> None:
     """Shows an error that nobody caught; of Ctrl-C one line instead of what it interrupted."""
     if not issubclass(kind, KeyboardInterrupt):

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, gather_object, set_seed
 from safetensors import SafetensorError
 from torch import nn
 
-from common import actor, arguments, distributed, engine, folders, left_behind, record
+from common import actor, arguments, distributed, engine, folders, left_behind, record, transcript
 from common.metrics import Metrics
 from common.models import lora
 from common.progress import Progress
@@ -206,9 +206,15 @@ def state_beside_engine(run: Run) -> dict:
         "progress": {name: getattr(run.progress, name) for name in COUNTERS},
         "scheduler": run.scheduler.state_dict(),
         "last_update": metrics.last_update,
-        "metrics_bytes": metrics.file.stat().st_size if metrics.file.exists() else 0,
+        "metrics_bytes": size_of(metrics.file),
+        "samples_bytes": size_of(metrics.output_dir / transcript.FILE),
         "open_sums": gather_object([metrics.open.state()]),
     }
+
+
+def size_of(file: Path) -> int:
+    """Returns the bytes of a file; 0 if it is not there."""
+    return file.stat().st_size if file.exists() else 0
 
 
 def choose_engine_state(run: Run) -> None:
@@ -394,16 +400,25 @@ def leave_behind_on_main(run: Run, state: dict | None, now: str) -> None:
     output_dir = Path(run.args.output_dir)
     step = None
     metrics_bytes = 0
+    samples_bytes = 0
     writers = left_behind.read_writers(output_dir) or []
     if state is not None:
         step = run.progress.global_step
         if run.last_saved is not None:  # else it is a checkpoint of another folder
             metrics_bytes = state["metrics_bytes"]
+            samples_bytes = state.get("samples_bytes", 0)  # older runs wrote no samples
         if not writers:
             wrote_it = digest_of_lines(state["arguments"], processes=len(state["open_sums"]))
             writers = [[0, wrote_it]]
     try:
-        said = left_behind.leave(output_dir, step, metrics_bytes, writers, now)
+        said = left_behind.leave(
+            output_dir,
+            step,
+            metrics_bytes,
+            samples_bytes,
+            writers,
+            now,
+        )
     except OSError as error:
         sys.exit(
             f"what lies beyond the resume point cannot be moved to {output_dir}/left_behind: "

@@ -15,7 +15,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, cpu, distributed, engine, zero
+from common import arguments, cpu, distributed, engine, trackers, zero
 
 
 class Launcher(NamedTuple):
@@ -36,7 +36,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
 
     Args:
         args: needs `train_batch_size micro_train_batch_size micro_train_tokens max_grad_norm
-            output_dir resume seed`.
+            output_dir resume report_to seed`.
         recipe: the recipe's name, for the default of `output_dir`.
 
     Raises:
@@ -51,6 +51,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         launcher.processes,
         args.micro_train_tokens,
     )
+    trackers.check(args.report_to)
     quiet()
     refuse_what_would_be_ignored(launcher)
     accelerator = build(args, launcher, accumulation)
@@ -61,7 +62,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     set_seed(args.seed)
     if launcher.on_cpu and accelerator.mixed_precision != "no":
         emulate_half_precision(accelerator)
-    print_arithmetic(accelerator, args)
+    accelerator.print(f"{engine.describe(accelerator)}; output in {args.output_dir}", flush=True)
     return accelerator
 
 
@@ -162,25 +163,6 @@ def emulate_half_precision(accelerator: Accelerator) -> None:
     accelerator.print(
         f"NOTE: {accelerator.mixed_precision} is emulated on the CPU, for checking only "
         "(half weights, fp32 products)"
-    )
-
-
-def print_arithmetic(accelerator: Accelerator, args) -> None:
-    """Prints how an update is divided, how the run computes, and where it writes."""
-    if args.micro_train_tokens:
-        division = (
-            f"in micro-batches of up to {args.micro_train_tokens} tokens "
-            f"on {accelerator.num_processes} processes"
-        )
-    else:
-        division = (
-            f"= micro_train_batch_size {args.micro_train_batch_size} "
-            f"x {accelerator.num_processes} processes "
-            f"x {accelerator.gradient_accumulation_steps} gradient accumulation steps"
-        )
-    accelerator.print(
-        f"train_batch_size {args.train_batch_size} {division}; "
-        f"{engine.describe(accelerator)}; output in {args.output_dir}"
     )
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from common import folders
+from common import counted, folders, transcript
 
 # Which settings wrote the lines of metrics.jsonl: [[0, digest], [8, digest]] says that other
 # settings wrote the lines after update 8.
@@ -54,7 +54,7 @@ class LeftBehind:
         for path in sorted(paths, key=folders.step_of, reverse=True):
             self.move(path)
         if paths:
-            self.moved.append(f"{len(paths)} {kind}{'s' if len(paths) > 1 else ''}")
+            self.moved.append(counted(len(paths), kind))
 
     def keep_end_of(self, file: Path, start: int) -> None:
         """Copies what a file of lines has from byte `start` on; the file itself is not cut."""
@@ -65,23 +65,28 @@ class LeftBehind:
         place.write_bytes(end)
         folders.flush(place, place.parent)
         number = len(end.splitlines())
-        self.moved.append(f"{number} line{'s' if number > 1 else ''} of {file.name}")
+        self.moved.append(f"{counted(number, 'line')} of {file.name}")
 
 
 def leave(
-    output_dir: Path, step: int | None, metrics_bytes: int, writers: list, now: str
+    output_dir: Path,
+    step: int | None,
+    metrics_bytes: int,
+    samples_bytes: int,
+    writers: list,
+    now: str,
 ) -> str | None:
     """Moves everything beyond the resume point to a new folder in `left_behind/`.
 
-    These are checkpoints, saved actors, and the end of `metrics.jsonl` with its TensorBoard. The
-    end of `metrics.jsonl` is only cut where the run will write the same lines again.
+    These are checkpoints, saved actors, and the ends of `metrics.jsonl` and `samples.jsonl` with
+    their TensorBoard. These ends are only cut where the run will write the same lines again.
 
     It may be killed at any instant: the metrics come last, so the next resume finds either the same
     point or an earlier one, and goes on with what is still to be moved.
 
     Args:
         step: `global_step` of the checkpoint that the run resumes from; None if it begins anew.
-        metrics_bytes: the size that `metrics.jsonl` had at that point.
+        metrics_bytes, samples_bytes: the sizes that the two files had at that point.
         writers: who wrote `metrics.jsonl`, as `read_writers` returns it.
         now: the digest of this run's settings.
 
@@ -92,9 +97,11 @@ def leave(
     step = step or 0
     left = LeftBehind(output_dir, step)
     metrics = output_dir / "metrics.jsonl"
+    samples = output_dir / transcript.FILE
     board = output_dir / "tensorboard"
     actor = output_dir / "actor"
-    lines_beyond = metrics.is_file() and metrics.stat().st_size > metrics_bytes
+    lines_beyond = is_longer(metrics, metrics_bytes)
+    samples_beyond = is_longer(samples, samples_bytes)
 
     checkpoints = beyond(output_dir / "checkpoints", step)
     left.move_newest_first(checkpoints, "checkpoint")
@@ -115,6 +122,10 @@ def leave(
                 shutil.copytree(board, left.place_for(board))
             left.moved.append(board.name)
         left.keep_end_of(metrics, metrics_bytes)
+    if samples_beyond and not same_lines:
+        left.keep_end_of(samples, samples_bytes)
+    if samples_beyond:
+        os.truncate(samples, samples_bytes)
     if lines_beyond:
         os.truncate(metrics, metrics_bytes)
 
@@ -125,6 +136,11 @@ def leave(
     if not left.moved:
         return None
     return f"left behind in {left.folder}: {', '.join(left.moved)}"
+
+
+def is_longer(file: Path, size: int) -> bool:
+    """Whether a file is there and has more bytes than that."""
+    return file.is_file() and file.stat().st_size > size
 
 
 def beyond(parent: Path, step: int) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Exact means over all samples, and the log lines, curves and progress bar that show them."""
+"""Exact means over all samples, and the log lines and progress bar that show them."""
 
 import atexit
 import contextlib
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import guards
+from common import board, guards, record, trackers, transcript
 from common.progress import Progress
 
 # Dense half-precision operations per second, from NVIDIA's data sheets. Other GPUs log no MFU.
@@ -125,8 +125,12 @@ class Metrics:
     """The metrics of a training run: its means, its log lines, TensorBoard and the progress bar.
 
     Args:
-        args: `output_dir` gets `metrics.jsonl` and, if `report_to` is tensorboard, `tensorboard/`.
+        args: `output_dir` gets `metrics.jsonl`, `samples.jsonl` and, if `report_to` says so,
+            `tensorboard/`.
         bar_metric: the recipe's key metric, shown in the bar beside the loss.
+        charts: the key metrics, by the title of the chart that shows them together; see
+            `board.Board`.
+        bar_label: what the bar calls `bar_metric`; by default the last part of its name.
         flop_per_token: of all models together, see `lora.flop_per_token`; decides `perf/mfu`.
 
     Attributes:
@@ -140,11 +144,15 @@ class Metrics:
         args,
         progress: Progress,
         bar_metric: str,
+        charts: dict[str, list[str]] | None = None,
+        bar_label: str = "",
         flop_per_token: int = 0,
     ):
         self.accelerator = accelerator
         self.progress = progress
         self.bar_metric = bar_metric
+        self.bar_label = bar_label or bar_metric.split("/")[-1]
+        self.charts = charts or {}
         self.flop_per_token = flop_per_token
         self.skip_watch = guards.SkipWatch(accelerator, progress)
 
@@ -153,23 +161,29 @@ class Metrics:
         self.last_update: dict[str, float] = {}  # values of the last applied update alone
         self.seconds: dict[str, float] = {}  # see `timed`
 
-        self.file = Path(args.output_dir) / "metrics.jsonl"
-        self.with_board = accelerator.is_main_process and args.report_to == "tensorboard"
-        self.board = None  # opened by `start`, like the bar
+        self.args = args
+        self.output_dir = Path(args.output_dir)
+        self.file = self.output_dir / "metrics.jsonl"
+        # Opened by `start`.
+        self.board = None
+        self.trackers = []
         self.bar = None
         self.shown_in_bar: dict[str, float] = {}
         self.start_interval()
 
     def start(self) -> None:
-        """Opens TensorBoard and the bar. All processes must call it."""
-        if self.with_board:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-            # TensorBoard hides what a killed run wrote at `purge_step` or later. A new run starts
-            # at 0, the step of the evaluation before the first update.
-            global_step = self.progress.global_step
-            purge_step = global_step + 1 if global_step else 0
-            self.board = SummaryWriter(self.file.with_name("tensorboard"), purge_step=purge_step)
+        """Opens TensorBoard, other trackers and the bar. All processes must call it."""
+        if self.accelerator.is_main_process:
+            settings = record.plain_settings(self.args)
+            self.trackers = trackers.start(self.args.report_to, self.output_dir, settings)
+            if "tensorboard" in self.args.report_to:
+                self.board = board.Board(
+                    self.output_dir / "tensorboard",
+                    self.progress.global_step,
+                    self.charts,
+                    settings,
+                )
+        self.started = time.monotonic()
         self.bar = tqdm(
             total=self.progress.total_steps,
             initial=self.progress.global_step,
@@ -239,9 +253,14 @@ class Metrics:
             **self.performance(elapsed),
         }
         self.write(line)
-        for name in ("loss", self.bar_metric, "perf/tokens_per_second"):
+        labels = {
+            "loss": "loss",
+            self.bar_metric: self.bar_label,
+            "perf/tokens_per_second": "tokens_per_second",
+        }
+        for name, label in labels.items():
             if name in line:
-                self.shown_in_bar[name.split("/")[-1]] = line[name]
+                self.shown_in_bar[label] = line[name]
         self.bar.set_postfix(self.shown_in_bar, refresh=False)
         self.start_interval()
 
@@ -263,54 +282,70 @@ class Metrics:
                 values["perf/mfu"] = used / (peak_of_one * self.accelerator.num_processes)
         return values
 
-    def log_rollout(self, scores: torch.Tensor, table: str) -> None:
-        """Shows a rollout in TensorBoard at the step of the first update that uses it.
+    def log_rollout(self, scores: torch.Tensor, examples: list[dict]) -> None:
+        """Writes the samples of a rollout, and shows some at the first update that uses it.
+
+        For the main process.
 
         Args:
             scores: `[samples]`, shown as a histogram.
-            table: some responses, as a Markdown table.
+            examples: see `common/transcript.py`.
         """
-        if self.board and scores.abs().max() < 1e20:  # TensorBoard's bins end there
+        transcript.write(self.output_dir, self.progress.global_step, examples)
+        if self.board:
             next_update = self.progress.global_step + 1
             # Not the tag of a scalar: TensorBoard shows neither of two kinds that share one.
             self.board.add_histogram("rollout/scores", scores, next_update)
-            self.board.add_text("responses", table, next_update)
+            table = transcript.as_table(examples)
+            self.board.add_text("samples/rollout", table, next_update)
 
     def warn(self, message: str) -> None:
         """Prints a line above the bar. All processes may call it."""
         if self.accelerator.is_main_process:
             self.bar.write(f"WARNING: {message}")
 
-    def log_evaluation(self, values: dict[str, float], samples: list[str]) -> None:
-        """Writes an evaluation as a line of its own and prints it with some samples.
+    def log_evaluation(self, values: dict[str, float], examples: list[dict]) -> None:
+        """Writes an evaluation as a line of its own, and prints it with some of its samples.
 
         All processes may call it.
+
+        Args:
+            examples: see `common/transcript.py`.
         """
         if not values:
             return
         self.write(values)
         if self.accelerator.is_main_process:
+            global_step = self.progress.global_step
+            if examples:
+                transcript.write(self.output_dir, global_step, examples)
+            if examples and self.board:
+                table = transcript.as_table(examples)
+                self.board.add_text("samples/evaluation", table, global_step)
             shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-            lines = [f"global_step {self.progress.global_step}: {shown}", *samples]
+            lines = [f"global_step {global_step}: {shown}", *transcript.on_console(examples)]
             self.bar.write("\n".join(lines))
 
     def write(self, values: dict[str, float]) -> None:
-        """Writes one line to `metrics.jsonl`, a JSON object, and the same values to TensorBoard."""
+        """Writes one line to `metrics.jsonl`, a JSON object, and the same values to trackers."""
+        global_step = self.progress.global_step
         if self.accelerator.is_main_process:
-            line = {"global_step": self.progress.global_step, **values}
+            line = {"global_step": global_step, **values}
             with open(self.file, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         if self.board:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, self.progress.global_step)
-            self.board.flush()
+            self.board.add_scalars(values, global_step)
+        for tracker in self.trackers:
+            tracker.log(values, step=global_step)
 
     def close(self) -> None:
-        """Writes the last line if it is still open, and ends the bar and the process group.
+        """Writes the last line if it is still open, and ends trackers, bar and process group.
 
         All processes must call it.
         """
         self.log()
+        for tracker in self.trackers:
+            tracker.finish()
         self.bar.close()
         self.accelerator.end_training()
         if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cpu":

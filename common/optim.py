@@ -5,6 +5,8 @@ import math
 import torch
 from torch import nn
 
+from common import counted
+
 
 def parameter_groups(model: nn.Module, weight_decay: float, **settings) -> list[dict]:
     """Returns parameter groups with weight decay on matrices only, not on biases and norms.
@@ -84,7 +86,7 @@ def describe_schedule(optimizer: torch.optim.Optimizer, args, total_updates: int
     """
     rates = {group.get("name", ""): group["initial_lr"] for group in optimizer.param_groups}
     rates_by_name = ", ".join(f"{name} {rate:g}".strip() for name, rate in rates.items())
-    updates = "1 update" if total_updates == 1 else f"{total_updates} updates"
+    updates = counted(total_updates, "update")
     line = f"learning rate {rates_by_name}; {args.lr_scheduler_type}, {updates}"
     if args.lr_scheduler_type == "constant":
         return f"{line} without warm-up"

@@ -4,6 +4,8 @@ import dataclasses
 import math
 import sys
 
+from common import counted
+
 RECENT_UPDATES = 50
 
 
@@ -119,7 +121,8 @@ class Progress:
         """Returns the arithmetic of the updates in one line."""
         last_of_epoch = (self.n_rows - 1) % self.train_batch_size + 1
         return (
-            f"{self.n_rows} samples / train_batch_size {self.train_batch_size} = "
-            f"{self.updates_per_epoch} updates per epoch, the last of {last_of_epoch} samples; "
-            f"{self.total_steps} updates in all"
+            f"{counted(self.n_rows, 'sample')} / train_batch_size {self.train_batch_size} = "
+            f"{counted(self.updates_per_epoch, 'update')} per epoch, "
+            f"the last of {counted(last_of_epoch, 'sample')}; "
+            f"{counted(self.total_steps, 'update')} in all"
         )

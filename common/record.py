@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from common import REPOSITORY, engine
+from common import REPOSITORY, counted, engine
 
 ARGUMENTS_FILE = "run.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -44,6 +44,17 @@ def write(accelerator, args) -> None:
     replace(output_dir / ARGUMENTS_FILE, yaml.safe_dump(repeated, sort_keys=False))
     starts = [*starts_of(output_dir), describe_start(accelerator, args)]
     replace(output_dir / ENVIRONMENT_FILE, json.dumps(starts, indent=1) + "\n")
+
+
+def plain_settings(args) -> dict[str, bool | int | float | str]:
+    """Returns the arguments that `run.yaml` holds, as trackers take them: a list is a text."""
+    settings = {}
+    for name, value in vars(args).items():
+        if name in NOT_REPEATED:
+            continue
+        is_plain = isinstance(value, (bool, int, float, str))
+        settings[name] = value if is_plain else str(value)
+    return settings
 
 
 def starts_of(output_dir: Path) -> list[dict]:
@@ -150,24 +161,29 @@ def card(output_dir: Path, library: str) -> str:
         figures(output_dir),
         f"## Arguments\n\n```yaml\n{text}```",
         f"## Command\n\n```\n{start['command']}\n```\n\n"
-        f"{start['engine']}, {number_of(start['processes'])}, {start['device']}. "
+        f"{start['engine']}, {counted(start['processes'], 'process')}, "
+        f"{start['device']}. "
         f"Python {start['python']}, {used}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def number_of(processes: int) -> str:
-    """Returns `1 process`, or `2 processes`."""
-    return "1 process" if processes == 1 else f"{processes} processes"
+def lines_of(output_dir: Path) -> list[dict]:
+    """Returns the lines of `metrics.jsonl`."""
+    file = output_dir / "metrics.jsonl"
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def is_evaluation(line: dict) -> bool:
+    """Whether a line of `metrics.jsonl` is one of an evaluation."""
+    return any(name.startswith("eval/") for name in line)
 
 
 def figures(output_dir: Path) -> str:
     """Returns a table of the held-out figures before training and now; empty without any."""
-    file = output_dir / "metrics.jsonl"
-    lines = []
-    if file.is_file():
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    evaluations = [line for line in lines if any(name.startswith("eval/") for name in line)]
+    evaluations = [line for line in lines_of(output_dir) if is_evaluation(line)]
     if not evaluations:
         return ""
     first = evaluations[0]

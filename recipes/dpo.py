@@ -41,7 +41,18 @@ import torch.nn.functional as F
 from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
-from common import actor, arguments, batches, checkpoint, engine, errors, guards, launch, optim
+from common import (
+    actor,
+    arguments,
+    batches,
+    checkpoint,
+    console,
+    engine,
+    errors,
+    guards,
+    launch,
+    optim,
+)
 from common.checkpoint import Run
 from common.data import cache, dataset, formats, pairs
 from common.metrics import Means, Metrics
@@ -168,8 +179,9 @@ class Args:
         default="never",
         help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
     )
-    report_to: Literal["tensorboard", "none"] = HfArg(
-        default="tensorboard", help="metrics.jsonl is always written"
+    report_to: list[str] = HfArg(
+        default_factory=lambda: ["tensorboard"],
+        help="tensorboard, wandb, trackio, mlflow ... or none; metrics.jsonl is always written",
     )
     debug_overflow: bool = HfArg(
         default=False, help="name the module and the tensor that overflow; slow"
@@ -338,7 +350,6 @@ def main():
     )
     lengths = dataset.column(train_set, "length")
     progress = Progress(mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps)
-    accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
     policy = LogProbModel(
@@ -362,7 +373,7 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
-    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
+    schedule = optim.describe_schedule(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     first_row = train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"]
     checks.check_logprobs(model, first_row, accelerator.device, model_name)
@@ -390,7 +401,6 @@ def main():
         [model, reference], args.max_length, accelerator.device
     )
     how_often = "once for both answers" if args.share_prompts else "for each answer"
-    accelerator.print(f"prompts are computed {how_often}")
     ref_tables = {}
     if args.precompute_ref_log_probs:
         for name, rows_of_data in {"train": train_set, **eval_sets}.items():
@@ -422,6 +432,13 @@ def main():
         args,
         progress,
         bar_metric="rewards/accuracies",
+        charts={
+            "loss": ["loss"],
+            "pairs ranked right": ["rewards/accuracies"],
+            "right answers": ["exact_match"],
+            "chosen against rejected": ["rewards/chosen", "rewards/rejected"],
+            "log-probs": ["logps/chosen", "logps/rejected"],
+        },
         flop_per_token=lora.flop_per_token(policy),
     )
     run = Run(
@@ -438,6 +455,12 @@ def main():
         models=fingerprints,
     )
     checkpoint.resume(run)
+    console.begin(
+        run,
+        data=f"{len(train_set)} pairs of {int(lengths.sum())} tokens, prompts computed {how_often}",
+        updates=progress.describe(),
+        schedule=schedule,
+    )
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
     max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
     if progress.updates_seen == 0:
@@ -522,10 +545,7 @@ def main():
     folder = f"{args.output_dir}/actor"
     actor.publish(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
-    accelerator.print(
-        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "
-        f"actor in {args.output_dir}/actor"
-    )
+    console.end(run)
 
 
 # ============================================================ evaluation and saving
@@ -538,14 +558,14 @@ def evaluate(
     eval_sets: dict,
     reference_logps: Callable,
     args: Args,
-) -> tuple[dict[str, float], list[str]]:
+) -> tuple[dict[str, float], list[dict]]:
     """Evaluates the policy on each held-out set, exactly over all processes.
 
     Returns:
-        the training metrics, and exact match where the set has answers; a few answers to show.
+        the training metrics, and exact match where the set has answers; the answers given.
     """
     line = {}
-    samples = []
+    all_examples = []
     with checks.evaluation_mode(model):
         for prefix, eval_set in eval_sets.items():
             means = Means(accelerator)
@@ -566,13 +586,14 @@ def evaluate(
                 policy,
                 tokenizer,
                 eval_set,
+                prefix,
                 batch_size=8 * args.micro_train_batch_size,
                 max_new_tokens=args.max_new_tokens,
             )
             if exact_match is not None:
                 line[f"{prefix}exact_match"] = exact_match
-            samples += examples
-    return line, samples
+            all_examples += examples
+    return line, all_examples
 
 
 if __name__ == "__main__":

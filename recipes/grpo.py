@@ -43,7 +43,18 @@ import torch
 from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
-from common import actor, arguments, batches, checkpoint, engine, errors, guards, launch, optim
+from common import (
+    actor,
+    arguments,
+    batches,
+    checkpoint,
+    console,
+    engine,
+    errors,
+    guards,
+    launch,
+    optim,
+)
 from common.checkpoint import Run
 from common.data import dataset, formats, prompts
 from common.metrics import Metrics
@@ -243,8 +254,9 @@ class Args:
         default="never",
         help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
     )
-    report_to: Literal["tensorboard", "none"] = HfArg(
-        default="tensorboard", help="metrics.jsonl is always written"
+    report_to: list[str] = HfArg(
+        default_factory=lambda: ["tensorboard"],
+        help="tensorboard, wandb, trackio, mlflow ... or none; metrics.jsonl is always written",
     )
     debug_overflow: bool = HfArg(
         default=False, help="name the module and the tensor that overflow; slow"
@@ -686,7 +698,7 @@ def log_samples(
     is_kept: torch.Tensor,
     args: Args,
 ) -> None:
-    """Adds the metrics of sampled groups to the next log line, and shows some in TensorBoard.
+    """Adds the metrics of sampled groups to the next log line, and writes down the samples.
 
     Args:
         is_kept: `[groups]`, which of them are trained on.
@@ -710,9 +722,8 @@ def log_samples(
     add_rollout_values(accelerator, metrics, of_groups)
     for name, part in scores.parts.items():
         add_rollout_values(accelerator, metrics, {f"rewards/{name}/mean": part})
-    rows = samples.table_rows(tokenizer, scores.total, most=8)
-    table = ["| prompt | response | score |", "| --- | --- | --- |", *rows]
-    metrics.log_rollout(scores.total, "\n".join(table))
+    if accelerator.is_main_process:
+        metrics.log_rollout(scores.total, samples.examples(tokenizer, scores, "rollout"))
 
 
 def add_rollout_values(accelerator, metrics: Metrics, values: dict[str, torch.Tensor]) -> None:
@@ -877,7 +888,6 @@ def main():
         args.max_steps,
         rollouts.updates_per_epoch,
     )
-    accelerator.print(rollouts.describe(progress.total_steps))
 
     # ============================================================ model and optimizer
     policy_model = load.causal_lm(
@@ -900,7 +910,7 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
-    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
+    schedule = optim.describe_schedule(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     first_row = train_set[0]["prompt_ids"]
     checks.check_logprobs(model, first_row, accelerator.device, model_name)
@@ -945,7 +955,6 @@ def main():
         models, args.max_length, accelerator.device
     )
     how_often = "once for their responses" if args.share_prompts else "for each of their responses"
-    accelerator.print(f"prompts are computed {how_often}")
     sizes.fill_in(accelerator, args, trained=policy, frozen=[reference, judge.model])
 
     def scores_of(samples: Samples) -> Scores:
@@ -966,6 +975,14 @@ def main():
         args,
         progress,
         bar_metric="reward",
+        bar_label=f"reward_at_temperature_{args.temperature:g}",
+        charts={
+            "rewards": ["reward", "scores"],
+            "right answers": ["exact_match"],
+            "loss": ["loss"],
+            "entropy, KL to the reference": ["entropy", "kl"],
+            "length": ["completions/mean_length", "length"],
+        },
         flop_per_token=lora.flop_per_token(policy),
     )
     run = Run(
@@ -990,6 +1007,12 @@ def main():
         },
     )
     checkpoint.resume(run)
+    console.begin(
+        run,
+        data=f"{len(train_set)} prompts, computed {how_often}",
+        updates=rollouts.describe(progress.total_steps),
+        schedule=schedule,
+    )
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
     max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
     if progress.updates_seen == 0:
@@ -1174,10 +1197,7 @@ def main():
     folder = f"{args.output_dir}/actor"
     actor.publish(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
-    accelerator.print(
-        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "
-        f"actor in {args.output_dir}/actor"
-    )
+    console.end(run)
 
 
 # ============================================================ evaluation and saving
@@ -1190,12 +1210,12 @@ def evaluate(
     eval_sets: dict,
     scores_of: Callable,
     args: Args,
-) -> tuple[dict[str, float], list[str]]:
+) -> tuple[dict[str, float], list[dict]]:
     """Evaluates responses to each held-out set: greedy ones, or drawn at `--eval_temperature`.
 
     Returns:
         their scores, lengths and the share that ends, and where the set has answers, the share that
-        is right; a few responses to show.
+        is right; the responses.
     """
     line = {}
     examples = []
@@ -1229,7 +1249,7 @@ def evaluate(
             values |= shares_of_right(samples, columns["answer"], tokenizer, args)
         for name, value in values.items():
             line[prefix + name] = float(np.mean(np.asarray(value, dtype=float)))
-        examples += samples.table_rows(tokenizer, scores.total, most=4)
+        examples += samples.examples(tokenizer, scores, prefix.rstrip("/"))
     return line, examples
 
 

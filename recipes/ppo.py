@@ -42,7 +42,18 @@ import torch
 from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
-from common import actor, arguments, batches, checkpoint, engine, errors, guards, launch, optim
+from common import (
+    actor,
+    arguments,
+    batches,
+    checkpoint,
+    console,
+    engine,
+    errors,
+    guards,
+    launch,
+    optim,
+)
 from common.checkpoint import Run
 from common.data import dataset, formats, prompts
 from common.metrics import Metrics
@@ -238,8 +249,9 @@ class Args:
         default="never",
         help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
     )
-    report_to: Literal["tensorboard", "none"] = HfArg(
-        default="tensorboard", help="metrics.jsonl is always written"
+    report_to: list[str] = HfArg(
+        default_factory=lambda: ["tensorboard"],
+        help="tensorboard, wandb, trackio, mlflow ... or none; metrics.jsonl is always written",
     )
     debug_overflow: bool = HfArg(
         default=False, help="name the module and the tensor that overflow; slow"
@@ -600,7 +612,7 @@ def log_rollout(
     tensors: dict,
     logged: dict,
 ) -> None:
-    """Adds a rollout's metrics to the next log line, and shows some responses in TensorBoard.
+    """Adds a rollout's metrics to the next log line, and writes down its samples.
 
     Args:
         tensors, logged: what `estimate_advantages` returned.
@@ -616,9 +628,8 @@ def log_rollout(
         # Not to `pending`, which is dropped if the engine skips the rollout's first update: the
         # rollout was made all the same.
         metrics.open.add({name: value}, counts * ~value.isnan())
-    rows = samples.table_rows(tokenizer, scores.total, most=8)
-    table = ["| prompt | response | score |", "| --- | --- | --- |", *rows]
-    metrics.log_rollout(scores.total, "\n".join(table))
+    if accelerator.is_main_process:
+        metrics.log_rollout(scores.total, samples.examples(tokenizer, scores, "rollout"))
 
 
 def set_learning_rates(optimizer, scheduler, actor_learns: bool) -> None:
@@ -789,7 +800,6 @@ def main():
         args.max_steps,
         rollouts.updates_per_epoch,
     )
-    accelerator.print(rollouts.describe(progress.total_steps))
 
     # ============================================================ model and optimizer
     reward_name = merge.name_to_load(
@@ -834,7 +844,7 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
-    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
+    schedule = optim.describe_schedule(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     group_norms = engine.record_group_norms(accelerator, optimizer)
     engine.innermost_optimizer(optimizer).register_step_post_hook(optim.hold_step_counts)
@@ -878,7 +888,6 @@ def main():
         models, args.max_length, accelerator.device
     )
     how_often = "once for their responses" if args.share_prompts else "for each of their responses"
-    accelerator.print(f"prompts are computed {how_often}")
     sizes.fill_in(accelerator, args, trained=policy, frozen=models[1:])
 
     def scores_of(samples: Samples) -> Scores:
@@ -903,6 +912,15 @@ def main():
         args,
         progress,
         bar_metric="objective/scores",
+        bar_label=f"scores_at_temperature_{args.temperature:g}",
+        charts={
+            "scores": ["objective/scores", "scores"],
+            "right answers": ["exact_match"],
+            "KL to the reference": ["objective/kl"],
+            "losses": ["loss/policy_avg", "loss/value_avg"],
+            "entropy": ["objective/entropy"],
+            "length": ["responses/length", "length"],
+        },
         flop_per_token=lora.flop_per_token(policy),
     )
     run = Run(
@@ -921,6 +939,12 @@ def main():
         beside_actor={"critic": policy.critic.model},
     )
     checkpoint.resume(run)
+    console.begin(
+        run,
+        data=f"{len(train_set)} prompts, computed {how_often}",
+        updates=rollouts.describe(progress.total_steps),
+        schedule=schedule,
+    )
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
     max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
     if progress.updates_seen == 0:
@@ -1071,10 +1095,7 @@ def main():
     folder = f"{args.output_dir}/actor"
     actor.publish(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
-    accelerator.print(
-        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "
-        f"actor in {args.output_dir}/actor"
-    )
+    console.end(run)
 
 
 # ============================================================ evaluation and saving
@@ -1087,12 +1108,12 @@ def evaluate(
     eval_sets: dict,
     scores_of: Callable,
     args: Args,
-) -> tuple[dict[str, float], list[str]]:
+) -> tuple[dict[str, float], list[dict]]:
     """Evaluates responses to each held-out set: greedy ones, or drawn at `--eval_temperature`.
 
     Returns:
         their scores, lengths and the share that ends, and where the set has answers, the share that
-        is right; a few responses to show.
+        is right; the responses.
     """
     line = {}
     examples = []
@@ -1126,7 +1147,7 @@ def evaluate(
             values |= shares_of_right(samples, columns["answer"], tokenizer, args)
         for name, value in values.items():
             line[prefix + name] = float(np.mean(np.asarray(value, dtype=float)))
-        examples += samples.table_rows(tokenizer, scores.total, most=4)
+        examples += samples.examples(tokenizer, scores, prefix.rstrip("/"))
     return line, examples
 
 

@@ -38,7 +38,18 @@ import torch.nn.functional as F
 from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
-from common import actor, arguments, batches, checkpoint, engine, errors, guards, launch, optim
+from common import (
+    actor,
+    arguments,
+    batches,
+    checkpoint,
+    console,
+    engine,
+    errors,
+    guards,
+    launch,
+    optim,
+)
 from common.checkpoint import Run
 from common.data import dataset, formats, pairs
 from common.metrics import Means, Metrics
@@ -152,8 +163,9 @@ class Args:
         default="never",
         help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
     )
-    report_to: Literal["tensorboard", "none"] = HfArg(
-        default="tensorboard", help="metrics.jsonl is always written"
+    report_to: list[str] = HfArg(
+        default_factory=lambda: ["tensorboard"],
+        help="tensorboard, wandb, trackio, mlflow ... or none; metrics.jsonl is always written",
     )
     debug_overflow: bool = HfArg(
         default=False, help="name the module and the tensor that overflow; slow"
@@ -277,7 +289,6 @@ def main():
     )
     lengths = dataset.column(train_set, "length")
     progress = Progress(mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps)
-    accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
     scorer = ScoreModel(
@@ -302,14 +313,13 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
-    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
+    schedule = optim.describe_schedule(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer, args.debug_overflow)
     checks.check_positions([model], args.max_length)
     args.share_prompts = args.share_prompts and checks.can_pack(
         [model], args.max_length, accelerator.device
     )
     how_often = "once for both answers" if args.share_prompts else "for each answer"
-    accelerator.print(f"prompts are computed {how_often}")
 
     # ============================================================ the loop
     metrics = Metrics(
@@ -317,6 +327,12 @@ def main():
         args,
         progress,
         bar_metric="accuracy",
+        charts={
+            "loss": ["loss"],
+            "pairs ranked right": ["accuracy"],
+            "margin": ["margin"],
+            "scores": ["mean_reward", "min_reward", "max_reward"],
+        },
         flop_per_token=lora.flop_per_token(scorer),
     )
     run = Run(
@@ -335,6 +351,12 @@ def main():
         extra={},
     )
     checkpoint.resume(run)
+    console.begin(
+        run,
+        data=f"{len(train_set)} pairs of {int(lengths.sum())} tokens, prompts computed {how_often}",
+        updates=progress.describe(),
+        schedule=schedule,
+    )
     scorer.config.update(run.extra)
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
     max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
@@ -416,10 +438,7 @@ def main():
     folder = f"{args.output_dir}/actor"
     actor.publish(accelerator, model, scorer, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
-    accelerator.print(
-        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "
-        f"reward model in {args.output_dir}/actor"
-    )
+    console.end(run)
 
 
 # ============================================================ evaluation and saving

@@ -36,7 +36,18 @@ import torch
 from transformers import get_scheduler
 from transformers.hf_argparser import HfArg
 
-from common import actor, arguments, batches, checkpoint, engine, errors, guards, launch, optim
+from common import (
+    actor,
+    arguments,
+    batches,
+    checkpoint,
+    console,
+    engine,
+    errors,
+    guards,
+    launch,
+    optim,
+)
 from common.checkpoint import Run
 from common.data import dataset, formats, templates, tokens
 from common.data.sequences import Sequences
@@ -154,8 +165,9 @@ class Args:
         default="never",
         help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
     )
-    report_to: Literal["tensorboard", "none"] = HfArg(
-        default="tensorboard", help="metrics.jsonl is always written"
+    report_to: list[str] = HfArg(
+        default_factory=lambda: ["tensorboard"],
+        help="tensorboard, wandb, trackio, mlflow ... or none; metrics.jsonl is always written",
     )
     debug_overflow: bool = HfArg(
         default=False, help="name the module and the tensor that overflow; slow"
@@ -354,7 +366,6 @@ def main():
         args.max_steps,
         counts_sequences=True,
     )
-    accelerator.print(progress.describe())
 
     # ============================================================ model and optimizer
     policy = LogProbModel(
@@ -377,13 +388,13 @@ def main():
         optim.warmup_updates(args.warmup_steps, progress.total_steps),
         progress.total_steps,
     )
-    accelerator.print(optim.describe_schedule(optimizer, args, progress.total_steps))
+    schedule = optim.describe_schedule(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     (first_row,) = train_sequences[[0]]["input_ids"]
     checks.check_logprobs(model, first_row, accelerator.device, model_name)
     checks.check_positions([model], args.max_length)
     args.packing = args.packing and checks.can_pack([model], args.max_length, accelerator.device)
-    accelerator.print(f"rows are {'packed' if args.packing else 'padded'}")
+    layout = "packed" if args.packing else "padded"
 
     # ============================================================ the loop
     metrics = Metrics(
@@ -391,6 +402,11 @@ def main():
         args,
         progress,
         bar_metric="mean_token_accuracy",
+        charts={
+            "loss": ["loss"],
+            "right tokens": ["mean_token_accuracy"],
+            "right answers": ["exact_match"],
+        },
         flop_per_token=lora.flop_per_token(policy),
     )
     run = Run(
@@ -407,6 +423,12 @@ def main():
         models=lora.fingerprints(accelerator, policy),
     )
     checkpoint.resume(run)
+    console.begin(
+        run,
+        data=f"{len(train_set)} rows of {int(lengths.sum())} tokens, {layout}",
+        updates=progress.describe(),
+        schedule=schedule,
+    )
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
     max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
     if progress.updates_seen == 0:
@@ -492,10 +514,7 @@ def main():
     folder = f"{args.output_dir}/actor"
     actor.publish(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
     metrics.close()
-    accelerator.print(
-        f"done: {progress.global_step} updates, {progress.skipped_steps} skipped; "
-        f"actor in {args.output_dir}/actor"
-    )
+    console.end(run)
 
 
 # ============================================================ evaluation and saving
@@ -507,14 +526,14 @@ def evaluate(
     tokenizer,
     eval_sets: dict,
     args: Args,
-) -> tuple[dict[str, float], list[str]]:
+) -> tuple[dict[str, float], list[dict]]:
     """Evaluates the policy on each held-out set, exactly over all processes.
 
     Returns:
-        the training metrics, and exact match where the set has answers; a few answers to show.
+        the training metrics, and exact match where the set has answers; the answers given.
     """
     line = {}
-    samples = []
+    all_examples = []
     with checks.evaluation_mode(model):
         for prefix, eval_set in eval_sets.items():
             means = Means(accelerator)
@@ -541,13 +560,14 @@ def evaluate(
                 policy,
                 tokenizer,
                 eval_set,
+                prefix,
                 batch_size=8 * args.micro_train_batch_size,
                 max_new_tokens=args.max_new_tokens,
             )
             if exact_match is not None:
                 line[f"{prefix}exact_match"] = exact_match
-            samples += examples
-    return line, samples
+            all_examples += examples
+    return line, all_examples
 
 
 if __name__ == "__main__":

@@ -188,6 +188,14 @@ def timeless(output_dir: Path) -> list[dict]:
     return [without_timings(line) for line in lines(output_dir)]
 
 
+def samples(output_dir: Path) -> list[dict]:
+    """All prompts and responses that a run wrote down; none where it asks nothing."""
+    file = output_dir / "samples.jsonl"
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 def training_lines(output_dir: Path) -> list[dict]:
     return [line for line in lines(output_dir) if "loss" in line]
 

@@ -238,7 +238,10 @@ def test_skips_without_end_end(tmp_path, scale, settings, ends):
     )
     progress, said = Progress(1000, 1, 1, 1000), []
     metrics = Metrics(
-        accelerator, types.SimpleNamespace(output_dir=tmp_path, report_to="none"), progress, "loss"
+        accelerator,
+        types.SimpleNamespace(output_dir=tmp_path, report_to=["none"]),
+        progress,
+        "loss",
     )
     metrics.bar = types.SimpleNamespace(write=said.append, update=lambda: None)
     for _ in range(20):

@@ -72,7 +72,7 @@ def test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_reposit
         and "emulated on the CPU, for checking only" in result.stdout
     )
     assert (
-        "train_batch_size 8 = micro_train_batch_size 2 x 1 processes x 4 gradient accumulation steps"
+        "train_batch_size 8 = micro_train_batch_size 2 x 1 process x 4 gradient accumulation steps"
         in result.stdout
     )
 

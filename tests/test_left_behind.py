@@ -33,7 +33,8 @@ def abandoned(folder, checkpoints=(2, 4), actors=(1, 3), lines=5):
     (folder / "actor/what").write_text("the end")
     (folder / "tensorboard").mkdir()
     (folder / "tensorboard/events").write_text("curves")
-    (folder / "metrics.jsonl").write_text("".join(f"{step}\n" for step in range(1, lines + 1)))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (folder / name).write_text("".join(f"{step}\n" for step in range(1, lines + 1)))
     return folder
 
 
@@ -48,16 +49,17 @@ def files(folder):
 
 def test_a_run_begun_anew_deletes_nothing(tmp_path):
     before = files(abandoned(tmp_path, checkpoints=()))
-    said = left_behind.leave(tmp_path, None, 0, [], A)
+    said = left_behind.leave(tmp_path, None, 0, 0, [], A)
     kept = tmp_path / "left_behind/after_global_step_000000"
     assert files(kept) == before
     assert files(tmp_path).keys() - {f"left_behind/after_global_step_000000/{name}" for name in before} == {
-        "metrics.jsonl", ".metrics_writers.json",
+        "metrics.jsonl", "samples.jsonl", ".metrics_writers.json",
     }  # fmt: skip
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert (tmp_path / "samples.jsonl").read_text() == ""
     assert (
         said
-        == f"left behind in {kept}: 2 saved actors, the final actor, tensorboard, 5 lines of metrics.jsonl"
+        == f"left behind in {kept}: 2 saved actors, the final actor, tensorboard, 5 lines of metrics.jsonl, 5 lines of samples.jsonl"
     )
     # A second time: nothing of the first is touched.
     abandoned(tmp_path / "again", checkpoints=(), lines=1)
@@ -65,13 +67,13 @@ def test_a_run_begun_anew_deletes_nothing(tmp_path):
         shutil.move(path, tmp_path / path.name) if path.is_dir() else path.replace(
             tmp_path / path.name
         )
-    assert "000000_2: " in left_behind.leave(tmp_path, None, 0, [], A)
+    assert "000000_2: " in left_behind.leave(tmp_path, None, 0, 0, [], A)
     assert (
         files(kept) == before
         and files(tmp_path / "left_behind/after_global_step_000000_2")["metrics.jsonl"] == "1\n"
     )
     assert (
-        left_behind.leave(tmp_path, None, 0, [], A) is None
+        left_behind.leave(tmp_path, None, 0, 0, [], A) is None
         and len([*(tmp_path / "left_behind").iterdir()]) == 2
     )
 
@@ -90,10 +92,11 @@ def test_lines_are_cut_only_where_they_will_be_written_again(tmp_path, writers, 
     """Back to update 2 with the settings A."""
     before = files(abandoned(tmp_path))
     (tmp_path / "checkpoints/global_step_000004_best").mkdir()  # the user's own
-    said = left_behind.leave(tmp_path, 2, 4, writers, A)
+    said = left_behind.leave(tmp_path, 2, 4, 2, writers, A)
     kept = files(tmp_path / "left_behind/after_global_step_000002")
     moved = ["checkpoints/global_step_000004/what", "actors/global_step_000003/what", "actor/what"]
     assert {name: kept[name] for name in moved} == {name: before[name] for name in moved}
+    assert (tmp_path / "samples.jsonl").read_text() == "1\n"
     assert (tmp_path / "metrics.jsonl").read_text() == "1\n2\n" and (
         tmp_path / "tensorboard/events"
     ).read_text() == "curves"
@@ -101,6 +104,7 @@ def test_lines_are_cut_only_where_they_will_be_written_again(tmp_path, writers, 
     if not same:
         assert (
             kept["metrics.jsonl"] == "3\n4\n5\n"
+            and kept["samples.jsonl"] == "2\n3\n4\n5\n"
             and kept["tensorboard/events"] == "curves"
             and "3 lines of metrics.jsonl" in said
         )
@@ -139,7 +143,7 @@ def test_killed_at_any_instant_of_the_move_nothing_is_lost(tmp_path, monkeypatch
                     (left_behind.os, "replace"),
                 ]:
                     short_life.setattr(module, name, killed_after(getattr(module, name)))
-                left_behind.leave(output, 2, 4, [[0, A]], settings)
+                left_behind.leave(output, 2, 4, 4, [[0, A]], settings)
         except KeyboardInterrupt:
             pass
         else:
@@ -150,23 +154,24 @@ def test_killed_at_any_instant_of_the_move_nothing_is_lost(tmp_path, monkeypatch
         assert len((output / "metrics.jsonl").read_text()) >= 2 * newest, (
             number
         )  # all lines up to that checkpoint
-        left_behind.leave(output, newest, 2 * newest, writers, settings)
+        left_behind.leave(output, newest, 2 * newest, 2 * newest, writers, settings)
         found = files(output)
         for name, text in before.items():
-            if name == "metrics.jsonl":
+            if name in ("metrics.jsonl", "samples.jsonl"):
                 continue
             assert [value for path, value in found.items() if path.endswith(name)][:1] == [text], (
                 number,
                 name,
             )
         assert (output / "metrics.jsonl").read_text() == before["metrics.jsonl"][: 2 * newest]
-        if settings == B:
+        assert (output / "samples.jsonl").read_text() == before["samples.jsonl"][: 2 * newest]
+        for name in ("metrics.jsonl", "samples.jsonl") if settings == B else ():
             ends = [
                 value
                 for path, value in found.items()
-                if path.startswith("left_behind") and path.endswith("metrics.jsonl")
+                if path.startswith("left_behind") and path.endswith(name)
             ]
-            assert before["metrics.jsonl"][2 * newest :] in ends, number
+            assert before[name][2 * newest :] in ends, number
     assert wanted >= 6  # that many changes were interrupted
 
 

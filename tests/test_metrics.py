@@ -276,7 +276,7 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
         gather=lambda table: table,
     )
     progress = Progress(64, 8, 1, 0)
-    args = types.SimpleNamespace(output_dir=tmp_path, report_to="none")
+    args = types.SimpleNamespace(output_dir=tmp_path, report_to=["none"])
     metrics = Metrics(accelerator, args, progress, "loss", flop_per_token=6 * 10**9)
     metrics.bar = types.SimpleNamespace(
         update=lambda: None, set_postfix=lambda *args, **kwargs: None
@@ -297,7 +297,7 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     )
 
 
-def metrics_of_one_process(folder, report_to="none") -> Metrics:
+def metrics_of_one_process(folder, report_to=("none",)) -> Metrics:
     """Metrics without a progress bar, of a run of 8 samples an update."""
     accelerator = types.SimpleNamespace(
         device=torch.device("cpu"),
@@ -357,7 +357,7 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(
         "torch.utils.tensorboard.SummaryWriter",
         lambda folder, purge_step: opened.append((folder, purge_step)),
     )
-    metrics = metrics_of_one_process(tmp_path, report_to="tensorboard")
+    metrics = metrics_of_one_process(tmp_path, report_to=["tensorboard"])
     metrics.progress.global_step = global_step
     metrics.start()
     metrics.bar.close()

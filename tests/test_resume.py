@@ -28,6 +28,7 @@ from runs import (
     lines,
     recipe,
     refuses,
+    samples,
     start_warm,
     timeless,
     tiny_inputs,
@@ -105,6 +106,7 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
     )
     assert "resumed from" in result.stdout
     assert timeless(output) == timeless(reference)
+    assert samples(output) == samples(reference) and bool(samples(reference)) == (name in MORE)
     assert torch.equal(weights(output), weights(reference))
     if (
         name == "grpo"
@@ -170,7 +172,7 @@ class FewArguments(types.SimpleNamespace):
 
 def run_in_this_process(folder) -> checkpoint.Run:
     """A run of one linear layer, before its first update."""
-    args = FewArguments(output_dir=str(folder), save_total_limit=2, report_to="none")
+    args = FewArguments(output_dir=str(folder), save_total_limit=2, report_to=["none"])
     accelerator = Accelerator(cpu=True)
     layer = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(layer, torch.optim.AdamW(layer.parameters(), lr=0.1))

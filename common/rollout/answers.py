@@ -107,35 +107,49 @@ def as_text(text: str) -> str:
 
 
 def exact_match(
-    accelerator, model, unwrapped, tokenizer, eval_set, batch_size: int, max_new_tokens: int
-) -> tuple[float | None, list[str]]:
+    accelerator,
+    model,
+    unwrapped,
+    tokenizer,
+    eval_set,
+    prefix: str,
+    batch_size: int,
+    max_new_tokens: int,
+) -> tuple[float | None, list[dict]]:
     """Answers the prompts of a held-out set by greedy decoding. All processes must call it.
 
     Args:
         model, unwrapped: what `accelerator.prepare` returned, and the `LogProbModel` inside it.
         eval_set: has the column `prompt_ids`; rows with an empty `answer` are left out.
+        prefix: of the set's tags, such as `eval/`.
         batch_size: prompts that a process takes at once.
 
     Returns:
-        the share of right responses, None where the set has no column `answer`; up to four
-        lines that each show a prompt and its response.
+        the share of right responses, None where the set has no column `answer`; all prompts and
+        responses, see `common/transcript.py`.
     """
     if "answer" not in eval_set.column_names:
         return None, []
     answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
-    rows = eval_set.select_columns(["prompt_ids", "answer"])[answered]
+    rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
     prompts = rows["prompt_ids"]
     responses = generation.generate(
         accelerator, model, unwrapped.model, tokenizer, prompts, batch_size, max_new_tokens
     )
-    prompt_texts = tokenizer.batch_decode(prompts, skip_special_tokens=True)
-    texts = tokenizer.batch_decode(
-        [response.ids for response in responses], skip_special_tokens=True
-    )
+    response_ids = [response.ids for response in responses]
+    texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     right = [is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
 
     examples = []
-    for is_one_right, prompt, text in list(zip(right, prompt_texts, texts))[:4]:
-        verdict = "right" if is_one_right else "wrong"
-        examples.append(f"{verdict}: {prompt[-80:]!r} -> {text[-80:]!r}")
+    for number, prompt in enumerate(tokenizer.batch_decode(prompts)):
+        examples.append(
+            {
+                "source": prefix.rstrip("/"),
+                "row": rows["row"][number],
+                "prompt": prompt,
+                "response": tokenizer.decode(response_ids[number]),
+                "answer": rows["answer"][number],
+                "right": right[number],
+            }
+        )
     return sum(right) / len(right), examples

@@ -1,5 +1,6 @@
 """The samples of a rollout, their micro-batches for scoring, and values gathered by token."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -113,18 +114,33 @@ class Samples:
             sampler_logps=[logps for part in parts for logps in part.sampler_logps],
         )
 
-    def table_rows(self, tokenizer, scores: torch.Tensor, most: int) -> list[str]:
-        """Returns the first prompts, responses and scores as rows of a Markdown table."""
-        prompts = tokenizer.batch_decode(self.prompts[:most])
-        responses = tokenizer.batch_decode(self.responses[:most])
-        rows = []
-        for prompt, response, score in zip(prompts, responses, scores.tolist()):
-            rows.append(f"| {table_cell(prompt)} | {table_cell(response)} | {score:.3f} |")
-        return rows
+    def examples(self, tokenizer, scores, source: str) -> list[dict]:
+        """Returns all prompts and responses with their scores, see `common/transcript.py`.
 
-
-def table_cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+        Args:
+            scores: the `rewards.Scores` of the samples.
+            source: `rollout`, or where held-out prompts come from, such as `eval`.
+        """
+        prompts = tokenizer.batch_decode(self.prompts)
+        responses = tokenizer.batch_decode(self.responses)
+        parts = {name: part.tolist() for name, part in scores.parts.items()}
+        examples = []
+        for number, (prompt, response) in enumerate(zip(prompts, responses)):
+            example = {
+                "source": source,
+                "row": self.rows[number],
+                "prompt": prompt,
+                "response": response,
+                "score": scores.total[number].item(),
+            }
+            # NaN: the function returned None. JSON has no NaN.
+            rewards = {name: part[number] for name, part in parts.items()}
+            if rewards:
+                example["rewards"] = {
+                    name: None if math.isnan(reward) else reward for name, reward in rewards.items()
+                }
+            examples.append(example)
+        return examples
 
 
 def sample_lengths(prompts: list[list[int]], responses: list[list[int]]) -> np.ndarray:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from common import counted
+
 
 class Position(NamedTuple):
     """Where a run stands before an update.
@@ -85,10 +87,13 @@ class RolloutSchedule:
         updates_per_pass = self.updates_per_rollout // self.num_epochs_per_rollout
         largest = math.ceil(samples / updates_per_pass)
         return (
-            f"a rollout: {self.rollout_batch_size} prompts x {self.n_samples_per_prompt} responses "
-            f"= {samples} samples, x {self.num_epochs_per_rollout} / train_batch_size "
-            f"= {self.updates_per_rollout} updates of up to {largest} samples; "
-            f"{self.rollouts_per_epoch} rollouts per epoch, the last of {self.prompts_of_last} "
-            f"prompts, {self.updates_of(self.prompts_of_last)} updates; "
-            f"{total_steps} updates in all"
+            f"a rollout: {counted(self.rollout_batch_size, 'prompt')} "
+            f"x {counted(self.n_samples_per_prompt, 'response')} "
+            f"= {counted(samples, 'sample')}, x {self.num_epochs_per_rollout} / train_batch_size "
+            f"= {counted(self.updates_per_rollout, 'update')} of up to "
+            f"{counted(largest, 'sample')}; "
+            f"{counted(self.rollouts_per_epoch, 'rollout')} per epoch, "
+            f"the last of {counted(self.prompts_of_last, 'prompt')}, "
+            f"{counted(self.updates_of(self.prompts_of_last), 'update')}; "
+            f"{counted(total_steps, 'update')} in all"
         )

@@ -1,0 +1,141 @@
+"""What a run says before its first update and after its last one, a block each."""
+
+import re
+import time
+from pathlib import Path
+
+from common import board, counted, engine, record
+from common.checkpoint import Run
+from common.models import lora
+
+
+def begin(run: Run, **said: str) -> None:
+    """Prints what is trained on what, and how; once on each node. All processes may call it.
+
+    Args:
+        said: lines of the recipe's own by their titles, such as its data and its schedule.
+    """
+    if not run.accelerator.is_local_main_process:
+        return
+    args = run.args
+    lines = {
+        "model": describe_model(run),
+        **said,
+        "update": describe_update(run),
+        "engine": engine.describe(run.accelerator),
+        "output": f"{args.output_dir}: metrics.jsonl, samples.jsonl, actor/",
+    }
+    if args.eval_dataset_name is None:
+        lines["held out"] = "nothing: give --eval_dataset_name to see more than the training loss"
+    if not args.save_steps:
+        lines["checkpoints"] = "none: give --save_steps to be able to resume"
+    if "tensorboard" in args.report_to:
+        lines["curves"] = f"tensorboard --logdir {args.output_dir}"
+    width = max(len(title) for title in lines)
+    rows = [f"  {title:{width}}  {text}" for title, text in lines.items()]
+    run.metrics.bar.write("\n".join(rows))  # above the bar
+
+
+def describe_model(run: Run) -> str:
+    """Returns name, architecture, size and dtype of the model that is trained."""
+    module = run.unwrapped
+    total = engine.count_parameters(module)
+    trained = engine.count_trained_parameters(module)
+    share = "all trained" if trained == total else f"{trained / 1e6:.4g} million trained"
+    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    return (
+        f"{run.args.model_name_or_path} ({type(module.model).__name__}), "
+        f"{total / 1e6:.4g} million parameters, {share}, weights in {dtype}"
+    )
+
+
+def describe_update(run: Run) -> str:
+    """Returns how the samples of an update are divided."""
+    args = run.args
+    processes = counted(run.accelerator.num_processes, "process")
+    if args.micro_train_tokens:
+        division = f"in micro-batches of up to {args.micro_train_tokens} tokens on {processes}"
+    else:
+        micro_batches = args.train_batch_size // (
+            args.micro_train_batch_size * run.accelerator.num_processes
+        )
+        division = (
+            f"= micro_train_batch_size {args.micro_train_batch_size} x {processes} x "
+            + counted(micro_batches, "gradient accumulation step")
+        )
+    return f"train_batch_size {args.train_batch_size} {division}"
+
+
+def end(run: Run) -> None:
+    """Prints what came of it, and how to use the model. All processes may call it."""
+    if not run.accelerator.is_main_process:
+        return
+    seconds = time.monotonic() - run.metrics.started
+    folder = Path(run.args.output_dir) / "actor"
+    updates = counted(run.progress.global_step, "update")
+    lines = [
+        f"done: {updates}, {run.progress.skipped_steps} skipped, {in_words(seconds)}; "
+        f"{what_is_saved(run)} in {folder}",
+        *before_and_after(Path(run.args.output_dir), run.metrics.charts),
+        "load it and try it:",
+        *how_to_load(run, folder),
+    ]
+    print("\n".join(lines), flush=True)
+
+
+def in_words(seconds: float) -> str:
+    """Returns a time such as `1 h 2 min`, `3 min 4 s` or `5 s`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {seconds} s"
+    return f"{seconds} s"
+
+
+def what_is_saved(run: Run) -> str:
+    """Returns what the folder `actor` holds, in words."""
+    kind = "reward model" if is_classifier(run) else "actor"
+    return f"{kind}'s adapter" if lora.has_adapter(run.unwrapped) else kind
+
+
+def is_classifier(run: Run) -> bool:
+    """Whether the model that is trained scores texts and does not write any."""
+    return "ForSequenceClassification" in str(run.unwrapped.model.config.architectures)
+
+
+def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str]:
+    """Returns the key metrics of the first and the last evaluation; without any, of training."""
+    lines = record.lines_of(output_dir)
+    shown = [line for line in lines if record.is_evaluation(line)] or lines
+    if not shown:
+        return []
+    first = shown[0]
+    last = shown[-1]
+    patterns = [board.pattern_of(tags) for tags in charts.values()]
+    names = [name for name in last if any(re.match(pattern, name) for pattern in patterns)]
+    width = max([len(name) for name in names], default=0)
+    rows = [f"  {'':{width}}  {'before':>10}  {'after':>10}"]
+    for name in names:
+        before = f"{first[name]:.4g}" if name in first else "-"
+        rows.append(f"  {name:{width}}  {before:>10}  {last[name]:>10.4g}")
+    return rows
+
+
+def how_to_load(run: Run, folder: Path) -> list[str]:
+    """Returns lines of Python that load the model and use it."""
+    if is_classifier(run):
+        task = "text-classification"
+        example = 'function_to_apply="none"'
+        question = '"text"'
+    else:
+        task = "text-generation"
+        example = "max_new_tokens=100"
+        question = '"text"'
+        if getattr(run.tokenizer, "chat_template", None):
+            question = '[{"role": "user", "content": "..."}]'
+    return [
+        "  from transformers import pipeline",
+        f'  print(pipeline("{task}", "{folder}")({question}, {example}))',
+    ]

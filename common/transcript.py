@@ -1,0 +1,66 @@
+"""Writes what was asked and answered in evaluations and rollouts, and shows some of it.
+
+An example is a dict: `source` (`eval`, `eval/<name>` or `rollout`), `row` (its number in the data,
+from 1), `prompt`, `response`, and what is known of the response: `right`, `score`, `rewards`.
+"""
+
+import json
+from pathlib import Path
+
+FILE = "samples.jsonl"
+
+
+def write(output_dir: Path, global_step: int, examples: list[dict]) -> None:
+    """Appends examples to `samples.jsonl`, a JSON object a line.
+
+    Args:
+        global_step: updates that the model had made when it answered.
+    """
+    lines = [
+        json.dumps({"global_step": global_step, **example}, ensure_ascii=False) + "\n"
+        for example in examples
+    ]
+    with open(output_dir / FILE, "a", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def first_of_each(examples: list[dict], most: int) -> list[dict]:
+    """Returns the first examples of each source, `most` of each."""
+    shown = []
+    taken = {}
+    for example in examples:
+        source = example["source"]
+        taken[source] = taken.get(source, 0) + 1
+        if taken[source] <= most:
+            shown.append(example)
+    return shown
+
+
+def on_console(examples: list[dict]) -> list[str]:
+    """Returns a line for each of the first examples, with the ends of its prompt and response."""
+    lines = []
+    for example in first_of_each(examples, most=4):
+        prompt = example["prompt"][-80:]
+        response = example["response"][-80:]
+        lines.append(f"  {verdict(example)}: {prompt!r} -> {response!r}")
+    return lines
+
+
+def as_table(examples: list[dict]) -> str:
+    """Returns the first examples as a Markdown table."""
+    rows = ["| set | row | prompt | response | verdict |", "| --- | --- | --- | --- | --- |"]
+    for example in first_of_each(examples, most=8):
+        texts = (example["prompt"], example["response"])
+        prompt, response = (" ".join(text.split()).replace("|", "\\|") for text in texts)
+        rows.append(
+            f"| {example['source']} | {example['row']} | {prompt} | {response} "
+            f"| {verdict(example)} |"
+        )
+    return "\n".join(rows)
+
+
+def verdict(example: dict) -> str:
+    """Returns what is known of a response, such as `right` or `score 0.25`."""
+    if "score" in example:
+        return f"score {example['score']:.4g}"
+    return "right" if example["right"] else "wrong"

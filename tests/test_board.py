@@ -1,0 +1,251 @@
+"""What people see of a run: TensorBoard, as its own server answers, other trackers, samples, and the blocks in the console."""
+
+import json
+import re
+import sqlite3
+import statistics
+import urllib.request
+from urllib.parse import urlencode
+
+import pytest
+from tensorboard import default, program
+
+from common import board, console, counted, trackers, transcript
+from runs import (
+    evaluation_lines,
+    launch,
+    lines,
+    recipe,
+    refuses,
+    samples,
+    tiny_inputs,
+    training_lines,
+)
+
+# The key metric of each recipe, which its page of charts must show.
+KEY = {
+    "sft": "mean_token_accuracy",
+    "reward": "accuracy",
+    "dpo": "rewards/accuracies",
+    "ppo": "objective/scores",
+    "grpo": "reward",
+}
+SAMPLERS = ["--reward_function", "tests.ties:ties", "--rollout_batch_size", 4, "--generate_batch_size", 8,
+            "--score_batch_size", 8, "--max_new_tokens", 4]  # fmt: skip
+NAMES = ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in KEY if name != "ppo")]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return tiny_inputs(tmp_path_factory.mktemp("board"))
+
+
+@pytest.fixture(scope="module")
+def finished(inputs):
+    """A run of two updates of each recipe, held-out data with answers included, and its console."""
+    done = {}
+
+    def run(name):
+        if name not in done:
+            data = inputs / f"{'ppo' if name == 'grpo' else name}.jsonl"
+            rows = [json.loads(line) for line in data.read_text().splitlines()][:6]
+            held_out = inputs / f"held-out-{name}.jsonl"
+            held_out.write_text("".join(json.dumps(row | {"answer": "7"}) + "\n" for row in rows))
+            output = inputs / name
+            more = SAMPLERS if name in ("ppo", "grpo") else []
+            if name == "grpo":
+                more = [*more, "--n_samples_per_prompt", 2]
+            if name in ("sft", "dpo"):
+                more = ["--max_new_tokens", 4]
+            result = launch(
+                [], recipe(name), "--model_name_or_path", inputs / "model", "--dataset_name", data, "--eval_dataset_name", held_out,
+                "--output_dir", output, "--train_batch_size", 4, "--micro_train_batch_size", 2, "--max_steps", 2, *more,
+            )  # fmt: skip
+            done[name] = output, result.stdout
+        return done[name]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def ask():
+    """Starts TensorBoard on a folder; returns a function that asks its server."""
+
+    def start(folder):
+        server = program.TensorBoard(plugins=default.get_plugins())
+        server.configure(
+            argv=[None, "--logdir", str(folder), "--port", "0", "--load_fast", "false"]
+        )
+        url = server.launch()
+
+        def answer(path, body=None, **query):
+            request = urllib.request.Request(f"{url}data/plugin/{path}?{urlencode(query)}")
+            if body is not None:
+                request.data = json.dumps(body).encode()
+                request.add_header("Content-Type", "application/json")
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return json.load(response)
+
+        return answer
+
+    return start
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_tensorboards_server_answers(finished, ask, name):
+    output, _ = finished(name)
+    answer = ask(output)
+    kinds = {
+        kind: set(answer(f"{kind}/tags").get("tensorboard", {}))
+        for kind in ("scalars", "histograms", "text")
+    }
+    # Every value of every line is a curve.
+    logged = {tag for line in lines(output) for tag in line} - {"global_step"}
+    assert kinds["scalars"] == logged
+    points = answer("scalars/scalars", tag=KEY[name], run="tensorboard")
+    expected = {line["global_step"]: line[KEY[name]] for line in training_lines(output)}
+    assert {step: value for _, step, value in points} == pytest.approx(expected)
+    # No two kinds share a tag: the server would show neither.
+    expected = set()
+    if name != "reward":
+        expected.add("samples/evaluation")
+    if name in ("ppo", "grpo"):
+        expected.add("samples/rollout")
+        assert kinds["histograms"] == {"rollout/scores"}
+    assert {tag.removesuffix("/text_summary") for tag in kinds["text"]} == expected
+    assert not kinds["scalars"] & (kinds["histograms"] | kinds["text"])
+
+    # The page of key charts shows loss or score, the key metric, and their held-out values.
+    layout = answer("custom_scalars/layout")
+    (category,) = layout["category"]
+    patterns = [pattern for chart in category["chart"] for pattern in chart["multiline"]["tag"]]
+    shown = {tag for tag in logged for pattern in patterns if re.match(pattern, tag)}
+    assert KEY[name] in shown and any(tag.startswith("eval/") for tag in shown)
+    for pattern in patterns:
+        assert any(re.match(pattern, tag) for tag in logged), pattern
+
+    # The hyper-parameters, beside the held-out metrics at the end.
+    request = {"experimentName": "", "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
+               "colParams": [], "startIndex": 0, "sliceSize": 10}  # fmt: skip
+    (group,) = answer("hparams/session_groups", body=request)["sessionGroups"]
+    assert group["hparams"]["train_batch_size"] == 4 and "output_dir" not in group["hparams"]
+    last = evaluation_lines(output)[-1] if name in ("ppo", "grpo") else lines(output)[-1]
+    found = {
+        metric["name"]["tag"]: metric["value"]
+        for session in group["sessions"]
+        for metric in session["metricValues"]
+    }
+    assert found == pytest.approx({tag: last[tag] for tag in last if tag.startswith("eval/")})
+
+
+@pytest.mark.parametrize("name", ["dpo", "ppo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_samples_are_those_that_the_metrics_count(finished, name):
+    output, said = finished(name)
+    written = samples(output)
+    for line in evaluation_lines(output) if name != "dpo" else lines(output):
+        if "eval/exact_match" not in line:
+            continue
+        asked = [
+            s for s in written if s["source"] == "eval" and s["global_step"] == line["global_step"]
+        ]
+        assert [sample["row"] for sample in asked] == [1, 2, 3, 4, 5, 6]
+        if name == "dpo":
+            right = [sample["right"] for sample in asked]
+            assert statistics.fmean(right) == line["eval/exact_match"]
+        else:
+            scores = [sample["score"] for sample in asked]
+            assert statistics.fmean(scores) == pytest.approx(line["eval/scores"], rel=1e-6)
+    if name != "dpo":
+        for line in training_lines(output):
+            made = [
+                sample["score"]
+                for sample in written
+                if sample["source"] == "rollout"
+                and sample["global_step"] == line["global_step"] - 1
+            ]
+            assert made, line
+            score = line["objective/scores" if name == "ppo" else "reward"]
+            assert statistics.fmean(made) == pytest.approx(score, rel=1e-6)
+        assert written[0]["rewards"].keys() == {"ties"}
+    first = written[0]
+    verdict = transcript.verdict(first)
+    assert f"  {verdict}: {first['prompt'][-80:]!r} -> {first['response'][-80:]!r}\n" in said
+
+
+def test_what_the_console_says_before_and_after(finished):
+    output, said = finished("ppo")
+    begin, end = said.split("  model ")[1], said.split("done: ")[1]
+    assert (
+        "train_batch_size 4 = micro_train_batch_size 2 x 1 process x 2 gradient accumulation steps"
+        in begin
+    )
+    assert (
+        f"tensorboard --logdir {output}" in begin
+        and "million parameters, all trained, weights in float32" in begin
+    )
+    assert "checkpoints" in begin and "give --save_steps" in begin
+    assert re.match(r"2 updates, 0 skipped, \d+ s; actor in ", end)
+    before, after = evaluation_lines(output)
+    (row,) = [row.split() for row in end.splitlines() if "eval/scores" in row]
+    assert row == ["eval/scores", f"{before['eval/scores']:.4g}", f"{after['eval/scores']:.4g}"]
+    assert f'pipeline("text-generation", "{output}/actor")' in end
+    assert "scores_at_temperature_" in said and " 1 updates" not in said
+
+
+@pytest.mark.parametrize("seconds, words", [(0.4, "0 s"), (59.6, "1 min 0 s"), (3725, "1 h 2 min")])
+def test_times_in_words(seconds, words):
+    assert console.in_words(seconds) == words
+    assert counted(1, "update") == "1 update" and counted(0, "process") == "0 processes"
+
+
+def test_a_table_of_samples_shows_the_first_of_each_set():
+    examples = [
+        {"source": source, "row": row, "prompt": "a | b\n c", "response": "d", "score": 0.25}
+        for source in ("eval/x", "eval/y")
+        for row in range(1, 12)
+    ]
+    rows = transcript.as_table(examples).splitlines()
+    assert len(rows) == 2 + 8 + 8
+    assert rows[2] == "| eval/x | 1 | a \\| b c | d | score 0.25 |"
+    assert len(transcript.on_console(examples)) == 8
+    assert transcript.on_console(examples)[0] == "  score 0.25: 'a | b\\n c' -> 'd'"
+
+
+def test_what_report_to_takes():
+    trackers.check(["none"])
+    trackers.check(["tensorboard", "trackio"])
+    refuses("--report_to wandbb", "expected", "wandb", call=lambda: trackers.check(["wandbb"]))
+    refuses(
+        "--report_to none trackio",
+        "no other name",
+        call=lambda: trackers.check(["none", "trackio"]),
+    )
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_a_tracker(inputs, tmp_path):
+    """trackio keeps its runs in files of its own, so this needs no network."""
+    output = tmp_path / "out"
+    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "dpo.jsonl", "--output_dir", output,
+             "--train_batch_size", 4, "--micro_train_batch_size", 2, "--save_steps", 2, "--report_to", "trackio"]  # fmt: skip
+    own = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    launch([], recipe("dpo"), *flags, "--max_steps", 2, env=own, fresh=True)
+    launch([], recipe("dpo"), *flags, "--max_steps", 4, "--resume", "auto", env=own, fresh=True)
+    (database,) = (tmp_path / "trackio").rglob("*.db")
+    with sqlite3.connect(database) as connection:
+        found = connection.execute(
+            "select run_name, step, metrics from metrics order by step"
+        ).fetchall()
+    (name,) = {run for run, _, _ in found}
+    assert name.startswith("out-") and [step for _, step, _ in found] == [1, 2, 3, 4]
+    assert [json.loads(values)["loss"] for _, _, values in found] == pytest.approx(
+        [line["loss"] for line in training_lines(output)]
+    )
+    assert not (output / "tensorboard").exists()
+
+
+def test_charts_match_their_tags_in_training_and_evaluation():
+    pattern = board.pattern_of(["loss", "rewards/chosen"])
+    for tag in ("loss", "eval/loss", "eval/name/loss", "rewards/chosen", "eval/rewards/chosen"):
+        assert re.match(pattern, tag), tag
+    for tag in ("loss/policy_avg", "policy_loss", "eval/a/b/loss"):
+        assert not re.match(pattern, tag), tag
