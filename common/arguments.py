@@ -11,7 +11,7 @@ from pathlib import Path
 import transformers
 import yaml
 
-from common import ASSETS, errors, show_any_text
+from common import ASSETS, counted, errors, show_any_text, trackers
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
@@ -49,6 +49,8 @@ NOT_NEGATIVE = (
     "warmup_steps",
     "save_total_limit",
     "save_actor_limit",
+    "max_epochs",
+    "max_steps",
 )
 
 # What decides no line of metrics.jsonl, not even in its last digit.
@@ -211,6 +213,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
         )
     check_numbers(args, parser)
+    trackers.check(getattr(args, "report_to", []))
     for name, value in vars(args).items():
         if value == [""]:  # as in --reward_function= to take away what a YAML names
             setattr(args, name, None)
@@ -355,6 +358,8 @@ def load_function(argument: str, name: str):
     sys.path.append(os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)
+    except SyntaxError as error:
+        sys.exit(f"--{argument} {name}: {error.msg} in line {error.lineno} of {error.filename}")
     except (ImportError, AttributeError, ValueError) as error:
         sys.exit(
             f"--{argument} {name}: {error} "
@@ -399,7 +404,7 @@ def accumulation_steps(
         nearest += f", or --micro_train_batch_size {micro_size}"
     sys.exit(
         f"--train_batch_size {train_batch_size} is not a multiple of --micro_train_batch_size "
-        f"{micro_train_batch_size} x {processes} processes = {samples_per_step}. "
+        f"{micro_train_batch_size} x {counted(processes, 'process')} = {samples_per_step}. "
         f"Nearest that would do: {nearest}."
     )
 

@@ -1,5 +1,7 @@
 """From the launcher's environment to an Accelerator and an output directory."""
 
+import atexit
+import contextlib
 import datetime
 import logging
 import os
@@ -15,7 +17,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, cpu, distributed, engine, trackers, zero
+from common import arguments, cpu, distributed, engine, zero
 
 
 class Launcher(NamedTuple):
@@ -36,7 +38,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
 
     Args:
         args: needs `train_batch_size micro_train_batch_size micro_train_tokens max_grad_norm
-            output_dir resume report_to seed`.
+            output_dir resume seed`.
         recipe: the recipe's name, for the default of `output_dir`.
 
     Raises:
@@ -51,7 +53,6 @@ def make_accelerator(args, recipe: str) -> Accelerator:
         launcher.processes,
         args.micro_train_tokens,
     )
-    trackers.check(args.report_to)
     quiet()
     refuse_what_would_be_ignored(launcher)
     accelerator = build(args, launcher, accumulation)
@@ -208,7 +209,14 @@ def decide_output_dir(args, recipe: str) -> str:
         path.mkdir(parents=True, exist_ok=bool(args.output_dir) or continues)
     except OSError as error:  # also a file of that name, or no permission
         sys.exit(f"--output_dir {path} cannot be made: {error}")
+    atexit.register(remove_if_empty, path)
     return str(path)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Removes the folder of a run that was refused before it wrote anything."""
+    with contextlib.suppress(OSError):  # it is not empty, or gone
+        folder.rmdir()
 
 
 def output_dir_of_checkpoint(args) -> Path:

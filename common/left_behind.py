@@ -101,7 +101,6 @@ def leave(
     board = output_dir / "tensorboard"
     actor = output_dir / "actor"
     lines_beyond = is_longer(metrics, metrics_bytes)
-    samples_beyond = is_longer(samples, samples_bytes)
 
     checkpoints = beyond(output_dir / "checkpoints", step)
     left.move_newest_first(checkpoints, "checkpoint")
@@ -113,21 +112,19 @@ def leave(
         left.moved.append("the final actor")
 
     same_lines = not anew and set(writers_beyond(writers, step)) == {now}
-    if lines_beyond and not same_lines:
-        if board.is_dir():
-            if anew:
-                left.move(board)
-            else:
-                # The run goes on in these files: TensorBoard hides there what it has left behind.
-                shutil.copytree(board, left.place_for(board))
-            left.moved.append(board.name)
-        left.keep_end_of(metrics, metrics_bytes)
-    if samples_beyond and not same_lines:
-        left.keep_end_of(samples, samples_bytes)
-    if samples_beyond:
-        os.truncate(samples, samples_bytes)
-    if lines_beyond:
-        os.truncate(metrics, metrics_bytes)
+    if lines_beyond and not same_lines and board.is_dir():
+        if anew:
+            left.move(board)
+        else:
+            # The run goes on in these files: TensorBoard hides there what it has left behind.
+            shutil.copytree(board, left.place_for(board))
+        left.moved.append(board.name)
+    for file, size in ((samples, samples_bytes), (metrics, metrics_bytes)):
+        if not is_longer(file, size):
+            continue
+        if not same_lines:
+            left.keep_end_of(file, size)
+        os.truncate(file, size)
 
     earlier = [entry for entry in writers if entry[0] < step and not anew]
     if not earlier or earlier[-1][1] != now:

@@ -457,7 +457,8 @@ def main():
     checkpoint.resume(run)
     console.begin(
         run,
-        data=f"{len(train_set)} pairs of {int(lengths.sum())} tokens, prompts computed {how_often}",
+        data=f"{len(train_set)} pairs of {int(lengths.sum())} tokens; "
+        f"prompts are computed {how_often}",
         updates=progress.describe(),
         schedule=schedule,
     )

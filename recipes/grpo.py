@@ -1009,7 +1009,7 @@ def main():
     checkpoint.resume(run)
     console.begin(
         run,
-        data=f"{len(train_set)} prompts, computed {how_often}",
+        data=f"{len(train_set)} rows; prompts are computed {how_often}",
         updates=rollouts.describe(progress.total_steps),
         schedule=schedule,
     )

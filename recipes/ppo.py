@@ -671,6 +671,22 @@ def check_settings(args: Args) -> None:
         divisor_text=f"--train_batch_size {args.train_batch_size}",
     )
     check_rewards(args)
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            sys.exit(f"--{name} {getattr(args, name)}: expected 0 to 1")
+    at_least_0 = {
+        "clip_range": args.clip_range,
+        "clip_range_high": args.clip_range_high or 0,
+        "value_clip_range": args.value_clip_range,
+        "vf_coef": args.vf_coef,
+        "critic_learning_rate": args.critic_learning_rate,
+        "critic_warmup_rollouts": args.critic_warmup_rollouts,
+        "reward_clip": args.reward_clip,
+        "reward_timeout": args.reward_timeout,
+    }
+    for name, number in at_least_0.items():
+        if number < 0:
+            sys.exit(f"--{name} {number}: below 0")
     if args.temperature <= 0:
         sys.exit(
             f"--temperature {args.temperature}: expected more than 0 "
@@ -941,7 +957,7 @@ def main():
     checkpoint.resume(run)
     console.begin(
         run,
-        data=f"{len(train_set)} prompts, computed {how_often}",
+        data=f"{len(train_set)} rows; prompts are computed {how_often}",
         updates=rollouts.describe(progress.total_steps),
         schedule=schedule,
     )

@@ -425,7 +425,7 @@ def main():
     checkpoint.resume(run)
     console.begin(
         run,
-        data=f"{len(train_set)} rows of {int(lengths.sum())} tokens, {layout}",
+        data=f"{len(train_set)} rows of {int(lengths.sum())} tokens; rows are {layout}",
         updates=progress.describe(),
         schedule=schedule,
     )

@@ -620,7 +620,7 @@ def test_recipes_end_with_one_line_and_before_training(model, tmp_path):
             {"--dataset_name": wrong},
             ["wrong.jsonl", "row 2", "column 'chosen'", "found 7"],
         ),
-        ("plain", {"--output_dir": used}, [str(used), "another run", "--resume auto"]),
+        ("plain", {"--output_dir": used}, [str(used), "another run", "no checkpoint"]),
         ("plain", {"--model_name_or_path": small}, ["261 tokens", "200"]),
         (
             "plain",

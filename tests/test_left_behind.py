@@ -59,7 +59,7 @@ def test_a_run_begun_anew_deletes_nothing(tmp_path):
     assert (tmp_path / "samples.jsonl").read_text() == ""
     assert (
         said
-        == f"left behind in {kept}: 2 saved actors, the final actor, tensorboard, 5 lines of metrics.jsonl, 5 lines of samples.jsonl"
+        == f"left behind in {kept}: 2 saved actors, the final actor, tensorboard, 5 lines of samples.jsonl, 5 lines of metrics.jsonl"
     )
     # A second time: nothing of the first is touched.
     abandoned(tmp_path / "again", checkpoints=(), lines=1)

@@ -1266,7 +1266,7 @@ def shown(output):
     scores = {event.step: event.histogram_value for event in board.Histograms("rollout/scores")}
     texts = {
         event.step: event.tensor_proto.string_val[0].decode().splitlines()
-        for event in board.Tensors("responses/text_summary")
+        for event in board.Tensors("samples/rollout/text_summary")
     }
     return scores, texts
 
@@ -1284,10 +1284,9 @@ def test_tensorboard_shows_scores_and_responses(whole):
         assert found == pytest.approx(
             (min(scores), max(scores), len(scores), sum(scores)), rel=1e-4
         )
-        assert texts[step][0] == "| prompt | response | score |" and len(texts[step]) == 2 + len(
-            samples
-        )
-        assert [row.split()[-2] for row in texts[step][2:]] == [f"{score:.3f}" for score in scores]
+        assert texts[step][0] == "| set | row | prompt | response | verdict |"
+        assert len(texts[step]) == 2 + len(samples)
+        assert [row.split()[-2] for row in texts[step][2:]] == [f"{score:.4g}" for score in scores]
 
 
 def test_a_run_does_not_depend_on_the_number_of_processes(finished):

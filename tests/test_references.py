@@ -44,7 +44,7 @@ SETTINGS = dict(
     adam_epsilon=1e-5,
     max_grad_norm=0.5,
     warmup_steps=0.3,
-    report_to=["none"],
+    report_to="none",
 )
 BETAS = (0.9, 0.999)  # AdamW's own, which no argument changes
 USABLE = 18  # rows: the updates of an epoch hold 8, 8 and 2
@@ -458,7 +458,7 @@ def test_values_of_trl(case, tmp_path):
         model_name_or_path=model,
         dataset_name=write_jsonl(tmp_path / "rows.jsonl", trl_values.rows(name)),
         micro_train_batch_size=2,
-        report_to=["none"],
+        report_to="none",
         **trl_values.SETTINGS | settings,
     )
 

@@ -192,7 +192,7 @@ def test_the_score_is_that_of_each_answer_alone_at_its_eos(architecture):
 # ---------------------------------------------------------------------------------------------- whole runs
 
 SETTINGS = dict(seed=3, train_batch_size=8, micro_train_batch_size=2, max_epochs=2, max_length=40, learning_rate=2e-3, warmup_steps=0,
-                weight_decay=0.1, adam_epsilon=1e-5, max_grad_norm=0.5, center_coef=0.01, logging_steps=2, report_to=["none"])  # fmt: skip
+                weight_decay=0.1, adam_epsilon=1e-5, max_grad_norm=0.5, center_coef=0.01, logging_steps=2, report_to="none")  # fmt: skip
 TRAIN, SETS = (
     21,
     {"first": 7, "second": 1},

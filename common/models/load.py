@@ -283,21 +283,22 @@ def note(text: str) -> None:
 
 def from_pretrained(auto_class, kind: str, name: str, **settings):
     """Calls `auto_class.from_pretrained`, and exits with the first line of its error."""
-    if not Path(name).exists():
+    expected = "(expected a Hugging Face folder or a hub name)"
+    folder = Path(name)
+    if folder.is_file():
+        sys.exit(f"no {kind} could be loaded from {name!r}: it is a file {expected}")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        sys.exit(f"no {kind} could be loaded from {name!r}: it holds no config.json {expected}")
+    if not folder.exists():
         is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
         if is_path:
-            sys.exit(
-                f"no {kind} could be loaded from {name!r}: there is no such folder "
-                "(expected a Hugging Face folder or a hub name)"
-            )
+            sys.exit(f"no {kind} could be loaded from {name!r}: there is no such folder {expected}")
         hub.reach()
     try:
         return auto_class.from_pretrained(name, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
-        sys.exit(
-            f"no {kind} could be loaded from {name!r}: {str(error).strip().splitlines()[0]} "
-            "(expected a Hugging Face folder or a hub name)"
-        )
+        first_line = str(error).strip().splitlines()[0]
+        sys.exit(f"no {kind} could be loaded from {name!r}: {first_line} {expected}")
 
 
 def draw_score_head(model: PreTrainedModel) -> None:

@@ -1,0 +1,219 @@
+"""A user's mistakes, as the console shows them: one message, the last thing on the screen, and the exit status."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from common import errors
+from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe
+
+MODEL = ["--model_name_or_path", ASSETS / "model"]
+OWN = [*MODEL, "--dataset_name", "pairs.jsonl"]
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+# Each: recipe, flags, exit status, what the message says. Those of `FAST` run in `make test`.
+TABLE = [
+    # The command line.
+    ("dpo", ["--betta", 1], 2, ["unknown argument --betta 1", "did you mean --beta?"]),
+    ("dpo", ["--use_peft", "True"], 2, ["instead of --use_peft use --lora_r"]),
+    ("sft", ["--bf16", "True"], 2, ["instead of --bf16", "mixed_precision"]),
+    ("reward", ["--per_device_train_batch_size", 2], 2, ["use --micro_train_batch_size"]),
+    ("grpo", ["--num_generations", 8], 2, ["use --n_samples_per_prompt"]),
+    ("dpo", ["beta", 1], 2, ["unknown argument beta 1"]),
+    ("dpo", ["--beta"], 2, ["--beta: expected one argument"]),
+    ("dpo", ["--beta", "strong"], 2, ["--beta: invalid float value: 'strong'"]),
+    ("dpo", ["--loss_type", "kto"], 2, ["--loss_type", "'kto'", "sigmoid"]),
+    ("sft", ["--learning_rate", -1], 2, ["--learning_rate -1.0: expected 0 or more"]),
+    ("sft", ["--learning_rate", "nan"], 2, ["--learning_rate nan: expected a finite number"]),
+    ("sft", ["--warmup_steps", -1], 2, ["--warmup_steps -1.0: expected 0 or more"]),
+    ("sft", ["--seed", -1], 2, ["--seed -1: expected 0 to 2**32 - 1"]),
+    ("sft", ["--max_steps", -5], 2, ["--max_steps -5: expected 0 or more"]),
+    ("sft", ["--save_dtype", "int8"], 2, ["--save_dtype", "'int8'", "bfloat16"]),
+    ("dpo", MODEL, 2, ["--dataset_name is missing", "neither for the demo"]),
+    ("dpo", ["none.yaml"], 2, ["none.yaml cannot be read as YAML", "No such file"]),
+    ("dpo", ["torn.yaml"], 2, ["torn.yaml cannot be read as YAML", "line 2, column 1"]),
+    ("dpo", ["list.yaml"], 2, ["list.yaml: expected a flat mapping"]),
+    ("dpo", ["unknown.yaml"], 2, ["unknown.yaml: 'betta' is no argument of this recipe"]),
+    ("dpo", ["typed.yaml"], 2, ["--beta: invalid float value: 'strong'"]),
+    # Numbers and settings.
+    ("dpo", ["--beta", 0], 1, ["--beta 0.0: expected more than 0"]),
+    ("dpo", ["--label_smoothing", 0.7], 1, ["--label_smoothing 0.7: expected 0 to below 0.5"]),
+    ("dpo", [*OWN, "--max_epochs", 0], 1, ["--max_epochs 0 and --max_steps 0", "at least one"]),
+    ("dpo", ["--train_batch_size", 200, "--micro_train_batch_size", 6], 1, ["198 or 204", "1 process"]),
+    ("dpo", ["--micro_train_batch_size", 0], 1, ["--micro_train_batch_size 0 must be at least 1"]),
+    ("sft", ["--logging_steps", 2.5], 1, ["--logging_steps 2.5: expected 0, a share below 1"]),
+    ("dpo", ["--max_length", 0], 1, ["--max_length 0: expected at least 2"]),
+    ("ppo", ["--gamma", 2], 1, ["--gamma 2.0: expected 0 to 1"]),
+    ("ppo", ["--clip_range", -1], 1, ["--clip_range -1.0: below 0"]),
+    ("ppo", ["--temperature", 0], 1, ["--temperature 0.0: expected more than 0"]),
+    ("grpo", ["--n_samples_per_prompt", 0], 1, ["--n_samples_per_prompt 0: expected at least 1"]),
+    ("dpo", [*OWN, "--lora_r", -1], 1, ["--lora_r -1: expected 0 (no adapters)"]),
+    ("dpo", [*OWN, "--lora_alpha", 4], 1, ["--lora_alpha would be ignored", "give --lora_r"]),
+    ("dpo", [*OWN, "--load_in_4bit", "True"], 1, ["--load_in_4bit", "give --lora_r"]),
+    ("dpo", [*OWN, "--lora_r", 4, "--lora_target_modules", "no"], 1, ["no module of that name", "q_proj"]),
+    ("dpo", [*OWN, "--attn_implementation", "flash"], 1, ['"flash"` is not supported', "sdpa"]),
+    ("dpo", [*OWN, "--report_to", "wandbb"], 1, ["--report_to wandbb: expected one or several of"]),
+    ("dpo", [*OWN, "--report_to", "aim"], 1, ["--report_to aim: its package is not installed"]),
+    # Models.
+    ("dpo", ["--model_name_or_path", "/no/such", *OWN[2:]], 1, ["'/no/such': there is no such folder"]),
+    ("dpo", ["--model_name_or_path", "./empty", *OWN[2:]], 1, ["'./empty': it holds no config.json"]),
+    ("dpo", ["--model_name_or_path", "file", *OWN[2:]], 1, ["'file': it is a file"]),
+    ("dpo", ["--model_name_or_path", "owner/never", *OWN[2:]], 1, ["'owner/never'", "connect"]),
+    ("dpo", [*OWN, "--ref_model_name_or_path", "/no/such"], 1, ["'/no/such': there is no such folder"]),
+    ("dpo", [*OWN, "--chat_template", "none.jinja"], 1, ["--chat_template none.jinja: expected a file"]),
+    ("dpo", [*OWN, "--chat_template_kwargs", "{"], 1, ["--chat_template_kwargs {: expected a JSON object"]),
+    # Data.
+    ("dpo", [*MODEL, "--dataset_name", "none.jsonl"], 1, ["'none.jsonl' does not exist (looked in"]),
+    ("dpo", [*MODEL, "--dataset_name", "empty.jsonl"], 1, ["'empty.jsonl'", "holds no rows"]),
+    ("dpo", [*MODEL, "--dataset_name", "torn.jsonl"], 1, ["torn.jsonl, row 2: malformed JSON"]),
+    ("dpo", [*MODEL, "--dataset_name", "columns.jsonl"], 1, ["row 1: no 'chosen'", "found ['a']"]),
+    ("dpo", [*MODEL, "--dataset_name", "number.jsonl"], 1, ["row 1: column 'prompt'", "found 5"]),
+    ("dpo", [*MODEL, "--dataset_name", "same.jsonl"], 1, ["no usable row", "chosen equal to rejected"]),
+    ("dpo", [*MODEL, "--dataset_name", "owner/never"], 1, ["'owner/never'", "could not be read"]),
+    ("dpo", [*OWN, "--dataset_split", "test"], 1, ["split 'test'", "['train']"]),
+    ("dpo", [*OWN, "--columns", "prompt"], 1, ["--columns prompt: expected", "such as prompt=question"]),
+    ("dpo", [*OWN, "--dataset_weights", 1, 2], 1, ["--dataset_weights 1.0 2.0: expected 1 number"]),
+    # Reward functions.
+    ("ppo", OWN, 1, ["nothing scores the responses", "--reward_function"]),
+    ("grpo", [*OWN, "--reward_function", "nothing"], 1, ["--reward_function nothing", "MODULE:NAME"]),
+    ("ppo", [*OWN, "--reward_function", "torn:score"], 1, ["invalid syntax in line 1 of", "torn.py"]),
+    # Folders and checkpoints.
+    ("dpo", [*OWN, "--output_dir", "used"], 1, ["already holds another run", "no checkpoint to go on from"]),
+    ("dpo", [*OWN, "--output_dir", "stopped"], 1, ["already holds another run", "--resume auto"]),
+    ("dpo", [*OWN, "--output_dir", "file"], 1, ["--output_dir file cannot be made"]),
+    ("dpo", [*OWN, "--resume", "auto"], 1, ["--resume auto", "--output_dir: give it"]),
+    ("dpo", [*OWN, "--resume", "used"], 1, ["--resume used: not a checkpoint", "manifest.json"]),
+]  # fmt: skip
+FAST = range(0, len(TABLE), 9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A user's working directory."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    texts = {
+        "pairs.jsonl": (json.dumps(PAIR) + "\n") * 4,
+        "empty.jsonl": "",
+        "torn.jsonl": json.dumps(PAIR) + '\n{"prompt": "a", "chosen"\n',
+        "columns.jsonl": '{"a": 1}\n',
+        "number.jsonl": json.dumps(PAIR | {"prompt": 5}) + "\n",
+        "same.jsonl": json.dumps(PAIR | {"rejected": "b"}) + "\n",
+        "torn.yaml": "a: [\n",
+        "list.yaml": "- a\n",
+        "unknown.yaml": "betta: 0.2\n",
+        "typed.yaml": "beta: strong\n",
+        "torn.py": "def score(:\n",
+        "file": "x",
+        "used/x": "",
+        "stopped/checkpoints/global_step_000001/x": "",
+    }
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (folder / "empty").mkdir()
+    return folder
+
+
+def row_marks(number):
+    return () if number in FAST else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize(
+    "name, flags, status, parts",
+    [pytest.param(*row, marks=row_marks(number)) for number, row in enumerate(TABLE)],
+)
+def test_a_mistake_is_one_message_and_a_status(folder, name, flags, status, parts):
+    assert len(TABLE) >= 40
+    result = launch([], recipe(name), *flags, cwd=folder, check=False)
+    said = result.stdout.strip().splitlines()
+    assert result.returncode == status, result.stdout
+    assert all(part in said[-1] for part in parts), result.stdout
+    assert "Traceback" not in result.stdout and len(said) < 8, result.stdout
+    # A run that was refused leaves no folder behind.
+    assert not list((folder / "runs").glob("*/*"))
+
+
+def test_the_launcher_is_told_the_first_message(tmp_path, monkeypatch, capsys):
+    """Each process writes the file that torch's launcher reads; one of them prints."""
+    monkeypatch.setenv("RANK", "1")
+    for told in (False, True):
+        file = tmp_path / "error.json"
+        if told:
+            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        with pytest.raises(SystemExit) as refusal:
+            errors.run(lambda: sys.exit("--beta 0: expected more"))
+        assert refusal.value.code == 1
+        # Without such a launcher nobody else would say it.
+        assert capsys.readouterr().err == ("" if told else "--beta 0: expected more\n")
+    message = json.loads(file.read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == "--beta 0: expected more"
+    errors.tell_launcher("a consequence")
+    assert json.loads(file.read_text())["message"] == message
+    file.unlink()
+    with pytest.raises(ZeroDivisionError):
+        errors.run(lambda: 1 / 0)
+    assert "in <lambda>" in json.loads(file.read_text())["message"]["message"]
+    monkeypatch.setenv("RANK", "0")
+    file.unlink()
+    with pytest.raises(SystemExit):
+        errors.run(lambda: sys.exit("said"))
+    assert capsys.readouterr().err == "said\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags, message", [
+    (["--beta", "strong"], "dpo.py: error: argument --beta: invalid float value: 'strong'"),
+    (["--beta", "-1"], "--beta -1.0: expected more than 0"),
+    ([*MODEL, "--dataset_name", "none.jsonl"], "data file 'none.jsonl' does not exist"),
+])  # fmt: skip
+def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(folder, flags, message):
+    result = launch(LAUNCHERS["ddp"], recipe("dpo"), *flags, cwd=folder, check=False, fresh=True)
+    assert result.returncode != 0
+    *_, last, border = result.stdout.strip().splitlines()
+    assert set(border) == {"="} and message in last, result.stdout
+
+
+def test_ctrl_c_while_importing_is_one_line():
+    process = subprocess.Popen(
+        [sys.executable, str(recipe("dpo"))],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    # torch's library is mapped while the recipe imports torch: long before it reads arguments.
+    maps = f"/proc/{process.pid}/maps"
+    while process.poll() is None:
+        with open(maps) as file:
+            if "libtorch" in file.read():
+                break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert said.strip() == "interrupted while it was starting: nothing was trained"
+
+
+def test_help_lists_each_flag_once_in_groups():
+    """It imports no DeepSpeed."""
+    code = (
+        "import runpy, sys; sys.argv = ['dpo.py', '--help']\n"
+        f"try: runpy.run_path({str(recipe('dpo'))!r}, run_name='__main__')\n"
+        "finally: print('imported', [name for name in ('deepspeed', 'tensorboard') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    flags = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  --")]
+    assert len(flags) == len(set(flags)) > 40 and "--beta" in flags
+    titles = [line for line in done.stdout.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == ["options:", "model and data:", "this algorithm:", "updates:", "adapters:",
+                      "logging, evaluating, saving:"]  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "imported []"
