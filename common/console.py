@@ -30,7 +30,10 @@ def begin(run: Run, **said: str) -> None:
     if not args.save_steps:
         lines["checkpoints"] = "none: give --save_steps to be able to resume"
     if "tensorboard" in args.report_to:
-        lines["curves"] = f"tensorboard --logdir {args.output_dir}"
+        lines["curves"] = (
+            f"tensorboard --logdir {args.output_dir}; "
+            "the key ones are at http://localhost:6006/#custom_scalars"
+        )
     width = max(len(title) for title in lines)
     rows = [f"  {title:{width}}  {text}" for title, text in lines.items()]
     run.metrics.bar.write("\n".join(rows))  # above the bar

@@ -47,10 +47,10 @@ def write(accelerator, args) -> None:
 
 
 def plain_settings(args) -> dict[str, bool | int | float | str]:
-    """Returns the arguments that `run.yaml` holds, as trackers take them: a list is a text."""
+    """Returns the arguments of a run as trackers take them: a list is a text, None is left out."""
     settings = {}
     for name, value in vars(args).items():
-        if name in NOT_REPEATED:
+        if name in NOT_REPEATED or value is None:
             continue
         is_plain = isinstance(value, (bool, int, float, str))
         settings[name] = value if is_plain else str(value)
