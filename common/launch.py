@@ -19,6 +19,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from common import arguments, cpu, distributed, engine, zero
 
+# How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
+# That is too short while one of them tokenises, checks or writes files.
+PATIENCE = datetime.timedelta(hours=12)
+
 
 class Launcher(NamedTuple):
     """What the launcher's environment asks for."""
@@ -105,7 +109,7 @@ def build(args, launcher: Launcher, accumulation: int) -> Accelerator:
     if launcher.on_cpu and launcher.fsdp:
         # accelerate applies FSDP only to what it believes is MULTI_GPU, and on a CPU silently uses
         # DDP. So we tell it that this is MULTI_GPU.
-        PartialState(cpu=True, backend="gloo")
+        PartialState(cpu=True, backend="gloo", timeout=PATIENCE)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -124,10 +128,8 @@ def process_group_settings(launcher: Launcher) -> list[InitProcessGroupKwargs] |
         return None
     if launcher.on_cpu:
         # Without gloo each process on a CPU would believe that it is alone.
-        return [InitProcessGroupKwargs(backend="gloo")]
-    # NCCL gives up after 10 minutes. That is too short for processes that wait while one of them
-    # tokenises, checks or writes files.
-    return [InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12))]
+        return [InitProcessGroupKwargs(backend="gloo", timeout=PATIENCE)]
+    return [InitProcessGroupKwargs(timeout=PATIENCE)]
 
 
 def check_built(accelerator: Accelerator, launcher: Launcher, accumulation: int) -> None:

@@ -1,18 +1,23 @@
 """Tokenises data sets once, caches the result on disk, and names it by its content."""
 
 import collections
+import contextlib
 import inspect
 import math
 import sys
 import zlib
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow.compute
+import transformers
 
 from common import distributed
-from common.data import files, formats, tokens
+from common.data import files, formats, tokens, workers
 from common.data.formats import BadRow
 from common.data.mixture import Mixture
 
@@ -28,6 +33,9 @@ PLAIN_STRINGS = (
     "strings are read as plain text though the model has a chat template; "
     "--strings_as_messages makes them turns of user and assistant"
 )
+
+# Rows that are converted, and then written, at once.
+ROWS_AT_ONCE = 1_000
 
 # A temporary column: each row's checksum, from which the fingerprint is made. Do not rename it:
 # removing a column adds its name to the fingerprint, and older checkpoints would be refused.
@@ -152,18 +160,91 @@ def tokenise(
         )
     rows = files.load(name, split)
     check_columns(name, rows, columns)
+    converter = Converter(rows, function, tokenizer, columns, settings)
+    key = cache_key(rows, function, tokenizer, columns, settings)
+    try:
+        converted = convert(converter, key)
+    except BadRow as error:
+        sys.exit(f"data set {name!r}, {error}")
+    except UnicodeDecodeError as error:
+        sys.exit(f"data set {name!r} is not UTF-8: {error}")
+    except BrokenProcessPool:
+        sys.exit(
+            f"data set {name!r}: one of several processes that tokenise it died, maybe for lack of "
+            "memory. There are fewer of them if the run may use fewer cores (taskset)"
+        )
+    notes = describe_unusable(converted)
+    usable = select_usable(converted)
+    if len(usable) == 0:
+        sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
+    return usable, notes
 
-    def convert(entry, index: int) -> dict:
-        row = rename_columns(rows.row(entry), columns)
+
+def convert(converter: "Converter", key: str) -> datasets.Dataset:
+    """Returns all rows as the converter makes them, from the cache if they are there.
+
+    Raises:
+        BadRow, UnicodeDecodeError, BrokenProcessPool: see `Converter` and `workers.each`.
+    """
+    table = converter.rows.table
+    # Not beside the data: a folder of `save_to_disk` is the user's own, and may be read-only.
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "tokenised"
+    folder.mkdir(parents=True, exist_ok=True)
+    spans = [
+        range(start, min(start + ROWS_AT_ONCE, len(table)))
+        for start in range(0, len(table), ROWS_AT_ONCE)
+    ]
+    processes = workers.number_for(len(table), converter)
+    # One process writes what all return. So their number changes nothing in the file.
+    with contextlib.closing(workers.each(converter, spans, processes)) as parts:
+        return table.map(
+            lambda _rows: next(parts),
+            batched=True,
+            batch_size=ROWS_AT_ONCE,
+            remove_columns=table.column_names,
+            cache_file_name=str(folder / f"{key}.arrow"),
+            new_fingerprint=key,
+        )
+
+
+@dataclass
+class Converter:
+    """Applies a row function to the rows of a data set; other processes can get a copy of it.
+
+    Attributes:
+        function, tokenizer, columns, settings: see `load`.
+    """
+
+    rows: files.Rows
+    function: Callable[..., dict]
+    tokenizer: transformers.PreTrainedTokenizerBase
+    columns: dict[str, str]
+    settings: dict
+
+    def __call__(self, span: range) -> dict[str, list]:
+        """Returns the columns of the result for some rows.
+
+        Raises:
+            BadRow: a row fits no format; with its number.
+            UnicodeDecodeError: a row is no text.
+        """
+        entries = self.rows.table.select(span)
+        converted = [self.convert_row(entry, index) for index, entry in zip(span, entries)]
+        return {name: [row[name] for row in converted] for name in converted[0]}
+
+    def convert_row(self, entry: dict, index: int) -> dict:
+        """Returns what the row function makes of one entry of the table, and columns of our own."""
+        row = rename_columns(self.rows.row(entry), self.columns)
+        as_messages = self.settings.get("strings_as_messages")
         try:
-            row = formats.standard(row, settings.get("strings_as_messages", False))
-            values = function(row, tokenizer=tokenizer, **settings)
+            row = formats.standard(row, bool(as_messages))
+            values = self.function(row, tokenizer=self.tokenizer, **self.settings)
         except BadRow as error:
-            sys.exit(f"data set {name!r}, row {index + 1}: {error}")
+            raise BadRow(f"row {index + 1}: {error}") from None
         notes = values.pop("notes", [])
         # None: the caller has no such setting.
-        as_text = settings.get("strings_as_messages") is False
-        if as_text and tokenizer.chat_template is not None and formats.is_plain_text(row):
+        has_template = self.tokenizer.chat_template is not None
+        if as_messages is False and has_template and formats.is_plain_text(row):
             notes.append(PLAIN_STRINGS)
         optional = {column_name: [] for column_name in OPTIONAL_COLUMNS}
         return {
@@ -173,26 +254,6 @@ def tokenise(
             **answer_of(row, values),
             CHECKSUM: checksum(values),
         }
-
-    key = cache_key(rows, function, tokenizer, columns, settings)
-    # Not beside the data: a folder of `save_to_disk` is the user's own, and may be read-only.
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "tokenised"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        converted = rows.table.map(
-            convert,
-            with_indices=True,
-            remove_columns=rows.table.column_names,
-            cache_file_name=str(folder / f"{key}.arrow"),
-            new_fingerprint=key,
-        )
-    except UnicodeDecodeError as error:
-        sys.exit(f"data set {name!r} is not UTF-8: {error}")
-    notes = describe_unusable(converted)
-    usable = select_usable(converted)
-    if len(usable) == 0:
-        sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
-    return usable, notes
 
 
 def check_columns(name: str, rows: files.Rows, columns: dict[str, str]) -> None:

@@ -1,11 +1,50 @@
 """Token ids and texts: the plain ways from one to the other, and what ids have in common."""
 
 import functools
+from typing import NamedTuple
+
+
+class Beginning(NamedTuple):
+    """A text with its token ids, and how much of both stays when more text follows.
+
+    Attributes:
+        kept_ids, kept_characters: what stands in front of the last marker, see `find_cuts`. 0 if
+            there is none.
+    """
+
+    text: str
+    ids: list[int]
+    kept_ids: int
+    kept_characters: int
 
 
 def encode_text(tokenizer, text: str) -> list[int]:
     """Token ids of a text, without the special tokens that the tokenizer puts around texts."""
     return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def encode_beginning(tokenizer, text: str) -> Beginning:
+    """Token ids of a text that longer ones begin with, see `encode_longer`."""
+    encoding = tokenizer(text, add_special_tokens=False)
+    ids = encoding.input_ids
+    cuts = cut_tokens(tokenizer)
+    for place in range(len(ids) - 1, -1, -1):
+        content = cuts.get(ids[place])
+        if content is None:
+            continue
+        start = encoding.token_to_chars(place).start
+        # An unknown character may have a marker's id, too.
+        if text.startswith(content, start):
+            return Beginning(text, ids, place, start)
+    return Beginning(text, ids, 0, 0)
+
+
+def encode_longer(tokenizer, beginning: Beginning, text: str) -> list[int]:
+    """Token ids of a text, the same as `encode_text` returns, without its beginning's work."""
+    if not text.startswith(beginning.text):
+        return encode_text(tokenizer, text)
+    kept = beginning.ids[: beginning.kept_ids]
+    return kept + encode_text(tokenizer, text[beginning.kept_characters :])
 
 
 def decode(tokenizer, ids: list[int]) -> str:
@@ -22,6 +61,30 @@ def added_tokens(tokenizer) -> dict:
 def read_added_tokens(tokenizer, _size: int) -> dict:
     """What `added_tokens` returns; once for each tokenizer and size, because it takes long."""
     return tokenizer.added_tokens_decoder
+
+
+def cut_tokens(tokenizer) -> dict[int, str]:
+    """The markers in front of which texts can be cut, by id; see `find_cuts`."""
+    return find_cuts(tokenizer, len(tokenizer))
+
+
+@functools.lru_cache(maxsize=16)
+def find_cuts(tokenizer, _size: int) -> dict[int, str]:
+    """The tokens in front of which a text can be cut, and both parts tokenised alone.
+
+    A fast tokenizer first looks for special tokens, from left to right, then tokenises each stretch
+    of text between them alone. So what follows a special token changes nothing in front of it. Left
+    out are tokens that are looked for later or under conditions, and those that a longer one holds.
+    """
+    if not tokenizer.is_fast:
+        return {}
+    contents = [token.content for token in added_tokens(tokenizer).values()]
+    cuts = {}
+    for number, token in added_tokens(tokenizer).items():
+        is_plain = token.special and not (token.normalized or token.single_word or token.lstrip)
+        if is_plain and sum(token.content in content for content in contents) == 1:
+            cuts[number] = token.content
+    return cuts
 
 
 def is_marker(tokenizer, token: int) -> bool:

@@ -5,7 +5,16 @@ import os
 from typing import NamedTuple
 
 from common.data import templates, thoughts
-from common.data.ids import added_tokens, decode, encode_text, is_marker, shared_length
+from common.data.ids import (
+    Beginning,
+    added_tokens,
+    decode,
+    encode_beginning,
+    encode_longer,
+    encode_text,
+    is_marker,
+    shared_length,
+)
 
 # What is said of a data set whose template does something that a user should know.
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
@@ -31,7 +40,9 @@ class Answer(NamedTuple):
 
 
 # ============================================================ ids of texts
-def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
+def encode(
+    tokenizer, texts: list[str], plain: bool = False, beginning: Beginning | None = None
+) -> list[list[int]]:
     """Returns the token ids of consecutive pieces of one text, one list for each piece.
 
     The ids are those of the whole text, cut at the ends of the pieces: so they are what a model
@@ -42,14 +53,17 @@ def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
     Args:
         plain: the text was not written by a chat template. It then gets the BOS that this
             tokenizer puts in front, if it puts one, and EOS at its end, unless it has them.
+        beginning: the first piece, if the caller has encoded it.
     """
-    pieces = []
-    ids_so_far = []
-    text_so_far = ""
-    whole = []
-    for piece in texts:
+    if beginning is None:
+        beginning = encode_beginning(tokenizer, texts[0])
+    whole = beginning.ids
+    pieces = [whole]
+    ids_so_far = list(whole)
+    text_so_far = beginning.text
+    for piece in texts[1:]:
         text_so_far += piece
-        whole = encode_text(tokenizer, text_so_far)
+        whole = encode_longer(tokenizer, beginning, text_so_far)
         if whole[: len(ids_so_far)] == ids_so_far:
             ids = whole[len(ids_so_far) :]
         else:
@@ -68,7 +82,28 @@ def encode(tokenizer, texts: list[str], plain: bool = False) -> list[list[int]]:
 
 
 # ============================================================ one answer
-def encode_turn(tokenizer, messages: list[dict], start: int, end: int, tools=None) -> Answer:
+def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Beginning:
+    """Returns what a model reads before it answers these messages, and its token ids.
+
+    Args:
+        messages: none for an answer to nothing.
+        tools: see `templates.render`.
+
+    Raises:
+        BadRow: there is no chat template, or it refuses the messages.
+    """
+    text = templates.render(tokenizer, messages, True, tools) if messages else ""
+    return encode_beginning(tokenizer, text)
+
+
+def encode_turn(
+    tokenizer,
+    messages: list[dict],
+    start: int,
+    end: int,
+    tools=None,
+    beginning: Beginning | None = None,
+) -> Answer:
     """Returns the token ids of the answer `messages[start:end]`, and of what precedes it.
 
     Where the template writes the answer right behind its own generation prompt, the answer is what
@@ -77,14 +112,17 @@ def encode_turn(tokenizer, messages: list[dict], start: int, end: int, tools=Non
 
     Args:
         tools: see `templates.render`.
+        beginning: what `encode_prompt` returns for `messages[:start]`, if several answers share it.
 
     Raises:
         BadRow: there is no chat template, or it refuses the messages.
     """
-    before = templates.render(tokenizer, messages[:start], True, tools) if start else ""
+    if beginning is None:
+        beginning = encode_prompt(tokenizer, messages[:start], tools)
+    before = beginning.text
+    prompt = beginning.ids
     after = templates.render(tokenizer, messages[:end], False, tools)
-    prompt = encode_text(tokenizer, before)
-    whole = encode_text(tokenizer, after)
+    whole = encode_longer(tokenizer, beginning, after)
 
     shared = shared_length(prompt, whole)
     only_in_prompt = decode(tokenizer, prompt[shared:])
@@ -287,12 +325,23 @@ def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> Prefer
         tools: see `templates.render`.
     """
     if isinstance(prompt, str):
-        prompt_ids, chosen_ids = encode(tokenizer, [prompt, chosen], plain=True)
-        _, rejected_ids = encode(tokenizer, [prompt, rejected], plain=True)
+        beginning = encode_beginning(tokenizer, prompt)
+        (prompt_ids, chosen_ids), (_, rejected_ids) = (
+            encode(tokenizer, [prompt, answer], plain=True, beginning=beginning)
+            for answer in (chosen, rejected)
+        )
         return Preference(prompt_ids, chosen_ids, rejected_ids, [])
 
+    beginning = encode_prompt(tokenizer, prompt, tools)
     answers = [
-        encode_turn(tokenizer, prompt + answer, len(prompt), len(prompt) + len(answer), tools)
+        encode_turn(
+            tokenizer,
+            messages=prompt + answer,
+            start=len(prompt),
+            end=len(prompt) + len(answer),
+            tools=tools,
+            beginning=beginning,
+        )
         for answer in (chosen, rejected)
     ]
     context = min((answer.context for answer in answers), key=len)

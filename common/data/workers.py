@@ -1,0 +1,112 @@
+"""Shares out the conversion of a large data set among several processes, and keeps the order."""
+
+import collections
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
+# A process needs several seconds to import what the recipe imports, as long as it takes to tokenise
+# about this many rows.
+ROWS_PER_WORKER = 10_000
+# One process writes what all others return: about thirty times as fast as one of them tokenises.
+MOST_WORKERS = 32
+# Spans that wait for each worker, so that none is idle while the others are written.
+SPANS_AHEAD = 2
+
+# The function of a worker; see `begin`.
+work: Callable[[range], Any]
+
+
+def number_for(rows: int, function: Callable[[range], Any]) -> int:
+    """Returns how many processes are worth their start for a data set of so many rows.
+
+    One process of each machine tokenises. It takes its share of the cores that it may use, because
+    the processes that wait for it may use theirs.
+
+    Args:
+        function: what the processes shall call. One that cannot be sent to them is called here.
+    """
+    cores = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    number = min(cores, rows // ROWS_PER_WORKER, MOST_WORKERS)
+    return number if number > 1 and can_be_sent(function) else 1
+
+
+def can_be_sent(function: Callable[[range], Any]) -> bool:
+    """Whether another process can get a function: it finds code by its module and its name.
+
+    It finds neither a function within a function, nor what was typed into a notebook.
+    """
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return hasattr(sys.modules["__main__"], "__file__")
+
+
+def available_cores() -> int:
+    """Returns the number of cores that this process may use, where the system tells it."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def each(function: Callable[[range], Any], spans: list[range], processes: int) -> Iterator[Any]:
+    """Yields `function(span)` of every span of rows, in their order.
+
+    Args:
+        function: for several processes one that `can_be_sent`.
+        processes: 1 calls the function here.
+
+    Raises:
+        BrokenProcessPool: a process died, such as for lack of memory.
+        BaseException: what the function raises, that of the first span that raises.
+    """
+    if processes == 1:
+        yield from map(function, spans)
+        return
+    # Not forked: a fork within the threads of this process can hang.
+    executor = ProcessPoolExecutor(
+        max_workers=processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=begin,
+        initargs=(function,),
+    )
+    waiting: collections.deque[Future] = collections.deque()
+    try:
+        for span in spans:
+            waiting.append(executor.submit(do, span))
+            if len(waiting) > SPANS_AHEAD * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+# ============================================================ within a worker
+def begin(function: Callable[[range], Any]) -> None:
+    """Prepares a worker, which then calls this function for one span after another."""
+    global work
+    work = function
+    # Ctrl-C reaches the workers, too. Their parent ends them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The tokenizer's own threads would compete with the other workers.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """Ends this worker when its parent has died without a word, such as by SIGKILL."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def do(span: range) -> Any:
+    """Calls the worker's function."""
+    return work(span)
