@@ -158,6 +158,7 @@ def bare_accelerator(steps: int):
             seed=0,
             resume="never",
             output_dir=f"{folder}/out",
+            report_to=["none"],
         )
         accelerator = launch.make_accelerator(args, "bare")
         accelerator.wait_for_everyone()

@@ -29,7 +29,11 @@ ROWS, LENGTH, MICRO = (
     8,
 )  # sequences of a window, their tokens, sequences of a micro-batch
 LIVE = SUB_GROUP = 10**9  # DeepSpeed's defaults, in elements, as is
-BUCKET = 500_000_000
+BUCKET = 500_000_000  # DeepSpeed's default, which ZeRO-3 keeps
+OWN_BUCKETS = (
+    200_000_000,
+    2,
+)  # of ds_zero1.json and ds_zero2.json: one is filled while the other is reduced
 # Of Qwen2.5-0.5B, Llama-3.2-3B, Llama-3.1-8B and -70B: parameters, hidden size, that of keys and of values, inner size of the MLP,
 # layers, and how many numbers the embeddings have, tied ones once.
 SHAPES = {
@@ -40,8 +44,8 @@ SHAPES = {
 }
 LAUNCHES = {
     "DDP": lambda n: Setup("ddp" if n > 1 else "plain", "bf16", n),
-    "ZeRO-1": lambda n: Setup("zero", "bf16", n, 1, BUCKET),
-    "ZeRO-2": lambda n: Setup("zero", "bf16", n, 2, BUCKET),
+    "ZeRO-1": lambda n: Setup("zero", "bf16", n, 1, *OWN_BUCKETS),
+    "ZeRO-2": lambda n: Setup("zero", "bf16", n, 2, *OWN_BUCKETS),
     "ZeRO-3": lambda n: Setup("zero", "bf16", n, 3, BUCKET, 1, LIVE, SUB_GROUP),
     "FSDP2": lambda n: Setup("fsdp2", "bf16", n),
 }
