@@ -26,11 +26,19 @@ from collections.abc import Iterator
 from ctypes import CDLL, Structure, c_size_t
 from pathlib import Path
 
+import torch
 import yaml
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig
 
-from common.memory import MOMENTS, count_adapter, count_parameters, read_setup, table
+from common.memory import (
+    MOMENTS,
+    count_adapter,
+    count_parameters,
+    count_rounded,
+    read_setup,
+    table,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = [
@@ -167,7 +175,6 @@ def bare_accelerator(steps: int):
 
 def worker(layers: int, frozen_models: int, steps: int, lora_r: int = 0) -> None:
     """Runs two updates and prints the table of rank 0 as a line of JSON."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     from common import optim
@@ -332,9 +339,11 @@ def estimated(
     parameters, unit, _ = count_parameters(str(folder))
     adapter = count_adapter(str(folder), lora_r)[0] if lora_r else 0
     setup = read_setup(config, processes)._replace(accumulates=steps > 1)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = (parameters, unit, 1, frozen, adapter, 0, count_rounded(str(folder), device_type))
     result = {moment: dict.fromkeys(STATES, 0.0) for moment in MOMENTS}
-    for _where, name, _formula, *sizes in table(setup, parameters, unit, 1, frozen, adapter):
-        for moment, size in zip(MOMENTS, sizes):
+    for _where, name, _formula, *taken in table(setup, *sizes):
+        for moment, size in zip(MOMENTS, taken):
             # The half copies of autocast live in C++, and stand under `other`.
             state = next(
                 (

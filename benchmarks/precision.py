@@ -32,7 +32,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common import ASSETS, REPOSITORY
-from common.memory import GIB, count_parameters, read_setup, table
+from common.memory import GIB, count_parameters, count_rounded, read_setup, table
 
 OOM = "out of memory"
 OOM_SIGNS = (
@@ -285,7 +285,12 @@ def states_gib(precision: str, folder: Path, recipe: str) -> tuple[dict[str, flo
     parameters, unit, _ = count_parameters(str(folder))
     result, step = dict.fromkeys([*STATES, "copies"], 0.0), 0.0
     for _where, name, _formula, forward, _backward, in_step in table(
-        setup, parameters, unit, 1, int(recipe == "dpo")
+        setup,
+        parameters,
+        unit,
+        trained=1,
+        frozen=int(recipe == "dpo"),
+        rounded=count_rounded(str(folder)),
     ):
         if name != "sum":
             result[next((state for state in STATES if state in name), "copies")] += forward / GIB

@@ -89,6 +89,7 @@ def states_gib(
     frozen: int = 0,
     adapter: int = 0,
     packed: int = 0,
+    rounded: int = 0,
 ) -> float:
     """The most that the states take on a GPU at any of common.memory's three moments."""
     rows = table(
@@ -99,8 +100,16 @@ def states_gib(
         frozen,
         adapter,
         packed,
+        rounded,
     )
     return max(next(row[3:] for row in rows if row[:2] == ("GPU", "sum"))) / GIB
+
+
+def rounded_share(name: str) -> float:
+    """The share of a frozen model that autocast lets be held in half precision: all but the input embeddings (and norms)."""
+    parameters, hidden, *_ = SHAPES[name]
+    vocabulary = 151936 if name == "0.5 B" else 128256
+    return 1 - vocabulary * hidden / parameters
 
 
 def decode_seconds(parameters: float, cache: float, rows: int, tokens: int, prompt: int) -> float:
@@ -170,10 +179,11 @@ def main() -> None:
 
     print("\n| model | launch | 1 GPU | 8 GPUs | 64 GPUs |\n|" + " --- |" * 5)
     for name, parameters in {"0.5 B": 0.5e9, "3 B": 3e9, "8 B": 8e9, "70 B": 70e9}.items():
+        rounded = int(rounded_share(name) * parameters)
         for launch in LAUNCHES:
             sizes = [
                 [
-                    states_gib(launch, parameters, n, True, *models)
+                    states_gib(launch, parameters, n, True, *models, rounded=rounded)
                     for models in ((1, 0), (1, 1), (2, 2))
                 ]
                 for n in (1, 8, 64)
@@ -191,10 +201,11 @@ def main() -> None:
     for name, (parameters, hidden, kv, inner, layers, embeddings) in SHAPES.items():
         adapter = 16 * layers * (4 * hidden + 2 * (hidden + kv) + 3 * (hidden + inner))
         packed = int(parameters - embeddings)
+        rounded = int(rounded_share(name) * parameters)
         ways = (("DDP", 1, 0), ("DDP", 1, packed), ("ZeRO-2", 1, 0), ("ZeRO-3", 8, 0))
         cells = [
             " / ".join(
-                f"{states_gib(launch, parameters, n, True, *models, adapter, in_4bit):,.0f}"
+                f"{states_gib(launch, parameters, n, True, *models, adapter, in_4bit, rounded):,.0f}"
                 for models in ((1, 0), (2, 1))
             )
             for launch, n, in_4bit in ways

@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common import REPOSITORY, show_any_text
-from common.models import lora
+from common.models import lora, rounding
+from common.models.logprobs import LogProbModel
 from common.zero import read_json
 
 GIB = 2**30
@@ -298,7 +299,8 @@ def fsdp2_states(setup: Setup, unit: int) -> tuple[list[State], State]:
             fixed=unit,
         ),
     ]
-    return trained, weights
+    # It rounds all weights when it gathers them, so frozen ones are held rounded.
+    return trained, weights._replace(size=2 if setup.is_half else 4)
 
 
 def zero_states(setup: Setup) -> tuple[list[State], State]:
@@ -457,6 +459,17 @@ def count_adapter(name: str, rank: int) -> tuple[int, int]:
     return rank * sizes, sum(layer.weight.numel() for layer in linear)
 
 
+def count_rounded(name: str, device_type: str = "cuda") -> int:
+    """Counts the parameters that a frozen model holds in half precision where autocast is used.
+
+    Args:
+        device_type: see `rounding.rounded_by_autocast`.
+    """
+    wrapper = LogProbModel(build(name))
+    rounded = rounding.rounded_by_autocast(wrapper, device_type)
+    return count(wrapper.get_parameter(path) for path in rounded)
+
+
 def count(parameters: Iterable[nn.Parameter]) -> int:
     """Counts the numbers that the parameters hold."""
     return sum(p.numel() for p in parameters)
@@ -473,6 +486,7 @@ def table(
     frozen: int = 0,
     adapter: int = 0,
     packed: int = 0,
+    rounded: int = 0,
 ) -> list[Row]:
     """Returns what one process holds: the states on its GPU and their sum, then those on its CPU.
 
@@ -487,25 +501,30 @@ def table(
         adapter: parameters of the adapter of each trained model, whose own weights are frozen then.
             0: there is none.
         packed: of the frozen weights below an adapter, those of 4 bits.
+        rounded: see `count_rounded`. Where there is no autocast this means nothing.
     """
     trained_states, frozen_state = states(setup, unit)
+    if setup.kind not in ("plain", "ddp") or not setup.is_half:
+        rounded = 0
+    rounded_of_base = 0 if packed else rounded  # a model of 4 bits has its other weights in fp32
     # The number of models, a state of each, and how many parameters of each have it.
     entries = []
     if adapter:
         base = frozen_state._replace(name="weights of the base")
-        entries.append((trained, base, parameters - packed))
+        entries += frozen_entries(trained, base, parameters - packed, rounded_of_base)
     if packed:
         in_4bit = frozen_state._replace(name="weights of the base, 4 bits", size=PACKED_SIZE)
         entries.append((trained, in_4bit, packed))
     for state in trained_states:
         elements = adapter or parameters
         if adapter and state.of_base:
-            elements += parameters - packed
+            elements += parameters - packed - rounded_of_base
         if adapter and state.name == "weights":
             state = state._replace(name="weights of the adapters")
         entries.append((trained, state, elements))
     if frozen:
-        entries.append((frozen, frozen_state._replace(name="frozen weights"), parameters))
+        state = frozen_state._replace(name="frozen weights")
+        entries += frozen_entries(frozen, state, parameters, rounded)
     rows = []
     for place in ("GPU", "CPU"):
         here = []
@@ -518,6 +537,16 @@ def table(
             sums = [sum(sizes) for sizes in zip(*(row[3:] for row in here))]
             rows += [*here, Row(place, "sum", "", *sums)]
     return rows
+
+
+def frozen_entries(
+    models: int, state: State, elements: int, rounded: int
+) -> list[tuple[int, State, int]]:
+    """Returns the entries of frozen weights in `table`, with those that are rounded apart."""
+    if not rounded:
+        return [(models, state, elements)]
+    half = state._replace(name=f"{state.name}, half", size=2)
+    return [(models, state, elements - rounded), (models, half, rounded)]
 
 
 def print_table(rows: list[Row]) -> None:
@@ -578,13 +607,15 @@ def main() -> None:
         hidden_size = AutoConfig.from_pretrained(args.model).hidden_size
         setup = setup._replace(bucket=hidden_size**2)
 
-    adapter = packed = 0
+    adapter = packed = rounded = 0
     if args.lora_r > 0:
         adapter, packed = count_adapter(args.model, args.lora_r)
     if not args.load_in_4bit:
         packed = 0
     elif not adapter or setup.kind not in ("plain", "ddp"):
         sys.exit("--load_in_4bit: expected --lora_r, and a config of one process or DDP")
+    if setup.is_half and setup.kind in ("plain", "ddp") and (adapter or args.frozen):
+        rounded = count_rounded(args.model)
     names = {
         "plain": "one process",
         "ddp": "DDP",
@@ -603,7 +634,7 @@ def main() -> None:
     if adapter:
         print(f"adapters of rank {args.lora_r}: {adapter:,} parameters for each trained model")
     print()
-    print_table(table(setup, parameters, unit, args.trained, args.frozen, adapter, packed))
+    print_table(table(setup, parameters, unit, args.trained, args.frozen, adapter, packed, rounded))
     print(f"\n{OMITTED}")
 
 

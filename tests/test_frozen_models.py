@@ -10,9 +10,13 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
+from architectures import build, config_of
 from common import checkpoint, engine
-from common.models import load, prepare
+from common.models import load, lora, packing, prepare, rounding
+from common.models.logprobs import LogProbModel, ScoreModel
+from common.rollout import sizes
 from runs import (
     LAUNCHERS,
     config_launcher,
@@ -42,6 +46,94 @@ def test_a_frozen_model_drops_nothing_out_and_learns_nothing(accelerator):
     frozen = prepare.frozen(accelerator, model)
     assert not any(module.training for module in frozen.modules())
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
+
+
+LINEAR = {f"self_attn.{name}_proj" for name in "qkvo"} | {
+    f"mlp.{name}_proj" for name in ("gate", "up", "down")
+}
+
+
+def bf16(device="cpu", is_fsdp2=False, precision="bf16", stage=None):
+    plugin = stage and types.SimpleNamespace(
+        deepspeed_config={"zero_optimization": {"stage": stage}}
+    )
+    return types.SimpleNamespace(
+        mixed_precision=precision,
+        device=torch.device(device),
+        is_fsdp2=is_fsdp2,
+        state=types.SimpleNamespace(deepspeed_plugin=plugin),
+    )
+
+
+def in_half(model) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+
+
+def linear_weights(prefix="", suffix=".weight") -> set[str]:
+    return {f"{prefix}layers.{layer}.{name}{suffix}" for layer in range(2) for name in LINEAR}
+
+
+def test_a_frozen_model_holds_half_weights_where_autocast_rounds_them_anyway():
+    """Two bytes less for each weight of a linear layer; on a GPU for the output layer's, too, if it is not the embeddings'."""
+
+    def rounded(name, accelerator):
+        model = LogProbModel(build(name)).requires_grad_(False)
+        rounding.round_frozen(accelerator, model)
+        return in_half(model)
+
+    linear = linear_weights("model.model.")
+    assert rounded("llama", bf16()) == linear
+    assert rounded("llama", bf16("cuda")) == linear | {"model.lm_head.weight"}
+    assert rounded("llama tied", bf16("cuda")) == linear
+    assert rounded("llama", bf16(precision="no")) == set()
+    assert rounded("llama", bf16(stage=2)) == set()  # `prepare.frozen` rounds the whole model
+    everything = {name for name, _ in LogProbModel(build("llama")).named_parameters()}
+    assert rounded("llama", bf16(is_fsdp2=True)) == everything
+
+
+def test_a_reward_model_keeps_its_score_head_in_fp32():
+    config = config_of("llama", num_labels=1)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    scorer = ScoreModel(model).eval().requires_grad_(False)
+    inputs = packing.make_batch([[5, 6]], [[7, 8, 9]], False, "cpu")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        before = scorer(inputs)
+        rounding.round_frozen(bf16("cuda"), scorer)
+        assert torch.equal(scorer(inputs), before)
+    assert in_half(scorer) == linear_weights("model.model.")
+    assert sizes.bytes_of_frozen(scorer) == sum(
+        p.numel() * (2 if "_proj" in name else 4) for name, p in scorer.named_parameters()
+    )
+
+
+def test_the_base_below_adapters_is_held_in_half():
+    """Outputs and gradients of the adapters are the same, bit for bit; the adapters stay in fp32."""
+    policy = LogProbModel(build("llama"))
+    settings = types.SimpleNamespace(
+        lora_r=4, lora_alpha=8.0, lora_dropout=0.0, lora_target_modules=["all-linear"]
+    )
+    accelerator = bf16()
+    accelerator.print = lambda text: None
+    lora.add_adapters(accelerator, policy, settings)
+    inputs = packing.make_batch([[5, 6]], [[7, 8, 9]], False, "cpu")
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:  # it starts at zero, and A would get no gradient
+            torch.nn.init.normal_(parameter)
+
+    def learn() -> list[torch.Tensor]:
+        policy.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            logps = policy(inputs)["logps"]
+        logps.sum().backward()
+        return [logps, *(p.grad for p in policy.parameters() if p.requires_grad)]
+
+    before = [value.clone() for value in learn()]
+    rounding.round_frozen(accelerator, policy)
+    after = learn()
+    assert len(before) == 1 + 2 * 7 * 2
+    assert all(map(torch.equal, before, after))
+    assert in_half(policy) == linear_weights("model.model.", ".base_layer.weight")
 
 
 def test_a_fingerprint_is_that_of_the_content(inputs, tmp_path):

@@ -13,6 +13,7 @@ from common.memory import (
     Setup,
     count_adapter,
     count_parameters,
+    count_rounded,
     main,
     read_setup,
     table,
@@ -75,7 +76,14 @@ def sums(setup: Setup, unit: int = 0, **models) -> dict[str, tuple]:
         (Setup("plain", "bf16", 1), {"frozen": 2}, (26, 24, 24)),
         (Setup("ddp", "bf16", 4), {"trained": 2, "frozen": 1}, (48, 44, 44)),
         (Setup("fsdp2", "bf16", 4), {}, (4 + 4 - 1, 4, 4)),
-        (Setup("fsdp2", "bf16", 4), {"frozen": 2}, (7 + 2, 6, 6)),
+        (Setup("fsdp2", "bf16", 4), {"frozen": 2}, (7 + 1, 5, 5)),
+        (Setup("plain", "bf16", 1), {"frozen": 2, "rounded": PARAMETERS // 2}, (24, 22, 22)),
+        (Setup("plain", "no", 1), {"frozen": 1, "rounded": PARAMETERS // 2}, (20, 20, 20)),
+        (
+            Setup("zero", "bf16", 4, 2),
+            {"frozen": 1, "rounded": PARAMETERS // 2},
+            (2 + 3.5 + 2, 2 + 4 + 2, 2 + 3 + 1.5 + 2),
+        ),
         (Setup("zero", "bf16", 4, 1), {}, (2 + 2 + 3, 2 + 3.5, 2 + 3 + 1.5)),
         (Setup("zero", "fp16", 4, 2), {}, (2 + 3.5, 2 + 4, 2 + 3 + 1.5)),
         (
@@ -105,6 +113,9 @@ def test_adapters_and_a_base_of_4_bits_by_hand(tmp_path):
     # Under autocast each frozen weight is kept as a half copy for the backward pass, too.
     autocast = sums(Setup("plain", "bf16", 1), adapter=few)["GPU"]
     assert autocast == pytest.approx([4 + 0.16 + 2.02, 4 + 0.16, 4 + 0.16])
+    # Of those that are held in half there is no copy.
+    in_half = sums(Setup("plain", "bf16", 1), adapter=few, rounded=3 * PARAMETERS // 4)["GPU"]
+    assert in_half == pytest.approx([2.5 + 0.16 + 0.52, 2.5 + 0.16, 2.5 + 0.16])
     zero3 = Setup("zero", "bf16", 4, 3, live=10**9, sub_group=10**9)
     assert sums(zero3, adapter=few)["GPU"] == pytest.approx(
         (0.5 + 0.04 + 2.02, 0.5 + 0.04, 0.5 + 0.05)
@@ -215,6 +226,21 @@ def test_parameters_are_counted_without_weights(tmp_path):
         )
     LlamaConfig(**{**sizes, "vocab_size": 10}).save_pretrained(tmp_path)
     assert count_parameters(str(tmp_path))[1] == layer
+
+
+def test_what_autocast_rounds_is_counted_without_weights(tmp_path):
+    """All linear layers, on a GPU the output layer, too; not embeddings and norms."""
+    sizes = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=3, vocab_size=100)
+    layers = 3 * (4 * 8 * 8 + 3 * 8 * 16)
+    for tied in (True, False):
+        LlamaConfig(
+            **sizes,
+            num_attention_heads=2,
+            tie_word_embeddings=tied,
+            architectures=["LlamaForCausalLM"],
+        ).save_pretrained(tmp_path)
+        assert count_rounded(str(tmp_path), "cpu") == layers
+        assert count_rounded(str(tmp_path)) == layers + (0 if tied else 800)
 
 
 def test_the_printed_table(monkeypatch, capsys):

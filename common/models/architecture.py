@@ -49,25 +49,27 @@ def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
     Args:
         inputs: of `packing.make_batch`.
     """
-    with no_search_for_packed_rows():
+    with no_searches():
         output = backbone_of(model)(**inputs, use_cache=False)
     return output.last_hidden_state.flatten(0, 1)
 
 
 @contextlib.contextmanager
-def no_search_for_packed_rows():
-    """Keeps `transformers` from looking, inside the block, for rows that hold several sequences.
+def no_searches():
+    """Keeps `transformers` from looking at the values of rows without a mask, inside the block.
 
-    It looks at the positions of a row without a mask, and the host would wait for a GPU to answer.
-    Our rows of several sequences always have a mask.
+    It looks at positions, for rows that hold several sequences, and some architectures look for
+    padding, to warn. The host would wait for a GPU to answer. Our rows of several sequences always
+    have a mask, and what is padded needs none.
     """
     searches = [
         (masking_utils, "find_packed_sequence_indices"),
         (modeling_flash_attention_utils, "_is_packed_sequence"),
+        (PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
     ]
     originals = [getattr(module, name) for module, name in searches]
     for module, name in searches:
-        setattr(module, name, lambda *positions: None)  # nothing was found
+        setattr(module, name, lambda *values: None)  # nothing was found
     try:
         yield
     finally:
@@ -234,8 +236,26 @@ def without_gradient(wrapper: nn.Module, length: int) -> set[str]:
     no memory is taken, and all processes find the same under every engine. An architecture whose
     path depends on values cannot be followed like this. For it the set is empty.
     """
+    with without_values(wrapper, length) as (parameters, forward), torch.enable_grad():
+        try:
+            output = forward()
+            results = output.values() if isinstance(output, dict) else [output]
+            sum(result.sum() for result in results).backward()
+        except Exception:  # whatever an architecture may do with values
+            return set()
+    return {name for name, parameter in parameters.items() if parameter.grad is None}
+
+
+@contextlib.contextmanager
+def without_values(wrapper: nn.Module, length: int):
+    """Gives parameters that have shapes but no values, and a forward pass with them.
+
+    Yields:
+        The parameters by name, and a function without arguments that reads a row of `length` tokens
+        and returns the wrapper's output. It fails where an architecture's path depends on values.
+    """
     batch = packing.make_batch([[0]], [[0] * max(1, length - 1)], False, "cpu")
-    with plain_experts(wrapper), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with plain_experts(wrapper), FakeTensorMode(allow_non_fake_inputs=True):
         parameters = {}
         for name, parameter in wrapper.named_parameters():
             shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
@@ -245,13 +265,10 @@ def without_gradient(wrapper: nn.Module, length: int) -> set[str]:
             name: torch.empty(buffer.shape, dtype=buffer.dtype)
             for name, buffer in wrapper.named_buffers()
         }
-        try:
-            output = torch.func.functional_call(wrapper, {**parameters, **buffers}, (batch,))
-            results = output.values() if isinstance(output, dict) else [output]
-            sum(result.sum() for result in results).backward()
-        except Exception:  # whatever an architecture may do with values
-            return set()
-    return {name for name, parameter in parameters.items() if parameter.grad is None}
+        yield (
+            parameters,
+            lambda: torch.func.functional_call(wrapper, {**parameters, **buffers}, (batch,)),
+        )
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from common import engine, guards, zero
-from common.models import architecture
+from common.models import architecture, lora, rounding
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -67,6 +67,8 @@ def for_training(
         guards.watch_overflow(model)
     if may_skip_modules(model):
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    if lora.has_adapter(model):  # the base below adapters is in no saved actor
+        rounding.round_frozen(accelerator, model)
     with exact_buffers(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)
     if not zero.stage(accelerator):
@@ -103,9 +105,11 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
     """Prepares a model that is only read, such as a reference or a reward model.
 
     It is on the device, in evaluation mode and in the precision of the trained model. Under ZeRO-3
-    and FSDP2 it is sharded like the trained model, not replicated.
+    and FSDP2 it is sharded like the trained model, not replicated. See `rounding.round_frozen` for
+    what it holds in half precision.
     """
     model.eval().requires_grad_(False)
+    rounding.round_frozen(accelerator, model)
     if accelerator.is_fsdp2:
         return fsdp2_prepare_model(accelerator, model)
     stage = zero.stage(accelerator)

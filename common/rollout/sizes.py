@@ -13,7 +13,6 @@ from common.models.logprobs import CHUNK_ELEMENTS
 # What a trained parameter takes at most, in bytes: weights 4, gradients 4, Adam's moments 8, and 4
 # for a second copy of the weights or the gradients, which some engines hold.
 BYTES_PER_TRAINED = 20
-BYTES_PER_FROZEN = 4
 # The part of the memory that is planned with. A machine's memory is used by other programs, too.
 SHARE_OF_GPU = 0.8
 SHARE_OF_MACHINE = 0.5
@@ -86,7 +85,7 @@ def bytes_of_frozen(model: torch.nn.Module) -> int:
         if hasattr(parameter, "quant_state"):
             total += parameter.numel() * parameter.element_size()
         elif not parameter.requires_grad:
-            total += BYTES_PER_FROZEN * engine.size_of(parameter)
+            total += parameter.element_size() * engine.size_of(parameter)
     return total
 
 
