@@ -290,7 +290,9 @@ class ActorCritic(LogProbModel):
     def __init__(self, policy_model, critic):
         super().__init__(policy_model)
         self.critic = ScoreModel(critic)
-        self._no_split_modules = sorted({*self._no_split_modules, *self.critic._no_split_modules})
+        # FSDP2 gathers the critic by itself, so that it stays in shards while the actor generates.
+        units = {*self._no_split_modules, *self.critic._no_split_modules, "ScoreModel"}
+        self._no_split_modules = sorted(units)
 
     def forward(
         self,

@@ -5,6 +5,7 @@ import types
 import psutil
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
@@ -35,16 +36,26 @@ def test_the_bytes_of_a_response(config, cached, inner):
     assert sizes.bytes_to_score(config, 100, 40, 4, 2) == layer * 100 + 220**2 // 4
 
 
-def fill(args: dict, processes: int = 1, trained: int = 0, frozen: int = 0, others: tuple = ()):
+def fill(
+    args: dict,
+    processes: int = 1,
+    trained: int = 0,
+    frozen: int = 0,
+    critic: int = 0,
+    precision: str = "no",
+    kind: str | None = None,
+):
     """Fills in the sizes of a made-up run; returns its arguments and what it printed."""
     printed = []
     accelerator = types.SimpleNamespace(
-        mixed_precision="no", device=torch.device("cpu"), num_processes=processes,
-        distributed_type=None, print=printed.append,
+        mixed_precision=precision, device=torch.device("cpu"), num_processes=processes,
+        distributed_type=kind, print=printed.append,
     )  # fmt: skip
     settings = dict(generate_batch_size=0, score_batch_size=0, max_length=100, max_new_tokens=40)
     args = types.SimpleNamespace(**{**settings, "n_samples_per_prompt": 1, **args})
-    model = nn.Linear(trained or 1, 1, bias=False)
+    model = nn.Module()
+    model.model = nn.Linear(trained or 1, 1, bias=False)
+    model.critic = nn.Linear(critic, 1, bias=False)
     model.config = LLAMA
     sizes.fill_in(accelerator, args, model, [None, nn.Linear(frozen or 1, 1, bias=False)])
     return args, printed
@@ -67,6 +78,16 @@ def test_sizes_follow_from_the_memory_of_the_machine_and_the_models(monkeypatch)
     # Processes of one machine share its memory.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert fill({})[0].generate_batch_size < 0.51 * args.generate_batch_size
+
+
+def test_of_the_trained_models_the_actor_alone_is_gathered_to_generate(monkeypatch):
+    """Beside the shards of both; in half precision two bytes a parameter."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(total=16 * GIB))
+    both = dict(trained=200_000_000, critic=300_000_000, processes=4)
+    for precision, element in (("no", 4), ("bf16", 2)):
+        args, _ = fill({}, precision=precision, kind=DistributedType.FSDP, **both)
+        left = 8 * GIB - 20 * 500_000_000 / 4 - element * 200_000_000 - 4
+        assert args.generate_batch_size == int(left / sizes.bytes_to_generate(LLAMA, 100, element))
 
 
 def test_the_smallest_number_of_all_processes_is_taken(monkeypatch):

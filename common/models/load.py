@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -18,6 +20,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
 )
+from transformers.integrations import is_fsdp_enabled
 
 from common import cpu, distributed, folders, hub, zero
 from common.data import templates, tokens
@@ -227,7 +230,8 @@ def load(
         # Weights are packed on the device that computes with them.
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         settings |= {"quantization_config": quantization, "device_map": {"": device}}
-    model, info = from_pretrained(
+    read = read_on_main_process if is_fsdp_enabled() else from_pretrained
+    model, info = read(
         auto_class,
         kind,
         name,
@@ -299,6 +303,33 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
         first_line = str(error).strip().splitlines()[0]
         sys.exit(f"no {kind} could be loaded from {name!r}: {first_line} {expected}")
+
+
+def read_on_main_process(auto_class, kind: str, name: str, **settings) -> tuple:
+    """Does what `from_pretrained` does, and reads the weights on the main process alone.
+
+    The parameters and buffers of the other processes have shapes but no memory, until
+    `prepare.shared_weights` gives them their values. accelerate's setting alone would not save any
+    memory of the host: transformers 5.23 reads the weights on every process. All processes must
+    call it.
+
+    Returns:
+        The model, and what the main process was told about its weights.
+    """
+    state = PartialState()
+    read = functools.partial(from_pretrained, auto_class, kind, name, **settings)
+    found = distributed.all_or_none(state, state.is_main_process, read)
+    known = None
+    if state.is_main_process:
+        model, info = found
+        known = (model.config, getattr(model, "generation_config", None), info)
+    config, generation_config, info = broadcast_object_list([known])[0]
+    if not state.is_main_process:
+        with torch.device("meta"):
+            model = auto_class.from_config(config, dtype=settings["dtype"]).eval()
+        if generation_config is not None:
+            model.generation_config = generation_config
+    return model, info
 
 
 def draw_score_head(model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 
 import torch
 from accelerate import DistributedDataParallelKwargs
@@ -69,7 +70,7 @@ def for_training(
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     if lora.has_adapter(model):  # the base below adapters is in no saved actor
         rounding.round_frozen(accelerator, model)
-    with exact_buffers(accelerator, model):
+    with exact_buffers(accelerator, model), shared_weights(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)
     if not zero.stage(accelerator):
         engine.innermost_optimizer(optimizer).register_step_pre_hook(fill_in_gradients)
@@ -111,7 +112,10 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
     model.eval().requires_grad_(False)
     rounding.round_frozen(accelerator, model)
     if accelerator.is_fsdp2:
-        return fsdp2_prepare_model(accelerator, model)
+        # accelerate would look for the trained model's kinds of layers in this one.
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = model._no_split_modules
+        with shared_weights(accelerator, model):
+            return fsdp2_prepare_model(accelerator, model)
     stage = zero.stage(accelerator)
     if not stage:
         # Under autocast, like the trained model.
@@ -121,6 +125,47 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
             return zero.shard_frozen(accelerator, model)
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
         return model.to(accelerator.device, half)  # None: it stays in fp32, as it was loaded
+
+
+@contextlib.contextmanager
+def shared_weights(accelerator, model: nn.Module):
+    """Lets accelerate cut the main process's weights for all, when it prepares the model inside.
+
+    That is what it does under FSDP2 with `fsdp_cpu_ram_efficient_loading`, but for three things: it
+    has no place for buffers that are saved, it does not send buffers, and it finds the optimizer's
+    parameters by their addresses, which parameters without memory do not have.
+
+    Args:
+        model: on the other processes without values, see `load.read_on_main_process`.
+    """
+    if not (accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading):
+        yield
+        return
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            parameter.data_ptr = functools.partial(id, parameter)
+    saved = []  # the modules with buffers that are saved, and which these are
+    for module in model.modules():
+        names = set(module._buffers) - module._non_persistent_buffers_set
+        for name in module._buffers:
+            buffer = module._buffers[name]
+            if buffer is not None:
+                module._buffers[name] = sent_by_main_process(accelerator, buffer)
+        module._non_persistent_buffers_set |= names
+        saved.append((module, names))
+    yield
+    for module, names in saved:
+        module._non_persistent_buffers_set -= names
+
+
+def sent_by_main_process(accelerator, buffer: torch.Tensor) -> torch.Tensor:
+    """Returns the values that a buffer has on the main process, on the device."""
+    if accelerator.is_main_process:
+        values = buffer.to(accelerator.device).contiguous()
+    else:
+        values = torch.empty(buffer.shape, dtype=buffer.dtype, device=accelerator.device)
+    torch.distributed.broadcast(values, src=0)
+    return values
 
 
 @contextlib.contextmanager

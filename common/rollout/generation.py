@@ -307,17 +307,21 @@ def ready_to_generate(accelerator, prepared, model):
         if zero.stage(accelerator) == 3:
             undo.enter_context(zero.gathered_for_generation(prepared, model))
         elif accelerator.is_fsdp2:
-            undo.enter_context(unsharded(prepared))
+            undo.enter_context(unsharded(prepared, model))
         yield
 
 
 @contextlib.contextmanager
-def unsharded(prepared):
-    """Unshards the weights, and keeps a forward pass from sharding them again."""
+def unsharded(prepared, model):
+    """Unshards the weights of `model`, and keeps a forward pass from sharding them again.
+
+    What else `prepared` holds, such as PPO's critic, stays in shards.
+    """
+    generates = {prepared, *model.modules()}
     prepared.set_reshard_after_forward(False)
     try:
         for module in prepared.modules():
-            if isinstance(module, FSDPModule):
+            if isinstance(module, FSDPModule) and module in generates:
                 module.unshard()
         yield
     finally:

@@ -35,14 +35,15 @@ def fill_in(accelerator, args, trained: torch.nn.Module, frozen: list) -> None:
 
     Args:
         args: the recipe's arguments, in which the two sizes are set.
-        trained: the module with all trained models; its `config` is that of the actor.
+        trained: the module with all trained models. Its `model` is the actor, its `config` the
+            actor's.
         frozen: the prepared models that are only read; None stands for none.
     """
     if args.generate_batch_size and args.score_batch_size:
         return
     element = 4 if accelerator.mixed_precision == "no" else 2
     config = trained.config.get_text_config()
-    memory = memory_for_responses(accelerator, trained, frozen)
+    memory = memory_for_responses(accelerator, trained, frozen, element)
     to_generate = memory / bytes_to_generate(config, args.max_length, element)
     to_score = (memory - BYTES_OF_LOGPROBS) / bytes_to_score(
         config, args.max_length, args.max_new_tokens, args.n_samples_per_prompt, element
@@ -57,8 +58,14 @@ def fill_in(accelerator, args, trained: torch.nn.Module, frozen: list) -> None:
     )
 
 
-def memory_for_responses(accelerator, trained: torch.nn.Module, frozen: list) -> float:
-    """Returns the bytes of this process's device that the models leave, as far as planned with."""
+def memory_for_responses(
+    accelerator, trained: torch.nn.Module, frozen: list, element: int
+) -> float:
+    """Returns the bytes of this process's device that the models leave, as far as planned with.
+
+    Args:
+        element: bytes of a number in the precision of the forward pass.
+    """
     if accelerator.device.type == "cuda":
         total = torch.cuda.get_device_properties(accelerator.device).total_memory
         planned = SHARE_OF_GPU * total
@@ -70,7 +77,8 @@ def memory_for_responses(accelerator, trained: torch.nn.Module, frozen: list) ->
     learning = engine.count_trained_parameters(trained)
     states = (BYTES_PER_TRAINED * learning + bytes_of_frozen(trained)) / shards
     if shards > 1:
-        states += 4 * engine.count_parameters(trained)  # gathered whole to generate
+        # The actor is gathered whole to generate.
+        states += element * engine.count_parameters(trained.model)
     for model in frozen:
         # A reference that is the policy without its adapters is no second copy.
         if model is not None and not isinstance(model, lora.WithoutAdapters):

@@ -1,0 +1,83 @@
+"""Loads and prepares an actor, a critic and a frozen model as the recipes do, and prints what each process holds."""
+
+import argparse
+import json
+import runpy
+import sys
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from common import launch, optim
+from common.models import load, prepare
+from common.models.logprobs import LogProbModel
+from common.rollout import generation
+from runs import recipe
+
+
+def memory(field: str) -> int:
+    """Bytes of this process: `VmRSS`, or `VmHWM`, the most since the last `forget_peak`."""
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith(field)]
+    return 1024 * int(line.split()[1])
+
+
+def forget_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def whole(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All weights, gathered, and all buffers."""
+    values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in values.items()
+    }
+
+
+def is_cut(module: torch.nn.Module) -> list[bool]:
+    return [isinstance(parameter, DTensor) for parameter in module.parameters()]
+
+
+def main(folder: str, output_dir: str) -> None:
+    args = argparse.Namespace(
+        train_batch_size=2, micro_train_batch_size=1, micro_train_tokens=0, max_grad_norm=1.0, seed=5,
+        resume="never", output_dir=output_dir, report_to="none",
+    )  # fmt: skip
+    accelerator = launch.make_accelerator(args, "loading")
+    tokenizer = load.tokenizer_of(folder)
+    ActorCritic = runpy.run_path(str(recipe("ppo")))["ActorCritic"]
+    forget_peak()
+    before = memory("VmRSS")
+    actor = load.causal_lm(folder, tokenizer, None)
+    critic = load.score_model(folder, tokenizer, None, new_head=True)
+    reference = LogProbModel(load.causal_lm(folder, tokenizer, None))
+    loading = memory("VmHWM") - before
+    # What a buffer that is saved would hold, as some architectures have one in each layer.
+    values = torch.full((3,), 1.0 + accelerator.process_index, device=actor.lm_head.weight.device)
+    actor.model.register_buffer("saved", values)
+
+    policy = ActorCritic(actor, critic)
+    optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.1), lr=1e-4)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer)
+    reference = prepare.frozen(accelerator, reference)
+    held = {id(parameter) for parameter in model.parameters()}
+    steps = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    with generation.ready_to_generate(accelerator, model, policy.model):
+        gathered = {"actor": is_cut(policy.model), "critic": is_cut(policy.critic)}
+    found = {
+        "loading": loading,
+        "optimizer": sorted(steps) == sorted(held),
+        "cut while it generates": {name: [any(cut), all(cut)] for name, cut in gathered.items()},
+        "cut": [all(is_cut(policy)), all(is_cut(reference))],
+        "saved buffers": [name for name in policy.state_dict() if name.endswith("saved")],
+    }
+    weights = {"policy": whole(policy), "reference": whole(reference)}
+    torch.save(weights, f"{output_dir}/{accelerator.process_index}.pt")
+    print(f"FOUND {accelerator.process_index} {json.dumps(found)}", flush=True)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+main(*sys.argv[1:])
