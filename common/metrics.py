@@ -167,7 +167,7 @@ class Metrics:
         # Opened by `start`.
         self.board = None
         self.trackers = []
-        self.bar = None
+        self.bar: tqdm | None = None
         self.shown_in_bar: dict[str, float] = {}
         self.start_interval()
 
