@@ -78,7 +78,7 @@ def test_every_import_is_a_declared_dependency():
     assert needed.keys() - always == {"peft"}
     assert "peft" in names_of(EXTRAS["lora"]) & names_of(EXTRAS["qlora"])
     everything = always.union(*map(names_of, EXTRAS.values()))
-    around = imported("tests", "benchmarks", "assets")
+    around = imported("tests", "benchmarks", "assets", "docs")
     assert around.keys() <= everything, around
     # None is declared for nothing, but those that others load: transformers bitsandbytes, torch tensorboard, make ruff.
     loaded_by_others = {"tensorboard", "bitsandbytes", "pytest-timeout", "pytest-xdist", "ruff", "mypy"}  # fmt: skip
