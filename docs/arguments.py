@@ -15,13 +15,14 @@ RECIPES = ("sft", "reward", "dpo", "ppo", "grpo")
 
 HEAD = """# Every argument
 
-Written by `python docs/arguments.py` from the recipes' own `Args`; a test compares them. `python recipes/dpo.py --help`
-prints the same. The pages of the recipes say more about those that matter most: [sft](sft.md), [reward](reward.md),
-[dpo](dpo.md), [ppo](ppo.md), [grpo](grpo.md).
+Written by `python docs/arguments.py` from the recipes' own `Args`; a test compares them. `python
+recipes/dpo.py --help` prints the same. The pages of the recipes say more about those that matter
+most: [sft](sft.md), [reward](reward.md), [dpo](dpo.md), [ppo](ppo.md), [grpo](grpo.md).
 
-A flag that is true or false may stand without a value: `--packing` is `--packing true`. What is true by default is turned
-off by `--no_share_prompts`, or `--share_prompts false`. A YAML file that is given first has the same names without the
-dashes; flags win over it. A default or a meaning that differs between recipes is given for each.
+A flag that is true or false may stand without a value: `--packing` is `--packing true`. What is
+true by default is turned off by `--no_share_prompts`, or `--share_prompts false`. A YAML file
+that is given first has the same names without the dashes; flags win over it. A default or a
+meaning that differs between recipes is given for each.
 """
 
 
