@@ -1,15 +1,15 @@
 # From a fresh clone, each of two commands does all the set-up: `make dpo` runs the demo, `make test` runs the tests.
-# `make test-all` also repeats them on every further engine; `make test-slow` does that alone. `make test-minimum` runs
-# those of $(MINIMUM_TESTS) with the oldest versions that pyproject.toml allows, in an environment of their own.
-# `make sft`, `make reward`, `make ppo` and `make grpo` run the other recipes' demos; `make rlhf` runs the first three
-# and DPO in turn and prints one table. Each first installs into $(VENV). It installs again only when pyproject.toml or constraints.txt change.
+# `make help` lists the others. Each first installs into $(VENV), and again only when pyproject.toml or constraints.txt
+# change.
 #   make dpo ARGS="--beta 0.2"     arguments for the recipe (of `make test` for pytest, of `make mutations` names)
 #   make dpo VENV=/tmp/env         another virtual environment
 #   make dpo PYTHON=python3.12     the interpreter that makes the environment (3.10 or newer)
+#   make dpo CONSTRAINTS=          the newest versions instead of those of constraints.txt
 
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= accelerate_configs/ds_fp16.yaml
+CONSTRAINTS ?= constraints.txt
 ARGS ?=
 TEST_EXTRAS = [test,peers]
 MINIMUM_VENV ?= $(VENV)-minimum
@@ -20,54 +20,73 @@ MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward 
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: sft reward dpo ppo grpo rlhf test test-slow test-all test-minimum mutations lint install install-test
+.PHONY: help sft reward dpo ppo grpo rlhf test test-slow test-all test-minimum mutations lint lock install install-test
 
-sft reward dpo ppo grpo: $(VENV)/installed
+sft reward dpo ppo grpo: $(VENV)/installed  ## the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
 
-rlhf: $(VENV)/installed
+rlhf: $(VENV)/installed  ## the demos of SFT, reward, PPO and DPO in turn, and one table
 	$(VENV)/bin/python benchmarks/rlhf.py $(CONFIG)
 
 # tests/README.md says what is slow: tests that repeat on further engines what `make test` shows.
 PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/installed-test
+test: $(VENV)/installed-test  ## the tests, five minutes on two cores
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/installed-test
+test-slow: $(VENV)/installed-test  ## the same contracts on further engines, and the demos
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: $(VENV)/installed-test
+test-all: $(VENV)/installed-test  ## both
 	$(PYTEST) $(ARGS)
 
-test-minimum: $(MINIMUM_VENV)/installed-minimum
+test-minimum: $(MINIMUM_VENV)/installed-minimum  ## some tests with the oldest versions that pyproject.toml allows
 	$(MINIMUM_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
 		$(MINIMUM_TESTS:%=tests/test_%.py) $(ARGS)
 
-mutations: $(VENV)/installed-test
+mutations: $(VENV)/installed-test  ## tests of the tests: each planted fault must make one fail
 	$(VENV)/bin/python tests/mutations.py $(ARGS)
 
-lint: $(VENV)/installed-test
+lint: $(VENV)/installed-test  ## ruff's rules and format, and mypy on common/
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
 
-install: $(VENV)/installed
+# Each line of constraints.txt is a version, maybe with a marker. --no-config: from the public index alone.
+lock:  ## uv.lock anew, after a change of pyproject.toml or constraints.txt; needs uv
+	sed "/^#/d; s/.*/--upgrade-package '&'/" constraints.txt | xargs uv lock --no-config
 
-install-test: $(VENV)/installed-test
+install: $(VENV)/installed  ## only install
 
-# We test for pip, not for python, because an interrupted `venv` leaves a python without pip. pip would compile on one
-# core; compileall uses all cores. Its errors are ignored, because some packages contain templates that are not valid
-# Python.
-$(VENV)/installed $(VENV)/installed-test: pyproject.toml constraints.txt
-	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.$(if $(findstring test,$(@F)),$(TEST_EXTRAS))'
-	@$(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
-	touch $@
+install-test: $(VENV)/installed-test  ## only install, with what the tests need
+
+help:  ## this list
+	@sed -nE 's/^([a-z -]+):[^#]*## (.*)/\1:\2/p' Makefile | while IFS=: read -r names text; do \
+		printf '  %-28s %s\n' "make $$(echo $$names | sed 's/ /|/g')" "$$text"; done
+
+# One line a step: what pip prints goes to a log, whose end is shown if it fails. We test for pip, not for python, because
+# an interrupted `venv` leaves a python without pip. pip would compile on one core; compileall uses all cores. Its errors
+# are ignored, because some packages contain templates that are not valid Python. The stamp comes last: without it the
+# next call goes on where an interrupted one stood.
+#   $(call environment,FOLDER)   $(call install,FOLDER,FLAGS)
+define environment
+	@test -x $(1)/bin/pip || { echo "making $(1) with $$($(PYTHON) --version)" && $(PYTHON) -m venv $(1); }
+endef
+define install
+	@echo "installing into $(1), which takes some minutes; $(1)/install.log says how far it is"
+	@$(1)/bin/pip install --disable-pip-version-check --no-compile $(2) > $(1)/install.log 2>&1 \
+		|| { tail -n 25 $(1)/install.log; echo "the installation failed: see all of $(1)/install.log"; exit 1; }
+	@echo "compiling what was installed"
+	@$(1)/bin/python -m compileall -qq -j 0 $(1)/lib >> $(1)/install.log 2>&1 || true
+	@touch $@
+endef
+
+$(VENV)/installed $(VENV)/installed-test: pyproject.toml $(CONSTRAINTS)
+	$(call environment,$(VENV))
+	$(call install,$(VENV),$(CONSTRAINTS:%=-c %) -e '.$(if $(findstring test,$(@F)),$(TEST_EXTRAS))')
 
 # `name>=1.2` of pyproject.toml becomes `name==1.2`. What builds this package is not installed by it.
 $(MINIMUM_VENV)/installed-minimum: pyproject.toml
-	test -x $(MINIMUM_VENV)/bin/pip || $(PYTHON) -m venv $(MINIMUM_VENV)
-	sed '/^requires/d' pyproject.toml | grep -oE '"[a-z-]+>=[0-9.]+"' | tr -d '"' | sed 's/>=/==/' > $(MINIMUM_VENV)/minimum.txt
-	$(MINIMUM_VENV)/bin/pip install --disable-pip-version-check --no-compile -c $(MINIMUM_VENV)/minimum.txt -e '.$(TEST_EXTRAS)'
-	@$(MINIMUM_VENV)/bin/python -m compileall -qq -j 0 $(MINIMUM_VENV)/lib || true
-	touch $@
+	$(call environment,$(MINIMUM_VENV))
+	@sed '/^requires/d' pyproject.toml | grep -oE '"[a-z0-9-]+>=[0-9.]+"' | tr -d '"' | sed 's/>=/==/' > $(MINIMUM_VENV)/minimum.txt
+	$(call install,$(MINIMUM_VENV),-c $(MINIMUM_VENV)/minimum.txt -e '.$(TEST_EXTRAS)')

@@ -29,7 +29,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
 
 
-def end_by_interrupt(kind: type, error: BaseException, trace) -> None:
+def end_by_interrupt(kind: type[BaseException], error: BaseException, trace) -> None:
     """Shows an error that nobody caught; of Ctrl-C one line instead of what it interrupted."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)

@@ -290,7 +290,7 @@ def describe_flag(action: argparse.Action) -> None:
     flags = action.option_strings
     action.option_strings = [flag for flag in flags if "-" not in flag.lstrip("-")]
     if action.choices is None:
-        kinds = {int: "N", float: "X", str: "TEXT"}
+        kinds: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
         action.metavar = kinds.get(action.type, "BOOL")
     if action.const is False:  # --no_share_prompts
         action.help = argparse.SUPPRESS

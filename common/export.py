@@ -224,7 +224,7 @@ def convert_engine(source: Path, out: Path) -> None:
         SystemExit: DeepSpeed could not, with the end of what it printed.
     """
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-    command += ["--input_folder", source, "--output_folder", out]
+    command += ["--input_folder", str(source), "--output_folder", str(out)]
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     command += ["--inject_missing_state"]
     result = subprocess.run(command, capture_output=True, text=True)

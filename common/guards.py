@@ -76,19 +76,19 @@ def check_finite(
     Raises:
         FloatingPointError: naming the update and the rows.
     """
-    losses = [RowLosses(*part) for part in losses]
-    finite = [finite_rows(part) for part in losses]
+    parts = [RowLosses(*part) for part in losses]
+    finite = [finite_rows(part) for part in parts]
     if torch.cat(finite).all():
         return
 
     bad_rows = []
-    for part, part_is_finite in zip(losses, finite):
+    for part, part_is_finite in zip(parts, finite):
         for row, row_is_finite in zip(part.rows, part_is_finite.tolist()):
             if not row_is_finite:
                 bad_rows.append(str(row))
 
     described = dict(tensors or {})
-    for number, part in enumerate(losses):
+    for number, part in enumerate(parts):
         described[f"loss of micro-batch {number}"] = part.losses
     report = {
         "global_step": progress.global_step + 1,

@@ -118,7 +118,7 @@ class State(NamedTuple):
     def bytes(self, parameters: int, processes: int) -> float:
         """Returns the bytes that one process holds."""
         if self.fixed is not None:
-            elements = self.fixed
+            elements: float = self.fixed
         elif self.split:
             elements = parameters / processes
         else:

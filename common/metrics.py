@@ -165,9 +165,9 @@ class Metrics:
         self.output_dir = Path(args.output_dir)
         self.file = self.output_dir / "metrics.jsonl"
         # Opened by `start`.
-        self.board = None
+        self.board: board.Board | None = None
         self.trackers = []
-        self.bar = None
+        self.bar: tqdm | None = None
         self.shown_in_bar: dict[str, float] = {}
         self.start_interval()
 

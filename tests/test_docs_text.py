@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -156,6 +157,47 @@ def test_documented_defaults_are_those_of_the_recipe(name):
             assert as_value(value, default) == default, argument
             documented += 1
     assert documented >= 15
+
+
+def anchors(page) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *(REPOSITORY / f"{name}.md" for name in ("CONTRIBUTING", "CHANGELOG", "SECURITY"))],
+    ids=lambda page: f"{page.parent.name}-{page.stem}",
+)
+def test_every_link_leads_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+        assert target.suffix != ".png" or "demo" in name or target.stat().st_size < 100_000, link
+
+
+def test_every_argument_is_documented():
+    page = (REPOSITORY / "docs/arguments.md").read_text()
+    written = runpy.run_path(str(REPOSITORY / "docs/arguments.py"))["page"]()
+    assert page == written, "run: python docs/arguments.py"
+    # Whatever that script leaves out: each argument has one line under a heading that names its recipe.
+    documented = {name: [] for name in NAMES}
+    for section in page.split("\n## ")[1:]:
+        title = section.partition("\n")[0]
+        for name in NAMES if title == "All recipes" else title.split(", "):
+            documented[name] += re.findall(r"^\| `--(\w+)` \|", section, re.MULTILINE)
+    assert {name: sorted(found) for name, found in documented.items()} == {
+        name: sorted(fields(name)) for name in NAMES
+    }
+    # A default and a meaning as they stand in the recipe.
+    assert "| `--beta` | `0.1` | number | strength of the pull towards the reference |" in page
 
 
 @pytest.mark.parametrize("words", [

@@ -1,5 +1,6 @@
 """What a run records of itself: arguments that repeat it, its surroundings, a card beside its model."""
 
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_each_start_is_recorded(inputs, tmp_path):
     )
     assert first["deepspeed_config"]["zero_optimization"]["stage"] == 2
     assert (
-        first["versions"]["torch"] == torch.__version__
+        first["versions"]["torch"] == importlib.metadata.version("torch")
         and first["versions"]["transformers"] == transformers.__version__
     )
     assert first["python"] == sys.version.split()[0]

@@ -285,9 +285,10 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
     if is_pair_of_transcripts:
         prompt, *texts = split_transcripts(row["chosen"], row["rejected"])
     else:
-        texts = answers.values()
+        texts = list(answers.values())
     turns, *answer_turns = as_turns(prompt, *texts)
-    return {**row, **dict(zip(answers, answer_turns)), "prompt": with_system(row, turns)}
+    begun = with_system(row, turns)  # type: ignore[arg-type]  # an empty prompt has no turns
+    return {**row, **dict(zip(answers, answer_turns)), "prompt": begun}
 
 
 def standard_sharegpt(row: dict) -> dict:
@@ -504,7 +505,7 @@ def is_plain_text(row: dict) -> bool:
     return bool(values) and all(isinstance(value, str) for value in values)
 
 
-def as_turns(prompt: str | list[dict], *answers: str | list[dict]) -> tuple[list[dict], ...]:
+def as_turns(prompt: str | list[dict], *answers: str | list[dict]) -> tuple[str | list[dict], ...]:
     """A prompt and its answers as message lists: strings become turns of user and assistant.
 
     A transcript of hh-rlhf becomes the turns that it holds. A text without a prompt stays as it
@@ -525,4 +526,6 @@ def as_turns(prompt: str | list[dict], *answers: str | list[dict]) -> tuple[list
     # The transcript ends where the answer begins.
     if turns[-1] == {"role": "assistant", "content": ""}:
         turns.pop()
-    return turns, *([{"role": "assistant", "content": answer.strip()}] for answer in answers)
+    # Answers are strings where the prompt is one.
+    texts = [answer.strip() for answer in answers]  # type: ignore[union-attr]
+    return turns, *([{"role": "assistant", "content": text}] for text in texts)

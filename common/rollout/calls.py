@@ -26,7 +26,15 @@ GRACE_SECONDS = 1.0
 
 
 class OutOfTime(BaseException):
-    """A function took too long. It is no `Exception`, so that the function does not catch it."""
+    """A function took too long. It is no `Exception`, so that the function does not catch it.
+
+    Attributes:
+        frames: where an async function and all that it started stood.
+    """
+
+    def __init__(self, frames: Sequence[FrameType] = ()):
+        super().__init__()
+        self.frames = frames
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,8 @@ def collect(tokenizer, samples: Samples, mine: list[int], step: int) -> Given:
     response_ids = [samples.responses[number] for number in mine]
     # Mixed data sets may have different columns.
     names = dict.fromkeys(name for row in rows for name in row)
-    keywords = {name: [row.get(name) for row in rows] for name in names if name not in OWN_NAMES}
+    columns = [name for name in names if name not in OWN_NAMES]
+    keywords: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
     keywords["response_ids"] = response_ids
     keywords["truncated"] = [not samples.ended[number].item() for number in mine]
     keywords["step"] = step
@@ -103,7 +112,7 @@ def call(name: str, function: Callable, given: Given, timeout: float) -> list[fl
             scores = function(given.prompts, given.responses, **keywords)
         if inspect.isawaitable(scores):
             with time_limit(timeout and timeout + GRACE_SECONDS):
-                scores = event_loop().run(finish(scores, timeout))
+                scores = event_loop().run_until_complete(finish(scores, timeout))
     except OutOfTime as error:
         sys.exit(
             f"--reward_function {name} took longer than --reward_timeout {timeout:g} seconds for "
@@ -197,9 +206,9 @@ def time_limit(seconds: float):
 
 
 @functools.cache
-def event_loop() -> asyncio.Runner:
+def event_loop() -> asyncio.AbstractEventLoop:
     """Returns the one event loop of this process: clients that functions keep are bound to it."""
-    return asyncio.Runner()
+    return asyncio.new_event_loop()
 
 
 async def finish(scores: Awaitable, timeout: float) -> Any:
@@ -213,8 +222,7 @@ async def finish(scores: Awaitable, timeout: float) -> Any:
     if task.done():
         return task.result()
     started = asyncio.all_tasks() - {asyncio.current_task()}
-    error = OutOfTime()
-    error.frames = [frame for task in started for frame in task.get_stack()]
+    error = OutOfTime([frame for task in started for frame in task.get_stack()])
     for task in started:
         task.cancel()
     await asyncio.wait(started, timeout=GRACE_SECONDS)

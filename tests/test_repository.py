@@ -1,0 +1,237 @@
+"""What the repository says of itself is true: packages, versions, the lock, make's targets, CI. Nothing is trained here."""
+
+import ast
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+import yaml
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+
+from runs import REPOSITORY
+
+tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it first
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+DEPENDENCIES = [Requirement(line) for line in PROJECT["dependencies"]]
+EXTRAS = {
+    name: [Requirement(line) for line in lines]
+    for name, lines in PROJECT["optional-dependencies"].items()
+}
+PINS = [
+    Requirement(line)
+    for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+PYTHONS = ["3.10", "3.11", "3.13"]
+# Packages that are imported by another name than they are installed by.
+INSTALLED_AS = {"yaml": "pyyaml"}
+OURS = {"common", *(path.stem for path in REPOSITORY.glob("*/*.py")), "peers", "trl_values"}
+
+
+def imported(*folders: str) -> dict[str, Path]:
+    """The packages that the files of folders import, each with a file that does."""
+    found = {}
+    for path in sorted(path for folder in folders for path in (REPOSITORY / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            for name in names:
+                package = name.partition(".")[0]
+                if package not in sys.stdlib_module_names and package not in OURS:
+                    found[INSTALLED_AS.get(package, package.replace("_", "-"))] = path
+    return found
+
+
+def names_of(requirements: list[Requirement]) -> set[str]:
+    return {requirement.name for requirement in requirements}
+
+
+def pins_under(python: str) -> dict[str, str]:
+    """The pinned version of each package under a version of Python."""
+    environment = default_environment() | {"python_version": python}
+    return {
+        pin.name: str(pin.specifier).removeprefix("==")
+        for pin in PINS
+        if pin.marker is None or pin.marker.evaluate(environment)
+    }
+
+
+# ============================================================ packages
+
+
+def test_every_import_is_a_declared_dependency():
+    """What a run imports is installed with it; peft only with the extra that adapters need."""
+    always = names_of(DEPENDENCIES)
+    needed = imported("common", "recipes")
+    assert needed.keys() - always == {"peft"}
+    assert "peft" in names_of(EXTRAS["lora"]) & names_of(EXTRAS["qlora"])
+    everything = always.union(*map(names_of, EXTRAS.values()))
+    around = imported("tests", "benchmarks", "assets", "docs")
+    assert around.keys() <= everything, around
+    # None is declared for nothing, but those that others load: transformers bitsandbytes, torch tensorboard, make ruff.
+    loaded_by_others = {"tensorboard", "bitsandbytes", "pytest-timeout", "pytest-xdist", "ruff", "mypy"}  # fmt: skip
+    assert everything - (needed.keys() | around.keys()) <= loaded_by_others
+
+
+def test_every_dependency_has_a_lower_bound_that_its_pin_meets():
+    of_tests = [*DEPENDENCIES, *EXTRAS["lora"], *EXTRAS["qlora"], *EXTRAS["test"]]
+    for python in PYTHONS:
+        pins = pins_under(python)
+        assert names_of(of_tests) - pins.keys() == {"filelock", "packaging", "tokenizers"}
+        for requirement in of_tests:
+            assert [specifier.operator for specifier in requirement.specifier] == [">="]
+            if requirement.name in pins:
+                assert requirement.specifier.contains(pins[requirement.name]), requirement
+
+
+def test_the_lock_is_of_this_project_and_names_public_places_only():
+    lock = tomllib.loads((REPOSITORY / "uv.lock").read_text())
+    (own,) = [package for package in lock["package"] if package["name"] == PROJECT["name"]]
+    locked = {
+        (entry["name"], entry.get("specifier", ""), extra)
+        for entry in own["metadata"]["requires-dist"]
+        for extra in re.findall(r"extra == '(\w+)'", entry.get("marker", "")) or [None]
+    }
+    declared = {(each.name, str(each.specifier), None) for each in DEPENDENCIES}
+    for extra, requirements in EXTRAS.items():
+        declared |= {(each.name, str(each.specifier), extra) for each in requirements}
+    assert locked == declared, "make lock"
+
+    versions = {}
+    for package in lock["package"]:
+        versions.setdefault(package["name"], set()).add(package["version"])
+    pinned = {}
+    for pin in PINS:
+        pinned.setdefault(pin.name, set()).add(str(pin.specifier).removeprefix("=="))
+    assert {name: versions[name] for name in pinned} == pinned, "make lock"
+
+    text = (REPOSITORY / "uv.lock").read_text()
+    hosts = {urlparse(url).netloc for url in re.findall(r'"(\w+://[^"]+)"', text)}
+    assert hosts == {"pypi.org", "files.pythonhosted.org"}
+
+
+# ============================================================ make
+
+
+def make(*words, **more) -> subprocess.CompletedProcess:
+    command = ["make", "-C", REPOSITORY, "--no-print-directory", *words]
+    return subprocess.run(command, capture_output=True, text=True, **more)
+
+
+def targets() -> set[str]:
+    line = re.search(r"^\.PHONY: (.*)", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    return set(line[1].split())
+
+
+def test_help_lists_every_target():
+    listed = re.findall(r"^  make (\S+) +\S", make("help").stdout, re.MULTILINE)
+    assert sorted(name for names in listed for name in names.split("|")) == sorted(targets())
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """A virtual environment whose pip and python are scripts; `pip_does` writes what pip runs."""
+    (tmp_path / "bin").mkdir()
+
+    def write(name: str, script: str) -> None:
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    write("python", "exit 0")
+    return tmp_path, lambda script: write("pip", script)
+
+
+def test_an_installation_says_one_line_a_step(environment):
+    folder, pip_does = environment
+    pip_does('echo "Collecting $*"; echo noise >&2')
+    done = make("install", f"VENV={folder}")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.splitlines() == [
+        f"installing into {folder}, which takes some minutes; {folder}/install.log says how far it is",
+        "compiling what was installed",
+    ]
+    log = (folder / "install.log").read_text()
+    assert "Collecting install" in log and "-c constraints.txt" in log and "noise" in log
+    assert (folder / "installed").exists()
+    assert "installing" not in make("install", f"VENV={folder}").stdout  # once is enough
+
+
+def test_the_newest_versions_are_installed_without_constraints(environment):
+    folder, pip_does = environment
+    pip_does('echo "$*"')
+    assert make("install-test", f"VENV={folder}", "CONSTRAINTS=").returncode == 0
+    (said,) = (folder / "install.log").read_text().splitlines()
+    assert "constraints" not in said and said.endswith("-e .[test,peers]")
+
+
+def test_a_failed_installation_shows_the_end_of_its_log(environment):
+    folder, pip_does = environment
+    pip_does('for i in $(seq 60); do echo "line $i"; done; echo "ERROR: no such package"; exit 1')
+    failed = make("install", f"VENV={folder}")
+    assert failed.returncode == 2
+    lines = failed.stdout.splitlines()
+    assert "ERROR: no such package" in lines and "line 60" in lines and "line 20" not in lines
+    assert lines[-1] == f"the installation failed: see all of {folder}/install.log"
+    assert not (folder / "installed").exists()
+
+
+def test_an_interrupted_installation_is_done_again(environment):
+    folder, pip_does = environment
+    pip_does(f"touch {folder}/began; exec sleep 60")
+    command = ["make", "-C", REPOSITORY, "install", f"VENV={folder}"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    while not (folder / "began").exists():
+        time.sleep(0.02)
+    for _ in range(100):  # a shell that is just starting a program loses the signal
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does: make and all that it started
+        time.sleep(0.1)
+        if process.poll() is not None:
+            break
+    assert process.returncode
+    assert not (folder / "installed").exists()
+    pip_does("echo all there")
+    assert make("install", f"VENV={folder}").returncode == 0
+    assert (folder / "installed").exists()
+
+
+# ============================================================ CI
+
+
+def test_workflows_run_targets_that_exist():
+    commands = {}
+    for path in sorted((REPOSITORY / ".github/workflows").glob("*.yml")):
+        workflow = yaml.safe_load(path.read_text())
+        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+        commands[path.stem] = [step["run"] for step in steps if "run" in step]
+    made = [line for lines in commands.values() for line in lines if line.startswith("make ")]
+    assert {line.split()[1] for line in made} <= targets()
+    assert commands["test"] == ["make lint", "make test"]
+    assert "make test-all" in commands["weekly"]
+    assert "make test CONSTRAINTS=" in commands["nightly"]
+
+    test = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text())
+    pythons = test["jobs"]["test"]["strategy"]["matrix"]["python-version"]
+    assert pythons == ["3.10", "3.13"]
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+
+
+def test_commits_are_checked_by_the_same_ruff():
+    config = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())
+    (ruff,) = config["repos"]
+    assert ruff["rev"] == f"v{pins_under('3.13')['ruff']}"
+    assert [hook["id"] for hook in ruff["hooks"]] == ["ruff-check", "ruff-format"]

@@ -1,0 +1,184 @@
+"""Ten rows written by hand, in each format that README lists, lead to an actor that loads, by one command.
+
+The command is README's: a model, a data set, and nothing else that the format does not need.
+"""
+
+import csv
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from runs import ASSETS, launch, lines, recipe, training_lines, write_jsonl
+
+MODEL = ASSETS / "model"
+FACTS = [
+    ("Capital of France?", "Paris", "Rome"),
+    ("Two plus two?", "4", "5"),
+    ("Colour of the sky?", "Blue", "Red"),
+    ("Opposite of hot?", "Cold", "Warm"),
+    ("First month?", "January", "May"),
+    ("Largest planet?", "Jupiter", "Mars"),
+    ("Who wrote Hamlet?", "Shakespeare", "Goethe"),
+    ("What is H2O?", "Water", "Salt"),
+    ("Days in a week?", "7", "8"),
+    ("What says the cat?", "Meow", "Moo"),
+]
+
+
+class Form(NamedTuple):
+    """How a row is written.
+
+    Attributes:
+        row: of a question, its answer and a wrong answer.
+        flags: what the command needs besides model and data.
+        file: the name, whose suffix says the kind of file.
+    """
+
+    row: object
+    flags: tuple = ()
+    file: str = "rows.jsonl"
+
+
+def user(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text: str) -> list[dict]:
+    return [{"role": "assistant", "content": text}]
+
+
+def transcript(question: str, answer: str) -> str:
+    return f"\n\nHuman: {question}\n\nAssistant: {answer}"
+
+
+def shared(question: str) -> list[dict]:
+    return [{"from": "human", "value": question}]
+
+
+def told(answer: str) -> dict:
+    return {"from": "gpt", "value": answer}
+
+
+CHAT = ("--strings_as_messages",)
+BRIEF = """
+def brief(prompts, responses, **columns):
+    return [-float(len(response)) for response in responses]
+"""
+REWARD = ("--reward_function", "my_rewards:brief", "common.rollout.rewards:answer_reward")
+PAIRS = {
+    "messages": Form(lambda q, a, b: {"prompt": user(q), "chosen": assistant(a), "rejected": assistant(b)}),
+    "strings": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b}, CHAT),
+    "plain text": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b}),
+    "csv": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b}, CHAT, "rows.csv"),
+    "ultrafeedback": Form(
+        lambda q, a, b: {"prompt": q, "chosen": user(q) + assistant(a), "rejected": user(q) + assistant(b)},
+    ),
+    "prompt inside": Form(
+        lambda q, a, b: {"chosen": user(q) + assistant(a), "rejected": user(q) + assistant(b)}, (), "rows.parquet",
+    ),
+    "hh-rlhf": Form(lambda q, a, b: {"chosen": transcript(q, a), "rejected": transcript(q, b)}, CHAT),
+    "sharegpt": Form(lambda q, a, b: {"conversations": shared(q), "chosen": told(a), "rejected": told(b)}),
+    "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "chosen": a, "rejected": b}, (), "rows.json"),
+}  # fmt: skip
+PROMPTS = {
+    "messages": Form(lambda q, a, b: {"prompt": user(q), "answer": a}, REWARD),
+    "strings": Form(lambda q, a, b: {"prompt": q, "answer": a}, (*REWARD, *CHAT)),
+    "gsm8k": Form(
+        lambda q, a, b: {"question": q, "answer": f"So #### {a}"}, (*REWARD, *CHAT, "--columns", "prompt=question"),
+    ),
+    "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "output": a, "answer": a}, REWARD),
+}  # fmt: skip
+TEN = {
+    "sft": {
+        "messages": Form(lambda q, a, b: {"messages": user(q) + assistant(a)}),
+        "csv": Form(lambda q, a, b: {"prompt": q, "completion": a}, CHAT, "rows.csv"),
+        "prompt": Form(lambda q, a, b: {"prompt": user(q), "completion": assistant(a)}),
+        "strings": Form(lambda q, a, b: {"prompt": q, "completion": a}, CHAT),
+        "gsm8k": Form(
+            lambda q, a, b: {"question": q, "answer": a}, (*CHAT, "--columns", "prompt=question", "completion=answer"),
+        ),
+        "text": Form(lambda q, a, b: {"text": f"{q} {a}"}, (), "rows.parquet"),
+        "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "output": a}, (), "rows.json"),
+        "sharegpt": Form(lambda q, a, b: {"conversations": [*shared(q), told(a)]}),
+    },
+    "dpo": PAIRS,
+    "reward": {
+        **PAIRS,
+        "margin": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b, "margin": 0.5}, CHAT),
+    },
+    "ppo": PROMPTS,
+    "grpo": PROMPTS,
+}  # fmt: skip
+# A format for each recipe in `make test`, the others in `make test-slow`.
+FAST = {("sft", "messages"), ("dpo", "strings"), ("reward", "hh-rlhf"), ("grpo", "gsm8k")}
+CASES = [
+    pytest.param(name, form, marks=() if (name, form) in FAST else pytest.mark.slow)
+    for name, forms in TEN.items()
+    for form in forms
+]
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """Writes rows as the suffix says."""
+    if path.suffix == ".jsonl":
+        write_jsonl(path, rows)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, rows[0])
+            table.writeheader()
+            table.writerows(rows)
+
+
+@pytest.mark.parametrize("name, form", CASES)
+def test_ten_rows_lead_to_an_actor_that_loads(name, form, tmp_path):
+    how = TEN[name][form]
+    write(tmp_path / how.file, [how.row(*fact) for fact in FACTS])
+    flags = ["--model_name_or_path", MODEL, "--dataset_name", tmp_path / how.file, *how.flags]
+    if name in ("ppo", "grpo"):
+        (tmp_path / "my_rewards.py").write_text(BRIEF)
+        flags += [
+            "--max_new_tokens",
+            4,
+        ]  # the model adds numbers: it does not know when to stop here
+    run = launch([], recipe(name), *flags, "--output_dir", "run", cwd=tmp_path)
+
+    assert f"data {tmp_path / how.file}: 10 usable rows" in run.stdout
+    (trained,) = training_lines(tmp_path / "run")  # ten rows are one update
+    assert trained["global_step"] == 1
+    if name == "grpo":  # eight responses to each prompt; groups that score alike are left out
+        assert trained["samples"] in range(8, 81, 8)
+    else:
+        assert trained["samples"] == 10
+    assert lines(tmp_path / "run")[-1] == trained  # no held-out set was given
+
+    kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+    folder = tmp_path / "run/actor"
+    model = kind.from_pretrained(folder)
+    before = load_file(MODEL / "model.safetensors")
+    after = model.state_dict()
+    moved = [name for name in before if not torch.equal(after[name].float(), before[name].float())]
+    assert len(moved) > len(before) / 2
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = tokenizer.apply_chat_template(
+        user(FACTS[0][0]), add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    if name == "reward":
+        assert model(**encoded).logits.shape == (1, 1)
+        return
+    length = encoded["input_ids"].shape[1]
+    output = model.generate(**encoded, max_new_tokens=8, do_sample=False)
+    assert length < output.shape[1] <= length + 8
