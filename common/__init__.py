@@ -1,5 +1,6 @@
 """Where this repository stands, a recipe's check that this is its `common`, and its console."""
 
+import importlib.util
 import logging
 import os
 import sys
@@ -20,6 +21,21 @@ def show_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a stream that replaces it, as in a notebook, has none
             stream.reconfigure(errors="backslashreplace")
+
+
+def lazily(name: str):
+    """Returns a module that is imported when something of it is first used.
+
+    For what `--help` can do without. Source: Python's documentation of `importlib`.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.find_spec(name)
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def counted(number: int, noun: str) -> str:

@@ -5,8 +5,11 @@ import os
 import socket
 from urllib.parse import urlparse
 
-import datasets
 from huggingface_hub import constants
+
+from common import lazily
+
+datasets = lazily("datasets")
 
 SECONDS = 5
 

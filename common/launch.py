@@ -10,14 +10,15 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-import datasets
 import torch
 import transformers
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, cpu, distributed, engine, zero
+from common import arguments, cpu, distributed, engine, lazily, zero
+
+datasets = lazily("datasets")
 
 # How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
 # That is too short while one of them tokenises, checks or writes files.

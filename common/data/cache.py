@@ -6,9 +6,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
 import numpy as np
 from accelerate.utils import gather_object
+
+from common import lazily
+
+datasets = lazily("datasets")
 
 
 def array(accelerator, key: list, compute: Callable[[], np.ndarray]) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Tokenises data sets once, caches the result on disk, and names it by its content."""
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import inspect
@@ -10,16 +12,24 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 import pyarrow.compute
 import transformers
 
-from common import distributed
-from common.data import files, formats, tokens, workers
+from common import distributed, lazily
+from common.data import formats, tokens, workers
 from common.data.formats import BadRow
 from common.data.mixture import Mixture
+
+if TYPE_CHECKING:
+    import datasets
+
+    from common.data import files
+else:
+    datasets = lazily("datasets")
+    files = lazily("common.data.files")
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
 # token ids.
@@ -180,7 +190,7 @@ def tokenise(
     return usable, notes
 
 
-def convert(converter: "Converter", key: str) -> datasets.Dataset:
+def convert(converter: Converter, key: str) -> datasets.Dataset:
     """Returns all rows as the converter makes them, from the cache if they are there.
 
     Raises:

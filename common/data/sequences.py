@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import datasets
 import numpy as np
 
 from common.data.dataset import column
@@ -19,11 +18,11 @@ class Sequences:
         lengths: tokens of each sequence.
     """
 
-    def __init__(self, dataset: datasets.Dataset):
+    def __init__(self, dataset):
         """
         Args:
-            dataset: has `input_ids targets length row` and, if a row holds several sequences,
-                `sequence_lengths`, empty for a row of one.
+            dataset: a `datasets.Dataset` with `input_ids targets length row` and, if a row holds
+                several sequences, `sequence_lengths`, empty for a row of one.
         """
         self.dataset = dataset
         self.lengths = column(dataset, "length")

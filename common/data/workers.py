@@ -7,7 +7,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
@@ -56,7 +56,9 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def each(function: Callable[[range], Any], spans: list[range], processes: int) -> Iterator[Any]:
+def each(
+    function: Callable[[range], Any], spans: list[range], processes: int
+) -> Generator[Any, None, None]:
     """Yields `function(span)` of every span of rows, in their order.
 
     Args:
