@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow.compute
 import transformers
+from tqdm import tqdm
 
 from common import distributed, lazily
 from common.data import formats, tokens, workers
@@ -46,6 +47,9 @@ PLAIN_STRINGS = (
 
 # Rows that are converted, and then written, at once.
 ROWS_AT_ONCE = 1_000
+
+# Fewer are converted in half a minute.
+ROWS_WITH_BAR = 20_000
 
 # A temporary column: each row's checksum, from which the fingerprint is made. Do not rename it:
 # removing a column adds its name to the fingerprint, and older checkpoints would be refused.
@@ -207,14 +211,29 @@ def convert(converter: Converter, key: str) -> datasets.Dataset:
     processes = workers.number_for(len(table), converter)
     # One process writes what all return. So their number changes nothing in the file.
     with contextlib.closing(workers.each(converter, spans, processes)) as parts:
+        shown = with_bar(parts, len(table))
         return table.map(
-            lambda _rows: next(parts),
+            lambda _rows: next(shown),
             batched=True,
             batch_size=ROWS_AT_ONCE,
             remove_columns=table.column_names,
             cache_file_name=str(folder / f"{key}.arrow"),
             new_fingerprint=key,
         )
+
+
+def with_bar(parts: Iterator[dict[str, list]], rows: int) -> Iterator[dict[str, list]]:
+    """Yields the parts of a data set, and shows a bar while they are made, if there are many."""
+    with tqdm(
+        total=rows,
+        desc="tokenising",
+        unit=" rows",
+        disable=rows < ROWS_WITH_BAR,
+        mininterval=0.5 if sys.stderr.isatty() else 10,
+    ) as bar:
+        for part in parts:
+            bar.update(len(part[CHECKSUM]))
+            yield part
 
 
 @dataclass

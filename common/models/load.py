@@ -230,6 +230,8 @@ def load(
         # Weights are packed on the device that computes with them.
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         settings |= {"quantization_config": quantization, "device_map": {"": device}}
+    if is_large(name):
+        note(f"loading {name}")
     read = read_on_main_process if is_fsdp_enabled() else from_pretrained
     model, info = read(
         auto_class,
@@ -276,6 +278,12 @@ def keep_packing(model: PreTrainedModel) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+
+
+def is_large(name: str) -> bool:
+    """Whether a model may take long to load: from the hub, or from weights of more than a GiB."""
+    files = Path(name).glob("*.safetensors")
+    return not Path(name).exists() or sum(file.stat().st_size for file in files) > 2**30
 
 
 @functools.cache
