@@ -1,5 +1,6 @@
 """What a run records of itself: its arguments, its surroundings, and a card for its model."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -133,7 +134,8 @@ def write_card(folder: Path, library: str) -> None:
         folder: somewhere below the run's `output_dir`. Without a run above it there is no card.
         library: that loads the model, `transformers` or `peft`.
     """
-    runs = [parent for parent in folder.absolute().parents if (parent / ENVIRONMENT_FILE).is_file()]
+    # A record that a user emptied or tore makes no card: a checkpoint is worth more than that.
+    runs = [parent for parent in folder.absolute().parents if starts_of(parent)]
     if runs:
         (folder / "README.md").write_text(card(runs[0], library), encoding="utf-8")
 
@@ -169,11 +171,15 @@ def card(output_dir: Path, library: str) -> str:
 
 
 def lines_of(output_dir: Path) -> list[dict]:
-    """Returns the lines of `metrics.jsonl`."""
+    """Returns the lines of `metrics.jsonl`; those that are none of ours are left out."""
     file = output_dir / "metrics.jsonl"
     if not file.is_file():
         return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = []
+    for text in file.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(text))
+    return lines
 
 
 def is_evaluation(line: dict) -> bool:

@@ -99,6 +99,15 @@ def test_a_card_names_what_is_on_the_hub(tmp_path):
     }
     assert header_of(card) == expected
     assert "# model, trained by sft" in card and "held out" not in card
+    # What a user did to the records ends no save: a torn line is passed over, no start is no card.
+    (tmp_path / "metrics.jsonl").write_text('{"global_step": 1, "eval/loss": 0.5}\ntorn {\n')
+    record.write_card(folder, "peft")
+    assert "| `eval/loss` | 0.5 | 0.5 |" in (folder / "README.md").read_text()
+    (folder / "README.md").unlink()
+    for torn in ("[]", "[{"):
+        (tmp_path / "environment.json").write_text(torn)
+        record.write_card(folder, "peft")
+        assert not [*folder.iterdir()]
     # Outside of a run there is none.
     elsewhere = Path(tmp_path.parent / "elsewhere")
     elsewhere.mkdir()
