@@ -23,7 +23,7 @@ PAGES = [
 SCRIPTS = [*(REPOSITORY / "common").glob("*.py"), *(REPOSITORY / "benchmarks").glob("*.py")]
 # Flags of other programs: tensorboard, sbatch, torchrun, pip, pytest.
 FOREIGN = {"--logdir", "--nodes", "--gpus-per-node", "--ntasks-per-node", "--nproc_per_node", "--nnodes", "--node_rank",
-           "--master_addr", "--master_port", "--signal", "--requeue", "--kill-on-bad-exit"}  # fmt: skip
+           "--master_addr", "--master_port", "--signal", "--requeue", "--kill-on-bad-exit", "--locked"}  # fmt: skip
 
 
 def fields(name: str) -> dict:

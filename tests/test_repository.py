@@ -80,8 +80,8 @@ def test_every_import_is_a_declared_dependency():
     everything = always.union(*map(names_of, EXTRAS.values()))
     around = imported("tests", "benchmarks", "assets", "docs")
     assert around.keys() <= everything, around
-    # None is declared for nothing, but those that others load: transformers bitsandbytes, torch tensorboard, make ruff.
-    loaded_by_others = {"tensorboard", "bitsandbytes", "pytest-timeout", "pytest-xdist", "ruff", "mypy"}  # fmt: skip
+    # None is declared for nothing, but those that others load: transformers bitsandbytes, accelerate trackio, make ruff.
+    loaded_by_others = {"tensorboard", "bitsandbytes", "pytest-timeout", "pytest-xdist", "ruff", "mypy", "trackio"}  # fmt: skip
     assert everything - (needed.keys() | around.keys()) <= loaded_by_others
 
 
@@ -120,6 +120,25 @@ def test_the_lock_is_of_this_project_and_names_public_places_only():
     text = (REPOSITORY / "uv.lock").read_text()
     hosts = {urlparse(url).netloc for url in re.findall(r'"(\w+://[^"]+)"', text)}
     assert hosts == {"pypi.org", "files.pythonhosted.org"}
+
+
+def test_readme_has_a_line_for_each_room_of_common():
+    """In the words of its first line or others; the folders with their files below them."""
+    section = (REPOSITORY / "README.md").read_text().partition("## Changing a recipe")[2]
+    (tree,) = re.findall(r"^```\n(arguments\.py .*?)^```", section, re.MULTILINE | re.DOTALL)
+    listed, folder = [], ""
+    for line in tree.splitlines():
+        name = line.split()[0]
+        if name.endswith("/"):
+            folder = name
+            continue
+        if not line.startswith(" "):
+            folder = ""
+        assert len(line.split()) > 3, line  # what it does
+        listed.append(folder + name)
+    files = (REPOSITORY / "common").rglob("*.py")
+    rooms = {str(path.relative_to(REPOSITORY / "common")) for path in files}
+    assert sorted(listed) == sorted(room for room in rooms if not room.endswith("__init__.py"))
 
 
 # ============================================================ make
