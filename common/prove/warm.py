@@ -5,7 +5,7 @@ and signals of its own. It shares the libraries as they were imported, and the s
 
 Under `accelerate launch` accelerate itself reads the YAML and the flags and sets the environment. Only
 torchrun, which would start new interpreters, is replaced: `run_ranks` forks the processes of the world.
-So a part of the tests starts everything as a user does (`fresh=True` in runs.py, and test_nodes.py).
+So a part of the runs starts everything as a user does: `fresh` in `runs.py` here, and in the tests'.
 """
 
 import atexit
@@ -26,8 +26,8 @@ from functools import cache
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
-# Some are read when a library is imported.
-OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Read when a library is imported. One thread: so that sums are added in the same order everywhere.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 # What DeepSpeed imports inside `initialize`. Its Muon brings PyTorch's compiler with it, seconds in each process.
 LATE = [
     "deepspeed.comm.torch",
@@ -52,9 +52,15 @@ def server() -> tuple[tempfile.TemporaryDirectory, subprocess.Popen]:
         listener.listen()
         number = listener.fileno()
         command = [sys.executable, __file__, str(number)]
-        return folder, subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=[number], env=os.environ | OFFLINE
-        )
+        with open(f"{folder.name}/console.txt", "wb") as console:  # of the imports
+            return folder, subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                pass_fds=[number],
+                env=os.environ | ENVIRONMENT,
+            )
 
 
 class Process:
