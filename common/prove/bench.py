@@ -31,9 +31,12 @@ HANG_SECONDS = 900
 BATCH = 16
 # Two updates of 16 and one of 1, for which one process of two has only a padding row.
 ROWS = 33
-# Of the recipes that sample: 11 prompts with 3 responses each are as many samples.
-PROMPTS = 11
+# Of the recipes that sample, with 3 responses to each prompt: a rollout of 16 prompts is 3 updates
+# of 16 samples. A last rollout of one prompt is an update of 3, one of 11 prompts 3 updates of 11.
+ROLLOUT = 16
 RESPONSES = 3
+PROMPTS = ROLLOUT + 1
+SHORT_ROLLOUT = 11
 # Divides nothing: the last micro-batch of an evaluation has padding rows, too.
 EVALUATION_ROWS = 5
 DROPOUT = 0.1
@@ -356,7 +359,8 @@ class Bench:
             "max_steps": 0,
             "max_length": min(asked.get("max_length") or 256, 256),
             "max_new_tokens": min(asked.get("max_new_tokens") or 8, 8),
-            "learning_rate": 1e-3,
+            # A policy that samples must not forget all answers, or nothing is left to learn from.
+            "learning_rate": 1e-4 if self.samples else 1e-3,
             "critic_learning_rate": 1e-3,
             "lr_scheduler_type": "linear",
             "warmup_steps": 0,
@@ -372,7 +376,7 @@ class Bench:
             "save_actor_steps": 0,
             "save_dtype": None,
             "report_to": "none",
-            "rollout_batch_size": PROMPTS,
+            "rollout_batch_size": ROLLOUT,
             "n_samples_per_prompt": RESPONSES,
             "generate_batch_size": 16,
             "score_batch_size": 16,
@@ -468,6 +472,18 @@ class Bench:
         if process.returncode:
             raise RunFailed(f"the run `{name}` ended with an error:\n{end_of(console)}")
         return False
+
+    def run_to_first_line(self, name: str, **changes) -> dict:
+        """Returns the first line of a run's `metrics.jsonl`, and kills it there."""
+        output = self.folder / name
+        file = output / "metrics.jsonl"
+
+        def has_line() -> bool:
+            return file.exists() and "\n" in file.read_text(encoding="utf-8")
+
+        with self.slots.take(1):
+            self.run_until(name, "plain", self.flags(output, **changes), has_line)
+        return Finished(name, output, "").lines[0]
 
     def run_script(self, name: str, *words: str) -> str:
         """Runs another script than the recipe; returns what it printed."""
