@@ -37,6 +37,7 @@ ROLLOUT = 16
 RESPONSES = 3
 PROMPTS = ROLLOUT + 1
 SHORT_ROLLOUT = 11
+SAMPLED_UPDATES = 6
 # Divides nothing: the last micro-batch of an evaluation has padding rows, too.
 EVALUATION_ROWS = 5
 DROPOUT = 0.1
@@ -356,7 +357,8 @@ class Bench:
             "share_prompts": False,
             "gradient_checkpointing": False,
             "max_epochs": 2,
-            "max_steps": 0,
+            # How many updates an epoch of rollouts holds may depend on the rewards.
+            "max_steps": SAMPLED_UPDATES if self.samples else 0,
             "max_length": min(asked.get("max_length") or 256, 256),
             "max_new_tokens": min(asked.get("max_new_tokens") or 8, 8),
             # A policy that samples must not forget all answers, or nothing is left to learn from.

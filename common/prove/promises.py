@@ -103,7 +103,8 @@ def standing_still(bench: Bench) -> tuple[Finished, Finished]:
     size = ROWS
     if bench.samples:
         bench.need("num_epochs_per_rollout")
-        rates |= dict(rows=SHORT_ROLLOUT, num_epochs_per_rollout=2, max_epochs=1)
+        rates |= dict(rows=SHORT_ROLLOUT, num_epochs_per_rollout=2)
+        rates |= dict(max_steps=0, max_epochs=1)
         size = ROLLOUT * RESPONSES
     whole = bench.run("still-whole", train_batch_size=size, micro_train_batch_size=size, **rates)
     samples = whole.training[0].get("samples", ROWS)
@@ -183,7 +184,7 @@ def check_last_update(bench: Bench) -> list[Check]:
         samples = rows * RESPONSES
         full = dict(train_batch_size=samples, rollout_batch_size=rows)
         short = dict(train_batch_size=ROLLOUT * RESPONSES, rollout_batch_size=ROLLOUT)
-    same = dict(rows=rows, max_epochs=1, micro_train_batch_size=2, save_steps=1000)
+    same = dict(rows=rows, max_steps=0, max_epochs=1, micro_train_batch_size=2, save_steps=1000)
     one = bench.run("full-update", **same, **full)
     other = bench.run("short-update", **same, **short)
     only = {"loss", "grad_norm", "samples"}
