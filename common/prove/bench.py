@@ -279,6 +279,8 @@ class Bench:
         self.eval_rows = first_rows(
             asked.get("eval_dataset_name"), asked.get("eval_dataset_split", "train"), 2 * ROWS
         )
+        self.train_rows = [uneven(rows) for rows in self.train_rows]
+        self.eval_rows = [uneven(rows) for rows in self.eval_rows]
         if not self.eval_rows:
             self.eval_rows = [rows[-EVALUATION_ROWS:] for rows in self.train_rows[:1]]
 
@@ -545,6 +547,40 @@ def end_of(console: Path, most: int = 12) -> str:
     """The last lines of what a run printed."""
     text = console.read_text(encoding="utf-8", errors="replace").strip()
     return "\n".join(text.splitlines()[-most:])
+
+
+# Where a row may hold an answer to learn, as the formats of data have it.
+ANSWERS = ("messages", "completion", "chosen", "rejected", "output", "conversations", "text")
+
+
+def uneven(rows: list[dict]) -> list[dict]:
+    """Returns rows of uneven lengths: as they are, unless all of them are equally long.
+
+    Rows of one length hide a mean of means. So the answers of such rows are repeated 1 to 3 times.
+    """
+    if len({len(json.dumps(row, default=str)) for row in rows}) > 3:
+        return rows
+    return [
+        {
+            name: repeated(value, 1 + number % 3) if name in ANSWERS else value
+            for name, value in row.items()
+        }
+        for number, row in enumerate(rows)
+    ]
+
+
+def repeated(value, times: int):
+    """Repeats a text, or in a list of messages what the assistant says."""
+    if isinstance(value, str):
+        return value * times
+    if not isinstance(value, list):
+        return value
+    messages = []
+    for message in value:
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            message = {**message, "content": repeated(message.get("content"), times)}
+        messages.append(message)
+    return messages
 
 
 def updates_in(samples: int) -> int:

@@ -101,7 +101,10 @@ def standing_still(bench: Bench) -> tuple[Finished, Finished]:
     bench.need("learning_rate", "logging_steps", "train_batch_size", "micro_train_batch_size")
     rates = dict(learning_rate=0.0, critic_learning_rate=0.0)
     size = ROWS
+    # Two of 8 and, where an update has one sample, one of it and one padding row.
+    micro = BATCH // 2
     if bench.samples:
+        micro = 2  # of 11 samples: five of 2 and one of 1
         bench.need("num_epochs_per_rollout")
         rates |= dict(rows=SHORT_ROLLOUT, num_epochs_per_rollout=2)
         rates |= dict(max_steps=0, max_epochs=1)
@@ -112,7 +115,7 @@ def standing_still(bench: Bench) -> tuple[Finished, Finished]:
     split = bench.run(
         "still",
         "ddp",
-        micro_train_batch_size=1,
+        micro_train_batch_size=micro,
         logging_steps=interval,
         save_steps=interval,
         **rates,
