@@ -76,9 +76,10 @@ def save(
         weights: see `publish`.
     """
     engine.reshard(prepared)
-    weights = {**gather_weights(accelerator, prepared, unwrapped), **(weights or {})}
+    of_model = gather_weights(accelerator, prepared, unwrapped)
     written = None
     if accelerator.is_main_process:
+        weights = {**of_model, **(weights or {})}
         directory = Path(directory)
         state_dict = weights_of(unwrapped.model, weights, unwrapped)
         written = write(unwrapped.model, state_dict, tokenizer, directory, keep, dtype, card=True)

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from common import engine
+
 
 def parts_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns what this process holds of each trained parameter, by the parameter's name.
@@ -21,6 +23,7 @@ def parts_of(model: nn.Module) -> dict[str, torch.Tensor]:
     Returns:
         views, without gradients, that the engine changes at each update: copy what must last.
     """
+    engine.reshard(model)  # an evaluation may have left them whole
     return {
         name: part_of(parameter)
         for name, parameter in model.named_parameters()
@@ -37,9 +40,7 @@ def part_of(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.detach()
 
 
-def whole(
-    accelerator, model: nn.Module, parts: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def whole(accelerator, model: nn.Module, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns whole tensors from the parts that all processes hold, on the host.
 
     All processes must call it; all get the same.

@@ -281,7 +281,13 @@ def test_a_fault_is_red_under_its_name(tmp_path, name):
         (repository / fault.file).write_text(planted(fault))
         file = repository / f"recipes/{fault.recipe}.py"
     report, output = prove(
-        file, tmp_path, *demo(fault, file), "--quick", "--only", fault.promise, repository=repository
+        file,
+        tmp_path,
+        *demo(fault, file),
+        "--quick",
+        "--only",
+        fault.promise,
+        repository=repository,
     )
     assert of_status(report, "red") == [fault.promise], output
     assert f"RED {fault.promise}: " in output and f"docs/forking.md#{fault.promise}" in output
