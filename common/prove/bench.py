@@ -45,7 +45,7 @@ AUTO = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradie
 
 
 class Unchecked(Exception):
-    """Why a promise cannot be checked: a flag that the recipe lacks, a metric that it does not log."""
+    """Why a promise cannot be checked: a flag that the recipe lacks, a metric not logged."""
 
 
 class RunFailed(Exception):
@@ -138,8 +138,8 @@ def launcher_words(name: str, folder: Path) -> list[str]:
     """What follows `python`, before the recipe, to launch it.
 
     Args:
-        name: `plain`, `ddp`, `fsdp2`, `zero1`, `zero2`, `zero3`, or the path of a DeepSpeed JSON for
-            one process.
+        name: `plain`, `ddp`, `fsdp2`, `zero1`, `zero2`, `zero3`, or the path of a DeepSpeed JSON
+            for one process.
     """
     if name == "plain":
         return []
@@ -205,7 +205,7 @@ class Bench:
 
     Attributes:
         arguments: every argument of the recipe by name, as `run.yaml` records them.
-        kept: why the data could not be cut to size; None if they were.
+        train_rows, eval_rows: the first rows of each data set.
     """
 
     def __init__(self, recipe: Path, argv: list[str], folder: Path, quick: bool):

@@ -2,7 +2,7 @@
 
     python common/prove/plain.py FOLDER
 
-It imports transformers alone (for an adapter, peft too), and prints one JSON object as its last line.
+It imports transformers alone (for an adapter, peft too), and prints one JSON object at the end.
 """
 
 import json

@@ -320,12 +320,10 @@ def resumed(bench: Bench, what: str, reference: Finished, launcher: str) -> list
         )
 
     with bench.slots.take(benches.processes_of(launcher)):
-        kills = 0
-        for moment in (appeared, is_written):
-            resume = ["--resume", "auto"] if kills else []
-            if not bench.run_until(f"{name}-{kills}", launcher, [*flags, *resume], moment):
+        for kill, moment in enumerate((appeared, is_written)):
+            resume = ["--resume", "auto"] if kill else []
+            if not bench.run_until(f"{name}-{kill}", launcher, [*flags, *resume], moment):
                 raise Unchecked(f"{what}: too few updates to kill a run before its end")
-            kills += 1
             for folder in folders.by_step(checkpoints):
                 fault = folders.fault_of(folder)
                 if fault:
@@ -436,7 +434,10 @@ def check_overflow(bench: Bench) -> list[Check]:
     for power in HIGH_SCALES:
         config = benches.deepspeed_config(bench.folder, 2, initial_scale_power=power, hysteresis=1)
         overflowed = bench.run(f"overflow-{power}", str(config), **same)
-        last = overflowed.training[-1]
+        last = overflowed.training[-1] if overflowed.training else {}
+        if not last:
+            nothing = Difference(math.inf, 0, "no update was applied, or none was logged")
+            return [Check("updates after the overflows", nothing)]
         if "loss_scale" not in last or "skipped_steps" not in last:
             raise Unchecked("the recipe does not log loss_scale and skipped_steps")
         fits = round(math.log2(last["loss_scale"]))
