@@ -22,6 +22,7 @@ def publish(
     directory: str | Path,
     keep: int = 0,
     dtype: str | None = None,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Saves the actor for its users, perhaps in another dtype, and says in which one.
 
@@ -36,8 +37,19 @@ def publish(
         keep: how many `global_step_*` folders stay beside each other, the newest; 0 keeps all.
         dtype: floating-point weights are converted to it. None: the weights that the forward pass
             used, bit for bit.
+        weights: other weights to save in the place of the model's, by their names in `unwrapped`,
+            such as a running average of them, see `shards.whole`.
     """
-    written = save(accelerator, prepared, unwrapped, tokenizer, directory, keep, dtype)
+    written = save(
+        accelerator,
+        prepared,
+        unwrapped,
+        tokenizer,
+        directory,
+        keep,
+        dtype,
+        weights=weights,
+    )
     if accelerator.is_main_process:
         what = "the actor's adapter" if lora.has_adapter(unwrapped) else "the actor"
         how = "as trained" if dtype is None else "by --save_dtype"
@@ -54,17 +66,20 @@ def save(
     keep: int = 0,
     dtype: str | None = None,
     beside: dict[str, nn.Module] | None = None,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> str | None:
     """Writes the actor as `publish` does, and returns its dtype on the main process.
 
     Args:
         beside: further Hugging Face models inside `unwrapped`, by the names of the folders beside
             `directory` that they are written to.
+        weights: see `publish`.
     """
     engine.reshard(prepared)
-    weights = gather_weights(accelerator, prepared, unwrapped)
+    of_model = gather_weights(accelerator, prepared, unwrapped)
     written = None
     if accelerator.is_main_process:
+        weights = {**of_model, **(weights or {})}
         directory = Path(directory)
         state_dict = weights_of(unwrapped.model, weights, unwrapped)
         written = write(unwrapped.model, state_dict, tokenizer, directory, keep, dtype, card=True)

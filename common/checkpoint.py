@@ -47,6 +47,8 @@ class Run:
             reference model, by what messages call them.
         extra: what else the recipe carries from update to update, the same on all processes: None,
             tensors, numbers, lists and dicts of them.
+        own: what this process alone carries from update to update, such as its shards of a running
+            average: of the same kinds. Each process saves its own and gets it back.
         beside_actor: further Hugging Face models inside `unwrapped` that a checkpoint holds as
             folders of their own, by the folder's name; for `common/export.py`.
         last_saved: `global_step` of the last checkpoint in `folder` that is this run's own; None if
@@ -67,6 +69,7 @@ class Run:
     data_fingerprint: str
     models: dict[str, str] | None = None
     extra: Any = None
+    own: Any = None
     beside_actor: dict[str, nn.Module] | None = None
     last_saved: int | None = None
     stop_signal: int = 0
@@ -166,6 +169,8 @@ def write(run: Run, temporary: Path, final: Path) -> None:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         settings["exclude_frozen_parameters"] = lora.has_adapter(run.unwrapped)
     accelerator.save_state(str(temporary / "engine"), **settings)  # it makes the folder
+    if run.own is not None:
+        torch.save(run.own, own_file(temporary, accelerator.process_index))
     state = state_beside_engine(run)
     if accelerator.is_main_process:
         torch.save(run.extra, temporary / "extra.pt")
@@ -192,6 +197,11 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         folders.write_manifest(temporary, entries)
         folders.replace(temporary, final, run.args.save_total_limit)
     accelerator.wait_for_everyone()
+
+
+def own_file(folder: Path, process_index: int) -> Path:
+    """Where a checkpoint holds what one process alone carries, see `Run.own`."""
+    return folder / f"own_{process_index}.pt"
 
 
 def state_beside_engine(run: Run) -> dict:
@@ -452,13 +462,51 @@ def load(run: Run, path: Path) -> dict:
     for name in COUNTERS:
         setattr(run.progress, name, counters[name])
     run.metrics.last_update = state["last_update"]
-    run.extra = torch.load(path / "extra.pt", weights_only=True)
+    run.extra = read_tensors(run, path / "extra.pt")
+    load_own(run, path)
     load_open_sums(run, state["open_sums"])
     run.accelerator.print(
         f"resumed from {path}: {run.progress.global_step} updates, "
         f"{run.progress.skipped_steps} skipped"
     )
     return state
+
+
+def read_tensors(run: Run, file: Path) -> Any:
+    """Reads tensors onto this process's own device; those that were on the CPU stay there."""
+
+    def place(storage, location: str):
+        if location == "cpu":
+            return storage
+        return storage.to(device=run.accelerator.device)
+
+    return torch.load(file, weights_only=True, map_location=place)
+
+
+def load_own(run: Run, path: Path) -> None:
+    """Reads what this process alone carries; see `Run.own`.
+
+    Raises:
+        SystemExit: the checkpoint at `path` has none, or is of another number of processes and
+            each has a part of its own.
+    """
+    if run.own is None:
+        return
+    accelerator = run.accelerator
+    files = list(path.glob("own_*.pt"))
+    if not files:
+        sys.exit(
+            f"--resume: {path} holds no running values of each process, which this recipe needs"
+        )
+    index = accelerator.process_index
+    if len(files) != accelerator.num_processes:
+        if engine.is_sharded(accelerator):
+            sys.exit(
+                f"--resume: {path} holds the running values of {len(files)} processes, now there "
+                f"are {accelerator.num_processes}: {engine.describe(accelerator)} cuts them anew"
+            )
+        index = 0  # where nothing is sharded all have the same
+    run.own = read_tensors(run, own_file(path, index))
 
 
 def refuse_another_run(run: Run, path: Path, before: dict) -> None:

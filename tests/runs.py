@@ -16,12 +16,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import warm
+from common.prove import warm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
 CONFIGS = Path(__file__).resolve().parent / "configs"
 PYTHON = ["-m", "accelerate.commands.launch"]
+OFFLINE = {"HF_HUB_OFFLINE": "1", **warm.ENVIRONMENT}
+os.environ.update(OFFLINE)  # before the first launch: warm.py's process inherits it
 TIMEOUT = 240  # seconds a launch may take: a hang is a failure
 ABORTED: list[
     str
@@ -78,7 +80,7 @@ def start(
     """Starts a script under a launcher as a user does, offline, its stdout and stderr together."""
     command, environment = (
         [sys.executable, *command_of(launcher, script, *flags)],
-        os.environ | warm.OFFLINE | (env or {}),
+        os.environ | OFFLINE | (env or {}),
     )
     return subprocess.Popen(
         command,
@@ -101,7 +103,7 @@ def start_warm(
 ):
     """The same in processes that have the libraries already, see warm.py."""
     return warm.Process(
-        command_of(launcher, script, *flags), cwd, os.environ | warm.OFFLINE | (env or {}), output
+        command_of(launcher, script, *flags), cwd, os.environ | OFFLINE | (env or {}), output
     )
 
 

@@ -8,7 +8,6 @@ import types
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-import warm
 from common.memory import (
     Setup,
     count_adapter,
@@ -18,6 +17,7 @@ from common.memory import (
     read_setup,
     table,
 )
+from common.prove import warm
 from runs import CONFIGS, REPOSITORY
 
 spec = importlib.util.spec_from_file_location(

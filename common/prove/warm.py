@@ -1,11 +1,13 @@
-"""Starts recipes, under a launcher or not, in processes forked from one that has imported the libraries.
+"""Starts recipes, with a launcher or without, in processes forked from one with all libraries.
 
-Most of a short run is those imports. A forked run has a command line, environment, folder, process group
-and signals of its own. It shares the libraries as they were imported, and the seed of Python's hashes.
+Most of a short run is the imports. A forked run has a command line, environment, folder, process
+group and signals of its own. It shares the libraries as they were imported, and the seed of
+Python's hashes.
 
-Under `accelerate launch` accelerate itself reads the YAML and the flags and sets the environment. Only
-torchrun, which would start new interpreters, is replaced: `run_ranks` forks the processes of the world.
-So a part of the tests starts everything as a user does (`fresh=True` in runs.py, and test_nodes.py).
+Under `accelerate launch` accelerate itself reads the YAML and the flags and sets the environment.
+Only torchrun, which would start new interpreters, is replaced: `run_ranks` forks the processes of
+the world. So a part of the runs starts everything as a user does: `fresh` in `Bench.run`, and in
+`launch` of the tests.
 """
 
 import atexit
@@ -26,9 +28,10 @@ from functools import cache
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
-# Some are read when a library is imported.
-OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-# What DeepSpeed imports inside `initialize`. Its Muon brings PyTorch's compiler with it, seconds in each process.
+# Read when a library is imported. One thread: so that sums are added in the same order everywhere.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# What DeepSpeed imports inside `initialize`. Its Muon brings PyTorch's compiler with it: seconds in
+# each process.
 LATE = [
     "deepspeed.comm.torch",
     "deepspeed.module_inject.auto_ep_layer",
@@ -42,7 +45,9 @@ LATE = [
 
 @cache
 def server() -> tuple[tempfile.TemporaryDirectory, subprocess.Popen]:
-    """The folder of the socket and the process of this interpreter's own server, started by the first call.
+    """The folder of the socket and the process of this interpreter's own server.
+
+    The first call starts it.
 
     The server ends with its stdin.
     """
@@ -52,9 +57,15 @@ def server() -> tuple[tempfile.TemporaryDirectory, subprocess.Popen]:
         listener.listen()
         number = listener.fileno()
         command = [sys.executable, __file__, str(number)]
-        return folder, subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=[number], env=os.environ | OFFLINE
-        )
+        with open(f"{folder.name}/console.txt", "wb") as console:  # of the imports
+            return folder, subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                pass_fds=[number],
+                env=os.environ | ENVIRONMENT,
+            )
 
 
 class Process:
@@ -71,7 +82,7 @@ class Process:
         self.pid = self.connection.recv()
 
     def poll(self, timeout: float | None = 0) -> int | None:
-        """Its exit status, as `subprocess.Popen` has it, or None if it still runs after so many seconds."""
+        """Its exit status as `subprocess.Popen` has it, None if it still runs after the timeout."""
         if self.returncode is None and self.connection.poll(timeout):
             self.returncode = self.connection.recv()
         return self.returncode
@@ -205,10 +216,11 @@ def run_alone(args) -> None:
 
 
 def run_ranks(args) -> None:
-    """In place of torchrun: forks the processes of a world on one node. If one fails, ends the others.
+    """In place of torchrun: forks the processes of a world on one node; if one fails, ends all.
 
-    As with torchrun this process keeps the store, so that none of them waits for another one to end. The
-    store is a thread and begins after the forks; who connects before that waits in the socket's queue.
+    As with torchrun this process keeps the store, so that none of them waits for another one to
+    end. The store is a thread and begins after the forks; who connects before that waits in the
+    socket's queue.
     """
     from torch.distributed import TCPStore
 

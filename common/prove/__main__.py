@@ -1,0 +1,226 @@
+"""Proves that a recipe, or a fork of one, keeps the project's contracts.
+
+    python -m common.prove recipes/sft.py
+    python -m common.prove ~/work/my_dpo.py --model_name_or_path M --dataset_name pairs.jsonl
+    python -m common.prove ~/work/my_dpo.py --quick --only split --only resume
+
+It runs the recipe many times on its demo, or on the model and the data that its arguments name, cut
+to a few rows. It prints a table of the promises: green or red, what was measured, and the bound.
+Everything runs on the CPU in fp32 (one promise in fp16), with this repository's `common`. The full
+proof takes less than ten minutes on two cores, `--quick` about two: it checks every promise on
+fewer engines.
+
+Arguments other than those below are the recipe's own. The exit status is 0 if all that could be
+checked is green. What each promise means: docs/forking.md.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from common import REPOSITORY, show_any_text
+
+
+class Outcome(NamedTuple):
+    """What became of a promise.
+
+    Attributes:
+        status: `green`, `red` or `unchecked`.
+        checks: what was measured, see `promises.Check`.
+        why: of a promise without checks, why it has none.
+    """
+
+    promise: object
+    status: str
+    checks: list
+    why: str = ""
+
+
+def judge(promise, bench) -> Outcome:
+    """Checks one promise. Whatever goes wrong in its runs makes it red."""
+    from common.prove.bench import RunFailed, Unchecked
+
+    try:
+        checks = promise.check(bench)
+    except Unchecked as reason:
+        return Outcome(promise, "unchecked", [], str(reason))
+    except RunFailed as error:
+        return Outcome(promise, "red", [], str(error))
+    except Exception:  # such as a log line without what the contracts say
+        return Outcome(promise, "red", [], traceback.format_exc(limit=-2).strip())
+    green = all(check.difference.green for check in checks)
+    return Outcome(promise, "green" if green else "red", checks)
+
+
+# ============================================================ the table
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Returns one line for each check, and what is to be said of those that are not green."""
+    rows = [("", "promise", "checked", "measured", "bound")]
+    for outcome in outcomes:
+        for check in outcome.checks:
+            difference = check.difference
+            status = "green" if difference.green else "RED"
+            measured, bound = number(difference.measured), number(difference.bound)
+            rows.append((status, outcome.promise.name, check.what, measured, bound))
+        if not outcome.checks:
+            status = "RED" if outcome.status == "red" else "-"
+            said = outcome.why if outcome.status == "unchecked" else "a run failed, see below"
+            rows.append((status, outcome.promise.name, said, "", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def number(value: float) -> str:
+    """Returns a count as it is, and what was measured with two digits."""
+    if value == round(value, 0):
+        return f"{value:g}"
+    return f"{value:.1e}"
+
+
+def explain(outcomes: list[Outcome]) -> str:
+    """Returns what is wrong with each red promise, and where it is explained."""
+    lines = []
+    for outcome in outcomes:
+        if outcome.status != "red":
+            continue
+        lines.append(f"\nRED {outcome.promise.name}: {outcome.promise.says}")
+        for check in outcome.checks:
+            difference = check.difference
+            if not difference.green:
+                off = f"off by {number(difference.measured)}, bound {number(difference.bound)}"
+                lines.append(f"    {check.what}: {off}. First in {difference.where}")
+        if outcome.why:
+            lines += [f"    {line}" for line in outcome.why.splitlines()]
+        lines.append(f"    see {outcome.promise.docs}")
+    return "\n".join(lines)
+
+
+def as_json(outcomes: list[Outcome], recipe: Path, quick: bool, seconds: float) -> dict:
+    """Returns the table for programs."""
+    return {
+        "recipe": str(recipe),
+        "quick": quick,
+        "seconds": round(seconds, 1),
+        "green": not any(outcome.status == "red" for outcome in outcomes),
+        "promises": {
+            outcome.promise.name: {
+                "status": outcome.status,
+                "why": outcome.why,
+                "checks": [
+                    {
+                        "what": check.what,
+                        "green": check.difference.green,
+                        "measured": str(check.difference.measured),
+                        "bound": str(check.difference.bound),
+                        "where": check.difference.where,
+                    }
+                    for check in outcome.checks
+                ],
+            }
+            for outcome in outcomes
+        },
+    }
+
+
+# ============================================================ the command
+
+
+def prove(recipe: Path, argv: list[str], quick: bool, only: list[str], keep: bool) -> list[Outcome]:
+    """Checks the promises of a recipe and returns what became of each.
+
+    Args:
+        argv: the recipe's own arguments.
+        only: the names of the promises; none: all.
+        keep: leave the runs on the disk, and say where.
+    """
+    from common.prove.bench import Bench  # slow to import
+    from common.prove.promises import PROMISES
+
+    wanted = [promise for promise in PROMISES if not only or promise.name in only]
+    folder = Path(tempfile.mkdtemp(prefix="prove-"))
+    try:
+        bench = Bench(recipe, argv, folder, quick)
+        bench.prepare()
+        with ThreadPoolExecutor(len(wanted)) as threads:
+            return list(threads.map(lambda promise: judge(promise, bench), wanted))
+    finally:
+        if keep:
+            print(f"the runs are in {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_environment() -> None:
+    """Makes every run one on the CPU, with this repository's `common`."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    before = os.environ.get("PYTHONPATH")
+    paths = [str(REPOSITORY), *([before] if before else [])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
+def main(argv: list[str] | None = None) -> int:
+    show_any_text()
+    parser = argparse.ArgumentParser(
+        prog="python -m common.prove",
+        usage="%(prog)s RECIPE [the recipe's arguments] [--quick] [--only NAME] [--json FILE]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", nargs="?", type=Path, help="the recipe's file, anywhere")
+    parser.add_argument("--quick", action="store_true", help="every promise on fewer engines")
+    parser.add_argument("--only", action="append", default=[], help="check this promise alone")
+    parser.add_argument("--list", action="store_true", help="name the promises, run nothing")
+    parser.add_argument("--json", type=Path, help="write the table to this file, too")
+    parser.add_argument("--keep", action="store_true", help="leave the runs on the disk")
+    args, own = parser.parse_known_args(argv)
+    from common.prove.bench import RunFailed, Unchecked  # slow to import
+    from common.prove.promises import PROMISES
+
+    if args.list:
+        for promise in PROMISES:
+            print(f"{promise.name:12} {promise.says}")
+        return 0
+    names = [promise.name for promise in PROMISES]
+    unknown = [name for name in args.only if name not in names]
+    if unknown:
+        parser.error(f"--only {unknown[0]}: no such promise. There are: {' '.join(names)}")
+    if args.recipe is None or not args.recipe.is_file():
+        parser.error(f"{args.recipe}: no such file. Name a recipe, such as recipes/sft.py")
+
+    start = time.monotonic()
+    set_environment()
+    try:
+        outcomes = prove(args.recipe.resolve(), own, args.quick, args.only, args.keep)
+    except (RunFailed, Unchecked) as error:
+        print(f"nothing can be checked: {error}", file=sys.stderr)
+        return 2
+    seconds = time.monotonic() - start
+    print(table(outcomes))
+    said = explain(outcomes)
+    if said:
+        print(said)
+    counts = {status: 0 for status in ("green", "red", "unchecked")}
+    for outcome in outcomes:
+        counts[outcome.status] += 1
+    shown = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    print(f"\n{args.recipe}: {shown} in {seconds:.0f} s, with {REPOSITORY}/common")
+    if args.json:
+        report = as_json(outcomes, args.recipe, args.quick, seconds)
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 1 if counts["red"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""How far two runs are from each other: their log lines and their weights."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from common.prove.bench import Finished, weights_of
+
+# The bounds of the contracts, see docs/forking.md.
+LOSS = 1e-6
+LATER_LOSS = 3e-6  # of weights that may already differ by 1e-5
+METRIC = 1e-5
+WEIGHTS = 1e-5
+
+
+class Difference(NamedTuple):
+    """A measured difference beside its bound.
+
+    Attributes:
+        measured, bound: of the first metric beyond its bound; if there is none, of the one nearest
+            to it.
+        where: the metric and the update that it was measured at.
+    """
+
+    measured: float
+    bound: float
+    where: str = ""
+
+    @property
+    def green(self) -> bool:
+        return self.measured <= self.bound
+
+
+def first_or_nearest(differences: Iterable[Difference]) -> Difference:
+    """Returns the first difference beyond its bound, else the one nearest to its bound."""
+    nearest = Difference(0.0, 0.0)
+    share = -1.0
+    for difference in differences:
+        if not difference.green:
+            return difference
+        if difference.measured > share * difference.bound:
+            nearest = difference
+            share = difference.measured / difference.bound if difference.bound else 0.0
+    return nearest
+
+
+# ============================================================ lines
+
+
+def of_lines(
+    expected: list[dict], found: list[dict], only: set[str] | None = None, exact: bool = False
+) -> Difference:
+    """Compares log lines, in their order.
+
+    Args:
+        only: the tags to compare; default all.
+        exact: bit for bit; else up to the bounds of the contracts.
+    """
+    return first_or_nearest(differences_of_lines(expected, found, only, exact))
+
+
+def differences_of_lines(expected, found, only=None, exact=False) -> Iterable[Difference]:
+    """Yields the difference of each tag of each line."""
+    for number, (line, other) in enumerate(zip(expected, found)):
+        step = line["global_step"]
+        tags = [tag for tag in {**line, **other} if only is None or tag in only]
+        for tag in ["global_step", *tags]:
+            where = f"{tag}, update {step}"
+            if tag not in line or tag not in other:
+                yield Difference(math.inf, 0.0, f"{where}: logged by one of them only")
+                continue
+            if is_rounding(tag, line):
+                continue
+            bound = 0.0 if exact else bound_of(tag, line, first=number == 0)
+            measured = abs(line[tag] - other[tag])
+            if not math.isfinite(measured) and line[tag] == other[tag]:
+                measured = 0.0
+            yield Difference(measured, bound, f"{where}: {line[tag]:.8g}, {other[tag]:.8g}")
+    if len(expected) != len(found):
+        yield Difference(math.inf, 0.0, f"{len(expected)} lines, {len(found)}")
+
+
+def bound_of(tag: str, line: dict, first: bool) -> float:
+    """Returns how much a metric may differ between two ways to compute the same update.
+
+    Log-probs are sums over a response, and what is made of them rounds as they do.
+    """
+    size = max(1.0, abs(line[tag]))
+    name = tag.rpartition("/")[2]
+    if name == "loss":
+        return (LOSS if first else LATER_LOSS) * size
+    sums = [abs(value) for other, value in line.items() if "logps" in other]
+    return METRIC * max(size, *sums, 1.0)
+
+
+def is_rounding(tag: str, line: dict) -> bool:
+    """Whether a metric counts the signs of margins that are nothing but rounding.
+
+    Such are the margins of a policy that is still its own reference.
+    """
+    if not tag.endswith("accuracies"):
+        return False
+    margins = line.get(tag.replace("accuracies", "margins"), math.inf)
+    return abs(margins) < 1e-4
+
+
+# ============================================================ weights
+
+
+def of_models(expected: Finished, found: Finished, exact: bool = False) -> Difference:
+    """Compares all models that two runs have saved, each as one vector, relative to its norm."""
+    ours = expected.models()
+    theirs = found.models()
+    if ours.keys() != theirs.keys() or not ours:
+        one_only = ours.keys() ^ theirs.keys()
+        return Difference(math.inf, 0.0, f"models of one run only: {' '.join(sorted(one_only))}")
+    return first_or_nearest(
+        of_weights(weights_of(folder), weights_of(theirs[name]), name, exact)
+        for name, folder in ours.items()
+    )
+
+
+def of_weights(
+    expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], name: str, exact: bool
+) -> Difference:
+    """Returns the norm of the difference over the norm, and the tensor that differs most."""
+    bound = 0.0 if exact else WEIGHTS
+    if expected.keys() != found.keys():
+        return Difference(math.inf, bound, f"{name}: other tensors")
+    if not expected:
+        return Difference(0.0, bound, name)
+    squares = {}
+    norm = 0.0
+    for tensor_name, tensor in expected.items():
+        other = found[tensor_name]
+        if tensor.shape != other.shape:
+            return Difference(math.inf, bound, f"{name}: another shape of {tensor_name}")
+        squares[tensor_name] = float((tensor.double() - other.double()).square().sum())
+        norm += float(tensor.double().square().sum())
+    most = max(squares, key=squares.get)
+    measured = math.sqrt(sum(squares.values()) / norm) if norm else 0.0
+    if math.isnan(measured):
+        measured = math.inf
+    return Difference(measured, bound, f"{name}, most in {most}")

@@ -1,0 +1,605 @@
+"""What each promise means: the runs it looks at, what it measures, and the bound.
+
+Only what users script against is used: flags, log lines and their tags, files. So a changed loss,
+metric or data function needs no change here.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from common import folders
+from common.prove import bench as benches
+from common.prove import compare
+from common.prove.bench import (
+    BATCH,
+    DROPOUT,
+    RESPONSES,
+    ROLLOUT,
+    ROWS,
+    SHORT_ROLLOUT,
+    Bench,
+    Finished,
+    Unchecked,
+    updates_in,
+)
+from common.prove.compare import Difference
+
+# What makes an update, beside the weights that it leaves.
+OF_UPDATE = {"loss", "grad_norm", "learning_rate", "samples", "tokens"}
+# These are of the last update alone, so they belong to no mean.
+OF_LAST_UPDATE = ("grad_norm", "learning_rate", "loss_scale", "epoch", "global_step")
+# More than enough for the gradients of any model in fp16.
+HIGH_SCALES = (24, 40, 60)  # powers of 2
+# Gradients in half precision round: far less than this. One Adam step too many makes far more.
+HALF = 1e-2
+# Of the way that the weights have come. The saved ones are rounded to half precision, too.
+HALF_WAY = 5e-2
+
+
+class Check(NamedTuple):
+    """One line of the table: what was compared, how far it is off, and how far it may be."""
+
+    what: str
+    difference: Difference
+
+
+class Promise(NamedTuple):
+    """A contract of the project.
+
+    Attributes:
+        name: for `--only`.
+        says: the contract in words.
+        docs: where it is explained.
+        check: does the work. It may raise `Unchecked` or `RunFailed`.
+    """
+
+    name: str
+    says: str
+    docs: str
+    check: Callable[[Bench], list[Check]]
+
+
+# ============================================================ runs of several promises
+
+
+def base(bench: Bench) -> Finished:
+    """One process, one micro-batch an update."""
+    return bench.run("1x16", save_steps=1000)
+
+
+def two_processes(bench: Bench) -> Finished:
+    """Two processes, micro-batches of one sample: in an update of 1 or 11 one is a padding row."""
+    return bench.run("2-processes", "ddp", micro_train_batch_size=1, save_steps=1000)
+
+
+def unbroken(bench: Bench) -> Finished:
+    """A run with dropout that is not killed, to compare those with that are."""
+    return bench.run("unbroken", "ddp", **INTERRUPTED)
+
+
+# Updates of two processes, checkpoints between log lines, and dropout, so that random states count.
+INTERRUPTED = dict(micro_train_batch_size=2, logging_steps=4, save_steps=2, dropout=DROPOUT)
+
+
+def other_seed(bench: Bench) -> Finished:
+    bench.need("seed")
+    interval = 2 if bench.samples else 0.5
+    return bench.run("other-seed", seed=bench.arguments["seed"] + 1, logging_steps=interval)
+
+
+def standing_still(bench: Bench) -> tuple[Finished, Finished]:
+    """Two runs at learning rate 0, so that every update meets the same weights.
+
+    Returns:
+        one whose updates are whole passes; one of two processes whose last log line is over a whole
+        pass, in updates of uneven size.
+    """
+    bench.need("learning_rate", "logging_steps", "train_batch_size", "micro_train_batch_size")
+    rates = dict(learning_rate=0.0, critic_learning_rate=0.0)
+    size = ROWS
+    # Two of 8 and, where an update has one sample, one of it and one padding row.
+    micro = BATCH // 2
+    if bench.samples:
+        micro = 2  # of 11 samples: five of 2 and one of 1
+        bench.need("num_epochs_per_rollout")
+        rates |= dict(rows=SHORT_ROLLOUT, num_epochs_per_rollout=2)
+        rates |= dict(max_steps=0, max_epochs=1)
+        size = ROLLOUT * RESPONSES
+    whole = bench.run("still-whole", train_batch_size=size, micro_train_batch_size=size, **rates)
+    samples = whole.training[0].get("samples", ROWS)
+    interval = updates_in(int(samples))
+    split = bench.run(
+        "still",
+        "ddp",
+        micro_train_batch_size=micro,
+        logging_steps=interval,
+        save_steps=interval,
+        **rates,
+    )
+    return whole, split
+
+
+# ============================================================ the same update
+
+
+def same_run(bench: Bench, what: str, other: Finished) -> list[Check]:
+    """Compares a run with `base`: the weights, and what its lines say of the updates."""
+    reference = base(bench)
+    of_lines = compare.of_lines(reference.training, other.training, only=OF_UPDATE)
+    return [
+        Check(f"{what}: log lines", of_lines),
+        Check(f"{what}: weights", compare.of_models(reference, other)),
+    ]
+
+
+def check_split(bench: Bench) -> list[Check]:
+    bench.need("micro_train_batch_size")
+    reference = base(bench)
+    splits = {
+        "4 micro-batches of 4": bench.run("4x4", micro_train_batch_size=4, save_steps=1000),
+        "2 processes": two_processes(bench),
+    }
+    if not bench.quick and bench.has("micro_train_tokens"):
+        first = reference.training[0]
+        per_sample = first.get("tokens", 32 * BATCH) / first.get("samples", BATCH)
+        tokens = dict(micro_train_tokens=round(5 * per_sample), save_steps=1000)
+        splits["micro-batches by tokens"] = bench.run("tokens", **tokens)
+        splits["2 processes by tokens"] = bench.run("2-by-tokens", "ddp", **tokens)
+    checks = []
+    for what, other in splits.items():
+        checks += same_run(bench, what, other)
+    return checks
+
+
+def check_engines(bench: Bench) -> list[Check]:
+    bench.need("micro_train_batch_size")
+    engines = {"zero3": 2}
+    if not bench.quick:
+        engines |= {"zero1": 2, "zero2": 4, "fsdp2": 4}
+    checks = []
+    for engine, size in engines.items():
+        other = bench.run(engine, engine, micro_train_batch_size=size, save_steps=1000)
+        checks += same_run(bench, engine.replace("zero", "ZeRO-").replace("fsdp", "FSDP"), other)
+    return checks
+
+
+def check_packed(bench: Bench) -> list[Check]:
+    flags = [name for name in ("packing", "share_prompts") if bench.has(name)]
+    if not flags:
+        raise Unchecked("the recipe has neither --packing nor --share_prompts")
+    changes = dict.fromkeys(flags, True)
+    other = bench.run("packed", micro_train_batch_size=4, save_steps=1000, **changes)
+    return same_run(bench, f"--{' --'.join(flags)}", other)
+
+
+def check_last_update(bench: Bench) -> list[Check]:
+    """An update of 6 samples is the same where updates are of 6 and where they could be more."""
+    bench.need("train_batch_size")
+    rows = 6
+    samples = rows
+    full = dict(train_batch_size=rows)
+    short = dict(train_batch_size=BATCH)
+    if bench.samples:
+        samples = rows * RESPONSES
+        full = dict(train_batch_size=samples, rollout_batch_size=rows)
+        short = dict(train_batch_size=ROLLOUT * RESPONSES, rollout_batch_size=ROLLOUT)
+    same = dict(rows=rows, max_steps=0, max_epochs=1, micro_train_batch_size=2, save_steps=1000)
+    one = bench.run("full-update", **same, **full)
+    other = bench.run("short-update", **same, **short)
+    only = {"loss", "grad_norm", "samples"}
+    return [
+        Check("log lines", compare.of_lines(one.training, other.training, only)),
+        Check("weights", compare.of_models(one, other)),
+    ]
+
+
+# ============================================================ what is logged
+
+
+def check_means(bench: Bench) -> list[Check]:
+    """At learning rate 0 a line over a whole pass is one mean, however its samples were split."""
+    whole, split = standing_still(bench)
+    expected = mean_metrics(whole)
+    found = mean_metrics(split)
+    expected["global_step"] = found["global_step"] = split.training[-1]["global_step"]
+    return [
+        Check("training lines", compare.of_lines([expected], [found])),
+        Check("evaluations", compare.of_lines(whole.evaluations[:1], split.evaluations[:1])),
+    ]
+
+
+def mean_metrics(run: Finished) -> dict:
+    """The metrics of a run's last line, and those that only its first one has, of its rollout."""
+    line = {**run.training[0], **run.training[-1]}
+    return {
+        tag: value for tag, value in line.items() if not any(part in tag for part in OF_LAST_UPDATE)
+    }
+
+
+def check_log_lines(bench: Bench) -> list[Check]:
+    """Lines after the first update, every `logging_steps`, and the last; evaluations likewise."""
+    bench.need("logging_steps")
+    _, still = standing_still(bench)
+    steps = [line["global_step"] for line in still.training]
+    runs = {
+        "1, one process": (base(bench), 1),
+        "1, two processes": (two_processes(bench), 1),
+        "4": (unbroken(bench), 4),
+        f"{steps[-1] // 2}": (still, steps[-1] // 2),
+    }
+    if bench.has("seed"):
+        other = other_seed(bench)
+        total = last_step(other)
+        runs["half of all" if not bench.samples else "2"] = (
+            other,
+            2 if bench.samples else math.ceil(0.5 * total),
+        )
+    checks = []
+    for what, (run, interval) in runs.items():
+        checks.append(Check(f"logging_steps {what}", of_steps(run, interval)))
+    if bench.has("eval_steps"):
+        total = last_step(base(bench))
+        expected = sorted({0, *range(3, total + 1, 3), total})
+        found = [line["global_step"] for line in base(bench).evaluations]
+        checks.append(Check("eval_steps 3", of_lists(expected, found)))
+    if not bench.samples:
+        checks.append(Check("updates and samples of 2 epochs", of_counts(bench, base(bench))))
+    return checks
+
+
+def last_step(run: Finished) -> int:
+    return max(line["global_step"] for line in run.lines)
+
+
+def of_steps(run: Finished, interval: int) -> Difference:
+    total = last_step(run)
+    expected = sorted({1, *range(interval, total + 1, interval), total})
+    return of_lists(expected, [line["global_step"] for line in run.training])
+
+
+def of_lists(expected: list, found: list) -> Difference:
+    """Counts the entries of one list alone."""
+    if expected == found:
+        return Difference(0, 0)
+    wrong = len(set(expected) ^ set(found)) or 1
+    return Difference(wrong, 0, f"lines at {found}, expected at {expected}")
+
+
+def of_counts(bench: Bench, run: Finished) -> Difference:
+    """Whether each usable row was in one update of each epoch."""
+    usable = sum(int(n) for n in re.findall(r"^data .*: (\d+) usable rows", run.console, re.M))
+    # The held-out rows have such a line, too.
+    held_out = min(benches.EVALUATION_ROWS, sum(len(rows) for rows in bench.eval_rows))
+    rows = usable - held_out
+    if rows != ROWS:
+        raise Unchecked(f"of {ROWS} rows {rows} are usable")
+    expected = [2 * updates_in(ROWS), 2 * ROWS]
+    last = run.training[-1]
+    found = [last["global_step"], last.get("samples", 2 * ROWS)]
+    if found == expected:
+        return Difference(0, 0)
+    return Difference(
+        abs(found[1] - expected[1]) or 1,
+        0,
+        f"{found[0]} updates of {found[1]} samples, expected {expected[0]} of {expected[1]}",
+    )
+
+
+# ============================================================ interrupted, repeated
+
+
+def check_resume(bench: Bench) -> list[Check]:
+    bench.need("save_steps", "logging_steps")
+    checks = resumed(bench, "2 processes", unbroken(bench), "ddp")
+    if not bench.quick:
+        for engine, what in (("plain", "1 process"), ("zero3", "ZeRO-3")):
+            reference = bench.run(f"unbroken-{engine}", engine, **INTERRUPTED)
+            checks += resumed(bench, what, reference, engine)
+    return checks
+
+
+def resumed(bench: Bench, what: str, reference: Finished, launcher: str) -> list[Check]:
+    """Kills a run when a checkpoint has appeared and while one is written, and resumes it."""
+    name = f"killed-{launcher}"
+    output = bench.folder / name
+    checkpoints = output / "checkpoints"
+    flags = bench.flags(output, **INTERRUPTED)
+    torn = []
+
+    def appeared() -> bool:
+        return (checkpoints / "global_step_000002").exists()
+
+    def is_written() -> bool:
+        # Also under another name, aside.
+        return any(True for _ in checkpoints.glob("*global_step_000004*")) or any(
+            True for _ in checkpoints.glob(".*global_step_000004*")
+        )
+
+    with bench.slots.take(benches.processes_of(launcher)):
+        for kill, moment in enumerate((appeared, is_written)):
+            resume = ["--resume", "auto"] if kill else []
+            if not bench.run_until(f"{name}-{kill}", launcher, [*flags, *resume], moment):
+                raise Unchecked(f"{what}: too few updates to kill a run before its end")
+            for folder in folders.by_step(checkpoints):
+                fault = folders.fault_of(folder)
+                if fault:
+                    torn.append(f"{folder.name}: {fault}")
+        whole = Check(
+            f"{what}: checkpoints of a killed run that are not whole",
+            Difference(len(torn), 0, "; ".join(torn)),
+        )
+        if torn:
+            return [whole]
+        resumed_run = bench.finish(name, launcher, [*flags, "--resume", "auto"])
+    return [
+        whole,
+        Check(
+            f"{what}: log lines", compare.of_lines(reference.lines, resumed_run.lines, exact=True)
+        ),
+        Check(f"{what}: weights", compare.of_models(reference, resumed_run, exact=True)),
+    ]
+
+
+def check_seed(bench: Bench) -> list[Check]:
+    one = unbroken(bench)
+    # In new interpreters: each has another seed of Python's hashes.
+    again = bench.run("again", "ddp", fresh=True, **INTERRUPTED)
+    checks = [
+        Check("twice: log lines", compare.of_lines(one.lines, again.lines, exact=True)),
+        Check("twice: weights", compare.of_models(one, again, exact=True)),
+    ]
+    other = other_seed(bench)
+    first = base(bench).training[0]
+    moved = [
+        abs(first[tag] - value) / max(1.0, abs(value))
+        for tag, value in other.training[0].items()
+        if tag in first
+    ]
+    checks.append(Check("another: unlike in the first line", at_least(max(moved), 1e-5)))
+    return checks
+
+
+def at_least(measured: float, bound: float) -> Difference:
+    """A difference that must be there: green from `bound` on."""
+    if measured >= bound:
+        return Difference(0, 0, f"{measured:.3g}")
+    return Difference(1, 0, f"{measured:.3g}, expected at least {bound:g}")
+
+
+# ============================================================ nothing moves what should not
+
+
+def check_still(bench: Bench) -> list[Check]:
+    bench.need("weight_decay")
+    _, split = standing_still(bench)
+    checks = still(bench, "2 processes", split)
+    if not bench.quick:
+        rates = dict(learning_rate=0.0, critic_learning_rate=0.0)
+        for engine in ("zero2", "zero3"):
+            run = bench.run(
+                f"still-{engine}", engine, micro_train_batch_size=2, save_steps=2, **rates
+            )
+            checks += still(bench, engine.replace("zero", "ZeRO-"), run)
+    return checks
+
+
+def still(bench: Bench, what: str, run: Finished) -> list[Check]:
+    """Compares a run's last models with those of its first checkpoint and with its start."""
+    saved = folders.by_step(run.folder / "checkpoints")
+    differences = []
+    if saved:
+        for name in ("actor", "critic"):
+            first, last = saved[0] / name, saved[-1] / name
+            if first.is_dir():
+                first_weights, last_weights = map(benches.weights_of, (first, last))
+                differences.append(
+                    compare.of_weights(first_weights, last_weights, name, exact=True)
+                )
+    actor = benches.weights_of(run.folder / "actor")
+    start = benches.weights_of(Path(bench.model_folder(0.0)))
+    common = {name for name in actor if name in start}
+    if common:
+        differences.append(
+            compare.of_weights(
+                {name: start[name].float() for name in common},
+                {name: actor[name].float() for name in common},
+                "actor",
+                exact=True,
+            )
+        )
+    return [Check(what, compare.first_or_nearest(differences))]
+
+
+def check_overflow(bench: Bench) -> list[Check]:
+    """The applied updates of a run that overflows at first are those of a run that never does.
+
+    Both meet the same samples at every update, since their data are one update long.
+    """
+    bench.need("max_steps", "train_batch_size")
+    same = dict(max_steps=4, micro_train_batch_size=4, rows=BATCH, eval_steps=0)
+    if bench.samples:
+        bench.need("num_epochs_per_rollout")
+        # All updates are of one rollout: another one would have other responses.
+        prompts = BATCH // 2
+        same |= dict(
+            rows=prompts,
+            rollout_batch_size=prompts,
+            n_samples_per_prompt=2,
+            num_epochs_per_rollout=100,
+        )
+    for power in HIGH_SCALES:
+        config = benches.deepspeed_config(bench.folder, 2, initial_scale_power=power, hysteresis=1)
+        overflowed = bench.run(f"overflow-{power}", str(config), **same)
+        last = overflowed.training[-1] if overflowed.training else {}
+        if not last:
+            nothing = Difference(math.inf, 0, "no update was applied, or none was logged")
+            return [Check("updates after the overflows", nothing)]
+        if "loss_scale" not in last or "skipped_steps" not in last:
+            raise Unchecked("the recipe does not log loss_scale and skipped_steps")
+        fits = round(math.log2(last["loss_scale"]))
+        if fits < power:
+            break
+    else:
+        raise Unchecked(f"nothing overflows at a loss scale of 2**{power}")
+    config = benches.deepspeed_config(bench.folder, 2, initial_scale_power=fits, hysteresis=1)
+    clean = bench.run("no-overflow", str(config), **same)
+    # At one micro-batch size these are equal bit for bit, whatever the loss was multiplied by.
+    exact = {"global_step", "learning_rate", "critic_learning_rate", "samples", "tokens"}
+    of_lines = compare.of_lines(clean.training, overflowed.training, exact, exact=True)
+    return [
+        Check(f"skips counted, of {power - fits}", of_skips(overflowed, power)),
+        Check("steps, samples, learning rates", of_lines),
+        Check("losses", half_lines(clean, overflowed)),
+        Check("weights", half_models(bench, clean, overflowed)),
+    ]
+
+
+def of_skips(run: Finished, power: int) -> Difference:
+    """Each overflow halves the scale: a line must count as many skips as there were before it."""
+    differences = []
+    for line in run.training:
+        expected = power - math.log2(line.get("loss_scale", 2.0**power))
+        found = line["skipped_steps"]
+        where = (
+            f"skipped_steps, update {line['global_step']}: {found}, the scale fell {expected:g}x"
+        )
+        differences.append(Difference(abs(found - expected), 0, where))
+    return compare.first_or_nearest(differences)
+
+
+def half_lines(expected: Finished, found: Finished) -> Difference:
+    """Compares losses and gradient norms up to the rounding of half precision."""
+    differences = []
+    for line, other in zip(expected.training, found.training):
+        for tag in ("loss", "grad_norm"):
+            if tag in line and tag in other:
+                measured = abs(line[tag] - other[tag]) / max(abs(line[tag]), 1e-2)
+                where = f"{tag}, update {line['global_step']}: {line[tag]:.6g}, {other[tag]:.6g}"
+                differences.append(Difference(measured, HALF, where))
+    return compare.first_or_nearest(differences)
+
+
+def half_models(bench: Bench, expected: Finished, found: Finished) -> Difference:
+    """Compares how far the actors of two runs have come from the start, relative to that way."""
+    start = benches.weights_of(Path(bench.model_folder(0.0)))
+    one = benches.weights_of(expected.folder / "actor")
+    other = benches.weights_of(found.folder / "actor")
+    way = math.sqrt(sum(square(one[name], start[name]) for name in one if name in start))
+    apart = math.sqrt(sum(square(one[name], other[name]) for name in one))
+    if way == 0:
+        raise Unchecked("four updates in fp16 move nothing")
+    return Difference(apart / way, HALF_WAY, "actor")
+
+
+def square(one, other) -> float:
+    return float((one.double() - other.double()).square().sum())
+
+
+# ============================================================ the saved actor
+
+
+def check_actor(bench: Bench) -> list[Check]:
+    trained = {"1 process": base(bench)}
+    if not bench.quick:
+        for engine in ("zero3", "fsdp2"):
+            trained[engine.replace("zero", "ZeRO-").replace("fsdp", "FSDP")] = bench.run(
+                engine,
+                engine,
+                micro_train_batch_size=2 if engine == "zero3" else 4,
+                save_steps=1000,
+            )
+    checks = []
+    for what, run in trained.items():
+        checks += saved_actor(bench, what, run)
+    return checks
+
+
+def saved_actor(bench: Bench, what: str, run: Finished) -> list[Check]:
+    folder = run.folder / "actor"
+    if not folder.is_dir():
+        raise Unchecked("the recipe saves no actor")
+    script = str(Path(__file__).with_name("plain.py"))
+    found = json.loads(bench.run_script(f"plain-{run.name}", script, str(folder)).splitlines()[-1])
+    faults = [f"{name}: {value}" for name, value in found.items() if value]
+    checks = [
+        Check(f"{what}: plain transformers loads it", Difference(len(faults), 0, "; ".join(faults)))
+    ]
+    saved = folders.by_step(run.folder / "checkpoints")
+    if saved and (saved[-1] / "actor").is_dir():
+        last = benches.weights_of(saved[-1] / "actor")
+        same = compare.of_weights(last, benches.weights_of(folder), "actor", exact=True)
+        checks.append(Check(f"{what}: it is that of the last checkpoint", same))
+
+    changes = {}
+    asked = bench.arguments
+    if "ref_model_name_or_path" in asked and asked.get("kl_coef", 1) > 0:
+        start = bench.model_folder(0.0)
+        changes["ref_model_name_or_path"] = asked["ref_model_name_or_path"] or start
+    name = f"on-actor-{run.name}"
+    if not run.evaluations:
+        raise Unchecked("the recipe logs no evaluation")
+    found = bench.run_to_first_line(name, model_name_or_path=str(folder), **changes)
+    expected = {**run.evaluations[-1], "global_step": 0}
+    difference = compare.of_lines([expected], [found])
+    return [*checks, Check(f"{what}: a new run on it logs the last eval/*", difference)]
+
+
+PROMISES = [
+    Promise(
+        "split",
+        "the same update however its samples are split",
+        "docs/forking.md#split",
+        check_split,
+    ),
+    Promise(
+        "engines",
+        "the same update under every engine",
+        "docs/forking.md#engines",
+        check_engines,
+    ),
+    Promise(
+        "packed",
+        "the same update with rows packed or prompts shared",
+        "docs/forking.md#packed",
+        check_packed,
+    ),
+    Promise(
+        "means",
+        "a logged metric is the exact mean over both processes",
+        "docs/forking.md#means",
+        check_means,
+    ),
+    Promise(
+        "log-lines",
+        "log lines stand where logging_steps says",
+        "docs/forking.md#log-lines",
+        check_log_lines,
+    ),
+    Promise(
+        "resume",
+        "killed and resumed, a run is the run never killed",
+        "docs/forking.md#resume",
+        check_resume,
+    ),
+    Promise(
+        "overflow", "an fp16 overflow leaves no trace", "docs/forking.md#overflow", check_overflow
+    ),
+    Promise(
+        "seed",
+        "the same seed is the same run, another seed another",
+        "docs/forking.md#seed",
+        check_seed,
+    ),
+    Promise("still", "a learning rate of 0 moves nothing", "docs/forking.md#still", check_still),
+    Promise("actor", "the saved actor is the trained one", "docs/forking.md#actor", check_actor),
+    Promise(
+        "last-update",
+        "the last, short update weighs each sample 1/n",
+        "docs/forking.md#last-update",
+        check_last_update,
+    ),
+]

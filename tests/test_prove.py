@@ -1,0 +1,487 @@
+"""`python -m common.prove` is green for every recipe and every fork in docs/, and red for each fault, under its name."""
+
+import ast
+import gzip
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from common.prove import __main__ as command
+from common.prove import bench, compare, promises
+from mutations import copy_repository
+from planting import Plant, drop_call, replace, together
+from runs import ASSETS, OFFLINE, REPOSITORY, recipe, write_jsonl
+from test_alike import NAMES
+
+FORKS = REPOSITORY / "docs/forks"
+NAMES_OF_PROMISES = [promise.name for promise in promises.PROMISES]
+
+
+def prove(file: Path, folder: Path, *flags, repository: Path = REPOSITORY) -> tuple[dict, str]:
+    """The report of a proof, and what it printed."""
+    report = folder / "report.json"
+    environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(repository)}
+    result = subprocess.run(
+        [sys.executable, "-m", "common.prove", file, "--json", report, *map(str, flags)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    output = result.stdout + result.stderr
+    assert report.exists(), output
+    found = json.loads(report.read_text())
+    assert result.returncode == (0 if found["green"] else 1), output
+    return found, output
+
+
+def of_status(report: dict, status: str) -> list[str]:
+    return [name for name, promise in report["promises"].items() if promise["status"] == status]
+
+
+def test_sft_keeps_every_promise(tmp_path):
+    report, output = prove(recipe("sft"), tmp_path, "--quick")
+    assert of_status(report, "green") == NAMES_OF_PROMISES, output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_keeps_every_promise(tmp_path, name):
+    report, output = prove(recipe(name), tmp_path, *(["--quick"] if name != "dpo" else []))
+    assert of_status(report, "green") == NAMES_OF_PROMISES, output
+
+
+# ============================================================ faults
+
+
+class Fault(NamedTuple):
+    """A wrong recipe, or a wrong `common`.
+
+    Attributes:
+        promise: the one that it breaks.
+        recipe: the one that is proved.
+        file: where it is planted: that recipe, or a file of `common`.
+    """
+
+    promise: str
+    recipe: str
+    file: str
+    plant: Plant
+
+
+FAULTS = {
+    "the weights of padding rows are dropped from the loss": Fault(
+        "split",
+        "dpo",
+        "recipes/dpo.py",
+        replace("main", "(losses * weights).sum()", by="losses.sum()"),
+    ),
+    "a mean of means": Fault(
+        "split",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "(losses * token_weights).sum() * divisor / update_targets",
+            by="(losses * token_weights).sum() / token_weights.sum().clamp(min=1)",
+        ),
+    ),
+    "a logged mean of means": Fault(
+        "means",
+        "sft",
+        "common/metrics.py",
+        replace(
+            "Means.add",
+            "torch.stack([total, weights.sum(), smallest, largest])",
+            by="torch.stack([total / weights.sum().clamp(min=1), counts.any().double(), smallest, largest])",
+        ),
+    ),
+    "the metric of rank 0": Fault(
+        "means",
+        "sft",
+        "common/metrics.py",
+        replace("Means.reduce", "self.accelerator.gather(mine)", by="mine"),
+    ),
+    "a second condition in the rule for log lines": Fault(
+        "log-lines",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "progress.log_due(args.logging_steps)",
+            by="progress.log_due(args.logging_steps) and progress.samples % args.train_batch_size == 0",
+        ),
+    ),
+    "a padding row is counted": Fault(
+        "means",
+        "sft",
+        "common/batches.py",
+        replace("micro_batch_of", "torch.zeros(1)", by="torch.ones(1)"),
+    ),
+    "the head is outside of the prepared module": Fault(
+        "split",
+        "reward",
+        "recipes/reward.py",
+        replace(
+            "main",
+            "optimizer = optim.adamw(accelerator, parameter_groups, args)",
+            by="optimizer = optim.adamw(accelerator, parameter_groups, args)\n"
+            "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
+            "scorer, ['model.score.weight'])",
+        ),
+    ),
+    "random states are not restored": Fault(
+        "resume",
+        "sft",
+        "common/checkpoint.py",
+        replace(
+            "load",
+            "load_engine(run, path / 'engine')",
+            by="states = torch.get_rng_state(); load_engine(run, path / 'engine'); torch.set_rng_state(states)",
+        ),
+    ),
+    "a checkpoint is written in place": Fault(
+        "resume",
+        "sft",
+        "common/checkpoint.py",
+        together(
+            replace("save", "write(run, temporary, final)", by="write(run, final, final)"),
+            drop_call("write", "folders.replace"),
+        ),
+    ),
+    "a skipped update is counted": Fault(
+        "overflow",
+        "sft",
+        "common/progress.py",
+        replace(
+            "Progress.update_done",
+            "self.skipped_steps += 1",
+            by="self.global_step += 1",
+        ),
+    ),
+    "the schedule goes on with a skipped update": Fault(
+        "overflow",
+        "sft",
+        "recipes/sft.py",
+        replace("main", "if applied:\n    scheduler.step()", by="scheduler.step()"),
+    ),
+    "the actor is saved before the last update": Fault(
+        "actor",
+        "sft",
+        "recipes/sft.py",
+        together(
+            replace(
+                "main",
+                "actor.publish(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)",
+                by="pass",
+            ),
+            replace(
+                "main",
+                "micro_batches = batches.split(accelerator, update_sequences, lengths, "
+                "args.micro_train_batch_size, args.micro_train_tokens)",
+                by="""
+micro_batches = batches.split(accelerator, update_sequences, lengths, args.micro_train_batch_size, args.micro_train_tokens)
+actor.publish(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor", dtype=args.save_dtype)
+""",
+            ),
+        ),
+    ),
+    "a learning rate of 0 with weight decay": Fault(
+        "still",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "optimizer.zero_grad()",
+            by="""
+optimizer.zero_grad()
+with torch.no_grad():
+    for parameter in policy.parameters():
+        parameter.mul_(1 - 1e-6)
+""",
+        ),
+    ),
+    "the seed of the data order is none": Fault(
+        "seed",
+        "sft",
+        "common/batches.py",
+        replace(
+            "epoch_order",
+            "np.random.default_rng(np.append(seed, epoch))",
+            by="np.random.default_rng()",
+        ),
+    ),
+    "the seed is always the same": Fault(
+        "seed",
+        "sft",
+        "common/batches.py",
+        replace("epoch_order", "np.append(seed, epoch)", by="np.append(7, epoch)"),
+    ),
+    "a short update is divided by the size of a full one": Fault(
+        "last-update",
+        "dpo",
+        "recipes/dpo.py",
+        replace(
+            "main",
+            "(losses * weights).sum() * divisor / len(update_rows)",
+            by="(losses * weights).sum() * divisor / args.train_batch_size",
+        ),
+    ),
+    "all tokens of packed rows are targets": Fault(
+        "packed",
+        "sft",
+        "recipes/sft.py",
+        replace("collate", "columns['targets']", by="columns['targets'] if not pack else None"),
+    ),
+    "weights are changed past the engine": Fault(
+        "engines",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "optimizer.zero_grad()",
+            by="""
+optimizer.zero_grad()
+with torch.no_grad():
+    for parameter in policy.parameters():
+        parameter.mul_(0.999)
+""",
+        ),
+    ),
+    "a running value is not in the checkpoint": Fault(
+        "resume",
+        "dpo",
+        "recipes/dpo.py",
+        together(
+            replace(
+                "main",
+                "metrics.start_interval()",
+                by="metrics.start_interval()\nfactor = 1.0",
+            ),
+            replace(
+                "main",
+                "(losses * weights).sum() * divisor / len(update_rows)",
+                by="(losses * weights).sum() * factor * divisor / len(update_rows)",
+            ),
+            replace(
+                "main",
+                "if applied:\n    scheduler.step()",
+                by="if applied:\n    scheduler.step()\n    factor *= 0.9",
+            ),
+        ),
+    ),
+}
+
+
+def planted(fault: Fault) -> str:
+    tree = ast.parse((REPOSITORY / fault.file).read_text())
+    fault.plant(tree)
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_fits_the_code(name):
+    compile(planted(FAULTS[name]), FAULTS[name].file, "exec")
+    assert FAULTS[name].promise in NAMES_OF_PROMISES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_red_under_its_name(tmp_path, name):
+    fault = FAULTS[name]
+    repository = REPOSITORY
+    if fault.file.startswith("recipes/"):
+        file = tmp_path / "my_recipe.py"  # anywhere on the disk
+        file.write_text(planted(fault))
+    else:
+        repository = tmp_path / "repository"
+        copy_repository(repository)
+        (repository / fault.file).write_text(planted(fault))
+        file = repository / f"recipes/{fault.recipe}.py"
+    flags = ["--quick", "--only", fault.promise]
+    report, output = prove(file, tmp_path, *flags, repository=repository)
+    assert of_status(report, "red") == [fault.promise], output
+    assert f"RED {fault.promise}: " in output
+    assert f"see docs/forking.md#{fault.promise}" in output
+    # Which metric or model, where first, and by how much: not only that a run failed.
+    assert re.search(r"off by \S+, bound \S+ First in \S+", output), output
+
+
+# ============================================================ forks
+
+
+def fork(folder: Path, base: str, name: str) -> Path:
+    """A copy of a recipe outside of the repository, with a diff of docs/forks applied."""
+    file = folder / f"my_{name}.py"
+    if base:
+        file.write_text(recipe(base).read_text())
+    subprocess.run(["patch", "--quiet", file, FORKS / f"{name}.diff"], check=True)
+    return file
+
+
+def test_every_diff_fits_its_recipe(tmp_path):
+    for base, name in (("dpo", "simpo"), ("sft", "ema"), ("dpo", "kto"), ("", "rewards")):
+        compile(fork(tmp_path, base, name).read_text(), name, "exec")
+    assert not list(tmp_path.glob("*.rej")) + list(tmp_path.glob("*.orig"))
+    # No reference is loaded, read or kept.
+    words = set(re.findall(r"\w+", (tmp_path / "my_simpo.py").read_text()))
+    assert not words & {"ref_name", "ref_logps", "reference_logps", "ref_model_name_or_path"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("base, name", [("dpo", "simpo"), ("sft", "ema")])
+def test_a_new_loss_and_a_running_value_keep_every_promise(tmp_path, base, name):
+    report, output = prove(fork(tmp_path, base, name), tmp_path)  # on every engine
+    assert of_status(report, "green") == NAMES_OF_PROMISES, output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_new_input_keeps_every_promise(tmp_path):
+    with gzip.open(ASSETS / "preferences_train.jsonl.gz", "rt") as file:
+        pairs = [json.loads(line) for line in itertools.islice(file, 80)]
+    rows = [
+        {"prompt": pair["prompt"], "completion": pair[answer], "label": answer == "chosen"}
+        for pair, answer in zip(pairs, itertools.cycle(["chosen", "rejected"]))
+    ]
+    data = write_jsonl(tmp_path / "unpaired.jsonl", rows)
+    file = fork(tmp_path, "dpo", "kto")
+    flags = ["--model_name_or_path", ASSETS / "model", "--dataset_name", data, "--quick"]
+    report, output = prove(file, tmp_path, *flags)
+    # KTO's rows stand alone: there are no prompts to share.
+    assert of_status(report, "unchecked") == ["packed"], output
+    assert not of_status(report, "red"), output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_new_reward_keeps_every_promise(tmp_path):
+    fork(tmp_path, "", "rewards")
+    functions = ["my_rewards:digits", "my_rewards:brief"]
+    flags = ["--reward_function", *functions, "--reward_weights", 1, 0.2, "--quick"]
+    report, output = prove(recipe("grpo"), tmp_path, *flags)
+    assert of_status(report, "green") == NAMES_OF_PROMISES, output
+
+
+@pytest.mark.slow
+def test_an_average_that_a_resume_begins_anew_is_red(tmp_path):
+    """What `Run.own` is for."""
+    file = fork(tmp_path, "sft", "ema")
+    text = file.read_text()
+    kept = "    checkpoint.resume(run)\n"
+    lost = kept + (
+        "    if not accelerator.is_main_process or args.resume != 'never':\n"
+        "        run.own = {n: p.float().clone() for n, p in shards.parts_of(policy).items()}\n"
+    )
+    assert text.count(kept) == 1
+    file.write_text(text.replace(kept, lost))
+    report, output = prove(file, tmp_path, "--quick", "--only", "resume")
+    assert of_status(report, "red") == ["resume"] and "ema, most in" in output, output
+
+
+# ============================================================ the command
+
+
+@pytest.mark.slow
+def test_a_fork_without_a_flag_is_told_what_could_not_be_checked(tmp_path):
+    text = recipe("sft").read_text()
+    flag = re.search(r"    weight_decay: float = HfArg\(.*?\)\n", text)[0]
+    file = tmp_path / "my_sft.py"
+    file.write_text(text.replace(flag, "").replace("args.weight_decay", "0.0"))
+    report, output = prove(file, tmp_path, "--quick", "--only", "still", "--only", "last-update")
+    assert of_status(report, "unchecked") == ["still"] and of_status(report, "red") == [], output
+    assert re.search(r"^- +still +the recipe has no --weight_decay", output, re.M), output
+
+
+@pytest.mark.slow
+def test_a_recipe_that_does_not_start_says_why(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "common.prove", recipe("sft"), "--learning_rat", "1"],
+        cwd=tmp_path,
+        env={**os.environ, **OFFLINE, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "did you mean --learning_rate?" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_promises_are_listed_and_explained(capsys):
+    assert command.main(["--list"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    page = (REPOSITORY / "docs/forking.md").read_text()
+    assert listed == NAMES_OF_PROMISES == re.findall(r"^### ([a-z-]+)$", page, re.M)
+    for promise in promises.PROMISES:
+        assert promise.docs == f"docs/forking.md#{promise.name}"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [(["--only", "speed", "x.py"], "--only speed: no such promise"), (["x.py"], "no such file")],
+)
+def test_what_cannot_be_proved_is_refused(capsys, words, said):
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def lines_with(**changes) -> list[dict]:
+    """Three log lines, `loss_1=2.1` being the loss of the second one."""
+    made = [{"global_step": step, "loss": 2.0, "logps/x": -50.0} for step in (1, 2, 3)]
+    for place, value in changes.items():
+        tag, number = place.split("_")
+        made[int(number)][tag] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    "changes, exact, green",
+    [
+        ({}, True, True),
+        ({"loss_0": 2.0 + 1.9e-6}, False, True),  # 1e-6 of its size
+        ({"loss_0": 2.0 + 2.1e-6}, False, False),
+        ({"loss_2": 2.0 + 5.9e-6}, False, True),  # of weights that may differ already
+        ({"loss_2": 2.0 + 6.1e-6}, False, False),
+        ({"loss_2": 2.0 + 1e-12}, True, False),
+        ({"loss_1": math.nan}, False, False),
+        ({"new_1": 1.0}, False, False),
+    ],
+)
+def test_bounds_of_log_lines(changes, exact, green):
+    assert compare.of_lines(lines_with(), lines_with(**changes), exact=exact).green == green
+
+
+def test_the_first_line_and_metric_beyond_its_bound_is_named():
+    found = compare.of_lines(lines_with(), lines_with(loss_1=2.1, loss_2=3.0))
+    assert found.where == "loss, update 2: 2, 2.1"
+    assert found.measured == pytest.approx(0.1)
+    assert "3 lines, 2" in compare.of_lines(lines_with(), lines_with()[:2]).where
+
+
+def test_weights_are_compared_relative_to_their_norm():
+    one = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
+    other = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0001])}
+    found = compare.of_weights(one, other, "actor", exact=False)
+    assert found.measured == pytest.approx(2e-5, rel=1e-2) and not found.green
+    assert found.where == "actor, most in b"
+    assert not compare.of_weights(one, {"a": one["a"]}, "actor", exact=False).green
+
+
+def test_rows_of_one_length_become_uneven():
+    say = lambda text: [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": text}]
+    even = [{"messages": say(text)} for text in ("12", "34", "56", "78")]
+    found = [row["messages"] for row in bench.uneven(even)]
+    assert found == [say(text) for text in ("12", "3434", "565656", "78")]
+    of_many_lengths = [{"messages": say("1" * number)} for number in range(1, 6)]
+    assert bench.uneven(of_many_lengths) == of_many_lengths
