@@ -369,7 +369,7 @@ SAVING = [
         "running_values_lost",
         "a resumed run forgets its rollout and its adapted KL coefficient",
         "common/checkpoint.py",
-        drop("load", "run.extra = torch.load(path / 'extra.pt', weights_only=True)"),
+        drop("load", "run.extra = read_tensors(run, path / 'extra.pt')"),
         RESTORED,
     ),
     Fault(

@@ -20,7 +20,11 @@ PAGES = [
     REPOSITORY / "benchmarks/README.md",
     REPOSITORY / "assets/README.md",
 ]
-SCRIPTS = [*(REPOSITORY / "common").glob("*.py"), *(REPOSITORY / "benchmarks").glob("*.py")]
+SCRIPTS = [
+    *(REPOSITORY / "common").glob("*.py"),
+    REPOSITORY / "common/prove/__main__.py",
+    *(REPOSITORY / "benchmarks").glob("*.py"),
+]
 # Flags of other programs: tensorboard, sbatch, torchrun, pip, pytest.
 FOREIGN = {"--logdir", "--nodes", "--gpus-per-node", "--ntasks-per-node", "--nproc_per_node", "--nnodes", "--node_rank",
            "--master_addr", "--master_port", "--signal", "--requeue", "--kill-on-bad-exit", "--locked"}  # fmt: skip
@@ -108,6 +112,11 @@ def test_every_command_names_what_exists(page, recipe_flags, launcher_flags):
             assert flags_of(words[:script]) <= launcher_flags | FOREIGN, command
 
         name = words[script]
+        if name == "common.prove":  # the recipe and its arguments follow
+            known = set().union(*recipe_flags.values())
+            known |= script_flags(REPOSITORY / "common/prove/__main__.py")
+            assert flags_of(words[script:]) <= known, command
+            continue
         path = REPOSITORY / (f"{name.replace('.', '/')}.py" if name.startswith("common.") else name)
         if "my_" in name or path.parent.name == "recipes":
             recipe = re.sub("my_", "", path.stem)
