@@ -32,10 +32,14 @@ from common.prove.compare import Difference
 OF_UPDATE = {"loss", "grad_norm", "learning_rate", "samples", "tokens"}
 # These are of the last update alone, so they belong to no mean.
 OF_LAST_UPDATE = ("grad_norm", "learning_rate", "loss_scale", "epoch", "global_step")
+# Cumulative numbers.
+COUNTERS = ("samples", "sequences", "tokens", "skipped_steps", "global_step")
 # More than enough for the gradients of any model in fp16.
 HIGH_SCALES = (24, 40, 60)  # powers of 2
 # Gradients in half precision round: far less than this. One Adam step too many makes far more.
 HALF = 1e-2
+# The same weights and samples in half precision.
+SAME_HALF = 1e-4
 # Of the way that the weights have come. The saved ones are rounded to half precision, too.
 HALF_WAY = 5e-2
 
@@ -82,7 +86,14 @@ def unbroken(bench: Bench) -> Finished:
 
 
 # Updates of two processes, checkpoints between log lines, and dropout, so that random states count.
-INTERRUPTED = dict(micro_train_batch_size=2, logging_steps=4, save_steps=2, dropout=DROPOUT)
+# Only one checkpoint is kept: it must stay until the next one is whole.
+INTERRUPTED = dict(
+    micro_train_batch_size=2,
+    logging_steps=4,
+    save_steps=2,
+    save_total_limit=1,
+    dropout=DROPOUT,
+)
 
 
 def other_seed(bench: Bench) -> Finished:
@@ -206,10 +217,27 @@ def check_means(bench: Bench) -> list[Check]:
     expected = mean_metrics(whole)
     found = mean_metrics(split)
     expected["global_step"] = found["global_step"] = split.training[-1]["global_step"]
-    return [
+    checks = [
         Check("training lines", compare.of_lines([expected], [found])),
         Check("evaluations", compare.of_lines(whole.evaluations[:1], split.evaluations[:1])),
     ]
+    if len(split.training) > 2:
+        checks.append(Check("since the last line alone", of_second_line(split, expected)))
+    return checks
+
+
+def of_second_line(run: Finished, whole_pass: dict) -> Difference:
+    """The second line ends the first pass, and the first update is not in it.
+
+    So it must differ from the mean over that pass, at least in one metric.
+    """
+    _, second, *_ = run.training
+    apart = [
+        abs(second[tag] - value) / max(1.0, abs(value))
+        for tag, value in whole_pass.items()
+        if tag in second and not tag.startswith(COUNTERS)
+    ]
+    return at_least(max(apart, default=1.0), 1e-5)
 
 
 def mean_metrics(run: Finished) -> dict:
@@ -324,10 +352,13 @@ def resumed(bench: Bench, what: str, reference: Finished, launcher: str) -> list
             resume = ["--resume", "auto"] if kill else []
             if not bench.run_until(f"{name}-{kill}", launcher, [*flags, *resume], moment):
                 raise Unchecked(f"{what}: too few updates to kill a run before its end")
-            for folder in folders.by_step(checkpoints):
+            found = folders.by_step(checkpoints)
+            for folder in found:
                 fault = folders.fault_of(folder)
                 if fault:
                     torn.append(f"{folder.name}: {fault}")
+            if not found:
+                torn.append("the last one was deleted before the next one was whole")
         whole = Check(
             f"{what}: checkpoints of a killed run that are not whole",
             Difference(len(torn), 0, "; ".join(torn)),
@@ -455,7 +486,42 @@ def check_overflow(bench: Bench) -> list[Check]:
         Check("steps, samples, learning rates", of_lines),
         Check("losses", half_lines(clean, overflowed)),
         Check("weights", half_models(bench, clean, overflowed)),
+        *after_overflows(bench, power),
     ]
+
+
+def after_overflows(bench: Bench, power: int) -> list[Check]:
+    """The first applied update has the samples that follow those of the skipped ones, and no other.
+
+    At learning rate 0 a run that never overflows meets the same weights there. Its data are of
+    several updates, so each update has other samples.
+    """
+    if bench.samples:  # its position in the data moves by rollouts
+        return []
+    same = dict(micro_train_batch_size=4, eval_steps=0)
+    config = benches.deepspeed_config(bench.folder, 2, initial_scale_power=power, hysteresis=1)
+    overflowed = bench.run("overflow-data", str(config), max_steps=1, **same)
+    if not overflowed.training:
+        return []
+    line = overflowed.training[0]
+    skips = line["skipped_steps"]
+    # Lower than what fits here: the gradients of the other samples may be larger.
+    low = max(round(math.log2(line["loss_scale"])) - 6, 0)
+    config = benches.deepspeed_config(bench.folder, 2, initial_scale_power=low, hysteresis=1)
+    clean = bench.run(
+        "no-overflow-data", str(config), max_steps=skips + 1, learning_rate=0.0, **same
+    )
+    expected = clean.training[-1]
+    if expected["skipped_steps"]:  # it has no such line, either
+        return []
+    differences = []
+    for tag, value in expected.items():
+        if tag.startswith(COUNTERS) or any(part in tag for part in OF_LAST_UPDATE):
+            continue
+        measured = abs(value - line.get(tag, math.inf)) / max(1.0, abs(value))
+        where = f"{tag}, update 1: {line.get(tag)}, expected {value}"
+        differences.append(Difference(measured, SAME_HALF, where))
+    return [Check("samples of the next update", compare.first_or_nearest(differences))]
 
 
 def of_skips(run: Finished, power: int) -> Difference:
