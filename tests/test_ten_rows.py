@@ -1,4 +1,4 @@
-"""Ten rows written by hand, in each format that README lists, lead to an actor that loads, by one command.
+"""Ten rows written by hand, in each format of docs/data.md, lead to an actor that loads, by one command.
 
 The command is README's: a model, a data set, and nothing else that the format does not need.
 """
