@@ -40,10 +40,13 @@ LINKS = {
     "200 Gb/s": 20e9,
 }  # bytes/s a GPU sends: 80 % of 450, 50 and 25 GB/s
 MODELS = {
-    "0.5 B": (0.5e9, 12e3),
-    "7 B": (7e9, 57e3),
-    "70 B": (70e9, 328e3),
-}  # parameters, bytes of keys and values a token
+    "0.5 B": (0.5e9, 12e3, 24),
+    "7 B": (7e9, 57e3, 32),
+    "70 B": (70e9, 328e3, 80),
+}  # parameters, bytes of keys and values a token, layers
+# What the host takes to ask for the kernels of one layer, for one token of all responses: about 40 kernels and as many views of tensors.
+# Measured without a GPU, where a step of 24 layers that compute next to nothing takes 6 to 7 ms.
+HOST_A_LAYER = 0.3e-3
 ROWS, LENGTH, MICRO = (
     512,
     1024,
@@ -134,11 +137,14 @@ def rounded_share(name: str) -> float:
     return 1 - vocabulary * hidden / parameters
 
 
-def decode_seconds(parameters: float, cache: float, rows: int, tokens: int, prompt: int) -> float:
+def decode_seconds(
+    parameters: float, cache: float, layers: int, rows: int, tokens: int, prompt: int
+) -> float:
     """At least this long to decode `tokens` tokens of `rows` responses at once: each reads all half weights and all keys and values, or
-    computes if that takes longer."""
+    computes, or waits for the host to launch its kernels, whichever takes longest."""
     read = 2 * parameters + rows * cache * (prompt + tokens / 2)
-    return tokens * max(read / MEMORY, compute_seconds(parameters, rows, 2))
+    work = max(read / MEMORY, compute_seconds(parameters, rows, 2))
+    return tokens * max(work, layers * HOST_A_LAYER)
 
 
 def print_computed() -> None:
@@ -150,7 +156,7 @@ def print_computed() -> None:
         "| model | launch | states, GiB a GPU: 1 | 8 | 64 | update, s: 1 GPU | 8 GPUs, NVLink | 64 GPUs, 400 Gb/s | 64 GPUs, 200 Gb/s | speed-up of 64, 400 Gb/s |"
     )
     print("|" + " --- |" * 10)
-    for name, (parameters, _) in MODELS.items():
+    for name, (parameters, *_) in MODELS.items():
         alone = compute_seconds(parameters, ROWS * LENGTH)
         for launch in LAUNCHES:
             sizes = " | ".join(
@@ -180,9 +186,9 @@ def print_computed() -> None:
         "\n| model | responses at once | decode 512 tokens, s | score and learn, s | share of generation |\n|"
         + " --- |" * 5
     )
-    for name, (parameters, cache) in MODELS.items():
+    for name, (parameters, cache, layers) in MODELS.items():
         for rows in (8, 32, 128):
-            decode = decode_seconds(parameters, cache, rows, 512, 512)
+            decode = decode_seconds(parameters, cache, layers, rows, 512, 512)
             # Actor and critic learn (8 each); before it policy, critic, reference and reward model read the responses once (2 each).
             learn = compute_seconds(parameters, rows * LENGTH, 2 * 8 + 4 * 2)
             print(
@@ -193,7 +199,7 @@ def print_computed() -> None:
         "\n| model | whole actor, GB | gather it once, s: 8 GPUs, NVLink | 64 GPUs, 400 Gb/s | 64 GPUs, 200 Gb/s |\n|"
         + " --- |" * 5
     )
-    for name, (parameters, _) in MODELS.items():
+    for name, (parameters, *_) in MODELS.items():
         times = " | ".join(
             f"{2 * parameters * (n - 1) / n / LINKS[link]:.2f}"
             for n, link in ((8, "NVLink"), (64, "400 Gb/s"), (64, "200 Gb/s"))

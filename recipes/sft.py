@@ -298,10 +298,17 @@ def sft_row(
     return values
 
 
-def collate(columns: dict, pack: bool, device) -> dict:
+def collate(columns: dict, args: Args, device) -> dict:
     """Returns each row as an answer to an empty prompt, learned at its targets only."""
     no_prompts = [[]] * len(columns["input_ids"])
-    return packing.make_batch(no_prompts, columns["input_ids"], pack, device, columns["targets"])
+    return packing.make_batch(
+        no_prompts,
+        columns["input_ids"],
+        args.packing,
+        device,
+        scored=columns["targets"],
+        by_lengths=architecture.takes_lengths(args.attn_implementation),
+    )
 
 
 def compare(
@@ -393,7 +400,12 @@ def main():
     (first_row,) = train_sequences[[0]]["input_ids"]
     checks.check_logprobs(model, first_row, accelerator.device, model_name)
     checks.check_positions([model], args.max_length)
-    args.packing = args.packing and checks.can_pack([model], args.max_length, accelerator.device)
+    args.packing = args.packing and checks.can_pack(
+        [model],
+        args.max_length,
+        accelerator.device,
+        by_lengths=architecture.takes_lengths(args.attn_implementation),
+    )
     layout = "packed" if args.packing else "padded"
 
     # ============================================================ the loop
@@ -458,7 +470,7 @@ def main():
             with metrics.timed("data"):
                 columns = train_sequences[micro_batch.rows]
                 weights = batches.send(micro_batch.weights, accelerator.device)
-                inputs = collate(columns, args.packing, accelerator.device)
+                inputs = collate(columns, args, accelerator.device)
 
             with accelerator.accumulate(model):
                 output = model(inputs, extras=("correct",))
@@ -547,7 +559,7 @@ def evaluate(
             ):
                 columns = eval_sequences[micro_batch.rows]
                 weights = batches.send(micro_batch.weights, accelerator.device)
-                inputs = collate(columns, args.packing, accelerator.device)
+                inputs = collate(columns, args, accelerator.device)
                 output = model(inputs, extras=("correct",))
                 _, _, logged = compare(output, inputs["mask"], weights)
                 for values, value_weights in logged:

@@ -322,8 +322,9 @@ def test_attention_of_a_part_of_longer_rows_is_not_packed(name):
     assert checks.can_pack([wrapper], 50, "cpu") and not checks.can_pack([wrapper], 51, "cpu")
 
 
-def test_rows_that_would_become_too_long_are_not_packed():
+def test_rows_that_would_become_too_long_are_not_packed(monkeypatch):
     """Sixteen answers of 300 tokens to a prompt of 10: fewer tokens, and 15 times the attention."""
+    monkeypatch.setattr(packing.costs, "attention_equals_rest", 4096)
     rows = lambda prompt, answer, n: len(
         packing.make_batch([[5] * prompt] * n, [[6] * answer] * n, True, "cpu")["inputs"][
             "input_ids"

@@ -34,6 +34,9 @@ def test_the_bytes_of_a_response(config, cached, inner):
     assert sizes.bytes_to_score(config, 100, 40, 1, 2) == layer * 100 + 100**2
     # Four responses of 40 tokens behind one prompt: a row of 60 + 4 * 40, and its mask for four.
     assert sizes.bytes_to_score(config, 100, 40, 4, 2) == layer * 100 + 220**2 // 4
+    # Rows whose mask would be larger are not shared.
+    long = sizes.bytes_to_score(config, 30_000, 40, 4, 2)
+    assert long == layer * 30_000 + 2**28 // 4
 
 
 def fill(

@@ -14,7 +14,9 @@ from transformers import (
     masking_utils,
     modeling_flash_attention_utils,
 )
+from transformers.utils.generic import is_flash_attention_requested
 
+from common import engine
 from common.models import packing
 
 # Tokens of a first, quick look at what text reaches.
@@ -168,6 +170,51 @@ def positions_of(model: PreTrainedModel) -> int | None:
     return None
 
 
+# ============================================================ attention
+def takes_lengths(attn_implementation: str | None) -> bool:
+    """Whether attention is told where the sequences of a row begin, and takes no mask of them.
+
+    Args:
+        attn_implementation: as `from_pretrained` takes it. None is sdpa, which takes a mask.
+    """
+    return attn_implementation is not None and is_flash_attention_requested(
+        requested_attention_implementation=attn_implementation
+    )
+
+
+def attention_equals_rest(models: list[PreTrainedModel]) -> int:
+    """Returns the row length at which causal attention costs as much as the rest of the models.
+
+    A token takes 2 operations for each parameter of the layers, and 2 for each token that it sees
+    and each number of a query, for its scores and again for the values that they weigh. It sees
+    half of its row on average. A mixture's token visits some of the experts only.
+    """
+    parameters = 0
+    numbers_of_queries = 0
+    for model in models:
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        numbers_of_queries += config.num_hidden_layers * heads * head_size
+        parameters += parameters_a_token_meets(model)
+    return max(1, round(parameters / numbers_of_queries))
+
+
+def parameters_a_token_meets(model: PreTrainedModel) -> float:
+    """Counts the numbers in the weights of the layers; of experts only the part that is visited."""
+    config = model.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = max(getattr(config, name, None) or 1 for name in names)
+    visited = (getattr(config, "num_experts_per_tok", None) or 1) / experts
+    embeddings = model.get_input_embeddings().weight
+    total = 0.0
+    for parameter in model.get_decoder().parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
+        if parameter is not embeddings:
+            total += engine.size_of(parameter) * (visited if len(shape) == 3 else 1.0)
+    return total
+
+
 # ============================================================ what text reaches
 def freeze_unreached(accelerator, wrapper: nn.Module, max_length: int) -> None:
     """Freezes the modules that no text of this run reaches, and says which.
@@ -255,7 +302,7 @@ def without_values(wrapper: nn.Module, length: int):
         and returns the wrapper's output. It fails where an architecture's path depends on values.
     """
     batch = packing.make_batch([[0]], [[0] * max(1, length - 1)], False, "cpu")
-    with plain_experts(wrapper), FakeTensorMode(allow_non_fake_inputs=True):
+    with plain_layers(wrapper), FakeTensorMode(allow_non_fake_inputs=True):
         parameters = {}
         for name, parameter in wrapper.named_parameters():
             shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
@@ -272,27 +319,32 @@ def without_values(wrapper: nn.Module, length: int):
 
 
 @contextlib.contextmanager
-def plain_experts(wrapper: nn.Module):
-    """Lets experts be computed by plain batched products inside the block.
+def plain_layers(wrapper: nn.Module):
+    """Lets experts be computed by plain batched products, and attention by sdpa, inside the block.
 
-    The kernels that are used otherwise do not run without values in every dtype. torch would also
-    log what fails; whoever calls us deals with that.
+    The kernels that are used otherwise do not run without values in every dtype, or not without a
+    GPU. torch would also log what fails; whoever calls us deals with that.
     """
     configs = {
         id(module.config): module.config for module in wrapper.modules() if has_config(module)
     }
-    chosen = {key: config._experts_implementation for key, config in configs.items()}
+    chosen = {
+        key: (config._experts_implementation, config._attn_implementation)
+        for key, config in configs.items()
+    }
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     for config in configs.values():
         config._experts_implementation = "batched_mm"
+        if takes_lengths(config._attn_implementation):
+            config._attn_implementation = "sdpa"
     try:
         yield
     finally:
         # In this order: a config sets its parts' settings, too.
         for key, config in configs.items():
-            config._experts_implementation = chosen[key]
+            config._experts_implementation, config._attn_implementation = chosen[key]
         logger.setLevel(level)
 
 

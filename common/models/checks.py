@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import nn
 
-from common.models import architecture, packing
+from common.models import architecture, load, packing
 
 
 @torch.no_grad()
@@ -60,42 +60,58 @@ def check_positions(models: list[nn.Module], max_length: int) -> None:
 
 
 @torch.no_grad()
-def can_pack(models: list[nn.Module], longest: int, device) -> bool:
+def can_pack(models: list[nn.Module], longest: int, device, by_lengths: bool = False) -> bool:
     """Whether all models read several answers in one row as they read each alone.
 
     They do not where attention or positions are of another kind than usual, or where something
-    besides attention carries information between tokens (recurrent layers). All processes must
-    call it.
+    besides attention carries information between tokens (recurrent layers). If the attention was
+    chosen by the user, this says so. All processes must call it.
+
+    `packing.make_batch` learns what sharing costs these models.
 
     Args:
         models: prepared ones, whose output is scores or log-probs.
         longest: tokens of the longest row.
+        by_lengths: rows are packed as flash attention takes them, see `packing.make_batch`.
     """
+    whole_models = []
     for prepared in models:
         # Those of whole models: the parts of one have other configs, such as a vision tower's.
         models_inside = architecture.whole_models(prepared).values()
         configs = [model.config.get_text_config() for model in models_inside]
-        if not all(attends_to_whole_rows(config, longest) for config in configs):
+        whole_models += models_inside
+        for kind in {config._attn_implementation for config in configs} - {"sdpa"}:
+            if not by_lengths:
+                load.note(
+                    f"NOTE: with --attn_implementation {kind} each answer has a row of its own: "
+                    "only sdpa is given a mask, by which a row can hold several"
+                )
+        if not all(attends_to_whole_rows(config, longest, by_lengths) for config in configs):
             return False
         vocab_size = min(config.vocab_size for config in configs)
-        if not reads_packed_alike(prepared, vocab_size, device):
+        if not reads_packed_alike(prepared, vocab_size, device, by_lengths):
             return False
+    packing.costs.attention_equals_rest = architecture.attention_equals_rest(whole_models)
     return True
 
 
-def attends_to_whole_rows(config, longest: int) -> bool:
-    """Whether attention reaches over a whole row, and takes a mask and positions as usual."""
+def attends_to_whole_rows(config, longest: int, by_lengths: bool) -> bool:
+    """Whether attention reaches over a whole row, and takes a mask and positions as usual.
+
+    Args:
+        by_lengths: it is told lengths instead of a mask.
+    """
     window = longest
     for name in ("sliding_window", "attention_chunk_size", "index_topk"):
         window = min(window, getattr(config, name, None) or longest)
-    return (
-        config._attn_implementation == "sdpa"
-        and window >= longest
-        and not getattr(config, "alibi", False)
-    )
+    kind = config._attn_implementation
+    is_told = architecture.takes_lengths(kind) if by_lengths else kind == "sdpa"
+    return is_told and window >= longest and not getattr(config, "alibi", False)
 
 
-def reads_packed_alike(prepared: nn.Module, vocab_size: int, device) -> bool:
+def reads_packed_alike(
+    prepared: nn.Module, vocab_size: int, device, by_lengths: bool = False
+) -> bool:
     """Whether a model's output for some answers is the same alone and packed into rows."""
     # No two tokens are alike: otherwise attention to the wrong ones would not show.
     ids = [7 * i % vocab_size for i in range(40)]
@@ -103,7 +119,9 @@ def reads_packed_alike(prepared: nn.Module, vocab_size: int, device) -> bool:
     others = [ids[20:32], ids[8:12], ids[2:6]]
 
     def read(first_answer: list[int], pack: bool) -> torch.Tensor:
-        output = prepared(packing.make_batch(prompts, [first_answer, *others], pack, device))
+        answers = [first_answer, *others]
+        batch = packing.make_batch(prompts, answers, pack, device, by_lengths=by_lengths)
+        output = prepared(batch)
         if isinstance(output, dict):
             return torch.stack(list(output.values()), 1)
         return output

@@ -8,10 +8,27 @@ import torch
 
 from common import batches
 
-# The row length at which attention costs about as much as all the rest of a model.
-ATTENTION_EQUALS_REST = 4096
+# The most that the mask of packed rows may take, in bytes: one row of 16,384 tokens.
+MOST_MASK = 2**28
+# A mask is computed in parts of about so many elements, since what is compared takes as much again.
+MASK_AT_ONCE = 2**24
 
 NO_PIECE = -1
+
+
+class Costs:
+    """What sharing costs the models of this process.
+
+    Attributes:
+        attention_equals_rest: the row length at which causal attention takes about as long as all
+            the rest of a model. `checks.can_pack` sets it to that of the models that it checks.
+            Until then it is that of a hidden size of 340.
+    """
+
+    attention_equals_rest = 4096
+
+
+costs = Costs()
 
 
 class Piece(NamedTuple):
@@ -65,13 +82,14 @@ def make_batch(
     share: bool,
     device,
     scored: Sequence[list] | None = None,
+    by_lengths: bool = False,
 ) -> dict:
     """Returns answers to prompts as tensors that a model reads.
 
     If prompts are shared, a prompt that several answers have in common is computed once, and a row
     holds several prompts where they fit. An answer still sees its own prompt and itself only, at
-    the positions that it would have alone. Otherwise, and where sharing would cost more, each
-    answer has its own row.
+    the positions that it would have alone. Otherwise, and where sharing would cost more time or
+    need too large a mask, each answer has its own row.
 
     Nothing here waits for a GPU: it computes one micro-batch while the next one is laid out.
 
@@ -81,11 +99,14 @@ def make_batch(
         share: whether prompts and rows may be shared.
         scored: which tokens of each answer are targets; by default all. If the prompt is empty the
             first must be false: nothing predicts it.
+        by_lengths: rows are shared as flash attention takes them: all answers one after the other
+            in a single row without padding, each behind its own prompt. No prompt is shared.
 
     Returns:
         inputs: what a `transformers` model takes: `input_ids` `[rows, row length]`, padded on the
-            right, and, if a row holds several answers, `position_ids` of the same shape and the
-            bool `attention_mask` `[rows, 1, row length, row length]`.
+            right, and, if a row holds several answers, `position_ids` of the same shape and either
+            the bool `attention_mask` `[rows, 1, row length, row length]` or, by lengths, what
+            `lengths_of_pieces` returns.
         mask: which tokens are targets, bool `[answers, longest answer]`.
         places: where each target stands in `mask`, counted through its rows, `[targets]`.
         targets: their ids, `[targets]`, answer after answer.
@@ -103,12 +124,19 @@ def make_batch(
                 f"answer {number} has an empty prompt, so nothing predicts its first token: "
                 "that token cannot be a target"
             )
-    rows = arrange(prompts, answers, share)
+    if share and by_lengths:
+        groups = group_by_prompt(prompts, answers, share=False)
+        rows = [[piece for group in groups for piece in group]]
+    else:
+        rows = arrange(prompts, answers, share)
     layout = lay_out(rows, len(answers))
 
     inputs = {"input_ids": batches.send(layout.ids, device)}
     if len(rows) < len(answers):
         inputs["position_ids"] = batches.send(layout.positions, device)
+    if len(rows) < len(answers) and by_lengths:
+        inputs |= lengths_of_pieces(prompts, answers, device)
+    elif len(rows) < len(answers):
         inputs["attention_mask"] = attention_mask(
             batches.send(layout.numbers, device), batches.send(layout.prompts, device)
         )
@@ -131,7 +159,8 @@ def arrange(
     if not share:
         return groups
     rows = first_fit(groups, row_length=length_of(groups[0]))
-    if packing_costs_more(rows, prompts, answers):
+    mask_bytes = len(rows) * max(map(length_of, rows)) ** 2
+    if mask_bytes > MOST_MASK or packing_costs_more(rows, prompts, answers):
         return arrange(prompts, answers, share=False)
     return rows
 
@@ -187,15 +216,16 @@ def packing_costs_more(
     """Returns whether packed rows cost more than a row for each answer.
 
     The cost of attention grows with the square of the row's length n, all other cost with n, and
-    both are about equal at n = 4096: together n * (n + 4096). Causal attention computes only the
-    half of the square below the diagonal. A packed row needs a mask, and then the whole square is
-    computed: n * (2 * n + 4096).
+    both are equal at a length e that depends on the model: together n * (n + e). Causal attention
+    computes only the half of the square below the diagonal. A packed row needs a mask, and then the
+    whole square is computed: n * (2 * n + e).
     """
+    equal = costs.attention_equals_rest
     packed_length = max(map(length_of, rows))
-    packed = len(rows) * packed_length * (2 * packed_length + ATTENTION_EQUALS_REST)
+    packed = len(rows) * packed_length * (2 * packed_length + equal)
 
     alone_length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
-    alone = len(answers) * alone_length * (alone_length + ATTENTION_EQUALS_REST)
+    alone = len(answers) * alone_length * (alone_length + equal)
     return packed > alone
 
 
@@ -246,10 +276,33 @@ def attention_mask(numbers: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor
     Returns:
         bool `[rows, 1, length, length]`: whether the query (third dimension) sees the key (fourth).
     """
+    rows, length = numbers.shape
     key = numbers[:, None, None, :]
-    query = numbers[:, None, :, None]
-    prompt_of_query = prompts[:, None, :, None]
-    return ((key == query) | (key == prompt_of_query)).tril()
+    mask = torch.empty(rows, 1, length, length, dtype=torch.bool, device=numbers.device)
+    queries_at_once = max(1, MASK_AT_ONCE // (rows * length))
+    for start in range(0, length, queries_at_once):
+        part = slice(start, start + queries_at_once)
+        query = numbers[:, None, part, None]
+        prompt_of_query = prompts[:, None, part, None]
+        mask[:, :, part] = ((key == query) | (key == prompt_of_query)).tril(start)
+    return mask
+
+
+def lengths_of_pieces(prompts: Sequence[list[int]], answers: Sequence[list[int]], device) -> dict:
+    """Returns where the answers of a row begin, each with its prompt, as flash attention takes it.
+
+    Returns:
+        `cu_seq_lens_q` and `cu_seq_lens_k`: int32 `[answers + 1]`, the place of each beginning, and
+        the row's length; `max_length_q` and `max_length_k`: tokens of the longest, as a number.
+    """
+    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers)]
+    beginnings = batches.send(np.cumsum([0, *lengths], dtype=np.int32), device)
+    return {
+        "cu_seq_lens_q": beginnings,
+        "cu_seq_lens_k": beginnings,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
 
 
 def places_of_targets(scored: Sequence[Sequence]) -> list[int]:

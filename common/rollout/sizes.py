@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 from common import engine
 from common.models import lora
 from common.models.logprobs import CHUNK_ELEMENTS
+from common.models.packing import MOST_MASK
 
 # What a trained parameter takes at most, in bytes: weights 4, gradients 4, Adam's moments 8, and 4
 # for a second copy of the weights or the gradients, which some engines hold.
@@ -116,9 +117,9 @@ def bytes_to_score(
     config, max_length: int, max_new_tokens: int, per_prompt: int, element: int
 ) -> int:
     """Returns the bytes that one response takes in a forward pass without gradients."""
-    # Where responses share a prompt, their row has a mask of its length squared.
+    # Where responses share a prompt, their row has a mask of its length squared, or none.
     row = max_length + (per_prompt - 1) * max_new_tokens
-    mask = row**2 // per_prompt
+    mask = min(row**2, MOST_MASK) // per_prompt
     return bytes_of_a_layer(config, element) * max_length + mask
 
 
