@@ -189,7 +189,7 @@ def attention_equals_rest(models: list[PreTrainedModel]) -> int:
     and each number of a query, for its scores and again for the values that they weigh. It sees
     half of its row on average. A mixture's token visits some of the experts only.
     """
-    parameters = 0
+    parameters = 0.0
     numbers_of_queries = 0
     for model in models:
         config = model.config.get_text_config()
