@@ -24,9 +24,12 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from common import REPOSITORY, show_any_text
+
+if TYPE_CHECKING:  # it imports slowly: only where it is needed
+    from common.prove.promises import Promise
 
 
 class Outcome(NamedTuple):
@@ -38,7 +41,7 @@ class Outcome(NamedTuple):
         why: of a promise without checks, why it has none.
     """
 
-    promise: object
+    promise: "Promise"
     status: str
     checks: list
     why: str = ""

@@ -118,7 +118,8 @@ def deepspeed_config(folder: Path, stage: int, **fp16) -> Path:
         fp16: settings of the loss scale; none for fp32.
     """
     # Threshold 0: so that ZeRO-3 shards even the smallest parameters.
-    config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    zero: dict[str, object] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config: dict[str, object] = {"zero_optimization": zero}
     config |= dict.fromkeys(AUTO, "auto")
     if fp16:
         config["fp16"] = {

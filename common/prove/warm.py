@@ -187,7 +187,7 @@ def start(command: list[str], cwd: str, environment: dict[str, str], output: str
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout.reconfigure(write_through=True)
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
