@@ -123,7 +123,7 @@ def test_the_lock_is_of_this_project_and_names_public_places_only():
 
 
 def test_readme_has_a_line_for_each_room_of_common():
-    """In the words of its first line or others; the folders with their files below them."""
+    """A folder's own line stands for its `__init__` and `__main__`."""
     section = (REPOSITORY / "README.md").read_text().partition("## Changing a recipe")[2]
     (tree,) = re.findall(r"^```\n(arguments\.py .*?)^```", section, re.MULTILINE | re.DOTALL)
     listed, folder = [], ""
@@ -138,7 +138,7 @@ def test_readme_has_a_line_for_each_room_of_common():
         listed.append(folder + name)
     files = (REPOSITORY / "common").rglob("*.py")
     rooms = {str(path.relative_to(REPOSITORY / "common")) for path in files}
-    assert sorted(listed) == sorted(room for room in rooms if not room.endswith("__init__.py"))
+    assert sorted(listed) == sorted(room for room in rooms if not room.endswith("__.py"))
 
 
 # ============================================================ make
