@@ -109,10 +109,13 @@ def is_classifier(run: Run) -> bool:
 
 
 def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str]:
-    """Returns the key metrics of the first and the last evaluation; without any, of training."""
+    """Returns the key metrics of the first and the last evaluation; without any, of training.
+
+    Nothing where these are the same line.
+    """
     lines = record.lines_of(output_dir)
     shown = [line for line in lines if record.is_evaluation(line)] or lines
-    if not shown:
+    if len(shown) < 2:
         return []
     first = shown[0]
     last = shown[-1]
@@ -134,7 +137,7 @@ def how_to_load(run: Run, folder: Path) -> list[str]:
         question = '"text"'
     else:
         task = "text-generation"
-        example = "max_new_tokens=100"
+        example = "max_new_tokens=100, do_sample=False"
         question = '"text"'
         if getattr(run.tokenizer, "chat_template", None):
             question = '[{"role": "user", "content": "..."}]'
