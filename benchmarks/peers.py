@@ -1,11 +1,20 @@
 """Our recipes beside TRL's trainers on the same work: speed, memory, and whether both compute the same.
 
-    python benchmarks/peers.py dpo --data hh_pairs.jsonl.gz        [--model head|body] [--runs 5] [--updates 12] [--tune]
+    python benchmarks/peers.py dpo --data hh_pairs.jsonl.gz        [--model head|body] [--runs 5] [--updates 12] [--tune] [--results]
     python benchmarks/peers.py sft --data gsm8k_train.jsonl        the same flags
     python benchmarks/peers.py reward --data hh_pairs.jsonl.gz
     python benchmarks/peers.py ppo --data gsm8k_train.jsonl        against TRL 1.10, the last with a PPO; a rate in samples of whole iterations
     python benchmarks/peers.py grpo --data gsm8k_train.jsonl       a rate in samples of whole iterations
     python benchmarks/peers.py start --data hh_pairs.jsonl.gz      from the command to the first logged update of DPO
+
+A command times our recipe against TRL in two ways, in turn:
+
+    equal      TRL on the paths that it takes on a GPU: without Triton, as on a CPU, it would score every position, not only those that are learned.
+               That is switched off (peers_trl.py), and both programs take fp32 products from oneDNN, as ours does by itself (common/cpu.py)
+    fallback   TRL as it runs on a CPU by itself: every position scored, products from MKL
+
+`--results` writes what was found to benchmarks/results/WORK-MODEL.json, with commit, CPU and versions. `python benchmarks/tables.py` writes the
+tables of benchmarks/README.md from these files. `start` has the second way alone.
 
 hh_pairs holds `chosen` and `rejected` transcripts (Anthropic hh-rlhf), gsm8k_train `question` and `answer`. Made once, in --folder: a virtual
 environment with TRL from the package index and the versions of torch, transformers, accelerate, datasets and tokenizers that run here; a BPE
@@ -25,9 +34,9 @@ GRPO: an iteration is a rollout of 8 prompts with 8 responses each, scored by a 
 ratio 1, no KL. The weights are random, so hardly a response ends before its 128 tokens. Both sample by the same numbers, as in PPO, all 64 responses at once.
 Advantages by group, mean over tokens; ours keeps groups of equal scores, as TRL does.
 
-The two programs run in turn, each as its own process; who is first changes from pair to pair. The rate of a run is that of its updates from the third on. Printed:
-the median rate of each, the median of the ratios of the pairs and the least and the greatest of them, the peak resident memory, and two
-checks: what the first update logs, to 1e-4, and the loss after 10 updates, to 1e-3. Exits with 1 if a check fails. Each pair says how much of the CPU other
+The programs run in turn, each as its own process; who is first changes from round to round. The rate of a run is that of its updates from the third on. Printed:
+the median rate of each, the median of the ratios and the least and the greatest of them, the peak resident memory, and two
+checks: what the first update logs, to 1e-4, and the loss after 10 updates, to 1e-3. Exits with 1 if a check fails. Each round says how much of the CPU other
 processes used meanwhile: on two busy cores the same run was seen six times slower, so figures of a machine that was not quiet are marked.
 Others only ever add time: the last line takes each update, which is the same work in every run, at its fastest of all runs.
 
@@ -39,8 +48,10 @@ fastest that trains on the same windows. Without it: --micro, --peer_micro, --pe
 """
 
 import argparse
+import datetime
 import gzip
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -64,6 +75,7 @@ from common.data import formats
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
+RESULTS = HERE / "results"
 PEERS = {"ppo": "1.10"}  # the last with a PPO
 PEER = "1.16"
 SHARED = (
@@ -108,7 +120,9 @@ SAME_WINDOWS = "plain", "padding_free"
 
 
 def peer_python(folder: Path, release: str) -> str:
-    """The interpreter of TRL's virtual environment, made if it is not there."""
+    """The interpreter of TRL's virtual environment: this one if it has that release, else one that is made if it is not there."""
+    if importlib.util.find_spec("trl") and version("trl").startswith(f"{release}."):
+        return sys.executable
     python = folder / ("trl" if release == PEER else f"trl-{release}") / "bin" / "python"
     if (
         subprocess.run([python, "-c", "import trl"], capture_output=True).returncode
@@ -321,7 +335,19 @@ def ours(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
     return command, output / "metrics.jsonl", env
 
 
-def peer(args, updates: int, micro: int, setting: str, output: Path) -> tuple[list, Path, dict]:
+def equal(*args) -> tuple[list, Path, dict]:
+    """The same of TRL's trainer, on the paths that it takes on a GPU, and with oneDNN."""
+    return peer(*args, equal=True)
+
+
+def fallback(*args) -> tuple[list, Path, dict]:
+    """The same of TRL's trainer as it runs on a CPU by itself."""
+    return peer(*args, equal=False)
+
+
+def peer(
+    args, updates: int, micro: int, setting: str, output: Path, equal: bool
+) -> tuple[list, Path, dict]:
     """The same of TRL's trainer. Gradient checkpointing and bf16, TRL's defaults, are off: slower on a CPU, and another dtype."""
     config = {
         "output_dir": str(output),
@@ -377,6 +403,7 @@ def peer(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
         "model": str(args.model_folder),
         "data": str(args.files[1]),
         "log": str(log),
+        "equal": equal,
         "config": config,
     }
     if args.recipe == "ppo":
@@ -455,10 +482,10 @@ def run(program, args, updates: int, micro: int, setting: str = "plain") -> dict
 
 def tune(args) -> None:
     """Sets `micro`, `peer_micro` and `peer_setting` to the fastest of 4 updates each."""
-    found = {ours: {}, peer: {}}
+    found = {ours: {}, args.ways[0]: {}}
     for program, settings in (
         (ours, ["plain"]),
-        (peer, PEER_SETTINGS if args.recipe == "sft" else ["plain"]),
+        (args.ways[0], PEER_SETTINGS if args.recipe == "sft" else ["plain"]),
     ):
         for setting in settings:
             for micro in (1, 2, 4, 8):
@@ -472,11 +499,11 @@ def tune(args) -> None:
                 if kept:
                     found[program][rate] = micro, setting
     args.micro, _ = found[ours][max(found[ours])]
-    args.peer_micro, args.peer_setting = found[peer][max(found[peer])]
+    args.peer_micro, args.peer_setting = found[args.ways[0]][max(found[args.ways[0]])]
 
 
 def name(program) -> str:
-    return {"ours": "ours", "peer": "TRL"}[program.__name__]
+    return {"ours": "ours", "equal": "TRL", "fallback": "TRL's CPU fallback"}[program.__name__]
 
 
 def check(args, our: dict, their: dict) -> bool:
@@ -517,65 +544,112 @@ def check(args, our: dict, their: dict) -> bool:
     return good and far[-1] <= 1e-3
 
 
-def compare(args) -> bool:
-    """Alternates the programs, prints each pair and the medians; whether the checks passed."""
+def compare(args) -> tuple[bool, dict]:
+    """Alternates the programs, prints each round of runs and the medians.
+
+    Returns:
+        whether the checks passed; what was found, for `write`.
+    """
     start = args.work == "start"
-    settings = {ours: (args.micro, "plain"), peer: (args.peer_micro, args.peer_setting)}
+    programs = [ours, *args.ways]
+    peers = dict.fromkeys(args.ways, (args.peer_micro, args.peer_setting))
+    settings = {ours: (args.micro, "plain"), **peers}
     print(
         f"micro-batches: ours {f'{args.micro_tokens} tokens' if args.micro_tokens else args.micro}, TRL {args.peer_micro} ({args.peer_setting}); windows of {args.window}, {args.updates} updates{', ours compiled' * args.compile}"
     )
     if start:  # the data sets' caches: written once, then read, by both
         for side in ("ours", "trl"):
             shutil.rmtree(args.folder / f"cache-{side}", ignore_errors=True)
-        cold = {
-            program: run(program, args, args.updates, *settings[program])["first"]
-            for program in (ours, peer)
-        }
-        print(
-            f"first run, data not in the cache: ours {cold[ours]:.1f} s, TRL {cold[peer]:.1f} s (not counted)",
-            flush=True,
-        )
-    values, memory, seconds, good, disturbed = *({ours: [], peer: []} for _ in range(3)), True, 0
-    for number in range(args.runs):
-        results = {
-            program: run(program, args, args.updates, *settings[program])
-            for program in ((ours, peer) if number % 2 == 0 else (peer, ours))
-        }
-        for program, result in results.items():
-            values[program].append(result["first" if start else "rate"])
-            memory[program].append(result["memory"])
-            seconds[program].append([result["first"]] if start else result["seconds"])
-        others = {program: result["others"] for program, result in results.items()}
-        disturbed += max(others.values()) > QUIET
-        each = [
-            f"{name(program)} {values[program][-1]:.2f} {args.unit}, {memory[program][-1]:.0f} MiB, others used {others[program]:.0%} of the CPU"
-            for program in (ours, peer)
+        cold = [
+            f"{name(program)} {run(program, args, args.updates, *settings[program])['first']:.1f} s"
+            for program in programs
         ]
+        print(f"first run, data not in the cache: {', '.join(cold)} (not counted)", flush=True)
+
+    results = {program: [] for program in programs}
+    good = True
+    for number in range(args.runs):
+        turn = number % len(programs)
+        for program in programs[turn:] + programs[:turn]:
+            results[program].append(run(program, args, args.updates, *settings[program]))
+        each = [
+            f"{name(program)} {found[-1]['first' if start else 'rate']:.2f} {args.unit}, {found[-1]['memory']:.0f} MiB, others used {found[-1]['others']:.0%} of the CPU"
+            for program, found in results.items()
+        ]
+        print(f"round {number + 1}: {'; '.join(each)}", flush=True)
+        if number == 0 or not start:
+            for way in args.ways:
+                good &= check(args, results[ours][-1], results[way][-1])
+
+    rows = [against(args, way, results[ours], results[way]) for way in args.ways]
+    others = max(found["others"] for runs in results.values() for found in runs)
+    if others > QUIET:
         print(
-            f"pair {number + 1}: {'; '.join(each)}; ratio {values[ours][-1] / values[peer][-1]:.2f}",
-            flush=True,
+            f"NOT A QUIET MACHINE: other processes used up to {others:.0%} of the CPU; do not quote these figures"
         )
-        good &= check(args, results[ours], results[peer]) if number == 0 or not start else True
-    ratios = [one / other for one, other in zip(values[ours], values[peer])]
-    medians = [statistics.median(values[program]) for program in (ours, peer)]
-    print(
-        f"{args.work}, model {args.model}: ours {medians[0]:.2f} {args.unit}, TRL {medians[1]:.2f} {args.unit}; median ratio {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f}) over {args.runs} pairs of runs; peak memory ours {statistics.median(memory[ours]):.0f} MiB, "
-        f"TRL {statistics.median(memory[peer]):.0f} MiB"
-    )
-    least = {program: sum(map(min, zip(*seconds[program]))) for program in (ours, peer)}
-    fastest = [
-        least[program] if start else results[program]["work"] / least[program]
-        for program in (ours, peer)
+    return good, {"good": bool(good), "others": round(others, 3), "rows": rows}
+
+
+def against(args, way, our_runs: list[dict], their_runs: list[dict]) -> dict:
+    """Prints and returns the medians of our runs and TRL's, and their ratios."""
+    key = "first" if args.work == "start" else "rate"
+    ratios = [one[key] / other[key] for one, other in zip(our_runs, their_runs)]
+    rates = [statistics.median(found[key] for found in runs) for runs in (our_runs, their_runs)]
+    memory = [
+        statistics.median(found["memory"] for found in runs) for runs in (our_runs, their_runs)
     ]
+    fastest = [at_fastest(args, runs) for runs in (our_runs, their_runs)]
     print(
-        f"each update at its fastest: ours {fastest[0]:.2f} {args.unit}, TRL {fastest[1]:.2f} {args.unit}; ratio {fastest[0] / fastest[1]:.2f}"
+        f"{args.work}, model {args.model}: ours {rates[0]:.2f} {args.unit}, {name(way)} {rates[1]:.2f} {args.unit}; median ratio {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f}) over {args.runs} rounds of runs; peak memory ours {memory[0]:.0f} MiB, {name(way)} {memory[1]:.0f} MiB"
     )
-    if disturbed:
-        print(
-            f"NOT A QUIET MACHINE: in {disturbed} of {args.runs} pairs other processes used more than {QUIET:.0%} of the CPU; do not quote these figures"
-        )
-    return good
+    print(
+        f"each update at its fastest: ours {fastest[0]:.2f} {args.unit}, {name(way)} {fastest[1]:.2f} {args.unit}; ratio {fastest[0] / fastest[1]:.2f}"
+    )
+    return {
+        "way": way.__name__,
+        "rates": [float(f"{rate:.4g}") for rate in rates],
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "fastest": round(fastest[0] / fastest[1], 3),
+        "memory_mib": [round(size) for size in memory],
+    }
+
+
+def at_fastest(args, runs: list[dict]) -> float:
+    """The rate with each update at its fastest of all runs, or the least seconds to the first."""
+    if args.work == "start":
+        return min(found["first"] for found in runs)
+    return runs[-1]["work"] / sum(map(min, zip(*(found["seconds"] for found in runs))))
+
+
+def write(args, found: dict) -> None:
+    """Writes what was found to a file, with all that it depends on."""
+    git = lambda *words: subprocess.run(
+        ["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    models = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
+    result = {
+        "work": args.work,
+        "model": args.model,
+        "unit": args.unit,
+        "commit": git("rev-parse", "--short=12", "HEAD"),
+        "changed": bool(git("status", "--porcelain", "--", "common", "recipes", "benchmarks/*.py")),
+        "date": f"{datetime.date.today()}",
+        "cpu": models[0] if models else "unknown",
+        "threads": args.threads,
+        "python": sys.version.split()[0],
+        "versions": args.versions,
+        "window": args.window,
+        "updates": args.updates,
+        "micro": [args.micro_tokens or args.micro, args.peer_micro],
+        "compiled": args.compile,
+        **found,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / f"{args.work}-{args.model}.json"
+    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {file}; `python benchmarks/tables.py` puts it into benchmarks/README.md")
 
 
 def main() -> None:
@@ -588,7 +662,7 @@ def main() -> None:
         "--folder", type=Path, default=Path.home() / ".cache" / "preference-recipes-peers"
     )
     parser.add_argument("--model", choices=MODELS, default="head")
-    parser.add_argument("--runs", type=int, default=5, help="pairs of runs")
+    parser.add_argument("--runs", type=int, default=5, help="rounds of runs")
     parser.add_argument(
         "--updates", type=int, default=None, help="of each run; default 12, 1 for start"
     )
@@ -606,6 +680,7 @@ def main() -> None:
     parser.add_argument("--peer_setting", choices=SAME_WINDOWS, default="plain")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--results", action="store_true", help="write benchmarks/results/*.json")
     parser.add_argument(
         "--compile", action="store_true", help="ours by torch.compile, see docs/launching.md"
     )
@@ -626,10 +701,15 @@ def main() -> None:
         sys.exit("--updates: at least 3, the first two are not counted; 4 with --tune")
     args.folder.mkdir(parents=True, exist_ok=True)
     args.peer_python = peer_python(args.folder, PEERS.get(args.recipe, PEER))
-    of = f"from importlib.metadata import version; print(*(f'{{name}} {{version(name)}}' for name in {('trl', *SHARED)}), sep=', ')"
-    print(
-        f"TRL's side: {subprocess.run([args.peer_python, '-c', of], capture_output=True, text=True, check=True).stdout.strip()}"
+    # `start` is not about arithmetic.
+    args.ways = [fallback] if start else [equal, fallback]
+    of = f"from importlib.metadata import version; import json; print(json.dumps({{name: version(name) for name in {('trl', *SHARED)}}}))"
+    args.versions = json.loads(
+        subprocess.run(
+            [args.peer_python, "-c", of], capture_output=True, text=True, check=True
+        ).stdout
     )
+    print(f"TRL's side: {', '.join(' '.join(one) for one in args.versions.items())}")
     print(
         f"our side: {', '.join(f'{package} {version(package)}' for package in SHARED)}; Python {sys.version.split()[0]}, {args.threads} threads"
     )
@@ -651,7 +731,10 @@ def main() -> None:
         )
     if args.tune:
         tune(args)
-    sys.exit(not compare(args))
+    good, found = compare(args)
+    if args.results:
+        write(args, found)
+    sys.exit(not good)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
     python benchmarks/peers_trl.py SETTINGS.json
 
-SETTINGS: `work` (dpo, sft, reward, ppo, grpo), `model`, for ppo `scorer`, `data` (a .jsonl file in the order to train in), `log`, and `config`, the
-fields of the trainer's own config that differ from its defaults. Writes to `log` a JSON line an update, what TRL logs and `perf/seconds`, the time since the line before.
+SETTINGS: `work` (dpo, sft, reward, ppo, grpo), `model`, for ppo `scorer`, `data` (a .jsonl file in the order to train in), `log`, `equal`, see `make_equal`, and
+`config`, the fields of the trainer's own config that differ from its defaults. Writes to `log` a JSON line an update, what TRL logs and `perf/seconds`, the time since the line before.
 """
 
+import importlib.util
 import json
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -127,9 +129,26 @@ def grpo(settings: dict):
     return trainer
 
 
+def make_equal() -> None:
+    """Lets TRL score only what is learned, as on a GPU, and take fp32 products from oneDNN as our recipes do."""
+    import trl.trainer.utils
+
+    if hasattr(
+        trl.trainer.utils, "_use_triton"
+    ):  # the trainers' question; the kernels ask for themselves
+        trl.trainer.utils._use_triton = lambda device: True
+    path = Path(__file__).resolve().parent.parent / "common" / "cpu.py"
+    spec = importlib.util.spec_from_file_location("cpu", path)
+    cpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(cpu)
+    cpu.use_onednn()
+
+
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         settings = json.load(file)
+    if settings["equal"]:
+        make_equal()
     if settings["work"] == "ppo":
         ppo(settings).train()
         return

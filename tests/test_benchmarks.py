@@ -1,0 +1,62 @@
+"""The page of benchmarks says what was measured: its tables are those of benchmarks/results."""
+
+import json
+import re
+import sys
+
+from runs import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks"))
+import tables
+
+FOUND = {
+    "work": "dpo", "model": "body", "unit": "pairs/s", "commit": "0123456789ab", "changed": False, "date": "2026-01-31",
+    "cpu": "A CPU", "threads": 2, "python": "3.11.7", "versions": {"trl": "1.16.0", "torch": "2.13.0"}, "window": 64,
+    "updates": 5, "micro": [8, 1], "compiled": False, "good": True, "others": 0.01,
+    "rows": [
+        {"way": "equal", "rates": [11.44, 6.5], "ratios": [1.8, 1.7, 1.75], "fastest": 1.764, "memory_mib": [2954, 1360]},
+        {"way": "fallback", "rates": [11.44, 4.77], "ratios": [2.4, 2.5], "fastest": 2.44, "memory_mib": [2954, 1400]},
+    ],
+}  # fmt: skip
+
+
+def test_the_tables_of_the_page_are_those_of_the_results():
+    text = tables.README.read_text(encoding="utf-8")
+    assert tables.with_tables(text, tables.render(tables.read())) == text
+    assert tables.read(), "benchmarks/results holds nothing"
+
+
+def test_the_page_has_no_goals():
+    text = tables.README.read_text(encoding="utf-8")
+    assert not re.search(r"\bgoals?\b|missed", text)
+
+
+def test_a_result_is_a_line_in_the_table_of_each_way():
+    equal, fallback = tables.render([FOUND]).split(tables.TITLES["fallback"])
+    assert equal.startswith(tables.TITLES["equal"])
+    assert (
+        "| dpo | body | 11.44 pairs/s | 6.5 pairs/s | **1.75** (3: 1.70 to 1.80) | 1.76 | 2954, 1360 | 8, 1 |"
+        in equal
+    )
+    assert (
+        "| dpo | body | 11.44 pairs/s | 4.77 pairs/s | **2.45** (2: 2.40 to 2.50) | 2.44 | 2954, 1400 | 8, 1 |"
+        in fallback
+    )
+    assert fallback.endswith(
+        "- dpo, body: 2026-01-31, commit 0123456789ab; A CPU, 2 threads, Python 3.11.7, trl 1.16.0, torch 2.13.0; "
+        "5 updates of 64 samples; other processes used up to 1% of the CPU."
+    )
+
+
+def test_what_must_not_be_quoted_says_so():
+    told = tables.render([FOUND | {"others": 0.2, "changed": True, "good": False}])
+    assert "commit 0123456789ab; changed since;" in told
+    assert "**Not a quiet machine: do not quote this row**" in told
+    assert "**The two programs did not compute the same**" in told
+
+
+def test_results_are_read_in_the_order_of_works(tmp_path):
+    for work, model in [("sft", "body"), ("dpo", "head"), ("dpo", "body")]:
+        (tmp_path / f"{work}-{model}.json").write_text(json.dumps({"work": work, "model": model}))
+    found = [(result["work"], result["model"]) for result in tables.read(tmp_path)]
+    assert found == [("dpo", "body"), ("dpo", "head"), ("sft", "body")]
