@@ -41,6 +41,9 @@ MAY_CHANGE = {
     "eval_dataset_split",
 }
 
+# What a micro-batch holds on a GPU, where the user leaves it open.
+TOKENS_ON_GPU = 16_384
+
 # Shared arguments of which a negative value means nothing.
 NOT_NEGATIVE = (
     "learning_rate",
@@ -365,6 +368,30 @@ def load_function(argument: str, name: str):
             f"--{argument} {name}: {error} "
             f"(expected MODULE:NAME, the module installed or in {os.getcwd()})"
         )
+
+
+def fill_in_micro_batches(args, on_gpu: bool) -> str | None:
+    """Decides how large micro-batches are, where neither size was given.
+
+    A micro-batch of 4 suits a CPU. It would leave most of a GPU idle, which is filled by a number
+    of tokens better than by a number of samples.
+
+    Args:
+        args: `micro_train_batch_size` is None if it was not given, `micro_train_tokens` 0.
+
+    Returns:
+        What to say of it; None where there is nothing to say.
+    """
+    is_given = args.micro_train_batch_size is not None or args.micro_train_tokens
+    if args.micro_train_batch_size is None:
+        args.micro_train_batch_size = 4
+    if is_given or not on_gpu:
+        return None
+    args.micro_train_tokens = TOKENS_ON_GPU
+    return (
+        f"micro-batches hold up to {TOKENS_ON_GPU} tokens, since this runs on a GPU "
+        "(--micro_train_tokens; fewer if the memory does not suffice)"
+    )
 
 
 def accumulation_steps(

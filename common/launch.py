@@ -37,9 +37,10 @@ class Launcher(NamedTuple):
 def make_accelerator(args, recipe: str) -> Accelerator:
     """Builds the `Accelerator` that the launcher's environment asks for, and checks the result.
 
-    Derives `gradient_accumulation_steps`, writes the accumulation, the micro-batch size and the
-    clipping into the DeepSpeed config (in `zero.make_plugin`), decides `args.output_dir` once for
-    all processes, and seeds Python, NumPy and torch with `args.seed`.
+    Decides the size of micro-batches if it was not given, derives `gradient_accumulation_steps`,
+    writes the accumulation, the micro-batch size and the clipping into the DeepSpeed config (in
+    `zero.make_plugin`), decides `args.output_dir` once for all processes, and seeds Python, NumPy
+    and torch with `args.seed`.
 
     Args:
         args: needs `train_batch_size micro_train_batch_size micro_train_tokens max_grad_norm
@@ -52,6 +53,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
             `output_dir` with `--resume never`.
     """
     launcher = read_environment()
+    chosen = arguments.fill_in_micro_batches(args, on_gpu=not launcher.on_cpu)
     accumulation = arguments.accumulation_steps(
         args.train_batch_size,
         args.micro_train_batch_size,
@@ -68,6 +70,8 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     set_seed(args.seed)
     if launcher.on_cpu and accelerator.mixed_precision != "no":
         emulate_half_precision(accelerator)
+    if chosen:
+        accelerator.print(chosen)
     accelerator.print(f"{engine.describe(accelerator)}; output in {args.output_dir}", flush=True)
     return accelerator
 

@@ -193,7 +193,11 @@ class Args:
     )
 
     train_batch_size: int = HfArg(default=256, help="samples of one update, over all processes")
-    micro_train_batch_size: int = HfArg(default=4, help="samples that one process runs at once")
+    micro_train_batch_size: int | None = HfArg(
+        default=None,
+        help="samples that one process runs at once; without this and micro_train_tokens it is "
+        "4, and on a GPU as many as fit 16384 tokens",
+    )
     micro_train_tokens: int = HfArg(
         default=0,
         help="above 0: a micro-batch holds as many samples as fit into this many tokens, "

@@ -105,7 +105,11 @@ class Args:
     )
 
     train_batch_size: int = HfArg(default=64, help="rows of one update, over all processes")
-    micro_train_batch_size: int = HfArg(default=4, help="rows that one process runs at once")
+    micro_train_batch_size: int | None = HfArg(
+        default=None,
+        help="rows that one process runs at once; without this and micro_train_tokens it is "
+        "4, and on a GPU as many as fit 16384 tokens",
+    )
     micro_train_tokens: int = HfArg(
         default=0,
         help="above 0: a micro-batch holds as many rows as fit into this many tokens, "

@@ -2,8 +2,10 @@
 
 import math
 import re
+import types
 
 import pytest
+import yaml
 
 from common import arguments, batches, counted
 from common.progress import Progress
@@ -81,6 +83,54 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
         arguments.accumulation_steps(200, 6, 1)
     with pytest.raises(SystemExit, match=r"Nearest that would do: --train_batch_size 64"):
         arguments.accumulation_steps(3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "given, on_gpu, expected, is_said",
+    [  # samples and tokens of a micro-batch
+        ((None, 0), False, (4, 0), False),
+        ((None, 0), True, (4, 16_384), True),
+        ((4, 0), True, (4, 0), False),
+        ((1, 0), False, (1, 0), False),
+        ((None, 500), True, (4, 500), False),
+        ((2, 500), True, (2, 500), False),
+    ],
+)
+def test_micro_batches_are_cut_by_tokens_on_a_gpu_where_no_size_is_given(
+    given, on_gpu, expected, is_said
+):
+    args = types.SimpleNamespace(micro_train_batch_size=given[0], micro_train_tokens=given[1])
+    said = arguments.fill_in_micro_batches(args, on_gpu)
+    assert (args.micro_train_batch_size, args.micro_train_tokens) == expected
+    assert bool(said) == is_said
+    assert not said or ("16384 tokens" in said and "--micro_train_tokens" in said)
+
+
+def test_a_run_without_sizes_on_a_pretended_gpu(tmp_path):
+    """The launcher is told of a GPU, and all else is as without one. The run records what it took."""
+    rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "a"}]}]
+    script = tmp_path / "pretend.py"
+    script.write_text(
+        "import runpy, sys\n"
+        "from common import launch\n"
+        "read, on_cpu = launch.read_environment, sys.argv[1] == 'cpu'\n"
+        "launch.read_environment = lambda: read()._replace(on_cpu=on_cpu)\n"
+        f"sys.argv = [{str(recipe('sft'))!r}, *sys.argv[2:]]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    flags = [
+        "--model_name_or_path", tiny_llama(tmp_path / "model"), "--max_steps", 1, "--report_to", "none",
+        "--dataset_name", write_jsonl(tmp_path / "rows.jsonl", rows * 40), "--train_batch_size", 40,
+    ]  # fmt: skip
+    result = launch([], script, "gpu", *flags, "--output_dir", tmp_path / "gpu")
+    assert "micro-batches hold up to 16384 tokens, since this runs on a GPU" in result.stdout
+    assert "train_batch_size 40 in micro-batches of up to 16384 tokens" in result.stdout
+    recorded = yaml.safe_load((tmp_path / "gpu/run.yaml").read_text())
+    assert recorded["micro_train_tokens"] == 16_384
+    result = launch([], script, "cpu", *flags, "--output_dir", tmp_path / "cpu")
+    assert "train_batch_size 40 = micro_train_batch_size 4 x 1 process x 10" in result.stdout
+    (on_gpu,), (on_cpu,) = training_lines(tmp_path / "gpu"), training_lines(tmp_path / "cpu")
+    assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], abs=1e-6)
 
 
 def test_the_smallest_limit_is_that_of_a_search_one_by_one():
