@@ -237,11 +237,77 @@ with torch.no_grad():
             by="(losses * weights).sum() * divisor / args.train_batch_size",
         ),
     ),
-    "all tokens of packed rows are targets": Fault(
+    "the sums of a log line are not emptied": Fault(
+        "means",
+        "sft",
+        "common/metrics.py",
+        replace("Means.reduce", "self.sums = {}", by="pass"),
+    ),
+    "a skipped update is logged with the next one": Fault(
+        "overflow",
+        "sft",
+        "common/metrics.py",
+        replace(
+            "Metrics.update_done",
+            "self.pending.sums = {}",
+            by="self.pending.sums = {} if applied else self.pending.sums",
+        ),
+    ),
+    "a skipped update's samples are used again": Fault(
+        "overflow",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "batches.rows_of_update(mixture, args.train_batch_size, args.seed, progress.updates_seen)",
+            by="batches.rows_of_update(mixture, args.train_batch_size, args.seed, progress.global_step)",
+        ),
+    ),
+    "old checkpoints are deleted before the next one is written": Fault(
+        "resume",
+        "sft",
+        "common/checkpoint.py",
+        replace(
+            "save",
+            "write(run, temporary, final)",
+            by="[shutil.rmtree(path) for path in earlier if run.accelerator.is_main_process]; write(run, temporary, final)",
+        ),
+    ),
+    "Adam's moments are not restored": Fault(
+        "resume",
+        "sft",
+        "common/checkpoint.py",
+        replace(
+            "load",
+            "load_engine(run, path / 'engine')",
+            by="load_engine(run, path / 'engine'); run.optimizer.state.clear()",
+        ),
+    ),
+    "the last rows of an epoch are dropped": Fault(
+        "log-lines",
+        "sft",
+        "common/batches.py",
+        replace(
+            "rows_of_update",
+            "math.ceil(mixture.samples / train_batch_size)",
+            by="mixture.samples // train_batch_size",
+        ),
+    ),
+    "the data order depends on the number of processes": Fault(
+        "split",
+        "sft",
+        "recipes/sft.py",
+        replace("main", "args.seed", by="args.seed + accelerator.num_processes"),
+    ),
+    "packed rows lose their last target": Fault(
         "packed",
         "sft",
         "recipes/sft.py",
-        replace("collate", "columns['targets']", by="columns['targets'] if not pack else None"),
+        replace(
+            "collate",
+            "columns['targets']",
+            by="[[*row[:-1], row[-1] and not pack] for row in columns['targets']]",
+        ),
     ),
     "weights are changed past the engine": Fault(
         "engines",

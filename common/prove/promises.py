@@ -359,6 +359,8 @@ def resumed(bench: Bench, what: str, reference: Finished, launcher: str) -> list
                     torn.append(f"{folder.name}: {fault}")
             if not found:
                 torn.append("the last one was deleted before the next one was whole")
+            if torn:
+                break
         whole = Check(
             f"{what}: checkpoints of a killed run that are not whole",
             Difference(len(torn), 0, "; ".join(torn)),
