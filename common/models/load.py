@@ -299,7 +299,8 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
     folder = Path(name)
     if folder.is_file():
         sys.exit(f"no {kind} could be loaded from {name!r}: it is a file {expected}")
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    # transformers' own message would name what it tried, not what is missing.
+    if folder.is_dir() and not any(folder.glob("*config.json")):
         sys.exit(f"no {kind} could be loaded from {name!r}: it holds no config.json {expected}")
     if not folder.exists():
         is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
