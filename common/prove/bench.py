@@ -457,9 +457,8 @@ class Bench:
         if process.poll(HANG_SECONDS) is None:
             kill(process)
             raise RunFailed(f"the run `{name}` hung:\n{end_of(console)}")
+        self.check_end(name, process, console)
         text = console.read_text(encoding="utf-8", errors="replace")
-        if process.returncode and "\ndone: " not in text:
-            raise RunFailed(f"the run `{name}` ended with an error:\n{end_of(console)}")
         return Finished(name, Path(flags[flags.index("--output_dir") + 1]), text)
 
     def run_until(
@@ -474,9 +473,15 @@ class Bench:
                 return True
             if process.poll(0.001) is not None:
                 break
-        if process.returncode:
-            raise RunFailed(f"the run `{name}` ended with an error:\n{end_of(console)}")
+        self.check_end(name, process, console)
         return False
+
+    def check_end(self, name: str, process, console: Path) -> None:
+        """Raises `RunFailed` if a process that has ended failed."""
+        # torch's gloo threads now and then abort a process that has finished, while it exits.
+        is_done = "\ndone: " in console.read_text(encoding="utf-8", errors="replace")
+        if process.returncode and not is_done:
+            raise RunFailed(f"the run `{name}` ended with an error:\n{end_of(console)}")
 
     def run_to_first_line(self, name: str, **changes) -> dict:
         """Returns the first line of a run's `metrics.jsonl`, and kills it there."""

@@ -330,50 +330,90 @@ def check_resume(bench: Bench) -> list[Check]:
     return checks
 
 
+class Watch:
+    """Looks at a folder of checkpoints while a run writes them.
+
+    A kill at the instant of a look would leave just what it sees. So what must hold after a kill
+    must hold at every look: once there is a checkpoint, the newest one is whole.
+
+    Attributes:
+        faults: what was seen that must not be.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.has_seen = False
+        self.faults: list[str] = []
+
+    def look(self) -> None:
+        newest = self.newest()
+        if newest is None:
+            if self.has_seen:
+                self.add("the last checkpoint was deleted before the next one was whole")
+            return
+        self.has_seen = True
+        # Seen missing twice: it is not that the next one has come and this one goes.
+        if not (newest / "manifest.json").exists() and self.newest() == newest:
+            self.add(f"{newest.name} had its name before it was whole")
+
+    def look_closely(self) -> None:
+        """Looks after a kill, when nothing moves: every file of the newest one must be there."""
+        self.look()
+        newest = self.newest()
+        fault = folders.fault_of(newest) if newest else None
+        if fault:
+            self.add(f"{newest.name}: {fault}")
+
+    def newest(self) -> Path | None:
+        found = folders.by_step(self.folder)
+        return found[-1] if found else None
+
+    def add(self, fault: str) -> None:
+        if fault not in self.faults:
+            self.faults.append(fault)
+
+
 def resumed(bench: Bench, what: str, reference: Finished, launcher: str) -> list[Check]:
     """Kills a run when a checkpoint has appeared and while one is written, and resumes it."""
     name = f"killed-{launcher}"
     output = bench.folder / name
     checkpoints = output / "checkpoints"
+    watch = Watch(checkpoints)
     flags = bench.flags(output, **INTERRUPTED)
-    torn = []
+    goes_on = [*flags, "--resume", "auto"]
 
-    def appeared() -> bool:
+    def has_appeared() -> bool:
+        watch.look()
         return (checkpoints / "global_step_000002").exists()
 
     def is_written() -> bool:
-        # Also under another name, aside.
-        return any(True for _ in checkpoints.glob("*global_step_000004*")) or any(
-            True for _ in checkpoints.glob(".*global_step_000004*")
-        )
+        watch.look()
+        # Whatever its name is while it is written.
+        return any("global_step_000004" in path.name for path in checkpoints.iterdir())
+
+    def never() -> bool:
+        watch.look()
+        return False
 
     with bench.slots.take(benches.processes_of(launcher)):
-        for kill, moment in enumerate((appeared, is_written)):
-            resume = ["--resume", "auto"] if kill else []
-            if not bench.run_until(f"{name}-{kill}", launcher, [*flags, *resume], moment):
+        for kill, moment in enumerate((has_appeared, is_written)):
+            words = goes_on if kill else flags
+            if not bench.run_until(f"{name}-{kill}", launcher, words, moment):
                 raise Unchecked(f"{what}: too few updates to kill a run before its end")
-            found = folders.by_step(checkpoints)
-            for folder in found:
-                fault = folders.fault_of(folder)
-                if fault:
-                    torn.append(f"{folder.name}: {fault}")
-            if not found:
-                torn.append("the last one was deleted before the next one was whole")
-            if torn:
+            watch.look_closely()
+            if watch.faults:
                 break
-        whole = Check(
-            f"{what}: checkpoints of a killed run that are not whole",
-            Difference(len(torn), 0, "; ".join(torn)),
-        )
-        if torn:
-            return [whole]
-        resumed_run = bench.finish(name, launcher, [*flags, "--resume", "auto"])
+        else:
+            bench.run_until(name, launcher, goes_on, never)
+    whole = Difference(len(watch.faults), 0, "; ".join(watch.faults))
+    checks = [Check(f"{what}: checkpoints whole or not there", whole)]
+    if watch.faults:
+        return checks
+    again = Finished(name, output, "")
     return [
-        whole,
-        Check(
-            f"{what}: log lines", compare.of_lines(reference.lines, resumed_run.lines, exact=True)
-        ),
-        Check(f"{what}: weights", compare.of_models(reference, resumed_run, exact=True)),
+        *checks,
+        Check(f"{what}: log lines", compare.of_lines(reference.lines, again.lines, exact=True)),
+        Check(f"{what}: weights", compare.of_models(reference, again, exact=True)),
     ]
 
 
