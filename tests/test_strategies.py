@@ -111,6 +111,7 @@ def test_buffers_are_not_rounded_with_the_weights(tmp_path):
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     engine = types.SimpleNamespace(
         device="cpu",
+        is_fsdp2=False,
         prepare=lambda model, optimizer: (model.half(), optimizer),
         state=types.SimpleNamespace(
             deepspeed_plugin=types.SimpleNamespace(
