@@ -391,7 +391,9 @@ def fork(folder: Path, base: str, name: str) -> Path:
     file = folder / f"my_{name}.py"
     if base:
         file.write_text(recipe(base).read_text())
-    subprocess.run(["patch", "--quiet", file, FORKS / f"{name}.diff"], check=True)
+    subprocess.run(
+        ["patch", "--quiet", "--no-backup-if-mismatch", file, FORKS / f"{name}.diff"], check=True
+    )
     return file
 
 
