@@ -1,13 +1,15 @@
 """The page of benchmarks says what was measured: its tables are those of benchmarks/results."""
 
+import importlib.util
 import json
 import re
-import sys
 
 from runs import REPOSITORY
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-import tables
+# Not by sys.path: benchmarks/peers.py would be found in place of tests/peers.
+SPEC = importlib.util.spec_from_file_location("tables", REPOSITORY / "benchmarks/tables.py")
+tables = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(tables)
 
 FOUND = {
     "work": "dpo", "model": "body", "unit": "pairs/s", "commit": "0123456789ab", "changed": False, "date": "2026-01-31",

@@ -224,11 +224,14 @@ def test_the_number_of_processes_follows_the_rows_and_the_cores_of_this_process(
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    # A process of pytest-xdist has none.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "recipe.py", raising=False)
     assert workers.number_for(rows, Square()) == number
 
 
 def test_a_function_that_cannot_be_sent_is_called_here(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "recipe.py", raising=False)
     assert workers.number_for(10_000_000, Square()) == 4
     assert workers.number_for(10_000_000, lambda span: span) == 1
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
