@@ -74,7 +74,13 @@ def flags(inputs, name, output, *more):
 
 
 @pytest.mark.parametrize(
-    "name, stage, processes", [("sft", 2, 2), ("dpo", 1, 1), ("reward", 3, 2), ("ppo", 2, 1)]
+    "name, stage, processes",
+    [
+        pytest.param("sft", 2, 2, marks=pytest.mark.slow),
+        ("dpo", 1, 1),
+        ("reward", 3, 2),
+        ("ppo", 2, 1),
+    ],
 )
 def test_what_overflows_leaves_no_trace(inputs, name, stage, processes):
     """The first window, the one after a logged update, two in a row, and the last; a scale that is lowered only after the hundredth."""

@@ -37,7 +37,7 @@ from runs import (
 )
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.
-CASES = [("dpo", "plain"), ("sft", "ddp"), ("dpo", "growing"), pytest.param("sft", "zero3", marks=pytest.mark.slow), pytest.param("dpo", "fsdp2", marks=pytest.mark.slow), ("reward", "plain"), ("ppo", "zero3"), ("grpo", "plain"),
+CASES = [("dpo", "plain"), pytest.param("sft", "ddp", marks=pytest.mark.slow), ("dpo", "growing"), pytest.param("sft", "zero3", marks=pytest.mark.slow), pytest.param("dpo", "fsdp2", marks=pytest.mark.slow), ("reward", "plain"), ("ppo", "zero3"), ("grpo", "plain"),
          pytest.param("grpo", "zero2", marks=pytest.mark.slow),
          pytest.param("sft", "offload", marks=pytest.mark.slow)]  # fmt: skip
 # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
