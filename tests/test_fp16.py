@@ -149,7 +149,7 @@ def test_a_rollout_ends_with_its_last_update_though_that_is_skipped(inputs):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("sft", "reward")))
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("sft", "reward", "ppo")))
         for name in RECIPES
     ],
 )

@@ -416,6 +416,7 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_only(inputs, tmp_path,
     assert 16 * trained < held < 20 * trained + 200_000 < base / 4, (held, trained, base)
 
 
+@pytest.mark.slow
 def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
     """The reward recipe's adapter, and PPO's critic: their scores by plain transformers are those of the adapter merged by hand."""
     scorer, output = tmp_path / "reward", tmp_path / "ppo"
@@ -579,6 +580,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused_with_its_base(inputs, tmp_p
     assert "Traceback" not in refused.stdout and not (tmp_path / "run/base").exists()
 
 
+@pytest.mark.slow
 def test_another_adapter_does_not_go_on_with_the_base_of_the_first(inputs, tmp_path):
     accelerator = Accelerator(cpu=True)
     adapters = []
