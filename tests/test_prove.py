@@ -273,6 +273,16 @@ with torch.no_grad():
             by="[shutil.rmtree(path) for path in earlier if run.accelerator.is_main_process]; write(run, temporary, final)",
         ),
     ),
+    "samples that a killed run wrote stay": Fault(
+        "resume",
+        "ppo",
+        "common/left_behind.py",
+        replace(
+            "leave",
+            "is_longer(file, size)",
+            by="file == metrics and is_longer(file, size)",
+        ),
+    ),
     "Adam's moments are not restored": Fault(
         "resume",
         "sft",

@@ -413,8 +413,23 @@ def resumed(bench: Bench, what: str, reference: Finished, launcher: str) -> list
     return [
         *checks,
         Check(f"{what}: log lines", compare.of_lines(reference.lines, again.lines, exact=True)),
+        Check(f"{what}: samples", of_samples(reference.folder, again.folder)),
         Check(f"{what}: weights", compare.of_models(reference, again, exact=True)),
     ]
+
+
+def of_samples(expected: Path, found: Path) -> Difference:
+    """Counts the lines of `samples.jsonl` that differ; a recipe that asks nothing has none."""
+    texts = []
+    for folder in (expected, found):
+        file = folder / "samples.jsonl"
+        texts.append(file.read_text(encoding="utf-8").splitlines() if file.exists() else [])
+    if texts[0] == texts[1]:
+        return Difference(0, 0)
+    unlike = sum(one != other for one, other in zip(*texts))
+    wrong = unlike + abs(len(texts[0]) - len(texts[1]))
+    where = f"samples.jsonl: {len(texts[1])} lines, expected {len(texts[0])}"
+    return Difference(wrong, 0, where)
 
 
 def check_seed(bench: Bench) -> list[Check]:
