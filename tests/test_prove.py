@@ -316,7 +316,7 @@ with torch.no_grad():
         replace(
             "collate",
             "columns['targets']",
-            by="[[*row[:-1], row[-1] and not pack] for row in columns['targets']]",
+            by="[[*row[:-1], row[-1] and not args.packing] for row in columns['targets']]",
         ),
     ),
     "weights are changed past the engine": Fault(

@@ -244,6 +244,10 @@ def many(monkeypatch, tmp_path):
     monkeypatch.setattr(workers, "ROWS_PER_WORKER", 1000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    # A process of pytest-xdist has no file, which the workers would import.
+    recipe_file = tmp_path / "recipe.py"
+    recipe_file.touch()
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(recipe_file), raising=False)
     say = lambda text: [{"role": "assistant", "content": text}]
     rows = [
         {"prompt": [{"role": "user", "content": f"question {n}"}], "chosen": say(f"{n} one"),
