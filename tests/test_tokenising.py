@@ -211,8 +211,8 @@ def test_the_first_error_is_told(processes):
 @pytest.mark.parametrize(
     "cores, here, rows, number",
     [
-        (64, 1, 19_999, 1),  # the start would cost more than it saves
-        (64, 1, 20_000, 2),
+        (64, 1, 39_999, 1),  # the start would cost more than it saves
+        (64, 1, 40_000, 2),
         (64, 1, 10_000_000, workers.MOST_WORKERS),
         (64, 8, 10_000_000, 8),
         (2, 8, 10_000_000, 1),

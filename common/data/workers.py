@@ -13,7 +13,7 @@ from typing import Any
 
 # A process needs several seconds to import what the recipe imports, as long as it takes to tokenise
 # about this many rows.
-ROWS_PER_WORKER = 10_000
+ROWS_PER_WORKER = 20_000
 # One process writes what all others return: about thirty times as fast as one of them tokenises.
 MOST_WORKERS = 32
 # Spans that wait for each worker, so that none is idle while the others are written.
