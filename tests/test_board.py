@@ -222,6 +222,7 @@ def test_what_report_to_takes():
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_same_run_of_a_tracker(inputs, tmp_path):
     """trackio keeps its runs in files of its own, so this needs no network."""
     output = tmp_path / "out"
