@@ -45,11 +45,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
 
 
+def speaks_for_all() -> bool:
+    """Whether this process prints what concerns all, where there is no Accelerator to ask yet."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def end_by_interrupt(kind: type[BaseException], error: BaseException, trace) -> None:
     """Shows an error that nobody caught; of Ctrl-C one line instead of what it interrupted."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
-    elif os.environ.get("RANK", "0") == "0":
+    elif speaks_for_all():
         print("\ninterrupted while it was starting: nothing was trained", file=sys.stderr)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import transformers
 import yaml
 
-from common import ASSETS, counted, errors, show_any_text, trackers
+from common import ASSETS, counted, errors, show_any_text, speaks_for_all, trackers
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
@@ -223,7 +223,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
     # One data set is recorded by its name alone, as it always was.
     if isinstance(args.dataset_name, list) and len(args.dataset_name) == 1:
         (args.dataset_name,) = args.dataset_name
-    if demo_flags and os.environ.get("RANK", "0") == "0":
+    if demo_flags and speaks_for_all():
         print(f"no model and no data set given: running the demo, {demo}", flush=True)
     return args
 
@@ -354,7 +354,7 @@ def load_function(argument: str, name: str):
         SystemExit: no such module or name.
     """
     if name in MOVED_FUNCTIONS:
-        if os.environ.get("RANK", "0") == "0":
+        if speaks_for_all():
             print(f"--{argument} {name}: its name is now {MOVED_FUNCTIONS[name]}", flush=True)
         name = MOVED_FUNCTIONS[name]
     module, _, attribute = name.partition(":")

@@ -59,13 +59,8 @@ def describe_update(run: Run) -> str:
     if args.micro_train_tokens:
         division = f"in micro-batches of up to {args.micro_train_tokens} tokens on {processes}"
     else:
-        micro_batches = args.train_batch_size // (
-            args.micro_train_batch_size * run.accelerator.num_processes
-        )
-        division = (
-            f"= micro_train_batch_size {args.micro_train_batch_size} x {processes} x "
-            + counted(micro_batches, "gradient accumulation step")
-        )
+        steps = counted(run.accelerator.gradient_accumulation_steps, "gradient accumulation step")
+        division = f"= micro_train_batch_size {args.micro_train_batch_size} x {processes} x {steps}"
     return f"train_batch_size {args.train_batch_size} {division}"
 
 
@@ -117,30 +112,29 @@ def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str
     shown = [line for line in lines if record.is_evaluation(line)] or lines
     if len(shown) < 2:
         return []
-    first = shown[0]
-    last = shown[-1]
     patterns = [board.pattern_of(tags) for tags in charts.values()]
-    names = [name for name in last if any(re.match(pattern, name) for pattern in patterns)]
-    width = max([len(name) for name in names], default=0)
-    rows = [f"  {'':{width}}  {'before':>10}  {'after':>10}"]
-    for name in names:
-        before = f"{first[name]:.4g}" if name in first else "-"
-        rows.append(f"  {name:{width}}  {before:>10}  {last[name]:>10.4g}")
-    return rows
+    figures = [
+        (name, before, after)
+        for name, before, after in record.first_and_last(shown)
+        if any(re.match(pattern, name) for pattern in patterns)
+    ]
+    width = max([len(name) for name, _, _ in figures], default=0)
+    return [
+        f"  {name:{width}}  {before:>10}  {after:>10}"
+        for name, before, after in [("", "before", "after"), *figures]
+    ]
 
 
 def how_to_load(run: Run, folder: Path) -> list[str]:
     """Returns lines of Python that load the model and use it."""
+    task = "text-generation"
+    example = "max_new_tokens=100, do_sample=False"
+    question = '"text"'
     if is_classifier(run):
         task = "text-classification"
         example = 'function_to_apply="none"'
-        question = '"text"'
-    else:
-        task = "text-generation"
-        example = "max_new_tokens=100, do_sample=False"
-        question = '"text"'
-        if getattr(run.tokenizer, "chat_template", None):
-            question = '[{"role": "user", "content": "..."}]'
+    elif getattr(run.tokenizer, "chat_template", None):
+        question = '[{"role": "user", "content": "..."}]'
     return [
         "  from transformers import pipeline",
         f'  print(pipeline("{task}", "{folder}")({question}, {example}))',

@@ -7,6 +7,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from common import speaks_for_all
+
 
 def run(main: Callable[[], None]) -> None:
     """Runs a recipe's `main`, and tells the launcher why it ended, if it failed.
@@ -32,7 +34,7 @@ def refuse(message: str, status: int = 1) -> None:
         SystemExit: with `status`.
     """
     told = tell_launcher(message)
-    if not told or os.environ.get("RANK", "0") == "0":
+    if not told or speaks_for_all():
         print(message, file=sys.stderr, flush=True)
     sys.exit(status)
 

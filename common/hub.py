@@ -7,7 +7,7 @@ from urllib.parse import urlparse
 
 from huggingface_hub import constants
 
-from common import lazily
+from common import lazily, speaks_for_all
 
 datasets = lazily("datasets")
 
@@ -32,7 +32,7 @@ def reach() -> None:
     except OSError as error:
         constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
-        if os.environ.get("RANK", "0") == "0":
+        if speaks_for_all():
             print(
                 f"{endpoint.hostname} cannot be reached ({error}): only what was downloaded before "
                 "is used",

@@ -192,12 +192,20 @@ def figures(output_dir: Path) -> str:
     evaluations = [line for line in lines_of(output_dir) if is_evaluation(line)]
     if not evaluations:
         return ""
-    first = evaluations[0]
-    last = evaluations[-1]
-    rows = [f"| held out | update {first['global_step']} | update {last['global_step']} |"]
-    rows.append("| --- | --- | --- |")
-    for name, value in last.items():
+    first = evaluations[0]["global_step"]
+    last = evaluations[-1]["global_step"]
+    rows = [f"| held out | update {first} | update {last} |", "| --- | --- | --- |"]
+    for name, before, after in first_and_last(evaluations):
         if name.startswith("eval/"):
-            before = f"{first[name]:.4g}" if name in first else "-"
-            rows.append(f"| `{name}` | {before} | {value:.4g} |")
+            rows.append(f"| `{name}` | {before} | {after} |")
     return "\n".join(rows)
+
+
+def first_and_last(lines: list[dict]) -> list[tuple[str, str, str]]:
+    """Returns each metric of the last line: its name, and its first and last values as texts."""
+    first = lines[0]
+    rows = []
+    for name, value in lines[-1].items():
+        before = f"{first[name]:.4g}" if name in first else "-"
+        rows.append((name, before, f"{value:.4g}"))
+    return rows

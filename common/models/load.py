@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import (
 )
 from transformers.integrations import is_fsdp_enabled
 
-from common import cpu, distributed, folders, hub, zero
+from common import cpu, distributed, folders, hub, speaks_for_all, zero
 from common.data import templates, tokens
 
 
@@ -289,7 +288,7 @@ def is_large(name: str) -> bool:
 @functools.cache
 def note(text: str) -> None:
     """Prints a line once, on the main process."""
-    if os.getenv("RANK", "0") == "0":
+    if speaks_for_all():
         print(text, flush=True)
 
 

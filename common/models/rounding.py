@@ -86,11 +86,8 @@ def rounded_by_autocast(wrapper: nn.Module, device_type: str) -> set[str]:
                 forward()
         except Exception:  # whatever an architecture may do with values
             return set()
-    found = {
-        name
-        for name, parameter in parameters.items()
-        if id(parameter) in uses.in_products - uses.elsewhere
-    }
+    in_products_alone = uses.in_products - uses.elsewhere
+    found = {name for name, parameter in parameters.items() if id(parameter) in in_products_alone}
     if device_type != "cpu":
         found |= weights_of_heads(wrapper)
     return found

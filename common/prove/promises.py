@@ -261,11 +261,10 @@ def check_log_lines(bench: Bench) -> list[Check]:
     }
     if bench.has("seed"):
         other = other_seed(bench)
-        total = last_step(other)
-        runs["half of all" if not bench.samples else "2"] = (
-            other,
-            2 if bench.samples else math.ceil(0.5 * total),
-        )
+        if bench.samples:
+            runs["2"] = (other, 2)
+        else:
+            runs["half of all"] = (other, math.ceil(0.5 * last_step(other)))
     checks = []
     for what, (run, interval) in runs.items():
         checks.append(Check(f"logging_steps {what}", of_steps(run, interval)))
