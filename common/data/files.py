@@ -293,7 +293,9 @@ def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
     while True:
         position = WHITE_SPACE.match(buffer, position).end()
         character = buffer[position : position + 1]
-        error = json.JSONDecodeError("the array does not end", buffer, position)
+        # Numbers and text, not the decoder's error itself: through its traceback that would keep
+        # this part of the file in memory until Python next looks for cycles.
+        what, where = "the array does not end", position
         if character == "]" and may_end:
             return
         if comma_due and character == ",":
@@ -302,8 +304,8 @@ def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
             may_end = False
             continue
         if comma_due and character:
-            error = json.JSONDecodeError("Expecting ',' delimiter", buffer, position)
-            raise ValueError(f"{error.msg}: line {lines_before + error.lineno}")
+            line = lines_before + buffer.count("\n", 0, position) + 1
+            raise ValueError(f"Expecting ',' delimiter: line {line}")
         if character:
             try:
                 row, end = decoder.raw_decode(buffer, position)
@@ -313,12 +315,13 @@ def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
                 may_end = True
                 continue
             except json.JSONDecodeError as unfinished:
-                error = unfinished
+                what, where = unfinished.msg, unfinished.pos
 
         # The buffer ends within a row, or the row is malformed: then the whole file does not help.
         more = file.read(max(CHUNK, len(buffer) - position))
         if not more:
-            raise ValueError(f"{error.msg}: line {lines_before + error.lineno}")
+            line = lines_before + buffer.count("\n", 0, where) + 1
+            raise ValueError(f"{what}: line {line}")
         lines_before += buffer.count("\n", 0, position)
         buffer = buffer[position:] + more
         position = 0
