@@ -5,6 +5,7 @@ from 1), `prompt`, `response`, and what is known of the response: `right`, `scor
 """
 
 import json
+import re
 from pathlib import Path
 
 FILE = "samples.jsonl"
@@ -50,13 +51,23 @@ def as_table(examples: list[dict]) -> str:
     """Returns the first examples as a Markdown table."""
     rows = ["| set | row | prompt | response | verdict |", "| --- | --- | --- | --- | --- |"]
     for example in first_of_each(examples, most=8):
-        texts = (example["prompt"], example["response"])
-        prompt, response = (" ".join(text.split()).replace("|", "\\|") for text in texts)
+        prompt = in_cell(example["prompt"])
+        response = in_cell(example["response"])
         rows.append(
             f"| {example['source']} | {example['row']} | {prompt} | {response} "
             f"| {verdict(example)} |"
         )
     return "\n".join(rows)
+
+
+def in_cell(text: str) -> str:
+    """Returns a text for a cell of a Markdown table, to be shown as it is, with its line breaks.
+
+    Nothing in it is Markdown or HTML: `2*3*4` shows its stars, and no image is fetched from an
+    address that a model wrote.
+    """
+    literal = re.sub(r"[^\w\s]", lambda found: f"&#{ord(found[0])};", text.strip())
+    return "<br>".join(literal.replace("_", "&#95;").splitlines())
 
 
 def verdict(example: dict) -> str:

@@ -1,5 +1,6 @@
 """What people see of a run: TensorBoard, as its own server answers, other trackers, samples, and the blocks in the console."""
 
+import html
 import json
 import re
 import sqlite3
@@ -9,6 +10,7 @@ from urllib.parse import urlencode
 
 import pytest
 from tensorboard import default, program
+from tensorboard.plugin_util import markdown_to_safe_html
 
 from common import board, console, counted, trackers, transcript
 from runs import (
@@ -206,9 +208,21 @@ def test_a_table_of_samples_shows_the_first_of_each_set():
     ]
     rows = transcript.as_table(examples).splitlines()
     assert len(rows) == 2 + 8 + 8
-    assert rows[2] == "| eval/x | 1 | a \\| b c | d | score 0.25 |"
+    assert rows[2] == "| eval/x | 1 | a &#124; b<br> c | d | score 0.25 |"
     assert len(transcript.on_console(examples)) == 8
     assert transcript.on_console(examples)[0] == "  score 0.25: 'a | b\\n c' -> 'd'"
+
+
+def test_samples_are_shown_as_they_are():
+    """TensorBoard reads texts as Markdown: it would fetch pictures from where a model says."""
+    prompt = "<|im_start|>user\nWhat is 2*3*4 | a_b_c? &lt; \\boxed{é} <!-- x --> 漢 😀"
+    response = "1. **b**\n- `c` ![i](http://x/y.png) <img src='z'> <think>h</think>\n\n# end"
+    example = {"source": "eval", "row": 1, "prompt": prompt, "response": response, "right": True}
+    page = markdown_to_safe_html(transcript.as_table([example]))
+    assert "<img" not in page and "<a" not in page
+    cells = re.findall("<td>(.*?)</td>", page)
+    read = [html.unescape(cell.replace("<br>", "\n")) for cell in cells]
+    assert read == ["eval", "1", prompt, response, "right"]
 
 
 def test_what_report_to_takes():
