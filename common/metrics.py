@@ -15,12 +15,22 @@ from tqdm import tqdm
 from common import board, guards, record, trackers, transcript
 from common.progress import Progress
 
-# Dense half-precision operations per second, from NVIDIA's data sheets. Other GPUs log no MFU.
+# Dense half-precision operations per second with fp32 sums, from NVIDIA's data sheets, by the name
+# that torch gives. Other GPUs, and parts of one (MIG), log no MFU.
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+    "Tesla V100-SXM2-32GB": 125e12,
+    "Tesla V100-SXM2-16GB": 125e12,
 }
 
 # The columns of the tensors in `Means.sums`.

@@ -1,6 +1,10 @@
 """Fixtures of several test files."""
 
 import os
+
+# The tests know what a CPU computes, and launch more processes than there may be GPUs. Set before torch looks for one.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import shutil
 import subprocess
 import sys

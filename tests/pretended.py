@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
+from common import launch
 from runs import REPOSITORY
 
 DEVICE = torch.device("meta")
@@ -98,6 +100,7 @@ class Pretended(TorchDispatchMode):
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """In the place of `Tensor.pin_memory`, for which torch wants a GPU."""
+        assert not isinstance(tensor, OnDevice), "only memory of the host can be pinned"
         pinned = tensor.clone()
         pinned.pretended_pinned = True
         return pinned
@@ -178,7 +181,7 @@ def is_own(file: str) -> bool:
 
 @contextlib.contextmanager
 def device(monkeypatch):
-    """Lets torch work with the pretended device inside the block; gives the `Pretended`."""
+    """Lets torch and recipes work with the pretended device inside the block; gives the `Pretended`."""
     mode = Pretended()
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: mode.pin(tensor))
@@ -213,6 +216,15 @@ def device(monkeypatch):
             return made if device is None else made.to(device)
 
         patch.setattr(torch, "tensor", sent_there)
+        make_accelerator = launch.make_accelerator
+
+        def make_there(*args):
+            accelerator = make_accelerator(*args)
+            for state in (AcceleratorState, PartialState):
+                patch.setitem(state._shared_state, "device", DEVICE)
+            return accelerator
+
+        patch.setattr(launch, "make_accelerator", make_there)
         before = torch.__future__.get_swap_module_params_on_conversion()
         # `Module.to` then moves each parameter itself, which others share or hold.
         torch.__future__.set_swap_module_params_on_conversion(True)

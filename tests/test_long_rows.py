@@ -74,6 +74,40 @@ def test_a_mask_computed_in_parts_is_the_whole_one(monkeypatch):
         assert packing.attention_mask(numbers, of_prompts).equal(whole)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 autocast"])
+def test_all_layers_share_one_mask(precision, monkeypatch):
+    """What the backward pass keeps does not grow with the layers, and no log-prob or gradient changes by a bit."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    wrapper = LogProbModel(build("llama", num_hidden_layers=5, max_position_embeddings=1000)).to(
+        dtype
+    )
+    prompts, answers = numbered([(90, [20, 17, 20, 23])])
+    batch = packing.make_batch(prompts, answers, True, "cpu")
+    *_, length = batch["inputs"]["attention_mask"].shape
+
+    def learn() -> tuple[list[torch.Tensor], set[int]]:
+        masks = set()
+
+        def keep(tensor):
+            if tensor.shape[-2:] == (length, length):
+                masks.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        wrapper.zero_grad()
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16 autocast")
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+            logps = wrapper(batch)["logps"]
+        logps.sum().backward()
+        return [logps, *(parameter.grad for parameter in wrapper.parameters())], masks
+
+    found, masks = learn()
+    assert len(masks) == 1
+    monkeypatch.setattr(architecture, "as_numbers", lambda model, mask: mask)
+    expected, masks = learn()
+    assert len(masks) == 5
+    assert all(map(torch.equal, found, expected))
+
+
 def test_where_the_mask_would_be_too_large_log_probs_are_those_of_each_alone(monkeypatch):
     wrapper = LogProbModel(build("llama", max_position_embeddings=1000)).eval()
     prompts, answers = numbered([(400, [20, 30, 10])])

@@ -266,7 +266,15 @@ def test_preference_losses(kind, smoothing):
     ).mean().item() == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("gpu, share", [("NVIDIA H200", 0.4), ("NVIDIA T400", None)])
+@pytest.mark.parametrize(
+    "gpu, share",
+    [
+        ("NVIDIA H200", 0.4),
+        ("NVIDIA H100 NVL", 0.4 * 989 / 835),
+        ("NVIDIA T400", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
 def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     """Two processes, a billion parameters, 989e12 x 2 x 0.4 / 6e9 tokens a second; no number where the GPU's peak is not known."""
     accelerator = types.SimpleNamespace(

@@ -11,10 +11,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
 
 import pretended
-from common import actor, batches, engine, launch
+from common import actor, batches, engine
 from common.models import logprobs, packing
 from runs import ASSETS, recipe, tiny_llama
 from test_alike import load
@@ -86,12 +85,6 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
 
     with monkeypatch.context() as patch, pretended.device(patch) as device:
 
-        def make_accelerator(*args):
-            accelerator = make_accelerator.original(*args)
-            for state in (AcceleratorState, PartialState):
-                patch.setitem(state._shared_state, "device", pretended.DEVICE)
-            return accelerator
-
         def begin_update(accelerator, model, micro_batches):
             updates.append(len(micro_batches))
             device.waits.clear()
@@ -100,11 +93,7 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
         def publish(*args, **kwargs):
             raise Ended
 
-        for room, function in [
-            (launch, make_accelerator),
-            (engine, begin_update),
-            (actor, publish),
-        ]:
+        for room, function in [(engine, begin_update), (actor, publish)]:
             function.original = getattr(room, function.__name__)
             patch.setattr(room, function.__name__, function)
         with pytest.raises(Ended):

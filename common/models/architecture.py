@@ -8,6 +8,7 @@ import sys
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
@@ -51,9 +52,29 @@ def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
     Args:
         inputs: of `packing.make_batch`.
     """
+    if "attention_mask" in inputs:
+        inputs = inputs | {"attention_mask": as_numbers(model, inputs["attention_mask"])}
     with no_searches():
         output = backbone_of(model)(**inputs, use_cache=False)
     return output.last_hidden_state.flatten(0, 1)
+
+
+def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
+    """Returns a bool mask as the numbers that attention adds to its scores, in their dtype.
+
+    torch would compute them of a bool mask in every layer, and keep those of each layer for the
+    backward pass. One tensor does for all layers. The log-probs are the same bit for bit.
+    """
+    weight = model.get_input_embeddings().weight
+    if torch.is_autocast_enabled(mask.device.type):
+        dtype = torch.get_autocast_dtype(mask.device.type)
+    elif isinstance(weight, DTensor):
+        return mask  # FSDP2 computes in another dtype than that of the shards
+    else:
+        dtype = weight.dtype
+    # transformers writes this number into its own masks, too: some kernels make NaN of -inf.
+    hidden = torch.finfo(dtype).min
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)
 
 
 @contextlib.contextmanager

@@ -226,8 +226,9 @@ def load(
         the model; the names of the weights that its folder lacks; of those that it has no use for.
     """
     if quantization is not None:
-        # Weights are packed on the device that computes with them.
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        # Weights are packed on the device that computes with them: with cpu.yaml that is no GPU,
+        # even where there is one.
+        device = str(PartialState().device)
         settings |= {"quantization_config": quantization, "device_map": {"": device}}
     if is_large(name):
         note(f"loading {name}")
@@ -259,7 +260,7 @@ def load(
             f"but the vocab_size of {name!r} is {config.vocab_size}: "
             "use the model's own tokenizer, or resize the model's embeddings and save it"
         )
-    if not torch.cuda.is_available() and config.hidden_size > 128:
+    if PartialState().device.type == "cpu" and config.hidden_size > 128:
         cpu.use_onednn()
     if quantization is not None:
         keep_packing(model)

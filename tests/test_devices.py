@@ -1,0 +1,101 @@
+"""Whole runs on a pretended device: no tensor of the host meets one of the device, see pretended.py.
+
+test_waits.py shows this of updates and rollouts. Here are evaluations and reward models, and what tells machines with a
+GPU from those without.
+"""
+
+import gzip
+import itertools
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+import pretended
+from common import actor
+from common.models import load as loading
+from common.models import lora
+from runs import ASSETS, evaluation_lines, recipe, tiny_llama
+from test_alike import load
+from test_waits import DATA, SETTINGS, Ended
+
+ROWS = 8
+HELD_OUT = {
+    "sft": "sft_eval.jsonl",
+    "reward": "preferences_eval.jsonl",
+    "dpo": "preferences_eval.jsonl",
+    "ppo": "prompts_eval.jsonl",
+    "grpo": "prompts_eval.jsonl",
+}
+
+
+def first_rows(source, target):
+    with (gzip.open if source.suffix == ".gz" else open)(source, "rt") as file:
+        target.write_text("".join(itertools.islice(file, ROWS)))
+    return target
+
+
+def reward_model(folder):
+    tiny_llama(folder)  # its tokenizer
+    config = LlamaConfig.from_pretrained(folder, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_no_tensor_of_the_host_meets_one_of_the_device(name, tmp_path, monkeypatch):
+    flags = [
+        "--model_name_or_path", tiny_llama(tmp_path / "model"), "--output_dir", tmp_path / "run",
+        "--dataset_name", first_rows(ASSETS / DATA[name], tmp_path / "rows.jsonl"),
+        "--eval_dataset_name", first_rows(ASSETS / HELD_OUT[name], tmp_path / "held_out.jsonl"),
+        "--train_batch_size", ROWS, "--micro_train_batch_size", ROWS // 2, "--max_steps", 1, "--eval_steps", 1,
+        "--max_length", 64, "--report_to", "none", *SETTINGS[name],
+    ]  # fmt: skip
+    if name in ("sft", "dpo"):
+        flags += ["--max_new_tokens", 4]
+    if name in ("ppo", "grpo"):
+        flags += [
+            "--rollout_batch_size",
+            ROWS,
+            "--reward_model_name_or_path",
+            reward_model(tmp_path / "reward"),
+        ]
+    monkeypatch.setattr(sys, "argv", [str(recipe(name)), *map(str, flags)])
+    module = load(name)
+
+    def publish(*args, **kwargs):
+        raise Ended
+
+    with monkeypatch.context() as patch, pretended.device(patch):
+        patch.setattr(actor, "publish", publish)
+        with pytest.raises(Ended):
+            module.main()
+    assert [line["global_step"] for line in evaluation_lines(tmp_path / "run")] == [0, 1]
+
+
+def test_tests_see_no_gpu():
+    """They launch two processes where there may be one GPU, and their server has DeepSpeed for CPUs."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_with_cpu_yaml_a_machine_with_a_gpu_packs_weights_on_the_cpu(
+    tmp_path, accelerator, tokenizer, monkeypatch
+):
+    given = {}
+
+    def read(*args, **settings):
+        given.update(settings)
+        raise Ended
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(loading, "from_pretrained", read)
+    args = SimpleNamespace(load_in_4bit=True)
+    with pytest.raises(Ended):
+        loading.causal_lm(
+            tokenizer.name_or_path, tokenizer, None, quantization=lora.in_4bit(accelerator, args)
+        )
+    assert given["device_map"] == {"": "cpu"}
