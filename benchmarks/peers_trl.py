@@ -31,13 +31,11 @@ class Log(TrainerCallback):
         if not {"loss", "loss/policy_avg"} & set(logs):  # the summary at the end
             return
         now = time.perf_counter()
+        line = {"global_step": state.global_step, **logs, "perf/seconds": now - self.since}
+        if not args.use_cpu:
+            line["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(
-                json.dumps(
-                    {"global_step": state.global_step, **logs, "perf/seconds": now - self.since}
-                )
-                + "\n"
-            )
+            file.write(json.dumps(line) + "\n")
         self.since = now
 
 

@@ -1,0 +1,295 @@
+"""The first day with a GPU: what is to be run there, in this order. Never run on one yet.
+
+    python benchmarks/gpu.py [--only NAME ...] [--folder DIR] [--hh hh_pairs.jsonl.gz] [--gsm8k gsm8k_train.jsonl] [--tiny]
+
+    configs     two updates of DPO's demo under every YAML that one GPU can run, an evaluation, a checkpoint, and a third update after a resume
+    recipes     the same of the other recipes, under single_gpu.yaml and ds_fp16.yaml
+    waits       how often an update waits for the GPU, by torch.cuda.set_sync_debug_mode: no more often with four times the micro-batches
+    generation  tokens a second of GRPO's rollouts, a random model of 0.5 B parameters, 128 responses of 256 tokens
+    precision   precision.py, 0.5 B
+    rl          rl_precision.py
+    dpo, sft    peers.py against TRL, with --hh and --gsm8k
+
+Needs one GPU and no network; TRL 1.16 for the last two, `pip install -e '.[peers]'` from carried wheels. No compiler but for
+ds_zero3_offload.yaml, which needs g++ and ninja. Each step ends within ten minutes and writes benchmarks/results/gpu/NAME.json: command, seconds, exit
+status, the end of what it printed, and what was measured. A step that was passed is not run again; with --folder, one that ran out of time goes on. Without a GPU, or with
+`--tiny`, the first four run on the CPU with a tiny model, to see that this script works; nothing is written to benchmarks/results then.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+ASSETS = REPOSITORY / "assets"
+CONFIGS = REPOSITORY / "accelerate_configs"
+RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu"
+LIMIT = 600  # seconds of a step
+SEVERAL_NODES = "multi_node"
+
+
+# ============================================================ one command
+class Step:
+    """A step while it runs: its commands, its time, what it found."""
+
+    def __init__(self, args, name: str):
+        self.args = args
+        self.folder = args.folder / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.begun = time.monotonic()
+        self.runs: list[dict] = []
+
+    def run(self, name: str, *command) -> bool:
+        """Runs `python *command`; whether it ended well within the time that is left."""
+        left = LIMIT - (time.monotonic() - self.begun)
+        words = [sys.executable, *map(str, command)]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+        if self.args.tiny:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        started = time.monotonic()
+        try:
+            done = subprocess.run(
+                words,
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=max(left, 1),
+            )
+            status, output = done.returncode, done.stdout
+        except subprocess.TimeoutExpired as error:
+            status, output = "out of time", (error.stdout or b"").decode(errors="replace")
+        seconds = round(time.monotonic() - started, 1)
+        run = {"name": name, "command": words, "seconds": seconds, "status": status}
+        self.runs.append({**run, "output": output[-20000:]})
+        print(f"{name}: {'passed' if status == 0 else status} in {seconds} s", flush=True)
+        if status != 0:
+            print(output[-3000:], flush=True)
+        return status == 0
+
+    def recipe(self, name: str, recipe: str, config: str, *flags) -> bool:
+        """Runs a recipe under a YAML, on one process."""
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml"]
+        launcher += ["--num_processes", 1, "--main_process_port", 0]
+        script = REPOSITORY / "recipes" / f"{recipe}.py"
+        return self.run(name, *launcher, script, "--report_to", "none", *flags)
+
+
+# ============================================================ the steps
+def runs_and_resumes(step: Step, recipe: str, config: str) -> bool:
+    """Two updates, a checkpoint after each, an evaluation at the end; then a third update."""
+    passed_before = step.folder / f"{recipe}-{config}.passed"
+    if passed_before.exists():
+        return True
+    output = step.folder / f"{recipe}-{config}-{int(time.time())}"
+    flags = ["--output_dir", output, "--train_batch_size", 16, "--save_steps", 1]
+    if recipe in ("ppo", "grpo"):
+        flags += ["--rollout_batch_size", 16]
+    name = f"{recipe}, {config}"
+    passed = step.recipe(name, recipe, config, *flags, "--max_steps", 2) and step.recipe(
+        f"{name}, resumed", recipe, config, *flags, "--max_steps", 3, "--resume", "auto"
+    )
+    if passed:
+        passed_before.touch()
+    return passed
+
+
+def configs(step: Step) -> dict:
+    names = sorted(file.stem for file in CONFIGS.glob("*.yaml") if file.stem != SEVERAL_NODES)
+    if step.args.tiny:
+        names = ["single_gpu", "ds_fp16"]
+    return {"passed": all([runs_and_resumes(step, "dpo", name) for name in names])}
+
+
+def recipes(step: Step) -> dict:
+    pairs = itertools.product(["sft", "reward", "ppo", "grpo"], ["single_gpu", "ds_fp16"])
+    if step.args.tiny:
+        pairs = [("grpo", "single_gpu")]
+    return {"passed": all([runs_and_resumes(step, *pair) for pair in pairs])}
+
+
+def waits(step: Step) -> dict:
+    """Counts the waits of each recipe's second update, of 4 and of 16 micro-batches."""
+    found = {}
+    passed = True
+    for recipe in ("sft", "reward", "dpo", "ppo", "grpo"):
+        counted = []
+        for micro in (16, 4):
+            file = step.folder / f"{recipe}-{micro}.json"
+            file.unlink(missing_ok=True)
+            # A process of its own, since each makes an Accelerator.
+            step.run(f"waits of {recipe}, {micro}", __file__, "--count_waits", recipe, micro, file)
+            counted.append(json.loads(file.read_text()) if file.exists() else None)
+        found[recipe] = counted
+        passed &= None not in counted and len(counted[0]) == len(counted[1])
+    return {"passed": passed, "waits": found}
+
+
+class Ended(Exception):
+    pass
+
+
+def count_waits(recipe: str, micro: str, file: str) -> None:
+    """Runs two updates and writes where the host waited for the GPU in the second, as a list."""
+    from common import actor, engine
+
+    found = []
+    begin_update = engine.begin_update
+
+    def note(message, *_, **__) -> None:
+        own = [
+            frame
+            for frame in traceback.extract_stack()
+            if frame.filename.startswith(str(REPOSITORY))
+        ]
+        frames = [frame for frame in own if frame.filename != __file__]
+        if "synchronizing" in str(message) and frames:
+            found.append(f"{Path(frames[-1].filename).name}:{frames[-1].lineno}")
+
+    def begin(*args):
+        found.clear()
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("warn")
+        return begin_update(*args)
+
+    def end(*args, **kwargs):
+        raise Ended
+
+    engine.begin_update, actor.publish = begin, end
+    warnings.showwarning = note
+    warnings.simplefilter("always")
+    script = REPOSITORY / "recipes" / f"{recipe}.py"
+    sys.argv = [
+        str(script),
+        "--train_batch_size",
+        "64",
+        "--micro_train_batch_size",
+        micro,
+        "--max_steps",
+        "2",
+    ]
+    sys.argv += ["--report_to", "none", "--output_dir", f"{file}-{int(time.time())}"]
+    if recipe in ("ppo", "grpo"):
+        sys.argv += ["--rollout_batch_size", "64"]
+    spec = importlib.util.spec_from_file_location("recipe", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["recipe"] = module
+    spec.loader.exec_module(module)
+    try:
+        module.main()
+    except Ended:
+        Path(file).write_text(json.dumps(found), encoding="utf-8")
+
+
+def generation(step: Step) -> dict:
+    model = step.folder / "model"
+    layers, hidden, new_tokens = (2, 64, 16) if step.args.tiny else (24, 896, 256)
+    prompts = ASSETS / "prompts_train.jsonl"
+    make = [REPOSITORY / "benchmarks" / "make_model.py", model, "--data", prompts]
+    if not step.run("model", *make, "--layers", layers, "--hidden_size", hidden):
+        return {"passed": False}
+    output = step.folder / f"grpo-{int(time.time())}"
+    flags = [
+        "--model_name_or_path", model, "--dataset_name", prompts, "--output_dir", output, "--max_steps", 3,
+        "--reward_function", "common.rollout.rewards:answer_reward", "--drop_equal_groups", "false",
+        "--rollout_batch_size", 16, "--n_samples_per_prompt", 8, "--train_batch_size", 128, "--max_new_tokens", new_tokens,
+    ]  # fmt: skip
+    passed = step.recipe("grpo", "grpo", "single_gpu", *flags)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    rates = [
+        128 * line["completions/mean_length"] / line["perf/generate_seconds"]
+        for line in lines
+        if line.get("perf/generate_seconds")
+    ]
+    return {"passed": passed and bool(rates), "tokens a second, by rollout": rates}
+
+
+def precision(step: Step) -> dict:
+    flags = ["--models", "0.5B", "--budget", 420, "--folder", step.folder]
+    if step.args.tiny:
+        flags = ["--tiny"]
+    return {"passed": step.run("precision.py", REPOSITORY / "benchmarks" / "precision.py", *flags)}
+
+
+def rl(step: Step) -> dict:
+    command = [REPOSITORY / "benchmarks" / "rl_precision.py", "--folder", step.folder]
+    return {"passed": step.run("rl_precision.py", *command)}
+
+
+def peers(step: Step, work: str, data: Path | None) -> dict:
+    if data is None:
+        return {"passed": False, "reason": "no data given"}
+    flags = ["--data", data.resolve(), "--gpu", "--model", "0.5B", "--runs", 2, "--results"]
+    command = [REPOSITORY / "benchmarks" / "peers.py", work, *flags, "--folder", step.folder]
+    return {"passed": step.run(f"peers.py {work}", *command)}
+
+
+STEPS = {
+    "configs": configs,
+    "recipes": recipes,
+    "waits": waits,
+    "generation": generation,
+    "precision": precision,
+    "rl": rl,
+    "dpo": lambda step: peers(step, "dpo", step.args.hh),
+    "sft": lambda step: peers(step, "sft", step.args.gsm8k),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=STEPS, help="these steps alone")
+    parser.add_argument("--folder", type=Path, help="for runs and models; default: a temporary one")
+    parser.add_argument("--hh", type=Path, help="pairs for the step dpo, see peers.py")
+    parser.add_argument("--gsm8k", type=Path, help="rows for the step sft, see peers.py")
+    parser.add_argument("--tiny", action="store_true", help="on the CPU, to see that this works")
+    parser.add_argument("--count_waits", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.count_waits:
+        count_waits(*args.count_waits)
+        return
+    args.tiny |= not torch.cuda.is_available()
+    results = RESULTS
+    with tempfile.TemporaryDirectory() as temporary:
+        args.folder = (args.folder or Path(temporary)).resolve()
+        if args.tiny:
+            results = args.folder / "results"
+        results.mkdir(parents=True, exist_ok=True)
+        names = args.only or list(STEPS)[: 4 if args.tiny else None]
+        outcome = {name: do(args, name, results / f"{name}.json") for name in names}
+    print(
+        ", ".join(f"{name}: {'passed' if passed else 'FAILED'}" for name, passed in outcome.items())
+    )
+    sys.exit(not all(outcome.values()))
+
+
+def do(args, name: str, file: Path) -> bool:
+    """Does a step, unless it was passed before, and writes its file; whether it was passed."""
+    if file.exists() and json.loads(file.read_text())["passed"]:
+        return True
+    print(f"== {name}", flush=True)
+    step = Step(args, name)
+    found = STEPS[name](step)
+    device = "CPU" if args.tiny else torch.cuda.get_device_name()
+    found = {"step": name, "device": device, "torch": torch.__version__, **found, "runs": step.runs}
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found["passed"]
+
+
+if __name__ == "__main__":
+    main()
