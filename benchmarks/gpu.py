@@ -85,17 +85,28 @@ class Step:
         launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml"]
         launcher += ["--num_processes", 1, "--main_process_port", 0]
         script = REPOSITORY / "recipes" / f"{recipe}.py"
-        return self.run(name, *launcher, script, "--report_to", "none", *flags)
+        return self.run(name, *launcher, script, *flags)
 
 
 # ============================================================ the steps
+def demo(recipe: str, folder: Path) -> list:
+    """Returns the flags of a demo with few held-out rows, most of which take long to answer."""
+    kind = {"sft": "sft", "ppo": "prompts", "grpo": "prompts"}.get(recipe, "preferences")
+    held_out = folder / f"{kind}.jsonl"
+    if not held_out.exists():
+        rows = (ASSETS / f"{kind}_eval.jsonl").read_text(encoding="utf-8").splitlines()
+        held_out.write_text("\n".join(rows[:16]) + "\n", encoding="utf-8")
+    return ["--report_to", "none", "--eval_dataset_name", held_out]
+
+
 def runs_and_resumes(step: Step, recipe: str, config: str) -> bool:
     """Two updates, a checkpoint after each, an evaluation at the end; then a third update."""
     passed_before = step.folder / f"{recipe}-{config}.passed"
     if passed_before.exists():
         return True
     output = step.folder / f"{recipe}-{config}-{int(time.time())}"
-    flags = ["--output_dir", output, "--train_batch_size", 16, "--save_steps", 1]
+    flags = [*demo(recipe, step.folder), "--output_dir", output]
+    flags += ["--train_batch_size", 16, "--save_steps", 1]
     if recipe in ("ppo", "grpo"):
         flags += ["--rollout_batch_size", 16]
     name = f"{recipe}, {config}"
@@ -172,18 +183,11 @@ def count_waits(recipe: str, micro: str, file: str) -> None:
     warnings.showwarning = note
     warnings.simplefilter("always")
     script = REPOSITORY / "recipes" / f"{recipe}.py"
-    sys.argv = [
-        str(script),
-        "--train_batch_size",
-        "64",
-        "--micro_train_batch_size",
-        micro,
-        "--max_steps",
-        "2",
-    ]
-    sys.argv += ["--report_to", "none", "--output_dir", f"{file}-{int(time.time())}"]
+    flags = ["--train_batch_size", 64, "--micro_train_batch_size", micro, "--max_steps", 2]
+    flags += [*demo(recipe, Path(file).parent), "--output_dir", f"{file}-{int(time.time())}"]
     if recipe in ("ppo", "grpo"):
-        sys.argv += ["--rollout_batch_size", "64"]
+        flags += ["--rollout_batch_size", 64]
+    sys.argv = [str(script), *map(str, flags)]
     spec = importlib.util.spec_from_file_location("recipe", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules["recipe"] = module
@@ -203,7 +207,7 @@ def generation(step: Step) -> dict:
         return {"passed": False}
     output = step.folder / f"grpo-{int(time.time())}"
     flags = [
-        "--model_name_or_path", model, "--dataset_name", prompts, "--output_dir", output, "--max_steps", 3,
+        "--model_name_or_path", model, "--dataset_name", prompts, "--report_to", "none", "--output_dir", output, "--max_steps", 3,
         "--reward_function", "common.rollout.rewards:answer_reward", "--drop_equal_groups", "false",
         "--rollout_batch_size", 16, "--n_samples_per_prompt", 8, "--train_batch_size", 128, "--max_new_tokens", new_tokens,
     ]  # fmt: skip

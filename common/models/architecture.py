@@ -23,6 +23,10 @@ from common.models import packing
 # Tokens of a first, quick look at what text reaches.
 SHORT_ROW = 16
 
+# What attention adds to the score of a token that is not seen. torch itself takes this number for
+# cuDNN's kernel, which makes NaN of -inf. The exponential of it is zero.
+HIDDEN = -65504.0
+
 # Names of what reads images and sound.
 OTHER_SENSES = re.compile(r"vision|visual|image|video|audio|speech|multi_?modal|\bmm_")
 
@@ -72,9 +76,10 @@ def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
         return mask  # FSDP2 computes in another dtype than that of the shards
     else:
         dtype = weight.dtype
-    # transformers writes this number into its own masks, too: some kernels make NaN of -inf.
-    hidden = torch.finfo(dtype).min
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, hidden)
+    # Where a row does not begin at a multiple of 8, the kernel for masks on a GPU would copy them.
+    *shape, length = mask.shape
+    numbers = torch.zeros(*shape, -(-length // 8) * 8, dtype=dtype, device=mask.device)
+    return numbers[..., :length].masked_fill_(~mask, HIDDEN)
 
 
 @contextlib.contextmanager
