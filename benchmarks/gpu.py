@@ -106,7 +106,7 @@ def runs_and_resumes(step: Step, recipe: str, config: str) -> bool:
         return True
     output = step.folder / f"{recipe}-{config}-{int(time.time())}"
     flags = [*demo(recipe, step.folder), "--output_dir", output]
-    flags += ["--train_batch_size", 16, "--save_steps", 1]
+    flags += ["--train_batch_size", 16, "--micro_train_batch_size", 8, "--save_steps", 1]
     if recipe in ("ppo", "grpo"):
         flags += ["--rollout_batch_size", 16]
     name = f"{recipe}, {config}"

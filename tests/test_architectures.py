@@ -84,6 +84,28 @@ def test_packed_answers_and_shared_prompts(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_one_mask_for_all_layers_changes_no_bit_in_half(name, monkeypatch):
+    wrapper = LogProbModel(build(name)).eval()
+    if not checks.can_pack([wrapper], 30, "cpu"):
+        return
+    prompt = list(range(3, 18))
+    batch = packing.make_batch([prompt] * 3, [[20, 21], [22, 23, 24], [25]], True, "cpu")
+    assert "attention_mask" in batch["inputs"]
+
+    def logps(autocast: bool) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return wrapper(batch)["logps"]
+
+    for autocast in (True, False):
+        if not autocast:
+            wrapper.bfloat16()
+        found = logps(autocast)
+        with monkeypatch.context() as patch:
+            patch.setattr(architecture, "as_numbers", lambda model, mask: mask)
+            assert found.equal(logps(autocast))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_text_never_reaches_is_found(name, capsys):
     """What gets no gradient from 60 real tokens: that alone is frozen. The model is as before."""
     model = build(name)

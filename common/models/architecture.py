@@ -69,6 +69,8 @@ def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
     torch would compute them of a bool mask in every layer, and keep those of each layer for the
     backward pass. One tensor does for all layers. The log-probs are the same bit for bit.
     """
+    if hasattr(model.config.get_text_config(), "index_topk"):
+        return mask  # DeepSeek's index reads it, too, in a dtype of its own
     weight = model.get_input_embeddings().weight
     if torch.is_autocast_enabled(mask.device.type):
         dtype = torch.get_autocast_dtype(mask.device.type)
