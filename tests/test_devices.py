@@ -45,7 +45,13 @@ def reward_model(folder):
     return folder
 
 
-@pytest.mark.parametrize("name", HELD_OUT)
+# DPO's evaluation is the reward model's and SFT's, GRPO's is PPO's.
+SLOW = ("dpo", "grpo")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in HELD_OUT]
+)
 def test_no_tensor_of_the_host_meets_one_of_the_device(name, tmp_path, monkeypatch):
     flags = [
         "--model_name_or_path", tiny_llama(tmp_path / "model"), "--output_dir", tmp_path / "run",
