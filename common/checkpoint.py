@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -248,27 +249,51 @@ def choose_engine_state(run: Run) -> None:
 # ============================================================ stopping
 
 
+# Each ends a run after its update.
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
 def install_signals(run: Run) -> None:
     """Makes SIGTERM, SIGINT and SIGUSR1 end the run after its update, with a checkpoint.
 
     `stop_if_asked` then saves it. A second signal ends the run at once.
     """
-    own_process = os.getpid()
 
     def handle(number: int, _frame) -> None:
-        # Processes that a reward function forks inherit this handler. They end at once, unless it
-        # is by Ctrl-C: that reaches them too, and the update still needs them.
-        is_forked = os.getpid() != own_process
-        if is_forked and number != signal.SIGINT:
-            os._exit(128 + number)
         if run.stop_signal == 0:
             run.signalled_at = time.monotonic()
         elif time.monotonic() - run.signalled_at > SAME_SIGNAL_SECONDS:
             os._exit(128 + number)
         run.stop_signal = number
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in STOPPING:
         signal.signal(number, handle)
+    keep_handlers_from_forks()
+
+
+@functools.cache
+def keep_handlers_from_forks() -> None:
+    """Gives processes that are forked from now on, by a reward function, signals of their own.
+
+    They end at once, unless it is by Ctrl-C: that reaches them too, and the update still needs
+    them. A handler in Python could not do this. Python runs it between two of its instructions, so
+    a worker that gets SIGTERM just before it waits for a lock never ends, and neither does
+    its pool. A signal that comes while the process is being forked waits until this is set.
+    """
+
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+    def become_ordinary() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=become_ordinary)
 
 
 def stop_if_asked(run: Run) -> None:

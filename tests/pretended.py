@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -208,7 +209,10 @@ def device(monkeypatch):
                 return read(cls, *args, **kwargs)
 
         patch.setattr(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
-        # torch would make it of nothing, without asking `Pretended`.
+        # torch would make it of nothing, without asking `Pretended`. At the first `with torch.device(...)`
+        # of a process it lists, for good, the functions that this concerns. The list must hold the
+        # real one: by it transformers knows that a model without memory has no values yet.
+        _device_constructors()
         tensor = torch.tensor
 
         def sent_there(data, *, device=None, **settings):

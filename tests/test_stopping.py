@@ -24,7 +24,6 @@ from common.launch import decide_output_dir
 from runs import (
     LAUNCHERS,
     REPOSITORY,
-    kill,
     launch,
     lines,
     recipe,
@@ -339,30 +338,70 @@ def test_ctrl_c_leaves_a_reward_functions_workers_to_finish(inputs):
         "--max_new_tokens",
         4,
     ]
-    # Forking within a process of several threads may leave a worker with a lock that nobody gives back. That is the
-    # pool's, not the run's: then the scene is played again.
-    for attempt in range(3):
-        output = inputs / f"pool-{attempt}"
-        (inputs / "pooling").unlink(missing_ok=True)
-        process = begin(
-            "plain",
-            inputs,
-            recipe("ppo"),
-            *flags(inputs, output, *more, "--dataset_name", inputs / "prompts.jsonl"),
-        )
-        until((inputs / "pooling").exists, process)
-        time.sleep(0.3)
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            console, _ = process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            kill(process)
-            continue
-        break
+    output = inputs / "pool"
+    process = begin(
+        "plain",
+        inputs,
+        recipe("ppo"),
+        *flags(inputs, output, *more, "--dataset_name", inputs / "prompts.jsonl"),
+    )
+    until((inputs / "pooling").exists, process)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    console, _ = process.communicate(timeout=60)
     assert (
         process.returncode == 128 + signal.SIGINT and "stopped by SIGINT after update 1" in console
     )
     assert folders.fault_of(output / "checkpoints/global_step_000001") is None
+
+
+FORKS = """
+import json, multiprocessing, os, signal, threading, types
+from common import checkpoint
+
+run = types.SimpleNamespace(stop_signal=0)
+checkpoint.install_signals(run)
+fork = multiprocessing.get_context("fork")
+# Ended at once: some while they are being forked, some while they wait for what never comes.
+ended = []
+for number in range(60):
+    event = fork.Event()
+    process = fork.Process(target=event.wait)
+    process.start()
+    process.terminate()
+    process.join(10)
+    ended.append(process.exitcode)
+    process.kill()
+
+def tell(pipe):
+    os.kill(os.getpid(), signal.SIGINT)
+    pipe.send([signal.getsignal(number).name for number in checkpoint.STOPPING])
+
+def ask():
+    here, there = fork.Pipe()
+    process = fork.Process(target=tell, args=[there])
+    process.start()
+    told.append(here.recv())
+    process.join()
+
+told = []
+ask()
+thread = threading.Thread(target=ask)  # a pool forks again in a thread
+thread.start()
+thread.join()
+os.kill(os.getpid(), signal.SIGUSR1)
+print(json.dumps({"ended": ended, "told": told, "own": run.stop_signal}))
+"""
+
+
+def test_what_a_reward_function_forks_has_signals_of_its_own(tmp_path):
+    """SIGTERM, by which a pool ends its workers, needs no Python there: it would not run while a worker waits for a lock."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    result = launch(LAUNCHERS["plain"], tmp_path / "forks.py", timeout=100)
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["ended"] == [-signal.SIGTERM] * 60
+    assert found["told"] == [["SIG_DFL", "SIG_IGN", "SIG_DFL"]] * 2
+    assert found["own"] == signal.SIGUSR1
 
 
 def saving_run(folder, **more):

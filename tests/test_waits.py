@@ -11,6 +11,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch.utils._device import _device_constructors
+from transformers import LlamaForCausalLM
 
 import pretended
 from common import actor, batches, engine
@@ -154,6 +156,17 @@ def test_the_pretended_device_notes_each_wait(monkeypatch):
             there + torch.ones(6)
         # Half of them is read once; `masked_scatter` takes the first three.
         assert there.grad.tolist() == [1, 1, 1, 1, 1, 1]
+
+
+def test_a_model_read_beside_the_pretended_device_has_all_its_values(tmp_path, monkeypatch):
+    """In a process that has used no other device before: buffers that no file holds were left as the memory was."""
+    folder = tiny_llama(tmp_path)
+    _device_constructors.cache_clear()
+    with pretended.device(monkeypatch):
+        model = LlamaForCausalLM.from_pretrained(folder)
+    expected = [10000 ** (-number / 8) for number in range(8)]
+    assert model.model.rotary_emb.inv_freq.tolist() == pytest.approx(expected)
+    assert torch.tensor in _device_constructors()
 
 
 @pytest.mark.parametrize("longest", [1, 5])
