@@ -8,6 +8,10 @@ from common import board, counted, engine, record
 from common.checkpoint import Run
 from common.models import lora
 
+# Without smoothing: TensorBoard would smooth a few evaluations as it does hundreds of updates, and
+# draw them far from their values.
+KEY_CHARTS = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
+
 
 def begin(run: Run, **said: str) -> None:
     """Prints what is trained on what, and how; once on each node. All processes may call it.
@@ -31,8 +35,7 @@ def begin(run: Run, **said: str) -> None:
         lines["checkpoints"] = "none: give --save_steps to be able to resume"
     if "tensorboard" in args.report_to:
         lines["curves"] = (
-            f"tensorboard --logdir {args.output_dir}; "
-            "the key ones are at http://localhost:6006/#custom_scalars"
+            f"tensorboard --logdir {args.output_dir}; the key ones are at {KEY_CHARTS}"
         )
     width = max(len(title) for title in lines)
     rows = [f"  {title:{width}}  {text}" for title, text in lines.items()]
@@ -71,6 +74,8 @@ def end(run: Run) -> None:
     seconds = time.monotonic() - run.metrics.started
     folder = Path(run.args.output_dir) / "actor"
     updates = counted(run.progress.global_step, "update")
+    if not run.progress.global_step:
+        updates += " (the model is as it was)"
     lines = [
         f"done: {updates}, {run.progress.skipped_steps} skipped, {in_words(seconds)}; "
         f"{what_is_saved(run)} in {folder}",

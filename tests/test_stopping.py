@@ -231,7 +231,7 @@ def test_a_disk_too_small_for_the_actor_is_refused_before_training(
     run.args.save_dtype = dtype
     if fits:
         return checkpoint.check_disk(run)
-    with pytest.raises(SystemExit, match="GiB free, too little for the actor of 3.73e-07 GiB"):
+    with pytest.raises(SystemExit, match=r"GiB free, too little for the actor of 3\.73e-07 GiB"):
         checkpoint.check_disk(run)
 
 
