@@ -111,10 +111,13 @@ def is_classifier(run: Run) -> bool:
 def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str]:
     """Returns the key metrics of the first and the last evaluation; without any, of training.
 
-    Nothing where these are the same line.
+    Lines of training are not called before and after, since each is of other samples. Nothing where
+    the first is the last.
     """
     lines = record.lines_of(output_dir)
-    shown = [line for line in lines if record.is_evaluation(line)] or lines
+    evaluations = [line for line in lines if record.is_evaluation(line)]
+    shown = evaluations or lines
+    titles = ("before", "after") if evaluations else ("first line", "last line")
     if len(shown) < 2:
         return []
     patterns = [board.pattern_of(tags) for tags in charts.values()]
@@ -126,7 +129,7 @@ def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str
     width = max([len(name) for name, _, _ in figures], default=0)
     return [
         f"  {name:{width}}  {before:>10}  {after:>10}"
-        for name, before, after in [("", "before", "after"), *figures]
+        for name, before, after in [("", *titles), *figures]
     ]
 
 

@@ -179,7 +179,7 @@ def test_a_full_disk_is_said_in_one_line_wherever_it_is_noticed(tmp_path, capsys
     assert refusal.value.code == 1 and said.count("\n") == 1
     assert said.startswith("a disk is full, ") and "No space left on device" in said
     with pytest.raises(FileNotFoundError):
-        errors.run(lambda: open(tmp_path / "none"))
+        errors.run(lambda: (tmp_path / "none").read_text())
 
 
 @pytest.mark.slow
