@@ -488,6 +488,18 @@ def test_models(model, tmp_path, monkeypatch):
     assert len(tokenizer) > 264 and llama.dtype == torch.float32
 
 
+def test_a_folder_without_a_tokenizer_and_one_that_holds_an_actor(tmp_path):
+    run, bare = tmp_path / "run", tmp_path / "bare"
+    (run / "actor").mkdir(parents=True)
+    bare.mkdir()
+    (bare / "config.json").write_text("{}")
+    tokenizer_of = lambda folder: load.tokenizer_of(str(folder))
+    refuses(f"holds no config.json; take {run / 'actor'}", call=lambda: tokenizer_of(run))
+    refuses(f"{str(bare)!r}: it holds none, such as", call=lambda: tokenizer_of(bare))
+    (bare / "tokenizer.json").write_text("{")
+    refuses("could be loaded", "expected a Hugging Face", call=lambda: tokenizer_of(bare))
+
+
 def test_a_text_model_may_have_the_tokenizer_of_one_that_knows_images(tmp_path):
     """Gemma 3's 270M and 1B: 262,144 embeddings, and a tokenizer whose token for an image is beyond them."""
     folder = tiny_llama(tmp_path, vocab_size=261)
