@@ -105,7 +105,7 @@ def what_is_saved(run: Run) -> str:
 
 def is_classifier(run: Run) -> bool:
     """Whether the model that is trained scores texts and does not write any."""
-    return "ForSequenceClassification" in str(run.unwrapped.model.config.architectures)
+    return "ForSequenceClassification" in type(run.unwrapped.model).__name__
 
 
 def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str]:
@@ -134,7 +134,7 @@ def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str
 
 
 def how_to_load(run: Run, folder: Path) -> list[str]:
-    """Returns lines of Python that load the model and use it."""
+    """Returns lines that load the model and use it: Python, and before it maybe a command."""
     task = "text-generation"
     example = "max_new_tokens=100, do_sample=False"
     question = '"text"'
@@ -143,7 +143,13 @@ def how_to_load(run: Run, folder: Path) -> list[str]:
         example = 'function_to_apply="none"'
     elif getattr(run.tokenizer, "chat_template", None):
         question = '[{"role": "user", "content": "..."}]'
+    lines = []
+    if is_classifier(run) and lora.has_adapter(run.unwrapped):
+        # A pipeline takes the class of the base, a language model, not that of the adapter.
+        lines = [f"  python -m common.export {folder} {folder}_merged --merge"]
+        folder = folder.with_name(f"{folder.name}_merged")
     return [
+        *lines,
         "  from transformers import pipeline",
         f'  print(pipeline("{task}", "{folder}")({question}, {example}))',
     ]
