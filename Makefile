@@ -62,7 +62,7 @@ install-test: $(VENV)/installed-test  ## only install, with what the tests need
 
 help:  ## this list
 	@sed -nE 's/^([a-z -]+):[^#]*## (.*)/\1:\2/p' Makefile | while IFS=: read -r names text; do \
-		printf '  %-28s %s\n' "make $$(echo $$names | sed 's/ /|/g')" "$$text"; done
+		printf '  %-29s %s\n' "make $$(echo $$names | sed 's/ /|/g')" "$$text"; done
 
 # One line a step: what pip prints goes to a log, whose end is shown if it fails. We test for pip, not for python, because
 # an interrupted `venv` leaves a python without pip. pip would compile on one core; compileall uses all cores. Its errors

@@ -3,10 +3,12 @@
 import collections
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 
@@ -39,17 +41,28 @@ def publish(
             used, bit for bit.
         weights: other weights to save in the place of the model's, by their names in `unwrapped`,
             such as a running average of them, see `shards.whole`.
+
+    Raises:
+        SystemExit: it could not be written, for example because the disk is full. What was written
+            of it is removed; what stood in its place is untouched.
     """
-    written = save(
-        accelerator,
-        prepared,
-        unwrapped,
-        tokenizer,
-        directory,
-        keep,
-        dtype,
-        weights=weights,
-    )
+    try:
+        written = save(
+            accelerator,
+            prepared,
+            unwrapped,
+            tokenizer,
+            directory,
+            keep,
+            dtype,
+            weights=weights,
+        )
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(being_written(Path(directory)), ignore_errors=True)
+        sys.exit(
+            f"{directory} could not be written: {str(error)[:200]}. A checkpoint, if the run wrote "
+            "one, holds the actor, too: see python -m common.export"
+        )
     if accelerator.is_main_process:
         what = "the actor's adapter" if lora.has_adapter(unwrapped) else "the actor"
         how = "as trained" if dtype is None else "by --save_dtype"
@@ -104,7 +117,7 @@ def write(
     Args:
         card: write a model card, too, see `record.write_card`.
     """
-    temporary = directory.with_name(f".{directory.name}.writing")
+    temporary = being_written(directory)
     shutil.rmtree(temporary, ignore_errors=True)
     if dtype is not None:
         state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
@@ -120,6 +133,24 @@ def write(
         record.write_card(temporary, "peft" if is_adapter else "transformers")
     folders.replace(temporary, directory, keep)
     return written
+
+
+def being_written(directory: Path) -> Path:
+    """Returns the folder that is written before it takes the place of `directory`."""
+    return directory.with_name(f".{directory.name}.writing")
+
+
+def size_of(unwrapped: nn.Module, dtype: str | None) -> int:
+    """Returns how many bytes the saved weights of an actor take; of an adapter its own.
+
+    Args:
+        dtype: they are saved in it; None: in that of the model.
+    """
+    is_adapter = lora.has_adapter(unwrapped)
+    count = engine.count_trained_parameters if is_adapter else engine.count_parameters
+    weights = next(p for p in unwrapped.model.parameters() if p.requires_grad)
+    of_dtype = getattr(torch, dtype) if dtype else weights.dtype
+    return count(unwrapped.model) * of_dtype.itemsize
 
 
 def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:

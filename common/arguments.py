@@ -325,6 +325,8 @@ def yaml_to_flags(path: str | Path, parser: Parser, args_class: type) -> list[st
 
     A value of `null` leaves the default. `{assets}` in a value stands for the folder of the assets.
     """
+    if not Path(path).exists():
+        parser.error(f"the file of defaults {path} does not exist (looked in {os.getcwd()})")
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

@@ -356,7 +356,7 @@ def resume(run: Run) -> None:
 
 
 def check_disk(run: Run, resumes_from: Path | None = None) -> None:
-    """Refuses a run whose checkpoints will not fit on the disk.
+    """Refuses a run whose checkpoints, or whose actor at the end, will not fit on the disk.
 
     Before it measures, it removes what a killed run left half written. The disk must hold the
     checkpoints that the run keeps, and one more while that is written. Those later than the one
@@ -364,13 +364,19 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
     """
     for leftover in run.folder.glob(".global_step_*"):
         shutil.rmtree(leftover)
+    free_gib = shutil.disk_usage(run.args.output_dir).free / 2**30
     if not run.args.save_steps:
+        actor_gib = actor.size_of(run.unwrapped, run.args.save_dtype) / 2**30
+        if free_gib < actor_gib:
+            sys.exit(
+                f"{run.args.output_dir} has {free_gib:.3g} GiB free, too little for the actor of "
+                f"{actor_gib:.3g} GiB"
+            )
         return
     saved = engine.count_parameters(run.unwrapped)
     if lora.has_adapter(run.unwrapped):
         saved = engine.count_trained_parameters(run.unwrapped)
     most_gib = (saved * BYTES_PER_PARAMETER + BYTES_BESIDE) / 2**30
-    free_gib = shutil.disk_usage(run.args.output_dir).free / 2**30
     there = folders.by_step(run.folder)
     if resumes_from:
         state = json.loads((resumes_from / "state.json").read_text(encoding="utf-8"))

@@ -8,6 +8,10 @@ from common import board, counted, engine, record
 from common.checkpoint import Run
 from common.models import lora
 
+# Without smoothing: TensorBoard would smooth a few evaluations as it does hundreds of updates, and
+# draw them far from their values.
+KEY_CHARTS = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
+
 
 def begin(run: Run, **said: str) -> None:
     """Prints what is trained on what, and how; once on each node. All processes may call it.
@@ -31,8 +35,7 @@ def begin(run: Run, **said: str) -> None:
         lines["checkpoints"] = "none: give --save_steps to be able to resume"
     if "tensorboard" in args.report_to:
         lines["curves"] = (
-            f"tensorboard --logdir {args.output_dir}; "
-            "the key ones are at http://localhost:6006/#custom_scalars"
+            f"tensorboard --logdir {args.output_dir}; the key ones are at {KEY_CHARTS}"
         )
     width = max(len(title) for title in lines)
     rows = [f"  {title:{width}}  {text}" for title, text in lines.items()]
@@ -71,6 +74,8 @@ def end(run: Run) -> None:
     seconds = time.monotonic() - run.metrics.started
     folder = Path(run.args.output_dir) / "actor"
     updates = counted(run.progress.global_step, "update")
+    if not run.progress.global_step:
+        updates += " (the model is as it was)"
     lines = [
         f"done: {updates}, {run.progress.skipped_steps} skipped, {in_words(seconds)}; "
         f"{what_is_saved(run)} in {folder}",
@@ -100,16 +105,19 @@ def what_is_saved(run: Run) -> str:
 
 def is_classifier(run: Run) -> bool:
     """Whether the model that is trained scores texts and does not write any."""
-    return "ForSequenceClassification" in str(run.unwrapped.model.config.architectures)
+    return "ForSequenceClassification" in type(run.unwrapped.model).__name__
 
 
 def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str]:
     """Returns the key metrics of the first and the last evaluation; without any, of training.
 
-    Nothing where these are the same line.
+    Lines of training are not called before and after, since each is of other samples. Nothing where
+    the first is the last.
     """
     lines = record.lines_of(output_dir)
-    shown = [line for line in lines if record.is_evaluation(line)] or lines
+    evaluations = [line for line in lines if record.is_evaluation(line)]
+    shown = evaluations or lines
+    titles = ("before", "after") if evaluations else ("first line", "last line")
     if len(shown) < 2:
         return []
     patterns = [board.pattern_of(tags) for tags in charts.values()]
@@ -121,12 +129,12 @@ def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str
     width = max([len(name) for name, _, _ in figures], default=0)
     return [
         f"  {name:{width}}  {before:>10}  {after:>10}"
-        for name, before, after in [("", "before", "after"), *figures]
+        for name, before, after in [("", *titles), *figures]
     ]
 
 
 def how_to_load(run: Run, folder: Path) -> list[str]:
-    """Returns lines of Python that load the model and use it."""
+    """Returns lines that load the model and use it: Python, and before it maybe a command."""
     task = "text-generation"
     example = "max_new_tokens=100, do_sample=False"
     question = '"text"'
@@ -135,7 +143,13 @@ def how_to_load(run: Run, folder: Path) -> list[str]:
         example = 'function_to_apply="none"'
     elif getattr(run.tokenizer, "chat_template", None):
         question = '[{"role": "user", "content": "..."}]'
+    lines = []
+    if is_classifier(run) and lora.has_adapter(run.unwrapped):
+        # A pipeline takes the class of the base, a language model, not that of the adapter.
+        lines = [f"  python -m common.export {folder} {folder}_merged --merge"]
+        folder = folder.with_name(f"{folder.name}_merged")
     return [
+        *lines,
         "  from transformers import pipeline",
         f'  print(pipeline("{task}", "{folder}")({question}, {example}))',
     ]

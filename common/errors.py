@@ -1,5 +1,6 @@
 """How a run ends that cannot go on: one message, the last thing on the user's screen."""
 
+import errno
 import json
 import os
 import sys
@@ -21,6 +22,11 @@ def run(main: Callable[[], None]) -> None:
     except SystemExit as error:
         if isinstance(error.code, str):
             refuse(error.code)
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            refuse(f"a disk is full, that of --output_dir or of a cache (HF_HOME): {error}")
+        tell_launcher(traceback.format_exc())
         raise
     except Exception:
         tell_launcher(traceback.format_exc())

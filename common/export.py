@@ -13,7 +13,8 @@ an ordinary Hugging Face folder. This works offline, without a GPU, and reads no
 
 Of a run with `--lora_r` the checkpoint holds adapters. OUT is then an ordinary folder of peft. With
 `--merge` it is a whole model, the adapter added to its base in fp32; the base must be where the
-adapter's config says.
+adapter's config says. `--merge` also takes the folder of an adapter, such as a run's `actor/`, in
+the place of a checkpoint.
 
 DeepSpeed cuts its own files for the processes that wrote them. With `--universal` OUT is a whole
 checkpoint again, from which another number of processes can resume, in the same ZeRO stage and
@@ -52,10 +53,17 @@ def check(checkpoint: Path, out: Path) -> list[str]:
             )
     fault = folders.fault_of(checkpoint)
     if fault:
-        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
+        newest = folders.by_step(checkpoint / "checkpoints")[-1:]
+        hint = f". It is a run, whose last checkpoint is {newest[0]}" if newest else ""
+        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}{hint}")
+    check_free(out)
+    return names
+
+
+def check_free(out: Path) -> None:
+    """Refuses a place that is taken."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         sys.exit(f"{out} exists and is not an empty folder: choose another")
-    return names
 
 
 def named_in_manifest(checkpoint: Path) -> list[str]:
@@ -103,7 +111,8 @@ def export(
     """Copies `checkpoint/actor`, or another model's folder, to `out`.
 
     Args:
-        checkpoint: a folder `.../checkpoints/global_step_...`.
+        checkpoint: a folder `.../checkpoints/global_step_...`; with `merge_adapter` also that of an
+            adapter, such as the `actor/` of a run without checkpoints.
         out: must not exist, or be an empty folder.
         dtype: one of `DTYPES`, to which floating-point weights are converted; None leaves them as
             they are.
@@ -114,6 +123,12 @@ def export(
         SystemExit: the checkpoint is foreign, torn or damaged (with the file and what is wrong with
             it) or has no such model, or `out` is taken; there is no adapter to merge, or no base.
     """
+    if merge_adapter and (checkpoint / "adapter_config.json").is_file():
+        check_free(out)
+        temporary = make_temporary(out)
+        shutil.copytree(checkpoint, temporary)
+        finish(temporary, out, dtype, merge_adapter)
+        return
     names = [name for name in check(checkpoint, out) if name.startswith(f"{model}/")]
     is_adapter = f"{model}/adapter_config.json" in names
     if f"{model}/config.json" not in names and not is_adapter:
@@ -128,6 +143,11 @@ def export(
     temporary = make_temporary(out)
     of_model = [name.removeprefix(f"{model}/") for name in names]
     copy_files(checkpoint / model, of_model, temporary)
+    finish(temporary, out, dtype, merge_adapter)
+
+
+def finish(temporary: Path, out: Path, dtype: str | None, merge_adapter: bool) -> None:
+    """Puts a copied model in the place of `out`, merged and converted as it is asked for."""
     if merge_adapter:
         temporary = merged(temporary, out)
     if dtype:
@@ -247,7 +267,11 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("checkpoint", type=Path, help="folder .../checkpoints/global_step_...")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="folder .../checkpoints/global_step_...; with --merge also .../actor",
+    )
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument(
         "--dtype",

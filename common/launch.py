@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import datetime
+import itertools
 import logging
 import os
 import sys
@@ -196,7 +197,7 @@ def decide_output_dir(args, recipe: str) -> str:
     continues = False  # whether the folder is that of the run which goes on
     if args.resume == "never":
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        path = Path(args.output_dir or f"runs/{recipe}/{now}")
+        path = Path(args.output_dir or unused(Path("runs", recipe, now)))
     elif args.resume == "auto":
         if not args.output_dir:
             sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
@@ -212,12 +213,18 @@ def decide_output_dir(args, recipe: str) -> str:
             way_on = ", or --resume auto to go on from its last checkpoint"
         sys.exit(f"--output_dir {path} already holds another run. Take another{way_on}.")
     try:
-        # A folder named after the time must be new: another run may begin in the same second.
+        # A folder named after the time must be new: another run may begin in the same instant.
         path.mkdir(parents=True, exist_ok=bool(args.output_dir) or continues)
     except OSError as error:  # also a file of that name, or no permission
         sys.exit(f"--output_dir {path} cannot be made: {error}")
     atexit.register(remove_if_empty, path)
     return str(path)
+
+
+def unused(path: Path) -> Path:
+    """Returns a path, or the first with a number behind it that is not there: `...-2`."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(p for p in itertools.chain([path], numbered) if not p.exists())
 
 
 def remove_if_empty(folder: Path) -> None:

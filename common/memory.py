@@ -572,10 +572,10 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--config", required=True, type=Path, help="accelerate YAML")
     parser.add_argument("--num_processes", type=int, help="default: the YAML's")
     parser.add_argument(
-        "--trained", type=int, default=1, help="models of this size that are trained"
+        "--trained", type=int, default=1, help="models of this size that are trained; default: 1"
     )
     parser.add_argument(
-        "--frozen", type=int, default=0, help="models of this size that are only read"
+        "--frozen", type=int, default=0, help="models of this size that are only read; default: 0"
     )
     parser.add_argument(
         "--lora_r",

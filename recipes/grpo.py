@@ -850,6 +850,7 @@ def main():
     accelerator = launch.make_accelerator(args, "grpo")
     arguments.check_intervals(args)
     lora.check_settings(accelerator, args, samples=True)
+    rewards.load_functions(args.reward_function or [])  # a wrong name is said before long work
 
     # ============================================================ data
     model_name = merge.name_to_load(accelerator, args.model_name_or_path, args.output_dir)

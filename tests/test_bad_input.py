@@ -235,7 +235,7 @@ def test_yaml_of_defaults(capsys, tmp_path):
     )
     path.unlink()
     refuses_arguments(
-        capsys, name, "No such file", call=lambda: parse(Args, ASSETS / "sft.yaml", [name])
+        capsys, name, "does not exist", call=lambda: parse(Args, ASSETS / "sft.yaml", [name])
     )
 
 
@@ -355,7 +355,7 @@ def test_behind_a_proxy_the_hub_is_not_tried(no_network, monkeypatch):
     ("dpo", [PAIR, PAIR, {**PAIR, "chosen": [{"role": "assistant"}]}], ["row 3", "column 'chosen'", "role and content"]),
     ("dpo", [PAIR, {**PAIR, "chosen": {"a": 1}}], ["row 2", "column 'chosen'", "{'a': 1}"]),  # pyarrow has no type for the column
     ("dpo", [{"prompt": "a", "chosen": "b"}], ["row 1", "no 'rejected'", "['chosen', 'prompt']", "--columns rejected=YOURS"]),
-    ("dpo", [{"chosen": "b", "rejected": "c"}], ["row 1", "no column 'prompt'", "Assistant:"]),
+    ("dpo", [{"chosen": "b", "rejected": "c"}], ["row 1", "no column 'prompt'", "--columns prompt=YOURS", "Assistant:"]),
     ("sft", [{"question": "a", "answer": "b"}], ["row 1", "no 'prompt'", "['answer', 'question']", "--columns prompt=YOURS"]),
     ("sft", [{"messages": [{"role": "user", "content": "a"}]}, {"messages": "a"}], ["row 2", "column 'messages'", "found 'a'"]),
     ("sft", [{"messages": [{"role": "user", "content": 1}]}], ["row 1", "column 'messages'", "found"]),
@@ -363,6 +363,8 @@ def test_behind_a_proxy_the_hub_is_not_tried(no_network, monkeypatch):
     ("sft", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}], ["row 2", "no 'completion'"]),
     ("dpo", [{**PAIR, "chosen": ""}] * 2, ["no usable row", "2 left out (empty answer)"]),
     ("dpo", [{**PAIR, "prompt": "long" * 9}], ["no usable row", "1 left out (prompt fills max_length)"]),
+    ("sft", [{"messages": [{"role": "user", "content": "a"}, {"role": "bot", "content": "b"}]}], ["1 left out (no message of role assistant)"]),
+    ("sft", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}], ["1 left out (empty answer)"]),
     ("sft", [{"prompt": "long" * 9, "completion": "a"}], ["no usable row", "1 left out (nothing to learn within max_length)"]),
 ])  # fmt: skip
 def test_rows_that_do_not_fit(accelerator, model, tmp_path, recipe_name, rows, parts):
@@ -484,6 +486,18 @@ def test_models(model, tmp_path, monkeypatch):
         call=lambda: load.causal_lm(str(model), tokenizer, None),
     )
     assert len(tokenizer) > 264 and llama.dtype == torch.float32
+
+
+def test_a_folder_without_a_tokenizer_and_one_that_holds_an_actor(tmp_path):
+    run, bare = tmp_path / "run", tmp_path / "bare"
+    (run / "actor").mkdir(parents=True)
+    bare.mkdir()
+    (bare / "config.json").write_text("{}")
+    tokenizer_of = lambda folder: load.tokenizer_of(str(folder))
+    refuses(f"holds no config.json; take {run / 'actor'}", call=lambda: tokenizer_of(run))
+    refuses(f"{str(bare)!r}: it holds none, such as", call=lambda: tokenizer_of(bare))
+    (bare / "tokenizer.json").write_text("{")
+    refuses("could be loaded", "expected a Hugging Face", call=lambda: tokenizer_of(bare))
 
 
 def test_a_text_model_may_have_the_tokenizer_of_one_that_knows_images(tmp_path):

@@ -5,7 +5,9 @@ import json
 import re
 import sqlite3
 import statistics
+import types
 import urllib.request
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
@@ -22,6 +24,7 @@ from runs import (
     samples,
     tiny_inputs,
     training_lines,
+    write_jsonl,
 )
 
 # The key metric of each recipe, which its page of charts must show.
@@ -192,6 +195,27 @@ def test_what_the_console_says_before_and_after(finished):
     assert row == ["eval/scores", f"{before['eval/scores']:.4g}", f"{after['eval/scores']:.4g}"]
     assert f'pipeline("text-generation", "{output}/actor")' in end
     assert "scores_at_temperature_" in said and " 1 updates" not in said
+
+
+@pytest.mark.parametrize(
+    "prefix, titles", [("eval/", ["before", "after"]), ("", ["first", "line", "last", "line"])]
+)
+def test_lines_of_training_are_not_called_before_and_after(tmp_path, prefix, titles):
+    """Without held-out rows the two lines are of other samples, so their difference is no progress."""
+    lines = [{"global_step": step, f"{prefix}loss": loss} for step, loss in ((1, 3.0), (2, 2.0))]
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
+    head, row = console.before_and_after(tmp_path, {"loss": ["loss"]})
+    assert head.split() == titles and row.split() == [f"{prefix}loss", "3", "2"]
+
+
+def test_a_reward_adapter_is_merged_before_a_pipeline_takes_it(monkeypatch):
+    """A pipeline takes the class of its base, a language model."""
+    monkeypatch.setattr(console.lora, "has_adapter", lambda module: True)
+    scorer = type("LlamaForSequenceClassification", (), {})()
+    run = types.SimpleNamespace(unwrapped=types.SimpleNamespace(model=scorer))
+    merge, *_, use = console.how_to_load(run, Path("out/actor"))
+    assert merge == "  python -m common.export out/actor out/actor_merged --merge"
+    assert 'pipeline("text-classification", "out/actor_merged")("text"' in use
 
 
 @pytest.mark.parametrize("seconds, words", [(0.4, "0 s"), (59.6, "1 min 0 s"), (3725, "1 h 2 min")])

@@ -23,7 +23,6 @@ from runs import (
     launch,
     letters,
     recipe,
-    refuses,
     training_lines,
     weights,
 )
@@ -145,11 +144,8 @@ def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(common.launch, "datetime", types.SimpleNamespace(datetime=now))
     args = argparse.Namespace(output_dir=None, resume="never")
     assert common.launch.decide_output_dir(args, "dpo") == "runs/dpo/20300102-030405"
-    refuses(
-        "runs/dpo/20300102-030405 cannot be made",
-        "exists",
-        call=lambda: common.launch.decide_output_dir(args, "dpo"),
-    )
+    assert common.launch.decide_output_dir(args, "dpo") == "runs/dpo/20300102-030405-2"
+    assert common.launch.decide_output_dir(args, "dpo") == "runs/dpo/20300102-030405-3"
     args.output_dir = "mine"
     for _ in range(2):  # an empty folder that is named may be there
         assert common.launch.decide_output_dir(args, "dpo") == "mine"

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import architectures
+from common import folders
 from common.models import architecture, load, lora, merge, packing, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.rollout import sizes
@@ -356,9 +357,17 @@ def test_every_way_to_load_the_adapter_gives_the_model_that_was_trained(inputs, 
     )
 
     checkpoint = output / "checkpoints/global_step_000004"
-    for out, merging in ((tmp_path / "adapter", []), (tmp_path / "merged", ["--merge"])):
-        command = [sys.executable, "-m", "common.export", str(checkpoint), str(out), *merging]
+    for source, out, merging in (
+        (checkpoint, tmp_path / "adapter", []),
+        (checkpoint, tmp_path / "merged", ["--merge"]),
+        (output / "actor", tmp_path / "of_actor", ["--merge"]),  # a run may have no checkpoint
+    ):
+        command = [sys.executable, "-m", "common.export", str(source), str(out), *merging]
         subprocess.run(command, cwd=REPOSITORY, check=True)
+    assert folders.describe_files(tmp_path / "of_actor") == folders.describe_files(
+        tmp_path / "merged"
+    )
+    assert (output / "actor/adapter_config.json").is_file()  # what was merged is a copy of it
     config = json.loads((output / "actor/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(inputs / "model") and config["inference_mode"]
     assert (tmp_path / "adapter/adapter_model.safetensors").read_bytes() == (

@@ -35,7 +35,7 @@ TABLE = [
     ("sft", ["--max_steps", -5], 2, ["--max_steps -5: expected 0 or more"]),
     ("sft", ["--save_dtype", "int8"], 2, ["--save_dtype", "'int8'", "bfloat16"]),
     ("dpo", MODEL, 2, ["--dataset_name is missing", "neither for the demo"]),
-    ("dpo", ["none.yaml"], 2, ["none.yaml cannot be read as YAML", "No such file"]),
+    ("dpo", ["none.yaml"], 2, ["the file of defaults none.yaml does not exist (looked in "]),
     ("dpo", ["torn.yaml"], 2, ["torn.yaml cannot be read as YAML", "line 2, column 1"]),
     ("dpo", ["list.yaml"], 2, ["list.yaml: expected a flat mapping"]),
     ("dpo", ["unknown.yaml"], 2, ["unknown.yaml: 'betta' is no argument of this recipe"]),
@@ -164,6 +164,22 @@ def test_the_launcher_is_told_the_first_message(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         errors.run(lambda: sys.exit("said"))
     assert capsys.readouterr().err == "said\n"
+
+
+def test_a_full_disk_is_said_in_one_line_wherever_it_is_noticed(tmp_path, capsys):
+    """No file can be written to /dev/full; another OSError keeps its traceback."""
+
+    def fill():
+        with open("/dev/full", "w") as file:
+            file.write("a")
+
+    with pytest.raises(SystemExit) as refusal:
+        errors.run(fill)
+    said = capsys.readouterr().err
+    assert refusal.value.code == 1 and said.count("\n") == 1
+    assert said.startswith("a disk is full, ") and "No space left on device" in said
+    with pytest.raises(FileNotFoundError):
+        errors.run(lambda: (tmp_path / "none").read_text())
 
 
 @pytest.mark.slow

@@ -116,6 +116,17 @@ def test_export_copies_what_the_manifest_names_and_nothing_else(checkpoint, tmp_
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
 
 
+def test_a_run_in_the_place_of_its_checkpoint_is_refused_with_the_last_one(tmp_path):
+    last = tmp_path / "run/checkpoints/global_step_000012"
+    for folder in (last, last.with_name("global_step_000008")):
+        folder.mkdir(parents=True)
+    refuses(
+        f"not a whole checkpoint: {tmp_path / 'run/manifest.json'} is missing. It is a run, whose "
+        f"last checkpoint is {last}",
+        call=lambda: export.export(tmp_path / "run", tmp_path / "out"),
+    )
+
+
 def test_export_follows_no_link_of_the_manifest(checkpoint, tmp_path):
     weights = checkpoint / "actor/model.safetensors"
     shutil.move(weights, tmp_path / "elsewhere")

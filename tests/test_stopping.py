@@ -211,8 +211,39 @@ def test_a_disk_too_small_is_refused_before_training(
         SystemExit, match=r"has .* GiB free, too little for \d checkpoints .*of up to 18.6 GiB"
     ):
         checkpoint.check_disk(run)
-    args.save_steps = 0
-    checkpoint.check_disk(run)
+
+
+@pytest.mark.parametrize(
+    "free, dtype, fits", [(402, None, True), (398, None, False), (202, "bfloat16", True)]
+)
+def test_a_disk_too_small_for_the_actor_is_refused_before_training(
+    tmp_path, monkeypatch, free, dtype, fits
+):
+    """A hundred parameters in fp32: 400 bytes. What is trained beside the actor is not saved."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+    run = saving_run(tmp_path)
+    actor_and_critic = {
+        "model": torch.nn.Linear(10, 10, bias=False),
+        "critic": torch.nn.Linear(99, 99),
+    }
+    run.unwrapped = torch.nn.ModuleDict(actor_and_critic)
+    run.args.save_dtype = dtype
+    if fits:
+        return checkpoint.check_disk(run)
+    with pytest.raises(SystemExit, match=r"GiB free, too little for the actor of 3\.73e-07 GiB"):
+        checkpoint.check_disk(run)
+
+
+def test_a_disk_that_fills_up_is_said_in_one_line(inputs):
+    """After the first update no file may grow beyond 20 kB, so that the actor cannot be saved."""
+    output = inputs / "full_at_the_end"
+    process = begin("plain", inputs, recipe("sft"), *flags(inputs, output))
+    until(lambda: (output / "metrics.jsonl").exists(), process)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
+    console, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in console
+    assert f"{output}/actor could not be written: " in console.splitlines()[-1]
+    assert not [path for path in output.iterdir() if "actor" in path.name]
 
 
 def test_one_process_lost_ends_the_launch_and_the_run_goes_on(inputs, unbroken):
@@ -406,10 +437,11 @@ def test_what_a_reward_function_forks_has_signals_of_its_own(tmp_path):
 
 def saving_run(folder, **more):
     args = types.SimpleNamespace(output_dir=str(folder), save_total_limit=2, save_steps=0)
+    args.save_dtype = None
     return partial_run(
         args=args,
         progress=types.SimpleNamespace(global_step=4),
-        unwrapped=torch.nn.Linear(1, 1),
+        unwrapped=torch.nn.ModuleDict({"model": torch.nn.Linear(1, 1)}),
         **more,
     )
 

@@ -232,6 +232,13 @@ def has_text(value: str | list[dict]) -> bool:
     return bool(value)
 
 
+def missing_answer(answer: str | list[dict]) -> str:
+    """Says why a row without anything to learn must be left out."""
+    if isinstance(answer, list) and all(message["role"] != "assistant" for message in answer):
+        return "no message of role assistant"
+    return "empty answer"
+
+
 def standard(row: dict, strings_as_messages: bool = False) -> dict:
     """Returns the row with the columns of the formats below, if it is one of Alpaca or ShareGPT.
 
@@ -435,8 +442,8 @@ def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
     shared = os.path.commonprefix([chosen, rejected])
     if HH_MARKER not in shared:
         raise BadRow(
-            "no column 'prompt', and 'chosen' and 'rejected' do not share a transcript that holds "
-            f"{HH_MARKER!r}"
+            "no column 'prompt' (--columns prompt=YOURS names another), and 'chosen' and "
+            f"'rejected' do not begin with the same transcript, up to a {HH_MARKER!r}"
         )
     cut = shared.rindex(HH_MARKER) + len(HH_MARKER)
     return shared[:cut], chosen[cut:], rejected[cut:]

@@ -293,6 +293,12 @@ def note(text: str) -> None:
         print(text, flush=True)
 
 
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file that may be a tokenizer's, whatever its kind."""
+    patterns = ("*token*", "*vocab*", "*.model", "*.spm", "merges.txt", "*bpe*", "tekken.json")
+    return any(path for pattern in patterns for path in folder.glob(pattern))
+
+
 def from_pretrained(auto_class, kind: str, name: str, **settings):
     """Calls `auto_class.from_pretrained`, and exits with the first line of its error."""
     expected = "(expected a Hugging Face folder or a hub name)"
@@ -301,7 +307,13 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
         sys.exit(f"no {kind} could be loaded from {name!r}: it is a file {expected}")
     # transformers' own message would name what it tried, not what is missing.
     if folder.is_dir() and not any(folder.glob("*config.json")):
-        sys.exit(f"no {kind} could be loaded from {name!r}: it holds no config.json {expected}")
+        way_on = f"; take {folder / 'actor'}" if (folder / "actor").is_dir() else f" {expected}"
+        sys.exit(f"no {kind} could be loaded from {name!r}: it holds no config.json{way_on}")
+    if kind == "tokenizer" and folder.is_dir() and not holds_tokenizer(folder):
+        sys.exit(
+            f"no tokenizer could be loaded from {name!r}: it holds none, such as tokenizer.json; "
+            "save the model's tokenizer into the same folder"
+        )
     if not folder.exists():
         is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
         if is_path:
