@@ -295,7 +295,7 @@ def check_log_lines(bench: Bench) -> list[Check]:
     checks += saved_where_due(bench, unbroken(bench), still)
     checks += linear_schedule(bench, base(bench))
     if not bench.samples:
-        checks.append(Check("updates and samples of 2 epochs", of_counts(bench, base(bench))))
+        checks.append(Check("updates and samples of 2 epochs", of_counts(base(bench))))
     return checks
 
 
@@ -353,7 +353,7 @@ def of_lists(expected: list, found: list, what: str = "lines") -> Difference:
     return Difference(wrong, 0, f"{what} at {found}, expected at {expected}")
 
 
-def of_counts(bench: Bench, run: Finished) -> Difference:
+def of_counts(run: Finished) -> Difference:
     """Whether each usable row was in one update of each epoch."""
     rows = 0
     for name, usable in re.findall(r"^data (.*): (\d+) usable rows", run.console, re.M):
