@@ -356,6 +356,227 @@ with torch.no_grad():
             ),
         ),
     ),
+    "gradients are clipped micro-batch by micro-batch": Fault(
+        "split",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "if accelerator.sync_gradients:\n"
+            "    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)",
+            by="grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)",
+        ),
+    ),
+    "one process alone clips": Fault(
+        "split",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "args.max_grad_norm if args.max_grad_norm > 0 else math.inf",
+            by="args.max_grad_norm if accelerator.num_processes == 1 and args.max_grad_norm else math.inf",
+        ),
+    ),
+    "the gradient norm is logged after clipping": Fault(
+        "means",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "metrics.update_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale)",
+            by="metrics.update_done(applied, grad_norm=min(grad_norm, max_grad_norm), "
+            "learning_rate=learning_rate, loss_scale=loss_scale)",
+        ),
+    ),
+    "padding rows count in evaluations": Fault(
+        "means",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "evaluate",
+            "compare(output, inputs['mask'], weights)",
+            by="compare(output, inputs['mask'], torch.ones_like(weights))",
+        ),
+    ),
+    "an evaluation stops after its first micro-batch": Fault(
+        "means",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "evaluate",
+            "for values, value_weights in logged:\n    means.add(values, value_weights)",
+            by="for values, value_weights in logged:\n    means.add(values, value_weights)\nbreak",
+        ),
+    ),
+    "padding tokens count in metrics": Fault(
+        "means",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "metrics.pending.add(values, value_weights)",
+            by="metrics.pending.add(values, torch.ones_like(value_weights))",
+        ),
+    ),
+    "evaluation leaves dropout on": Fault(
+        "evaluation",
+        "sft",
+        "recipes/sft.py",
+        replace("evaluate", "checks.evaluation_mode(model)", by="torch.no_grad()"),
+    ),
+    "the model stays in evaluation mode": Fault(
+        "evaluation",
+        "sft",
+        "common/models/checks.py",
+        replace("evaluation_mode", "module.training = True", by="pass"),
+    ),
+    "evaluation draws from the random state of the training": Fault(
+        "evaluation",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "evaluate", "all_examples = []", by="all_examples = [] if len(torch.rand(1)) else []"
+        ),
+    ),
+    "the reference has dropout": Fault(
+        "evaluation",
+        "dpo",
+        "recipes/dpo.py",
+        replace(
+            "main",
+            "reference = prepare.frozen(accelerator, reference)",
+            by="reference = prepare.frozen(accelerator, reference).train()",
+        ),
+    ),
+    "the learning rate is logged an update late": Fault(
+        "log-lines",
+        "sft",
+        "recipes/sft.py",
+        together(
+            replace("main", "if applied:\n    scheduler.step()", by="pass"),
+            replace(
+                "main",
+                "applied = not accelerator.optimizer_step_was_skipped",
+                by="applied = not accelerator.optimizer_step_was_skipped\n"
+                "if applied:\n    scheduler.step()\n    learning_rate = scheduler.get_last_lr()[0]",
+            ),
+        ),
+    ),
+    "a second condition in the rule for checkpoints": Fault(
+        "log-lines",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "args.save_steps and progress.due(args.save_steps)",
+            by="args.save_steps and progress.due(args.save_steps) "
+            "and progress.samples % args.train_batch_size == 0",
+        ),
+    ),
+    "old checkpoints stay": Fault(
+        "log-lines",
+        "sft",
+        "common/checkpoint.py",
+        replace(
+            "write",
+            "folders.replace(temporary, final, run.args.save_total_limit)",
+            by="folders.replace(temporary, final)",
+        ),
+    ),
+    "rows that fill no micro-batch are dropped": Fault(
+        "split",
+        "dpo",
+        "recipes/dpo.py",
+        replace(
+            "main",
+            "divisor = engine.begin_update(accelerator, model, micro_batches)",
+            by="""
+full = args.micro_train_batch_size * accelerator.num_processes
+update_rows = update_rows[: max(len(update_rows) // full * full, 1)]
+micro_batches = batches.split(accelerator, update_rows, lengths, args.micro_train_batch_size, args.micro_train_tokens)
+divisor = engine.begin_update(accelerator, model, micro_batches)
+""",
+        ),
+    ),
+    "every epoch has the same order": Fault(
+        "seed",
+        "sft",
+        "common/batches.py",
+        replace("epoch_order", "np.append(seed, epoch)", by="np.append(seed, 0)"),
+    ),
+    "the schedule begins anew": Fault(
+        "resume",
+        "sft",
+        "common/checkpoint.py",
+        drop_call("load_schedule", "scheduler.load_state_dict"),
+    ),
+    "the sums of an open line are lost": Fault(
+        "resume",
+        "sft",
+        "common/checkpoint.py",
+        drop_call("load_open_sums", "run.metrics.open.load_state"),
+    ),
+    "all processes resume with the first one's random states": Fault(
+        "resume",
+        "sft",
+        "common/checkpoint.py",
+        replace(
+            "load",
+            "load_engine(run, path / 'engine')",
+            by="""
+load_engine(run, path / 'engine')
+from accelerate.utils import broadcast
+torch.set_rng_state(broadcast(torch.get_rng_state()))
+""",
+        ),
+    ),
+    "the actor has no chat template": Fault(
+        "actor",
+        "sft",
+        "common/actor.py",
+        replace(
+            "write",
+            "tokenizer.save_pretrained(temporary)",
+            by="tokenizer.save_pretrained(temporary)\n(temporary / 'chat_template.jinja').unlink()",
+        ),
+    ),
+    "the reference learns": Fault(
+        "actor",
+        "dpo",
+        "recipes/dpo.py",
+        replace(
+            "main",
+            "reference = prepare.frozen(accelerator, reference)",
+            by="reference = policy",
+        ),
+    ),
+    "advantages are whitened in each micro-batch": Fault(
+        "split",
+        "ppo",
+        "recipes/ppo.py",
+        replace(
+            "compare",
+            "logps = output['logps']",
+            by="logps = output['logps']\n"
+            "old = {**old, 'advantages': whiten(old['advantages'], old['mask'])}",
+        ),
+    ),
+    "generation reads its padding": Fault(
+        "split",
+        "ppo",
+        "common/rollout/generation.py",
+        replace("mask_of", "padding[:, None]", by="0 * padding[:, None]"),
+    ),
+    "a skipped update of a rollout is repeated": Fault(
+        "overflow",
+        "grpo",
+        "recipes/grpo.py",
+        replace(
+            "main",
+            "position['update'] += 1",
+            by="position['update'] += not accelerator.optimizer_step_was_skipped",
+        ),
+    ),
 }
 
 
@@ -547,6 +768,38 @@ def test_the_first_line_and_metric_beyond_its_bound_is_named():
     assert "3 lines, 2" in compare.of_lines(lines_with(), lines_with()[:2]).where
 
 
+@pytest.mark.parametrize(
+    "rates, green",
+    [
+        ([0.3, 0.2, 0.1], True),
+        ([0.2, 0.1, 0.0], False),  # those of the next update
+        ([0.3, 0.25, 0.2], False),  # of twice as many updates
+    ],
+)
+def test_learning_rates_of_a_linear_schedule(tmp_path, rates, green):
+    lines = [
+        {"global_step": step, "learning_rate": rate} for step, rate in enumerate(rates, start=1)
+    ]
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
+    made = bench.Bench(Path("x.py"), [], tmp_path, quick=True)
+    made.arguments = {"lr_scheduler_type": "linear", "warmup_steps": 0}
+    (check,) = promises.linear_schedule(made, bench.Finished("", tmp_path, ""))
+    assert check.difference.green == green
+    made.arguments = {}  # a fork with a schedule of its own
+    assert promises.linear_schedule(made, bench.Finished("", tmp_path, "")) == []
+
+
+def test_rows_that_cannot_be_used_are_not_expected(tmp_path):
+    console = (
+        "data /x/train_33_0.jsonl: 20 usable rows; 13 left out: empty answer\n"
+        "data /x/held_out_5_0.jsonl: 4 usable rows\n"
+    )
+    for samples, wrong in ((40, 0), (33, 7)):
+        lines = [{"global_step": 4, "samples": samples}]
+        write_jsonl(tmp_path / "metrics.jsonl", lines)
+        assert promises.of_counts(bench.Finished("", tmp_path, console)).measured == wrong
+
+
 def test_weights_are_compared_relative_to_their_norm():
     one = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
     other = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0001])}
@@ -561,5 +814,12 @@ def test_rows_of_one_length_become_uneven():
     even = [{"messages": say(text)} for text in ("12", "34", "56", "78")]
     found = [row["messages"] for row in bench.uneven(even)]
     assert found == [say(text) for text in ("12", "3434", "565656", "78")]
+    asked = [{"prompt": say("")[:1], "answer": "2"} for _ in range(4)]
+    assert [row["prompt"][0]["content"] for row in bench.uneven(asked)] == [
+        "1+1",
+        "1+11+1",
+        "1+1",
+        "1+1",
+    ]
     of_many_lengths = [{"messages": say("1" * number)} for number in range(1, 6)]
     assert bench.uneven(of_many_lengths) == of_many_lengths

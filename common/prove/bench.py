@@ -1,6 +1,7 @@
 """Runs one recipe again and again on tiny inputs, and reads what each run wrote."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -563,28 +564,33 @@ def uneven(rows: list[dict]) -> list[dict]:
     """Returns rows of uneven lengths: as they are, unless all of them are equally long.
 
     Rows of one length hide a mean of means. So the answers of such rows are repeated 1 to 3 times.
+    Prompts of one length hide how generation pads them. So every fourth prompt without an answer is
+    said twice: not more, since the model may have no answer to it that is worth a reward.
     """
     if len({len(json.dumps(row, default=str)) for row in rows}) > 3:
         return rows
+    has_answers = any(name in row for row in rows for name in ANSWERS)
+    texts, role = (ANSWERS, "assistant") if has_answers else (("prompt",), "user")
+    times_of = (1, 2, 3) if has_answers else (1, 2, 1, 1)
     return [
         {
-            name: repeated(value, 1 + number % 3) if name in ANSWERS else value
+            name: repeated(value, times, role) if name in texts else value
             for name, value in row.items()
         }
-        for number, row in enumerate(rows)
+        for row, times in zip(rows, itertools.cycle(times_of))
     ]
 
 
-def repeated(value, times: int):
-    """Repeats a text, or in a list of messages what the assistant says."""
+def repeated(value, times: int, role: str):
+    """Repeats a text, or in a list of messages what this role says."""
     if isinstance(value, str):
         return value * times
     if not isinstance(value, list):
         return value
     messages = []
     for message in value:
-        if isinstance(message, dict) and message.get("role") == "assistant":
-            message = {**message, "content": repeated(message.get("content"), times)}
+        if isinstance(message, dict) and message.get("role") == role:
+            message = {**message, "content": repeated(message.get("content"), times, role)}
         messages.append(message)
     return messages
 

@@ -1,7 +1,8 @@
 """Loads a saved model as somebody without this repository would, and prints what was found.
 
-    python common/prove/plain.py FOLDER
+    python common/prove/plain.py FOLDER START
 
+START is the model that the training began with: what it has besides weights, FOLDER must have, too.
 It imports transformers alone (for an adapter, peft too), and prints one JSON object at the end.
 """
 
@@ -29,10 +30,26 @@ def load(folder: Path):
     return model_class.from_pretrained(folder, output_loading_info=True)
 
 
+def lost_files(folder: Path, start: Path) -> list[str]:
+    """Returns what the start has beside its weights and the saved model has not."""
+    from transformers import AutoTokenizer
+
+    lost = []
+    had_template = bool(AutoTokenizer.from_pretrained(start).chat_template)
+    if had_template and not AutoTokenizer.from_pretrained(folder).chat_template:
+        lost.append("chat template")
+    is_adapter = (folder / "adapter_config.json").is_file()  # peft saves no generation config
+    generates = not is_adapter and "CausalLM" in (folder / "config.json").read_text()
+    name = "generation_config.json"
+    if generates and (start / name).is_file() and not (folder / name).is_file():
+        lost.append(name)
+    return lost
+
+
 def main() -> None:
     from transformers import AutoTokenizer
 
-    folder = Path(sys.argv[1])
+    folder, start = map(Path, sys.argv[1:])
     model, info = load(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = torch.tensor([tokenizer("12").input_ids])
@@ -42,6 +59,7 @@ def main() -> None:
         "missing": sorted(info.get("missing_keys", [])),
         "unexpected": sorted(info.get("unexpected_keys", [])),
         "not finite": int((~output.isfinite()).sum()),
+        "lost": lost_files(folder, start),
     }
     print(json.dumps(found))
 
