@@ -484,7 +484,7 @@ with torch.no_grad():
         ),
     ),
     "rows that fill no micro-batch are dropped": Fault(
-        "split",
+        "last-update",
         "dpo",
         "recipes/dpo.py",
         replace(
@@ -530,14 +530,15 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
 """,
         ),
     ),
-    "the actor has no chat template": Fault(
+    "the actor has no generation config": Fault(
         "actor",
         "sft",
         "common/actor.py",
         replace(
             "write",
             "tokenizer.save_pretrained(temporary)",
-            by="tokenizer.save_pretrained(temporary)\n(temporary / 'chat_template.jinja').unlink()",
+            by="tokenizer.save_pretrained(temporary)\n"
+            "(temporary / 'generation_config.json').unlink()",
         ),
     ),
     "the reference learns": Fault(
