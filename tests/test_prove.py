@@ -790,6 +790,21 @@ def test_learning_rates_of_a_linear_schedule(tmp_path, rates, green):
     assert promises.linear_schedule(made, bench.Finished("", tmp_path, "")) == []
 
 
+@pytest.mark.parametrize(
+    "losses, expected",
+    [
+        ([1.0, 2.0, 2.0, 1.0], [True]),
+        ([1.0, 2.0, 1.0, 2.0], [False]),
+        ([1.0, 1.0], []),  # an epoch is one update
+    ],
+)
+def test_epochs_have_orders_of_their_own(tmp_path, losses, expected):
+    lines = [{"global_step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
+    write_jsonl(tmp_path / "metrics.jsonl", lines)
+    checks = promises.of_epochs(bench.Finished("", tmp_path, ""))
+    assert [check.difference.green for check in checks] == expected
+
+
 def test_rows_that_cannot_be_used_are_not_expected(tmp_path):
     console = (
         "data /x/train_33_0.jsonl: 20 usable rows; 13 left out: empty answer\n"
