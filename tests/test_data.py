@@ -762,7 +762,8 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     )
     assert [ids[-1] == tokenizer.eos_token_id for ids in data["input_ids"]] == [True, False]
     assert capsys.readouterr().out == (
-        f"data {path}: 2 usable rows; 4 left out (empty answer); 1 left out (nothing to learn within max_length); 1 truncated\n"
+        f"data {path}: 2 usable rows; 2 left out (empty answer); 2 left out (no message of role assistant); "
+        "1 left out (nothing to learn within max_length); 1 truncated\n"
     )
 
 

@@ -413,7 +413,7 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
         inputs, output, SHARED, *more, "--eval_dataset_name", inputs / "prompts.jsonl"
     ).stdout
     assert said.count("it has no response to train on") == 2  # 4 and 3 prompts
-    assert "done: 0 updates, 0 skipped" in said
+    assert "done: 0 updates (the model is as it was), 0 skipped" in said
     assert torch.equal(weights(output), weights(inputs, "model"))
     assert training_lines(output) == []
     assert [line["global_step"] for line in evaluation_lines(output)] == [0]
