@@ -269,3 +269,26 @@ def test_what_is_rounded_is_found_under_flash_attention(flash):
     found = rounding.rounded_by_autocast(wrapper, "cpu")
     assert len(found) == 2 * 7 and flash == []
     assert wrapper.config._attn_implementation == "flash_attention_2"
+
+
+class Noting(dict):
+    """A dict that notes which keys are asked for by name, as that of ZeRO-3 gathers them."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.asked = []
+
+    def __getitem__(self, name):
+        self.asked.append(name)
+        return super().__getitem__(name)
+
+
+def test_the_dtype_of_a_mask_is_found_without_gathering_weights():
+    """ZeRO-3 would gather them in a process that has a mask, and not in one that has none."""
+    model = build("llama")
+    embeddings = model.get_input_embeddings()
+    embeddings._parameters = Noting(embeddings._parameters)
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    assert architecture.as_numbers(model, mask).dtype == torch.float32
+    assert embeddings._parameters.asked == []
+    assert embeddings.weight is not None and embeddings._parameters.asked == ["weight"]

@@ -71,7 +71,8 @@ def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
     """
     if hasattr(model.config.get_text_config(), "index_topk"):
         return mask  # DeepSeek's index reads it, too, in a dtype of its own
-    weight = model.get_input_embeddings().weight
+    # Not `.weight`: within a forward pass ZeRO-3 would gather what is asked for by its name.
+    weight = next(model.get_input_embeddings().parameters())
     if torch.is_autocast_enabled(mask.device.type):
         dtype = torch.get_autocast_dtype(mask.device.type)
     elif isinstance(weight, DTensor):
