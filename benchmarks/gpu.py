@@ -21,6 +21,7 @@ import importlib.util
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,20 +59,24 @@ class Step:
         if self.args.tiny:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         started = time.monotonic()
+        process = subprocess.Popen(
+            words,
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                words,
-                cwd=REPOSITORY,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                timeout=max(left, 1),
-            )
-            status, output = done.returncode, done.stdout
-        except subprocess.TimeoutExpired as error:
-            status, output = "out of time", (error.stdout or b"").decode(errors="replace")
+            output, _ = process.communicate(timeout=max(left, 1))
+            status = process.returncode
+        except subprocess.TimeoutExpired:
+            # Also what a launcher started: it would keep the GPU's memory from all that follow.
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            status = "out of time"
         seconds = round(time.monotonic() - started, 1)
         run = {"name": name, "command": words, "seconds": seconds, "status": status}
         self.runs.append({**run, "output": output[-20000:]})
@@ -211,14 +216,15 @@ def generation(step: Step) -> dict:
         "--reward_function", "common.rollout.rewards:answer_reward", "--drop_equal_groups", "false",
         "--rollout_batch_size", 16, "--n_samples_per_prompt", 8, "--train_batch_size", 128, "--max_new_tokens", new_tokens,
     ]  # fmt: skip
-    passed = step.recipe("grpo", "grpo", "single_gpu", *flags)
+    if not step.recipe("grpo", "grpo", "single_gpu", *flags):
+        return {"passed": False}
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     rates = [
         128 * line["completions/mean_length"] / line["perf/generate_seconds"]
         for line in lines
         if line.get("perf/generate_seconds")
     ]
-    return {"passed": passed and bool(rates), "tokens a second, by rollout": rates}
+    return {"passed": bool(rates), "tokens a second, by rollout": rates}
 
 
 def precision(step: Step) -> dict:

@@ -3,13 +3,23 @@
 import importlib.util
 import json
 import re
+import types
+
+import psutil
 
 from runs import REPOSITORY
 
-# Not by sys.path: benchmarks/peers.py would be found in place of tests/peers.
-SPEC = importlib.util.spec_from_file_location("tables", REPOSITORY / "benchmarks/tables.py")
-tables = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(tables)
+
+def load(name: str):
+    """Not by sys.path: benchmarks/peers.py would be found in place of tests/peers."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / f"benchmarks/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tables = load("tables")
+gpu = load("gpu")
 
 FOUND = {
     "work": "dpo", "model": "body", "unit": "pairs/s", "commit": "0123456789ab", "changed": False, "date": "2026-01-31",
@@ -62,3 +72,28 @@ def test_results_are_read_in_the_order_of_works(tmp_path):
         (tmp_path / f"{work}-{model}.json").write_text(json.dumps({"work": work, "model": model}))
     found = [(result["work"], result["model"]) for result in tables.read(tmp_path)]
     assert found == [("dpo", "body"), ("dpo", "head"), ("sft", "body")]
+
+
+def test_a_step_out_of_time_leaves_nothing_running(tmp_path, monkeypatch):
+    """A launcher starts the recipe as a process of its own, which would keep the GPU's memory."""
+    monkeypatch.setattr(gpu, "LIMIT", 5)
+    started = tmp_path / "started"
+    starts = (
+        "import subprocess, sys, time; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        f"open({str(started)!r}, 'w').write(str(child.pid)); print('begun', flush=True); "
+        "time.sleep(60)"
+    )
+    step = gpu.Step(types.SimpleNamespace(folder=tmp_path, tiny=True), "step")
+    assert not step.run("starts another", "-c", starts)
+    (run,) = step.runs
+    assert run["status"] == "out of time" and run["output"] == "begun\n"
+    assert not psutil.pid_exists(int(started.read_text())) or (
+        psutil.Process(int(started.read_text())).status() == psutil.STATUS_ZOMBIE
+    )
+
+
+def test_a_run_that_failed_is_a_step_that_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.Step, "run", lambda step, name, *command: name == "model")
+    step = gpu.Step(types.SimpleNamespace(folder=tmp_path, tiny=True), "step")
+    assert gpu.generation(step) == {"passed": False}
