@@ -45,8 +45,8 @@ def reward_model(folder):
     return folder
 
 
-# DPO's evaluation is the reward model's and SFT's, GRPO's is PPO's.
-SLOW = ("dpo", "grpo")
+# The fast ones cover both kinds of loops: SFT's is DPO's and the reward model's, PPO's is GRPO's.
+SLOW = ("reward", "dpo", "grpo")
 
 
 @pytest.mark.parametrize(
