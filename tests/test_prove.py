@@ -705,6 +705,28 @@ def test_a_fork_without_a_flag_is_told_what_could_not_be_checked(tmp_path):
 
 
 @pytest.mark.slow
+def test_rows_that_cannot_be_used_make_nothing_red(tmp_path):
+    """Of the first 33 rows 13 can be used: they are one update an epoch."""
+    rows = [json.loads(line) for line in (ASSETS / "sft_train.jsonl").read_text().splitlines()[:60]]
+    unanswered = {
+        **rows[0],
+        "messages": [*rows[0]["messages"][:-1], {"role": "assistant", "content": ""}],
+    }
+    data = write_jsonl(tmp_path / "rows.jsonl", [unanswered] * 20 + rows)
+    flags = ["--model_name_or_path", ASSETS / "model", "--dataset_name", data, "--quick"]
+    flags += ["--only", "seed", "--only", "last-update"]
+    report, output = prove(recipe("sft"), tmp_path, *flags)
+    assert of_status(report, "green") == ["seed"] and not of_status(report, "red"), output
+    assert "cannot be used: no usable row: 6 left out (empty answer)" in output
+
+
+@pytest.mark.slow
+def test_an_overflow_with_adapters_leaves_no_trace(tmp_path):
+    report, output = prove(recipe("dpo"), tmp_path, "--lora_r", 4, "--quick", "--only", "overflow")
+    assert of_status(report, "green") == ["overflow"], output
+
+
+@pytest.mark.slow
 def test_a_recipe_that_does_not_start_says_why(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "common.prove", recipe("sft"), "--learning_rat", "1"],

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -478,10 +479,16 @@ class Bench:
         return False
 
     def check_end(self, name: str, process, console: Path) -> None:
-        """Raises `RunFailed` if a process that has ended failed."""
+        """Raises `RunFailed` if a process that has ended failed.
+
+        Raises `Unchecked` if it failed because the few rows that it was given cannot be used.
+        """
         # torch's gloo threads now and then abort a process that has finished, while it exits.
         is_done = "\ndone: " in console.read_text(encoding="utf-8", errors="replace")
         if process.returncode and not is_done:
+            unusable = re.search(r"no usable row: .*", end_of(console))
+            if unusable:
+                raise Unchecked(f"the first rows of the data cannot be used: {unusable[0]}")
             raise RunFailed(f"the run `{name}` ended with an error:\n{end_of(console)}")
 
     def run_to_first_line(self, name: str, **changes) -> dict:
