@@ -1,19 +1,28 @@
 """The first day with a GPU: what is to be run there, in this order. Never run on one yet.
 
-    python benchmarks/gpu.py [--only NAME ...] [--folder DIR] [--hh hh_pairs.jsonl.gz] [--gsm8k gsm8k_train.jsonl] [--tiny]
+    python benchmarks/gpu.py [--only NAME ...] [--folder DIR] [--tiny]
+        [--hh hh_pairs.jsonl.gz] [--gsm8k gsm8k_train.jsonl]
 
-    configs     two updates of DPO's demo under every YAML that one GPU can run, an evaluation, a checkpoint, and a third update after a resume
+    configs     DPO's demo under every YAML that one GPU can run: two updates, an evaluation, a
+                checkpoint, and a third update after a resume
     recipes     the same of the other recipes, under single_gpu.yaml and ds_fp16.yaml
-    waits       how often an update waits for the GPU, by torch.cuda.set_sync_debug_mode: no more often with four times the micro-batches
-    generation  tokens a second of GRPO's rollouts, a random model of 0.5 B parameters, 128 responses of 256 tokens
+    waits       how often an update waits for the GPU, by torch.cuda.set_sync_debug_mode: no more
+                often with four times the micro-batches
+    generation  tokens a second of GRPO's rollouts: a random model of 0.5 B parameters, 128
+                responses of 256 tokens
     precision   precision.py, 0.5 B
     rl          rl_precision.py
     dpo, sft    peers.py against TRL, with --hh and --gsm8k
 
-Needs one GPU and no network; TRL 1.16 for the last two, `pip install -e '.[peers]'` from carried wheels. No compiler but for
-ds_zero3_offload.yaml, which needs g++ and ninja. Each step ends within ten minutes and writes benchmarks/results/gpu/NAME.json: command, seconds, exit
-status, the end of what it printed, and what was measured. A step that was passed is not run again; with --folder, one that ran out of time goes on. Without a GPU, or with
-`--tiny`, the first four run on the CPU with a tiny model, to see that this script works; nothing is written to benchmarks/results then.
+It needs one GPU and no network. The last two need TRL 1.16: `pip install -e '.[peers]'` from
+carried wheels. Only ds_zero3_offload.yaml needs a compiler, g++ and ninja.
+
+Each step ends within ten minutes and writes benchmarks/results/gpu/NAME.json: commands, seconds,
+exit status, the end of what was printed, and what was measured. A step that was passed is not run
+again. With --folder, one that ran out of time goes on where it was.
+
+Without a GPU, or with `--tiny`, the first four run on the CPU with a tiny model, to see that this
+script works. Nothing is written to benchmarks/results then.
 """
 
 import argparse
@@ -155,7 +164,7 @@ def waits(step: Step) -> dict:
 
 
 class Ended(Exception):
-    pass
+    """The updates of a recipe are over."""
 
 
 def count_waits(recipe: str, micro: str, file: str) -> None:

@@ -146,11 +146,9 @@ def size_of(unwrapped: nn.Module, dtype: str | None) -> int:
     Args:
         dtype: they are saved in it; None: in that of the model.
     """
-    is_adapter = lora.has_adapter(unwrapped)
-    count = engine.count_trained_parameters if is_adapter else engine.count_parameters
-    weights = next(p for p in unwrapped.model.parameters() if p.requires_grad)
-    of_dtype = getattr(torch, dtype) if dtype else weights.dtype
-    return count(unwrapped.model) * of_dtype.itemsize
+    trained = next(p for p in unwrapped.model.parameters() if p.requires_grad)
+    saved_dtype = getattr(torch, dtype) if dtype else trained.dtype
+    return lora.count_saved_parameters(unwrapped.model) * saved_dtype.itemsize
 
 
 def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:

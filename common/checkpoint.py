@@ -273,12 +273,12 @@ def install_signals(run: Run) -> None:
 
 @functools.cache
 def keep_handlers_from_forks() -> None:
-    """Gives processes that are forked from now on, by a reward function, signals of their own.
+    """Gives processes that a reward function forks from now on signals of their own.
 
-    They end at once, unless it is by Ctrl-C: that reaches them too, and the update still needs
-    them. A handler in Python could not do this. Python runs it between two of its instructions, so
-    a worker that gets SIGTERM just before it waits for a lock never ends, and neither does
-    its pool. A signal that comes while the process is being forked waits until this is set.
+    SIGTERM and SIGUSR1 end them at once. They ignore Ctrl-C, which reaches them, too: the update
+    still needs them. They must not inherit the run's handler: Python runs a handler only between
+    two of its instructions. A worker that got SIGTERM just before it waits for a lock would never
+    end, and neither would its pool. A signal that comes during the fork waits until it is over.
     """
 
     def block() -> None:
@@ -373,9 +373,7 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
                 f"{actor_gib:.3g} GiB"
             )
         return
-    saved = engine.count_parameters(run.unwrapped)
-    if lora.has_adapter(run.unwrapped):
-        saved = engine.count_trained_parameters(run.unwrapped)
+    saved = lora.count_saved_parameters(run.unwrapped)
     most_gib = (saved * BYTES_PER_PARAMETER + BYTES_BESIDE) / 2**30
     there = folders.by_step(run.folder)
     if resumes_from:

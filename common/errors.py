@@ -23,12 +23,9 @@ def run(main: Callable[[], None]) -> None:
         if isinstance(error.code, str):
             refuse(error.code)
         raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             refuse(f"a disk is full, that of --output_dir or of a cache (HF_HOME): {error}")
-        tell_launcher(traceback.format_exc())
-        raise
-    except Exception:
         tell_launcher(traceback.format_exc())
         raise
 

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import datetime
-import itertools
 import logging
 import os
 import sys
@@ -222,9 +221,13 @@ def decide_output_dir(args, recipe: str) -> str:
 
 
 def unused(path: Path) -> Path:
-    """Returns a path, or the first with a number behind it that is not there: `...-2`."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(p for p in itertools.chain([path], numbered) if not p.exists())
+    """Returns this path; if it is taken, the first free one of `...-2`, `...-3` and so on."""
+    free = path
+    number = 1
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 def remove_if_empty(folder: Path) -> None:

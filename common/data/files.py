@@ -293,9 +293,9 @@ def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
     while True:
         position = WHITE_SPACE.match(buffer, position).end()
         character = buffer[position : position + 1]
-        # Numbers and text, not the decoder's error itself: through its traceback that would keep
-        # this part of the file in memory until Python next looks for cycles.
-        what, where = "the array does not end", position
+        # Not a JSONDecodeError: to make one counts all lines before it, here for every row.
+        fault = "the array does not end"
+        fault_position = position
         if character == "]" and may_end:
             return
         if comma_due and character == ",":
@@ -315,13 +315,14 @@ def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
                 may_end = True
                 continue
             except json.JSONDecodeError as unfinished:
-                what, where = unfinished.msg, unfinished.pos
+                fault = unfinished.msg
+                fault_position = unfinished.pos
 
         # The buffer ends within a row, or the row is malformed: then the whole file does not help.
         more = file.read(max(CHUNK, len(buffer) - position))
         if not more:
-            line = lines_before + buffer.count("\n", 0, where) + 1
-            raise ValueError(f"{what}: line {line}")
+            line = lines_before + buffer.count("\n", 0, fault_position) + 1
+            raise ValueError(f"{fault}: line {line}")
         lines_before += buffer.count("\n", 0, position)
         buffer = buffer[position:] + more
         position = 0

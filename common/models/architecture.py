@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import re
 import sys
 
@@ -71,17 +72,18 @@ def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
     """
     if hasattr(model.config.get_text_config(), "index_topk"):
         return mask  # DeepSeek's index reads it, too, in a dtype of its own
-    # Not `.weight`: within a forward pass ZeRO-3 would gather what is asked for by its name.
-    weight = next(model.get_input_embeddings().parameters())
     if torch.is_autocast_enabled(mask.device.type):
         dtype = torch.get_autocast_dtype(mask.device.type)
-    elif isinstance(weight, DTensor):
-        return mask  # FSDP2 computes in another dtype than that of the shards
     else:
+        # Not `.weight`: within a forward pass ZeRO-3 would gather what is asked for by its name.
+        weight = next(model.get_input_embeddings().parameters())
+        if isinstance(weight, DTensor):
+            return mask  # FSDP2 computes in another dtype than that of the shards
         dtype = weight.dtype
     # Where a row does not begin at a multiple of 8, the kernel for masks on a GPU would copy them.
     *shape, length = mask.shape
-    numbers = torch.zeros(*shape, -(-length // 8) * 8, dtype=dtype, device=mask.device)
+    padded_length = math.ceil(length / 8) * 8
+    numbers = torch.zeros(*shape, padded_length, dtype=dtype, device=mask.device)
     return numbers[..., :length].masked_fill_(~mask, HIDDEN)
 
 

@@ -323,6 +323,13 @@ def has_adapter(module: nn.Module) -> bool:
     return any(getattr(model, "_hf_peft_config_loaded", False) for model in models)
 
 
+def count_saved_parameters(module: nn.Module) -> int:
+    """Counts the parameters that are saved: of a model with adapters, those of the adapters."""
+    if has_adapter(module):
+        return engine.count_trained_parameters(module)
+    return engine.count_parameters(module)
+
+
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters that are trained, by name: of a model with adapters, those alone."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -431,12 +431,20 @@ class Bench:
 
         Raises:
             RunFailed: it ended with an error.
+            Unchecked: it was given fewer rows than others, and none of them can be used.
         """
 
         def make() -> Finished:
             output = self.folder / name
-            with self.slots.take(processes_of(launcher)):
-                return self.finish(name, launcher, self.flags(output, **changes), fresh)
+            try:
+                with self.slots.take(processes_of(launcher)):
+                    return self.finish(name, launcher, self.flags(output, **changes), fresh)
+            except RunFailed as error:
+                unusable = re.search(r"no usable row: .*", str(error))
+                if unusable and "rows" in changes:
+                    reason = f"the first rows of the data cannot be used: {unusable[0]}"
+                    raise Unchecked(reason) from None
+                raise
 
         return self.once(name, make)
 
@@ -479,16 +487,10 @@ class Bench:
         return False
 
     def check_end(self, name: str, process, console: Path) -> None:
-        """Raises `RunFailed` if a process that has ended failed.
-
-        Raises `Unchecked` if it failed because the few rows that it was given cannot be used.
-        """
+        """Raises `RunFailed` if a process that has ended failed."""
         # torch's gloo threads now and then abort a process that has finished, while it exits.
         is_done = "\ndone: " in console.read_text(encoding="utf-8", errors="replace")
         if process.returncode and not is_done:
-            unusable = re.search(r"no usable row: .*", end_of(console))
-            if unusable:
-                raise Unchecked(f"the first rows of the data cannot be used: {unusable[0]}")
             raise RunFailed(f"the run `{name}` ended with an error:\n{end_of(console)}")
 
     def run_to_first_line(self, name: str, **changes) -> dict:

@@ -30,13 +30,17 @@ def load(folder: Path):
     return model_class.from_pretrained(folder, output_loading_info=True)
 
 
-def lost_files(folder: Path, start: Path) -> list[str]:
-    """Returns what the start has beside its weights and the saved model has not."""
+def lost_files(folder: Path, tokenizer, start: Path) -> list[str]:
+    """Returns what the start has beside its weights and the saved model has not.
+
+    Args:
+        tokenizer: of the saved model.
+    """
     from transformers import AutoTokenizer
 
     lost = []
     had_template = bool(AutoTokenizer.from_pretrained(start).chat_template)
-    if had_template and not AutoTokenizer.from_pretrained(folder).chat_template:
+    if had_template and not tokenizer.chat_template:
         lost.append("chat template")
     is_adapter = (folder / "adapter_config.json").is_file()  # peft saves no generation config
     generates = not is_adapter and "CausalLM" in (folder / "config.json").read_text()
@@ -59,7 +63,7 @@ def main() -> None:
         "missing": sorted(info.get("missing_keys", [])),
         "unexpected": sorted(info.get("unexpected_keys", [])),
         "not finite": int((~output.isfinite()).sum()),
-        "lost": lost_files(folder, start),
+        "lost": lost_files(folder, tokenizer, start),
     }
     print(json.dumps(found))
 

@@ -272,12 +272,12 @@ def check_log_lines(bench: Bench) -> list[Check]:
     """Lines after the first update, every `logging_steps`, and the last; evaluations likewise."""
     bench.need("logging_steps")
     _, still = standing_still(bench)
-    steps = [line["global_step"] for line in still.training]
+    interval_of_still = still.training[-1]["global_step"] // 2
     runs = {
         "1, one process": (base(bench), 1),
         "1, two processes": (two_processes(bench), 1),
         "4": (unbroken(bench), 4),
-        f"{steps[-1] // 2}": (still, steps[-1] // 2),
+        f"{interval_of_still}": (still, interval_of_still),
     }
     if bench.has("seed"):
         other = other_seed(bench)
@@ -293,26 +293,30 @@ def check_log_lines(bench: Bench) -> list[Check]:
         expected = sorted({0, *range(3, total + 1, 3), total})
         found = [line["global_step"] for line in base(bench).evaluations]
         checks.append(Check("eval_steps 3", of_lists(expected, found)))
-    checks += saved_where_due(bench, unbroken(bench), still)
+    checks += saved_where_due(bench, unbroken(bench), still, interval_of_still)
     checks += linear_schedule(bench, base(bench))
     if not bench.samples:
         checks.append(Check("updates and samples of 2 epochs", of_counts(base(bench))))
     return checks
 
 
-def saved_where_due(bench: Bench, unbroken: Finished, still: Finished) -> list[Check]:
-    """Whether checkpoints and actors stand where `save_steps` and `save_actor_steps` say."""
+def saved_where_due(bench: Bench, limited: Finished, still: Finished, interval: int) -> list[Check]:
+    """Whether checkpoints and actors stand where `save_steps` and `save_actor_steps` say.
+
+    Args:
+        limited: a run with `save_total_limit` 1.
+        still: a run that saves checkpoints and actors every `interval` updates, and keeps all.
+    """
     checks = []
     total = last_step(still)
-    interval = still.training[-1]["global_step"] // 2
     due = sorted({*range(interval, total + 1, interval), total})
     for name, folder in (("save_steps", "checkpoints"), ("save_actor_steps", "actors")):
         if bench.has(name):
             found = [folders.step_of(path) for path in folders.by_step(still.folder / folder)]
             checks.append(Check(f"{name} {interval}", of_lists(due, found, folder)))
     if bench.has("save_steps", "save_total_limit"):
-        kept = [folders.step_of(path) for path in folders.by_step(unbroken.folder / "checkpoints")]
-        of_limit = of_lists([last_step(unbroken)], kept, "checkpoints")
+        kept = [folders.step_of(path) for path in folders.by_step(limited.folder / "checkpoints")]
+        of_limit = of_lists([last_step(limited)], kept, "checkpoints")
         checks.append(Check("save_total_limit 1", of_limit))
     return checks
 
@@ -779,11 +783,10 @@ def saved_actor(bench: Bench, what: str, run: Finished) -> list[Check]:
     difference = compare.of_lines([expected], [found])
     checks.append(Check(f"{what}: a new run on it logs the last eval/*", difference))
     if changes and run is base(bench):
-        of_actor, of_start = (
-            bench.run(f"{name}-{number}", model_name_or_path=str(folder), max_steps=1, **reference)
-            for number, reference in enumerate([{"ref_model_name_or_path": str(folder)}, changes])
-        )
-        most = largest_difference(of_actor.lines, of_start.lines)
+        one_update = dict(model_name_or_path=str(folder), max_steps=1)
+        to_start = bench.run(f"{name}-to-start", **one_update, **changes)
+        to_itself = bench.run(f"{name}-to-itself", **one_update, ref_model_name_or_path=str(folder))
+        most = largest_difference(to_itself.lines, to_start.lines)
         checks.append(Check("another reference: unlike", at_least(most, 1e-5)))
     return checks
 
