@@ -11,13 +11,28 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import Accelerator
 from filelock import FileLock
 from torch.utils import cpp_extension
-from transformers import AutoTokenizer
+from transformers import AttentionInterface, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import launch
+from common.models import packing
 from runs import ABORTED, ASSETS
+
+PRECISION_OF_PRODUCTS = torch.backends.mkldnn.matmul.fp32_precision
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_began(monkeypatch):
+    """Takes back what models set for the whole process, so that no test depends on those before it."""
+    # `cpu.use_onednn`, for a wide model
+    torch.backends.mkldnn.matmul.fp32_precision = PRECISION_OF_PRODUCTS
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+    # `checks.can_pack`
+    monkeypatch.setattr(packing.costs, "attention_equals_rest", packing.Costs.attention_equals_rest)
 
 
 @pytest.fixture(scope="module")

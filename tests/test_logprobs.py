@@ -322,9 +322,8 @@ def test_attention_of_a_part_of_longer_rows_is_not_packed(name):
     assert checks.can_pack([wrapper], 50, "cpu") and not checks.can_pack([wrapper], 51, "cpu")
 
 
-def test_rows_that_would_become_too_long_are_not_packed(monkeypatch):
+def test_rows_that_would_become_too_long_are_not_packed():
     """Sixteen answers of 300 tokens to a prompt of 10: fewer tokens, and 15 times the attention."""
-    monkeypatch.setattr(packing.costs, "attention_equals_rest", 4096)
     rows = lambda prompt, answer, n: len(
         packing.make_batch([[5] * prompt] * n, [[6] * answer] * n, True, "cpu")["inputs"][
             "input_ids"
@@ -335,14 +334,11 @@ def test_rows_that_would_become_too_long_are_not_packed(monkeypatch):
 
 @pytest.fixture
 def products():
-    """What `use_onednn` sets for the whole process, as it is without it; put back afterwards."""
+    """What `use_onednn` sets for the whole process, as it is without it."""
     setting, attention = torch.backends.mkldnn.matmul, AttentionInterface()
-    before = setting.fp32_precision, attention["sdpa"]
     setting.fp32_precision = "ieee"
     AttentionInterface.register("sdpa", sdpa_attention_forward)
-    yield setting, attention
-    setting.fp32_precision = before[0]
-    AttentionInterface.register("sdpa", before[1])
+    return setting, attention
 
 
 def test_products_of_a_wide_model_are_fp32(products, tokenizer, tmp_path):

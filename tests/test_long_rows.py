@@ -16,12 +16,6 @@ from runs import recipe
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True)
-def own_costs(monkeypatch):
-    """`can_pack` sets them for the process."""
-    monkeypatch.setattr(packing.costs, "attention_equals_rest", 4096)
-
-
 def peak_of(function) -> int:
     """The most bytes that this process's memory grows by while a function runs."""
 
