@@ -2,6 +2,7 @@
 
     python benchmarks/scaling.py                                       computed: the tables of docs/scaling.md and docs/memory.md
     python benchmarks/scaling.py --count [--configs YAML_OR_JSON ...] [--layers 6]    counted on two CPU processes
+    python benchmarks/scaling.py --kernels [--layers 24]                              counted on one
 
 The tables are computed from formulas and the assumptions below: nothing in them is measured. The window of an update is the same on any number of
 GPUs, so the accumulation steps fall as GPUs are added. The time of an update is its compute and what of the communication does not hide behind
@@ -12,6 +13,9 @@ network card between nodes.
 from Python or C++, passes its dispatcher, and is counted there with the size of the whole tensor S. What each process sends for it, by the
 usual ring, is `2 S (N - 1) / N` for an all-reduce and `S (N - 1) / N` for the others; the last column adds them up without `(N - 1) / N`. The
 model and the configs are those of benchmarks/memory.py; the second update is counted, on rank 0.
+
+`--kernels` gives what one decoding step asks of the device: kernels, and views of tensors, which only the host computes. It generates with
+transformers' growing cache, as the recipes do, and with its static one, not compiled. The number does not depend on the sizes of a layer.
 """
 
 import argparse
@@ -346,6 +350,71 @@ def print_counted(configs: list[Path], layers: int) -> None:
             )
 
 
+# What returns another view of a tensor, and asks nothing of the device.
+VIEWS = {
+    "_unsafe_view",
+    "alias",
+    "as_strided",
+    "chunk",
+    "detach",
+    "expand",
+    "lift_fresh",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "split",
+    "squeeze",
+    "t",
+    "transpose",
+    "unbind",
+    "unsqueeze",
+    "view",
+}
+
+
+class CountOperations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operations: Counter = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.operations["views" if name in VIEWS else "kernels"] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations_of(model, new_tokens: int, **settings) -> Counter:
+    """Counts what generating so many tokens for four prompts takes."""
+    from common.rollout.generation import SampleByUniform
+
+    prompts = torch.full((4, 20), 7)
+    draws = SampleByUniform(torch.rand(4, new_tokens), prompts.shape[1], temperature=1.0)
+    with torch.no_grad(), CountOperations() as counted:
+        model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=new_tokens,
+            eos_token_id=[1],  # of 8192 tokens, so none is likely to be drawn
+            logits_processor=[draws],
+            **settings,
+        )
+    return counted.operations
+
+
+def print_kernels(layers: int) -> None:
+    """Prints by how much the counts grow with one more token."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**MODEL, num_hidden_layers=layers)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, settings in (
+        ("growing cache", {}),
+        ("static cache", {"cache_implementation": "static", "disable_compile": True}),
+    ):
+        step = operations_of(model, 9, **settings) - operations_of(model, 8, **settings)
+        print(f"{name}, {layers} layers, a step: {step['kernels']} kernels, {step['views']} views")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -357,13 +426,16 @@ def main() -> None:
         type=Path,
         default=[REPOSITORY / "accelerate_configs" / name for name in CONFIGS[1:]],
     )
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--kernels", action="store_true", help="count those of a decoding step")
+    parser.add_argument("--layers", type=int)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args.layers, args.worker)
     elif args.count:
-        print_counted(args.configs, args.layers)
+        print_counted(args.configs, args.layers or 6)
+    elif args.kernels:
+        print_kernels(args.layers or 24)
     else:
         print_computed()
 
