@@ -758,6 +758,58 @@ def test_what_cannot_be_proved_is_refused(capsys, words, said):
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
+def judged(*steps) -> tuple[str, str]:
+    """Status and table of a promise whose check yields each difference and raises each error."""
+
+    def check(_):
+        for step in steps:
+            if isinstance(step, Exception):
+                raise step
+            yield promises.Check(f"of {step.where}", step)
+
+    outcome = command.judge(promises.Promise("means", "says", "docs", check), None)
+    return outcome.status, command.table([outcome]) + command.explain([outcome])
+
+
+def test_what_was_measured_before_a_run_fails_is_told():
+    good, bad = compare.Difference(0, 1, "good"), compare.Difference(2, 1, "bad")
+    failed, missing = bench.RunFailed("KeyError: 'loss'"), bench.Unchecked("no --seed")
+    assert judged(good, good)[0] == "green"
+
+    status, said = judged(good, bad, failed)
+    assert status == "red"
+    assert re.search(r"^green +means +of good", said, re.M)
+    assert re.search(r"^RED +means +of bad", said, re.M)
+    assert re.search(r"^RED +means +a run failed", said, re.M)
+    assert "off by 2, bound 1. First in bad" in said and "    KeyError: 'loss'" in said
+    assert judged(good, failed)[0] == "red"
+
+    status, said = judged(good, missing)
+    assert status == "unchecked"
+    assert re.search(r"^green +means +of good", said, re.M)
+    assert re.search(r"^- +means +no --seed", said, re.M)
+    status, said = judged(bad, missing)
+    assert status == "red" and re.search(r"^- +means +no --seed", said, re.M)
+
+
+def test_of_several_processes_the_error_of_the_first_is_shown(tmp_path):
+    """The second one only says that its peer has gone, in more lines than are shown."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    sys.exit('this is wrong')\n"
+        "import signal\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('gone\\n' * 50))\n"
+        "time.sleep(60)\n"
+    )
+    made = bench.Bench(script, [], tmp_path, quick=True)
+    process, console = made.start("failing", [str(script)], "ddp")
+    assert process.poll(60) == 1
+    assert console.read_text().count("gone") == 50
+    assert bench.end_of(console).splitlines()[-1] == "this is wrong"
+
+
 def lines_with(**changes) -> list[dict]:
     """Three log lines, `loss_1=2.1` being the loss of the second one."""
     made = [{"global_step": step, "loss": 2.0, "logps/x": -50.0} for step in (1, 2, 3)]

@@ -36,31 +36,39 @@ class Outcome(NamedTuple):
     """What became of a promise.
 
     Attributes:
-        status: `green`, `red` or `unchecked`.
         checks: what was measured, see `promises.Check`.
-        why: of a promise without checks, why it has none.
+        failure: the error that ended the checks, if one did.
+        unchecked: why there are no further checks, if something is missing.
     """
 
     promise: "Promise"
-    status: str
     checks: list
-    why: str = ""
+    failure: str = ""
+    unchecked: str = ""
+
+    @property
+    def status(self) -> str:
+        """`green`, `red` or `unchecked`."""
+        if self.failure or not all(check.difference.green for check in self.checks):
+            return "red"
+        return "unchecked" if self.unchecked else "green"
 
 
 def judge(promise, bench) -> Outcome:
     """Checks one promise. Whatever goes wrong in its runs makes it red."""
     from common.prove.bench import RunFailed, Unchecked
 
+    checks: list = []
     try:
-        checks = promise.check(bench)
+        for check in promise.check(bench):
+            checks.append(check)
     except Unchecked as reason:
-        return Outcome(promise, "unchecked", [], str(reason))
+        return Outcome(promise, checks, unchecked=str(reason))
     except RunFailed as error:
-        return Outcome(promise, "red", [], str(error))
+        return Outcome(promise, checks, failure=str(error))
     except Exception:  # such as a log line without what the contracts say
-        return Outcome(promise, "red", [], traceback.format_exc(limit=-2).strip())
-    green = all(check.difference.green for check in checks)
-    return Outcome(promise, "green" if green else "red", checks)
+        return Outcome(promise, checks, failure=traceback.format_exc(limit=-2).strip())
+    return Outcome(promise, checks)
 
 
 # ============================================================ the table
@@ -75,10 +83,10 @@ def table(outcomes: list[Outcome]) -> str:
             status = "green" if difference.green else "RED"
             measured, bound = number(difference.measured), number(difference.bound)
             rows.append((status, outcome.promise.name, check.what, measured, bound))
-        if not outcome.checks:
-            status = "RED" if outcome.status == "red" else "-"
-            said = outcome.why if outcome.status == "unchecked" else "a run failed, see below"
-            rows.append((status, outcome.promise.name, said, "", ""))
+        if outcome.failure:
+            rows.append(("RED", outcome.promise.name, "a run failed, see below", "", ""))
+        if outcome.unchecked:
+            rows.append(("-", outcome.promise.name, outcome.unchecked, "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
@@ -103,8 +111,7 @@ def explain(outcomes: list[Outcome]) -> str:
             if not difference.green:
                 off = f"off by {number(difference.measured)}, bound {number(difference.bound)}"
                 lines.append(f"    {check.what}: {off}. First in {difference.where}")
-        if outcome.why:
-            lines += [f"    {line}" for line in outcome.why.splitlines()]
+        lines += [f"    {line}" for line in outcome.failure.splitlines()]
         lines.append(f"    see {outcome.promise.docs}")
     return "\n".join(lines)
 
@@ -119,7 +126,7 @@ def as_json(outcomes: list[Outcome], recipe: Path, quick: bool, seconds: float) 
         "promises": {
             outcome.promise.name: {
                 "status": outcome.status,
-                "why": outcome.why,
+                "why": outcome.failure or outcome.unchecked,
                 "checks": [
                     {
                         "what": check.what,

@@ -560,9 +560,13 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def end_of(console: Path, most: int = 12) -> str:
-    """The last lines of what a run printed."""
-    text = console.read_text(encoding="utf-8", errors="replace").strip()
-    return "\n".join(text.splitlines()[-most:])
+    """The last lines of what a run printed, or of what it did until its first process failed.
+
+    The other processes fail after that one because it is gone, and say no more than that.
+    """
+    text = console.read_text(encoding="utf-8", errors="replace")
+    until_failure, *_ = re.split(rf"^{warm.FAILED}", text, maxsplit=1, flags=re.M)
+    return "\n".join(until_failure.strip().splitlines()[-most:])
 
 
 # Where a row may hold an answer to learn, as the formats of data have it.

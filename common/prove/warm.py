@@ -41,6 +41,8 @@ LATE = [
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch._functorch.aot_autograd",
 ]
+# How the line begins that names the process of a world that failed first.
+FAILED = "the process that failed first:"
 
 
 @cache
@@ -256,7 +258,8 @@ def run_ranks(args) -> None:
         running.discard(pid)
         if status and not failed:
             failed = True
-            print(f"process {pid} ended with {os.waitstatus_to_exitcode(status)}", file=sys.stderr)
+            status = os.waitstatus_to_exitcode(status)
+            print(f"{FAILED} {pid}, status {status}", file=sys.stderr)
             end(running)
     del store
     if failed:
