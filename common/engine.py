@@ -7,7 +7,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from common import zero
+from common import cpu, zero
 
 
 def describe(accelerator: Accelerator) -> str:
@@ -108,7 +108,8 @@ def record_group_norms(accelerator, optimizer):
             # FSDP2's gradients hold this process's shard under another name.
             local = [getattr(grad, "_local_tensor", grad) for grad in grads if grad is not None]
             # Not read here, where a GPU would still be at work on the backward pass.
-            norm = nn.utils.get_total_norm(local).float()
+            with cpu.NormsInFp64():
+                norm = nn.utils.get_total_norm(local).float()
             squares[group["name"]] = squares[group["name"]] + norm**2
 
     def group_norms() -> dict[str, float]:

@@ -66,6 +66,8 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     check_built(accelerator, launcher, accumulation)
     if launcher.fsdp:
         keep_sums_in_fp32(accelerator)
+    if launcher.on_cpu:
+        cpu.clip_by_exact_norm(accelerator)
     make_output_dir(accelerator, args, recipe)
     set_seed(args.seed)
     if launcher.on_cpu and accelerator.mixed_precision != "no":

@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common import cpu
+from common import cpu, engine
 from common.models import checks, load, logprobs, packing, prepare
 from common.models.logprobs import ChunkedLogProbs, LogProbModel
 from runs import tiny_llama, whole_rows
@@ -366,6 +366,42 @@ def test_products_of_a_wide_model_are_fp32(products, tokenizer, tmp_path):
     if not asked:  # where a CPU makes use of the permission it must have been taken back
         setting.fp32_precision = "bf16"
         assert (torch.full((256, 256), 1 + 2**-12) @ torch.eye(256)).min() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_on_a_cpu_are_clipped_by_their_exact_norm(accelerator, dtype, monkeypatch):
+    """Most of the numbers are so small that a sum of squares in fp32 does not grow by them."""
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (2_500_000, 30)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape).to(dtype)
+        parameter.grad[10_000:] *= 0.01
+    before = [parameter.grad.double() for parameter in parameters]
+    expected = torch.cat(before).norm().item()
+
+    monkeypatch.setattr(accelerator, "clip_grad_norm_", accelerator.clip_grad_norm_)
+    cpu.clip_by_exact_norm(accelerator)
+    assert float(accelerator.clip_grad_norm_(parameters, 2.0)) == pytest.approx(expected, rel=1e-12)
+    rounding = torch.finfo(dtype).eps
+    for parameter, gradient in zip(parameters, before):
+        assert parameter.grad.dtype == dtype
+        clipped = gradient * (2.0 / expected)
+        assert (parameter.grad.double() - clipped).norm() <= rounding * clipped.norm()
+
+
+def test_norms_of_parameter_groups_are_exact(accelerator):
+    torch.manual_seed(0)
+    groups = {name: torch.nn.Parameter(torch.zeros(2_500_000)) for name in ("actor", "critic")}
+    for parameter, size in zip(groups.values(), (0.01, 0.02)):
+        parameter.grad = torch.randn(parameter.shape)
+        parameter.grad[10_000:] *= size
+    optimizer = torch.optim.SGD(
+        [{"params": [parameter], "name": name} for name, parameter in groups.items()]
+    )
+    group_norms = engine.record_group_norms(accelerator, optimizer)
+    optimizer.step()
+    expected = [parameter.grad.double().norm().item() for parameter in groups.values()]
+    assert list(group_norms().values()) == pytest.approx(expected, rel=2e-7)
 
 
 def test_a_cpu_that_rounds_keeps_its_products(products, monkeypatch):

@@ -33,7 +33,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peers import trl_values
-from runs import launch, recipe, tiny_llama, training_lines, weights, without_timings, write_jsonl
+from runs import (
+    LAUNCHERS,
+    launch,
+    recipe,
+    tiny_llama,
+    training_lines,
+    weights,
+    without_timings,
+    write_jsonl,
+)
 
 # What all runs against the loop have in common. Clipping binds; decay and warm-up count.
 SETTINGS = dict(
@@ -319,6 +328,27 @@ def test_sft_is_the_plain_loop(inputs, loss_on):
     # The run is one in which everything happens.
     assert sum(len(ids) > max_length for ids, _ in whole) > 1
     assert max(line["grad_norm"] for line in lines) > 2 * settings["max_grad_norm"]
+
+
+@pytest.mark.parametrize("launcher", ["plain", "fsdp2", "zero2"])
+def test_the_norm_of_a_large_gradient(tmp_path, launcher):
+    """Added up in fp32 one after the other, as torch does it on a CPU, 3 million squares are off by 1e-4."""
+    folder = tiny_llama(tmp_path / "model", intermediate_size=100_000, num_hidden_layers=1)
+    messages = CONVERSATIONS[1]
+    write_jsonl(tmp_path / "sft.jsonl", [{"messages": messages}])
+    output = tmp_path / "run"
+    flags = ["--model_name_or_path", folder, "--dataset_name", tmp_path / "sft.jsonl"]
+    flags += ["--train_batch_size", 2, "--micro_train_batch_size", 1, "--max_steps", 1]
+    flags += ["--max_grad_norm", 0.5, "--report_to", "none", "--output_dir", output]
+    launch(LAUNCHERS[launcher], recipe("sft"), *flags)
+
+    model = load(folder)
+    ids, targets = targets_of(AutoTokenizer.from_pretrained(folder), messages, "assistant")
+    logits = logits_before(model, ids, targets)
+    torch.nn.functional.cross_entropy(logits, torch.tensor(ids)[targets]).backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    (line,) = training_lines(output)
+    assert line["grad_norm"] == pytest.approx(gradient.norm().item(), rel=1e-6)
 
 
 # ------------------------------------------------------------------------------- DPO
