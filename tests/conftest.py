@@ -6,6 +6,7 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from common import launch
 from common.models import packing
 from runs import ABORTED, ASSETS
+
+# A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PRECISION_OF_PRODUCTS = torch.backends.mkldnn.matmul.fp32_precision
 
