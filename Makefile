@@ -31,7 +31,7 @@ rlhf: $(VENV)/installed  ## the demos of SFT, reward, PPO and DPO in turn, and o
 # tests/README.md says what is slow: tests that repeat on further engines what `make test` shows.
 PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/installed-test  ## the tests, five minutes on two cores
+test: $(VENV)/installed-test  ## the tests, six minutes on two cores
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/installed-test  ## the same contracts on further engines, and the demos
