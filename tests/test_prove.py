@@ -796,16 +796,19 @@ def test_of_several_processes_the_error_of_the_first_is_shown(tmp_path):
     """The second one only says that its peer has gone, in more lines than are shown."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys, time\n"
+        "import os, signal, sys, time\n"
         "if os.environ['RANK'] == '1':\n"
+        "    while not os.path.exists(sys.argv[1]):\n"
+        "        time.sleep(0.01)\n"
         "    sys.exit('this is wrong')\n"
-        "import signal\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit('gone\\n' * 50))\n"
-        "time.sleep(60)\n"
+        "open(sys.argv[1], 'w').close()\n"
+        "time.sleep(600)\n"
     )
     made = bench.Bench(script, [], tmp_path, quick=True)
-    process, console = made.start("failing", [str(script)], "ddp")
-    assert process.poll(60) == 1
+    words = [str(script), str(tmp_path / "ready")]
+    process, console = made.start("failing", words, "ddp")
+    assert process.poll(300) == 1
     assert console.read_text().count("gone") == 50
     assert bench.end_of(console).splitlines()[-1] == "this is wrong"
 
