@@ -1,17 +1,23 @@
 """`python -m common.prove` is green for every recipe and every fork in docs/, and red for each fault, under its name."""
 
 import ast
+import contextlib
 import gzip
 import itertools
 import json
 import math
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import psutil
 import pytest
 import torch
 
@@ -705,6 +711,62 @@ def test_a_fork_without_a_flag_is_told_what_could_not_be_checked(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_fork_that_always_makes_one_epoch_is_not_red(tmp_path):
+    text = recipe("sft").read_text()
+    flag = re.search(r"    max_epochs: \w+ = HfArg\(.*?\)\n", text, re.S)[0]
+    file = tmp_path / "my_sft.py"
+    file.write_text(text.replace(flag, "").replace("args.max_epochs", "1"))
+    names = ("means", "log-lines", "seed", "still")
+    report, output = prove(file, tmp_path, "--quick", *(f"--only={name}" for name in names))
+    assert of_status(report, "red") == [] and of_status(report, "green") == ["still"], output
+    assert of_status(report, "unchecked") == ["means", "log-lines", "seed"]
+    assert "the recipe makes one pass over the data" in output
+    assert output.count("the recipe has no --max_epochs") == 2
+
+
+@pytest.mark.slow
+def test_flags_that_a_tiny_run_cannot_have_make_nothing_red(tmp_path):
+    flags = ["--save_actor_limit", 1, "--overlong_buffer", 16, "--max_new_tokens", 32]
+    report, output = prove(recipe("grpo"), tmp_path, *flags, "--quick", "--only", "log-lines")
+    assert of_status(report, "green") == ["log-lines"], output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_proof_leaves_no_run_behind(tmp_path, number, status):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "common.prove", recipe("sft"), "--only", "split"],
+        cwd=tmp_path,
+        env={**os.environ, **OFFLINE, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(runs)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A shell has the children that it starts in the background ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while not list(runs.glob("prove-*/1x16*")):
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.01)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == status, output
+    assert "Traceback" not in output
+    assert not list(runs.glob("prove-*"))
+
+    def is_here(other: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return other.status() != psutil.STATUS_ZOMBIE and other.cwd() == str(tmp_path)
+        return False
+
+    latest = time.monotonic() + 60  # the server of the runs notices that its starter has gone
+    while any(map(is_here, psutil.process_iter())):
+        assert time.monotonic() < latest, [*filter(is_here, psutil.process_iter())]
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
 def test_rows_that_cannot_be_used_make_nothing_red(tmp_path):
     """Of the first 33 rows 13 can be used: they are one update an epoch."""
     rows = [json.loads(line) for line in (ASSETS / "sft_train.jsonl").read_text().splitlines()[:60]]
@@ -750,7 +812,12 @@ def test_the_promises_are_listed_and_explained(capsys):
 
 @pytest.mark.parametrize(
     "words, said",
-    [(["--only", "speed", "x.py"], "--only speed: no such promise"), (["x.py"], "no such file")],
+    [
+        (["--only", "speed", "x.py"], "--only speed: no such promise"),
+        (["x.py"], "x.py: no such file"),
+        ([], "error: name a recipe"),
+        ([str(recipe("sft")), "--json", "nowhere/report.json"], "there is no folder"),
+    ],
 )
 def test_what_cannot_be_proved_is_refused(capsys, words, said):
     with pytest.raises(SystemExit) as ended:
@@ -815,9 +882,12 @@ def test_of_several_processes_the_error_of_the_first_is_shown(tmp_path):
 
 def lines_with(**changes) -> list[dict]:
     """Three log lines, `loss_1=2.1` being the loss of the second one."""
-    made = [{"global_step": step, "loss": 2.0, "logps/x": -50.0} for step in (1, 2, 3)]
+    line = {"loss": 2.0, "logps/x": -50.0, "mean": 3.0, "samples": 100_000, "epoch": 1.0}
+    line |= {"grad_norm": 4.0, "learning_rate": 1e-3}
+    made = [{"global_step": step, **line} for step in (1, 2, 3)]
     for place, value in changes.items():
         tag, number = place.split("_")
+        tag = {"norm": "grad_norm", "rate": "learning_rate"}.get(tag, tag)
         made[int(number)][tag] = value
     return made
 
@@ -833,10 +903,28 @@ def lines_with(**changes) -> list[dict]:
         ({"loss_2": 2.0 + 1e-12}, True, False),
         ({"loss_1": math.nan}, False, False),
         ({"new_1": 1.0}, False, False),
+        ({"norm_1": 4.0 + 3.9e-5}, False, True),  # 1e-5 of its own size, not of the log-probs'
+        ({"norm_1": 4.0 + 4.1e-5}, False, False),
+        ({"rate_1": 1e-3 + 0.9e-12}, False, True),
+        ({"rate_1": 1e-3 + 1.1e-12}, False, False),
+        ({"samples_1": 100_001}, False, False),
+        ({"epoch_1": 1.0 + 1e-9}, False, False),
+        ({"mean_1": 3.0 + 4.9e-4}, False, True),  # may be made of the log-probs
+        ({"mean_1": 3.0 + 5.1e-4}, False, False),
     ],
 )
 def test_bounds_of_log_lines(changes, exact, green):
     assert compare.of_lines(lines_with(), lines_with(**changes), exact=exact).green == green
+
+
+def test_what_is_not_finite_has_no_infinite_bound():
+    for value in (math.inf, math.nan):
+        assert not compare.of_lines(lines_with(mean_1=value), lines_with()).green
+        # Nor has another metric of that line.
+        beside = {"logps/x_1": value}
+        expected, found = lines_with(**beside), lines_with(**beside, mean_1=3.1)
+        assert not compare.of_lines(expected, found, only={"mean"}).green
+    assert compare.of_lines(lines_with(mean_1=math.inf), lines_with(mean_1=math.inf)).green
 
 
 def test_the_first_line_and_metric_beyond_its_bound_is_named():
@@ -861,10 +949,10 @@ def test_learning_rates_of_a_linear_schedule(tmp_path, rates, green):
     write_jsonl(tmp_path / "metrics.jsonl", lines)
     made = bench.Bench(Path("x.py"), [], tmp_path, quick=True)
     made.arguments = {"lr_scheduler_type": "linear", "warmup_steps": 0}
-    (check,) = promises.linear_schedule(made, bench.Finished("", tmp_path, ""))
+    (check,) = promises.linear_schedule(made, "alone", bench.Finished("", tmp_path, ""))
     assert check.difference.green == green
     made.arguments = {}  # a fork with a schedule of its own
-    assert promises.linear_schedule(made, bench.Finished("", tmp_path, "")) == []
+    assert promises.linear_schedule(made, "alone", bench.Finished("", tmp_path, "")) == []
 
 
 @pytest.mark.parametrize(
@@ -878,8 +966,280 @@ def test_learning_rates_of_a_linear_schedule(tmp_path, rates, green):
 def test_epochs_have_orders_of_their_own(tmp_path, losses, expected):
     lines = [{"global_step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
     write_jsonl(tmp_path / "metrics.jsonl", lines)
-    checks = promises.of_epochs(bench.Finished("", tmp_path, ""))
+    checks = promises.of_epochs(bench.Finished("", tmp_path, ""), len(losses) // 2)
     assert [check.difference.green for check in checks] == expected
+
+
+def bench_of(folder: Path, **arguments) -> bench.Bench:
+    """A bench of a recipe with these arguments, on the embedded model."""
+    made = bench.Bench(Path("x.py"), [], folder, quick=True)
+    made.arguments = {"model_name_or_path": str(ASSETS / "model"), "dataset_name": [], **arguments}
+    made.train_rows = made.eval_rows = [[{"prompt": "1+1=", "completion": "2"}] * 8]
+    return made
+
+
+def test_flags_of_a_tiny_run_fit_each_other(tmp_path):
+    asked = dict(save_actor_limit=1, max_new_tokens=32, overlong_buffer=16, max_length=1024)
+    flags = bench_of(tmp_path, **asked).flags(tmp_path / "run")
+    values = dict(zip(flags[::2], flags[1::2]))
+    assert values["--save_actor_limit"] == "0"
+    assert values["--max_new_tokens"] == "8" and values["--overlong_buffer"] == "4"
+    assert values["--max_length"] == "256"
+
+
+def test_which_settings_of_a_config_are_dropouts(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for config, has_dropout in (
+        ({"attention_dropout": 0, "hidden_size": 8}, True),
+        ({"resid_pdrop": 0.1}, True),
+        ({"use_dropout": False, "hidden_size": 8}, False),
+        ({"classifier_dropout": None}, False),
+    ):
+        (model / "config.json").write_text(json.dumps(config))
+        (tmp_path / "bench").mkdir()
+        made = bench_of(tmp_path / "bench", model_name_or_path=str(model))
+        assert made.has_dropout == has_dropout
+        copied = json.loads(Path(made.model_folder(0.5), "config.json").read_text())
+        assert (0.5 in copied.values()) == has_dropout
+        assert copied.get("hidden_size") == config.get("hidden_size")
+        shutil.rmtree(tmp_path / "bench")
+    # Before adapters there is dropout in any model.
+    lora = dict(lora_r=4, lora_dropout=0.0)
+    (model / "config.json").write_text("{}")
+    assert bench_of(tmp_path, model_name_or_path=str(model), **lora).has_dropout
+    sampling = bench_of(tmp_path, model_name_or_path=str(model), **lora, rollout_batch_size=4)
+    assert not sampling.has_dropout
+
+
+def test_first_rows_that_cannot_be_used_are_told(tmp_path):
+    made = bench_of(tmp_path)
+
+    def finish(*_):
+        raise bench.RunFailed("data set 'x': no usable row: 33 left out (too long)")
+
+    made.finish = finish
+    with pytest.raises(bench.Unchecked, match=r"no usable row: 33 left out \(too long\)"):
+        made.run("1x16")
+
+
+@pytest.mark.parametrize(
+    "status, text, fails",
+    [
+        (0, "", False),
+        (1, "\ndone: 6 updates\n", True),
+        (-6, "\ndone: 6 updates\nterminate called without an active exception\n", False),
+        (-6, "terminate called without an active exception\n", True),
+    ],
+)
+def test_which_ends_are_failures(tmp_path, status, text, fails):
+    console = tmp_path / "console.txt"
+    console.write_text(text)
+    process = SimpleNamespace(returncode=status)
+    expected = pytest.raises(bench.RunFailed) if fails else contextlib.nullcontext()
+    with expected:
+        bench_of(tmp_path).check_end("run", process, console)
+
+
+def test_a_run_that_hangs_or_is_watched_wrongly_is_killed(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    made = bench_of(tmp_path)
+
+    def wrong():
+        raise OSError("the disk is gone")
+
+    for until, error in (
+        (None, bench.RunFailed),
+        (lambda: False, bench.RunFailed),
+        (wrong, OSError),
+    ):
+        monkeypatch.setattr(bench, "HANG_SECONDS", 0.5)
+        process, console = made.start("hanging", [str(script)], "plain")
+        with pytest.raises(error, match=r"the run `hanging` hung|the disk is gone"):
+            made.wait("hanging", process, console, until)
+        assert process.returncode == -signal.SIGKILL
+    with pytest.raises(bench.RunFailed, match="hung"):
+        made.run_script("hanging", str(script))
+    assert not made.processes
+
+
+def test_workers_in_groups_of_their_own_are_killed(tmp_path):
+    """As a real torchrun starts them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, subprocess, sys, time\n"
+        "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "worker = subprocess.Popen(command, start_new_session=True)\n"
+        "pathlib.Path('worker.tmp').write_text(str(worker.pid))\n"
+        "pathlib.Path('worker.tmp').rename('worker')\n"
+        "time.sleep(600)\n"
+    )
+    script.write_text(script.read_text().replace("'worker", f"'{tmp_path}/worker"))
+    made = bench_of(tmp_path)
+    process, console = made.start("fresh", [str(script)], "plain", fresh=True)
+    file = tmp_path / "worker"
+    worker = []
+
+    def has_begun() -> bool:
+        if file.exists():
+            worker.append(psutil.Process(int(file.read_text())))
+        return bool(worker)
+
+    assert made.wait("fresh", process, console, has_begun)
+    assert not bench.is_alive(worker[0])
+
+
+def test_after_a_stop_no_run_starts(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    made = bench_of(tmp_path)
+    process, console = made.start("running", [str(script)], "plain")
+    made.stop()
+    assert made.wait("running", process, console) is False
+    with pytest.raises(bench.RunFailed):
+        made.check_end("running", process, console)
+    with pytest.raises(bench.RunFailed, match="was stopped"):
+        made.start("late", [str(script)], "plain")
+
+
+# ============================================================ nothing compared is not green
+
+
+def finished(folder: Path, *lines: dict) -> bench.Finished:
+    folder.mkdir(exist_ok=True)
+    write_jsonl(folder / "metrics.jsonl", lines)
+    return bench.Finished(folder.name, folder, "")
+
+
+def test_two_empty_logs_are_not_equal():
+    found = compare.of_lines([], [])
+    assert not found.green and found.where == "the log: neither run has such a line"
+
+
+def test_two_runs_without_a_model_are_not_equal(tmp_path):
+    one, other = finished(tmp_path / "one"), finished(tmp_path / "other")
+    found = compare.of_models(one, other)
+    assert not found.green and found.where.endswith("neither run has saved a model")
+
+
+def test_means_without_evaluations_are_not_all_checked(tmp_path, monkeypatch):
+    lines = [{"global_step": step, "loss": float(step)} for step in (1, 2, 3)]
+    run = finished(tmp_path / "run", *lines)
+    still = promises.StandingStill(run, run, 1)
+    monkeypatch.setattr(promises, "standing_still", lambda _: still)
+    checks = promises.check_means(bench_of(tmp_path))
+    assert [next(checks).what, next(checks).what] == ["training lines", "since the last line alone"]
+    with pytest.raises(bench.Unchecked, match="logs no evaluation"):
+        next(checks)
+
+
+def test_a_run_that_saves_nothing_may_have_moved(tmp_path):
+    with pytest.raises(bench.Unchecked, match="saves no model"):
+        promises.still(bench_of(tmp_path), "alone", finished(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("samples, unchecked", [(False, True), (True, False)])
+def test_random_states_count_only_where_there_is_dropout(tmp_path, monkeypatch, samples, unchecked):
+    (tmp_path / "config.json").write_text("{}")
+    asked = dict(model_name_or_path=str(tmp_path), save_steps=0, logging_steps=1, eval_steps=1)
+    made = bench_of(tmp_path, **asked, **({"rollout_batch_size": 4} if samples else {}))
+    monkeypatch.setattr(promises, "unbroken", lambda _: None)
+    monkeypatch.setattr(promises, "resumed", lambda *_: iter([]))
+    expected = pytest.raises(bench.Unchecked, match="random states: the model's config names no")
+    with expected if unchecked else contextlib.nullcontext():
+        list(promises.check_resume(made))
+
+
+def test_without_dropout_an_evaluation_proves_less(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    made = bench_of(tmp_path, model_name_or_path=str(tmp_path), eval_steps=1)
+    run = finished(
+        tmp_path / "run", {"global_step": 0, "eval/loss": 1.0}, {"global_step": 1, "x": 1}
+    )
+    monkeypatch.setattr(promises, "unbroken", lambda _: run)
+    monkeypatch.setattr(made, "run", lambda *_, **__: run)
+    checks = promises.check_evaluation(made)
+    assert [next(checks).what, next(checks).what] == ["log lines of training", "weights"]
+    with pytest.raises(bench.Unchecked, match="evaluations without dropout"):
+        next(checks)
+
+
+# ============================================================ killed and resumed
+
+
+class Killed(bench.Bench):
+    """A bench whose runs only make the folders of checkpoints that a list names."""
+
+    def run_until(self, name, launcher, flags, moment):
+        folder = Path(flags[flags.index("--output_dir") + 1]) / "checkpoints"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.names.append(name)
+        for path, is_moment in self.script.pop(0):
+            (folder / path).mkdir()
+            manifest = {"state.json": [0, 0]}
+            (folder / path / "state.json").touch()
+            (folder / path / "manifest.json").write_text(json.dumps(manifest))
+            assert moment() == is_moment, path
+            if is_moment:
+                return True
+        return False
+
+
+def killed(folder: Path, *script) -> Killed:
+    made = Killed(Path("x.py"), [], folder, quick=True)
+    made.arguments = bench_of(folder).arguments
+    made.train_rows = made.eval_rows = [[{}]]
+    made.script = list(script)
+    made.names = []
+    return made
+
+
+def test_a_run_is_killed_at_its_first_checkpoint_and_at_the_next_new_one(tmp_path):
+    """Also if it had written two when it was killed, as on a busy machine."""
+    first = [(".global_step_000002.writing", False), ("global_step_000002", True)]
+    late = [(".global_step_000004.writing", False), (".global_step_000006.writing", True)]
+    made = killed(tmp_path, first, [("global_step_000004", True)], [])
+    assert promises.kill_twice(made, "prompt", "plain").faults == []
+    assert made.names == ["prompt-0", "prompt-1", "prompt"]
+
+    # The first run was killed while it wrote the second checkpoint: that name is not new.
+    made = killed(tmp_path, first, late[1:], [])
+    folder = tmp_path / "late/checkpoints/.global_step_000004.writing"
+    folder.mkdir(parents=True)
+    assert promises.kill_twice(made, "late", "plain").faults == []
+
+    made = killed(tmp_path, first, [])
+    assert promises.kill_twice(made, "too-late", "plain") is None
+
+
+def test_a_run_that_cannot_be_killed_is_begun_anew(tmp_path, monkeypatch):
+    reference = finished(tmp_path / "whole", {"global_step": 1, "x": 1}, {"global_step": 6, "x": 1})
+    names = []
+
+    def kill_twice(_, name, __):
+        names.append(name)
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "metrics.jsonl", reference.lines)
+        return promises.Watch(tmp_path) if name == last else None
+
+    monkeypatch.setattr(promises, "kill_twice", kill_twice)
+    last = "killed-plain-2"
+    checks = promises.resumed(bench_of(tmp_path), "alone", reference, "plain")
+    assert [next(checks).difference.green, next(checks).difference.green] == [True, True]
+    assert names == ["killed-plain-0", "killed-plain-1", last]
+
+    last = None
+    (tmp_path / "again").mkdir()
+    made = bench_of(tmp_path / "again")
+    with pytest.raises(bench.Unchecked, match="alone: the machine is too busy: 3 times"):
+        for number in range(3):
+            (tmp_path / f"killed-plain-{number}/metrics.jsonl").unlink()
+            (tmp_path / f"killed-plain-{number}").rmdir()
+        next(promises.resumed(made, "alone", reference, "plain"))
+    short = finished(tmp_path / "short", {"global_step": 3, "x": 1})
+    with pytest.raises(bench.Unchecked, match="too few updates"):
+        next(promises.resumed(made, "alone", short, "plain"))
 
 
 def test_rows_that_cannot_be_used_are_not_expected(tmp_path):

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -159,12 +160,14 @@ def prove(recipe: Path, argv: list[str], quick: bool, only: list[str], keep: boo
 
     wanted = [promise for promise in PROMISES if not only or promise.name in only]
     folder = Path(tempfile.mkdtemp(prefix="prove-"))
+    bench = Bench(recipe, argv, folder, quick)
+    threads = ThreadPoolExecutor(len(wanted))
     try:
-        bench = Bench(recipe, argv, folder, quick)
         bench.prepare()
-        with ThreadPoolExecutor(len(wanted)) as threads:
-            return list(threads.map(lambda promise: judge(promise, bench), wanted))
+        return list(threads.map(lambda promise: judge(promise, bench), wanted))
     finally:
+        bench.stop()  # after Ctrl-C runs are left
+        threads.shutdown(cancel_futures=True)
         if keep:
             print(f"the runs are in {folder}")
         else:
@@ -206,16 +209,24 @@ def main(argv: list[str] | None = None) -> int:
     unknown = [name for name in args.only if name not in names]
     if unknown:
         parser.error(f"--only {unknown[0]}: no such promise. There are: {' '.join(names)}")
-    if args.recipe is None or not args.recipe.is_file():
+    if args.recipe is None:
+        parser.error("name a recipe, such as recipes/sft.py")
+    if not args.recipe.is_file():
         parser.error(f"{args.recipe}: no such file. Name a recipe, such as recipes/sft.py")
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: there is no folder {args.json.absolute().parent}")
 
     start = time.monotonic()
     set_environment()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         outcomes = prove(args.recipe.resolve(), own, args.quick, args.only, args.keep)
     except (RunFailed, Unchecked) as error:
         print(f"nothing can be checked: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: all runs were killed, nothing is told", file=sys.stderr)
+        return 128 + signal.SIGINT
     seconds = time.monotonic() - start
     print(table(outcomes))
     said = explain(outcomes)

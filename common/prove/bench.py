@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import psutil
@@ -23,12 +24,13 @@ import yaml
 from safetensors.torch import load_file
 
 from common import REPOSITORY, folders
+from common.data.workers import available_cores
 from common.prove import warm
 
 CONFIGS = REPOSITORY / "accelerate_configs"
 ACCELERATE = ["-m", "accelerate.commands.launch"]
 # A run that takes longer hangs. It is no bound of a promise: a tiny run takes seconds.
-HANG_SECONDS = 900
+HANG_SECONDS = 1800
 # Of an update, unless a promise says otherwise.
 BATCH = 16
 # Two updates of 16 and one of 1, for which one process of two has only a padding row.
@@ -42,6 +44,9 @@ SHORT_ROLLOUT = 11
 SAMPLED_UPDATES = 6
 # Divides nothing: the last micro-batch of an evaluation has padding rows, too.
 EVALUATION_ROWS = 5
+# Tokens of a row, and of a response.
+LONGEST = 256
+LONGEST_RESPONSE = 8
 DROPOUT = 0.1
 AUTO = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
 
@@ -216,9 +221,11 @@ class Bench:
         self.argv = argv
         self.folder = folder
         self.quick = quick
-        self.slots = Slots(max(2, os.cpu_count() or 1))
+        self.slots = Slots(max(2, available_cores()))
         self.runs: dict[str, Future] = {}
         self.lock = threading.Lock()
+        self.processes: set[warm.Process | Fresh] = set()  # those that run
+        self.is_stopped = False
         self.arguments: dict = {}
         self.train_rows: list[list[dict]] = []
         self.eval_rows: list[list[dict]] = []
@@ -237,9 +244,7 @@ class Bench:
         words = [str(self.recipe), *self.argv, "--output_dir", str(output)]
         process, console = self.start("asked", words, "plain")
         record = output / "run.yaml"
-        while process.poll(0.01) is None and not record.exists():
-            pass
-        kill(process)
+        self.wait("asked", process, console, until=record.exists)
         if not record.exists():
             raise RunFailed(f"the recipe does not start:\n{end_of(console)}")
         self.arguments = yaml.safe_load(record.read_text(encoding="utf-8"))
@@ -303,23 +308,49 @@ class Bench:
             paths.append(str(path))
         return paths
 
+    @cached_property
+    def model_source(self) -> Path:
+        """The folder of the model that the arguments name."""
+        name = self.arguments["model_name_or_path"]
+        if Path(name).is_dir():
+            return Path(name)
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name))
+
+    @cached_property
+    def model_config(self) -> dict | None:
+        """The model's config; None of an adapter, whose base has one."""
+        file = self.model_source / "config.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    @property
+    def dropout_settings(self) -> list[str]:
+        """The names of the model's config that set a dropout."""
+        return [
+            name
+            for name, value in (self.model_config or {}).items()
+            if ("dropout" in name or "pdrop" in name)
+            and isinstance(value, (int, float))
+            and not isinstance(value, bool)
+        ]
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether runs can be given dropout: by the model's config, or before adapters."""
+        return bool(self.dropout_settings) or self.has_adapter_dropout
+
+    @property
+    def has_adapter_dropout(self) -> bool:
+        return bool(self.arguments.get("lora_r")) and self.has("lora_dropout") and not self.samples
+
     def model_folder(self, dropout: float) -> str:
         """Returns the model with this dropout in its config; else it is the same."""
-        name = self.arguments["model_name_or_path"]
-        source = Path(name)
-        if not source.is_dir():
-            from huggingface_hub import snapshot_download
-
-            source = Path(snapshot_download(name))
-        file = source / "config.json"
-        if not file.is_file():  # an adapter: its base decides
-            return name
-        config = json.loads(file.read_text(encoding="utf-8"))
-        changed = {
-            key: dropout
-            for key, value in config.items()
-            if ("dropout" in key or "pdrop" in key) and isinstance(value, (int, float))
-        }
+        source = self.model_source
+        config = self.model_config
+        if config is None:
+            return self.arguments["model_name_or_path"]
+        changed = dict.fromkeys(self.dropout_settings, dropout)
         copy = self.folder / f"model_{dropout:g}"
         with self.lock:
             if not copy.exists():
@@ -347,6 +378,7 @@ class Bench:
         """
         asked = self.arguments
         rows = rows or (PROMPTS if self.samples else ROWS)
+        response = min(asked.get("max_new_tokens") or LONGEST_RESPONSE, LONGEST_RESPONSE)
         values = {
             "model_name_or_path": self.model_folder(dropout),
             "dataset_name": self.data_files("train", self.train_rows, rows),
@@ -364,8 +396,10 @@ class Bench:
             "max_epochs": 2,
             # How many updates an epoch of rollouts holds may depend on the rewards.
             "max_steps": SAMPLED_UPDATES if self.samples else 0,
-            "max_length": min(asked.get("max_length") or 256, 256),
-            "max_new_tokens": min(asked.get("max_new_tokens") or 8, 8),
+            "max_length": min(asked.get("max_length") or LONGEST, LONGEST),
+            "max_new_tokens": response,
+            # It must not be longer than a response. Half of one leaves some without a penalty.
+            "overlong_buffer": min(asked.get("overlong_buffer") or 0, response // 2),
             # A policy that samples must not forget all answers, or nothing is left to learn from.
             "learning_rate": 1e-4 if self.samples else 1e-3,
             "critic_learning_rate": 1e-3,
@@ -375,12 +409,13 @@ class Bench:
             # Adam's own would turn the rounding of a gradient near zero into a whole step.
             "adam_epsilon": 1e-3,
             "max_grad_norm": 1.0,
-            "lora_dropout": dropout if asked.get("lora_r") and not self.samples else 0.0,
+            "lora_dropout": dropout if self.has_adapter_dropout else 0.0,
             "logging_steps": 1,
             "eval_steps": 3,
             "save_steps": 0,
             "save_total_limit": 0,
             "save_actor_steps": 0,
+            "save_actor_limit": 0,
             "save_dtype": None,
             "report_to": "none",
             "rollout_batch_size": ROLLOUT,
@@ -395,7 +430,7 @@ class Bench:
             if name not in asked and name != "output_dir":
                 continue
             if value is None:
-                continue  # see `without`
+                continue  # `defaults_file` leaves it out, too
             flags.append(f"--{name}")
             flags += map(str, value if isinstance(value, list) else [value])
         return flags
@@ -413,14 +448,65 @@ class Bench:
     # ------------------------------------------------------------ running
 
     def start(self, name: str, words: list[str], launcher: str, fresh: bool = False):
-        """Starts `python [launcher] words`; returns the process and the file of what it prints."""
+        """Starts `python [launcher] words`; returns the process and the file of what it prints.
+
+        Raises:
+            RunFailed: `stop` was called.
+        """
         console = self.folder / f"{name}.txt"
         command = [*launcher_words(launcher, self.folder), *words]
         environment = {**os.environ, **warm.ENVIRONMENT}
-        if not fresh:
-            return warm.Process(command, os.getcwd(), environment, str(console)), console
-        process = Fresh(command, environment, console)
+        console.touch()  # a run that is killed at once may not come to it
+        process: warm.Process | Fresh
+        with self.lock:
+            if self.is_stopped:
+                raise RunFailed(f"the run `{name}` was stopped")
+            if fresh:
+                process = Fresh(command, environment, console)
+            else:
+                process = warm.Process(command, os.getcwd(), environment, str(console))
+            self.processes.add(process)
         return process, console
+
+    def wait(
+        self,
+        name: str,
+        process,
+        console: Path,
+        until: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Waits for the end of a run that `start` has started.
+
+        Args:
+            until: kills the run at the moment when this is true.
+
+        Returns:
+            whether it came to that moment.
+
+        Raises:
+            RunFailed: it hung, and was killed.
+        """
+        latest = time.monotonic() + HANG_SECONDS
+        try:
+            while process.poll(0.001 if until else 1) is None:
+                if until and until():
+                    return True
+                if time.monotonic() > latest:
+                    raise RunFailed(f"the run `{name}` hung:\n{end_of(console)}")
+            return False
+        finally:
+            # Whatever has happened, such as an error of `until`, no run is left behind.
+            if process.returncode is None:
+                kill(process)
+            with self.lock:
+                self.processes.discard(process)
+
+    def stop(self) -> None:
+        """Kills all runs, and lets none start from now on: whoever waits for one gets an error."""
+        with self.lock:
+            self.is_stopped = True
+            for process in self.processes:
+                send_kill(process)
 
     def run(self, name: str, launcher: str = "plain", fresh: bool = False, **changes) -> Finished:
         """Returns the run of this name, made with these changes by whoever asks first.
@@ -431,7 +517,7 @@ class Bench:
 
         Raises:
             RunFailed: it ended with an error.
-            Unchecked: it was given fewer rows than others, and none of them can be used.
+            Unchecked: none of the rows that it was given can be used.
         """
 
         def make() -> Finished:
@@ -441,7 +527,7 @@ class Bench:
                     return self.finish(name, launcher, self.flags(output, **changes), fresh)
             except RunFailed as error:
                 unusable = re.search(r"no usable row: .*", str(error))
-                if unusable and "rows" in changes:
+                if unusable:  # all rows together can be: with them `prepare` has begun a run
                     reason = f"the first rows of the data cannot be used: {unusable[0]}"
                     raise Unchecked(reason) from None
                 raise
@@ -464,9 +550,7 @@ class Bench:
         """Runs the recipe to its end."""
         words = [str(self.recipe), str(self.defaults_file()), *flags]
         process, console = self.start(name, words, launcher, fresh)
-        if process.poll(HANG_SECONDS) is None:
-            kill(process)
-            raise RunFailed(f"the run `{name}` hung:\n{end_of(console)}")
+        self.wait(name, process, console)
         self.check_end(name, process, console)
         text = console.read_text(encoding="utf-8", errors="replace")
         return Finished(name, Path(flags[flags.index("--output_dir") + 1]), text)
@@ -477,21 +561,22 @@ class Bench:
         """Starts the recipe and kills all its processes at a moment; whether it came to that."""
         words = [str(self.recipe), str(self.defaults_file()), *flags]
         process, console = self.start(name, words, launcher)
-        while True:
-            if moment():
-                kill(process)
-                return True
-            if process.poll(0.001) is not None:
-                break
-        self.check_end(name, process, console)
-        return False
+        was_killed = self.wait(name, process, console, until=moment)
+        if not was_killed:
+            self.check_end(name, process, console)
+        return was_killed
 
     def check_end(self, name: str, process, console: Path) -> None:
         """Raises `RunFailed` if a process that has ended failed."""
-        # torch's gloo threads now and then abort a process that has finished, while it exits.
-        is_done = "\ndone: " in console.read_text(encoding="utf-8", errors="replace")
-        if process.returncode and not is_done:
-            raise RunFailed(f"the run `{name}` ended with an error:\n{end_of(console)}")
+        if process.returncode == 0:
+            return
+        text = console.read_text(encoding="utf-8", errors="replace")
+        # torch's gloo threads now and then abort a process that has finished, while it exits (seen
+        # with torch 2.13, on CPUs).
+        is_done = "\ndone: " in text
+        if is_done and "terminate called without an active exception" in text:
+            return
+        raise RunFailed(f"the run `{name}` ended with an error:\n{end_of(console)}")
 
     def run_to_first_line(self, name: str, **changes) -> dict:
         """Returns the first line of a run's `metrics.jsonl`, and kills it there."""
@@ -509,7 +594,7 @@ class Bench:
         """Runs another script than the recipe; returns what it printed."""
         with self.slots.take(1):
             process, console = self.start(name, list(words), "plain")
-            process.poll(HANG_SECONDS)
+            self.wait(name, process, console)
         if process.returncode != 0:
             raise RunFailed(end_of(console))
         return console.read_text(encoding="utf-8", errors="replace")
@@ -540,16 +625,30 @@ class Fresh:
 
 
 def kill(process) -> None:
-    """Kills a run's processes, all at once: they are one process group."""
+    """Kills a run's processes, and waits until there are none."""
+    started = send_kill(process)
+    process.poll(30)
+    # Most of them are not this process's children, so nobody tells it when they have ended.
+    while any(is_alive(one) for one in started):
+        time.sleep(0.01)
+
+
+def send_kill(process) -> list[psutil.Process]:
+    """Kills a run's processes and returns them: they may need a moment to end.
+
+    They are one process group, and so die at once. But under a real torchrun each worker has a
+    group of its own, and a run that has only just begun has none yet.
+    """
     started = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        started = psutil.Process(process.pid).children(recursive=True)
+        begun = psutil.Process(process.pid)
+        started = [begun, *begun.children(recursive=True)]
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.poll(30)
-    # The workers are not this process's children, so nobody tells it when they have ended.
-    while any(is_alive(worker) for worker in started):
-        time.sleep(0.01)
+    for one in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    return started
 
 
 def is_alive(process: psutil.Process) -> bool:

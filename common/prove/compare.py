@@ -13,6 +13,11 @@ LOSS = 1e-6
 LATER_LOSS = 3e-6  # of weights that may already differ by 1e-5
 METRIC = 1e-5
 WEIGHTS = 1e-5
+LEARNING_RATE = 1e-9
+# A gradient norm that is smaller is itself the difference of larger gradients.
+SMALL_NORM = 1e-2
+# Neither is computed from the samples of an update, so no split of them may round them.
+EXACT = ("global_step", "samples", "sequences", "tokens", "skipped_steps", "epoch", "loss_scale")
 
 
 class Difference(NamedTuple):
@@ -78,6 +83,8 @@ def differences_of_lines(expected, found, only=None, exact=False) -> Iterable[Di
             if not math.isfinite(measured) and line[tag] == other[tag]:
                 measured = 0.0
             yield Difference(measured, bound, f"{where}: {line[tag]:.8g}, {other[tag]:.8g}")
+    if not expected and not found:
+        yield Difference(math.inf, 0.0, "the log: neither run has such a line")
     if len(expected) != len(found):
         yield Difference(math.inf, 0.0, f"{len(expected)} lines, {len(found)}")
 
@@ -87,12 +94,23 @@ def bound_of(tag: str, line: dict, first: bool) -> float:
 
     Log-probs are sums over a response, and what is made of them rounds as they do.
     """
-    size = max(1.0, abs(line[tag]))
-    name = tag.rpartition("/")[2]
-    if name == "loss":
+    if tag in EXACT:
+        return 0.0
+    value = size_of(line[tag])
+    if tag.endswith("learning_rate"):
+        return LEARNING_RATE * value
+    if tag.endswith("grad_norm"):
+        return METRIC * max(value, SMALL_NORM)
+    size = max(1.0, value)
+    if tag.rpartition("/")[2] == "loss":
         return (LOSS if first else LATER_LOSS) * size
-    sums = [abs(value) for other, value in line.items() if "logps" in other]
+    sums = [size_of(other) for name, other in line.items() if "logps" in name]
     return METRIC * max(size, *sums, 1.0)
+
+
+def size_of(value: float) -> float:
+    """The absolute value; 0 of one that is not finite, so that no bound is infinite."""
+    return abs(value) if math.isfinite(value) else 0.0
 
 
 def is_rounding(tag: str, line: dict) -> bool:
@@ -113,7 +131,9 @@ def of_models(expected: Finished, found: Finished, exact: bool = False) -> Diffe
     """Compares all models that two runs have saved, each as one vector, relative to its norm."""
     ours = expected.models()
     theirs = found.models()
-    if ours.keys() != theirs.keys() or not ours:
+    if not ours and not theirs:
+        return Difference(math.inf, 0.0, "the output folders: neither run has saved a model")
+    if ours.keys() != theirs.keys():
         one_only = ours.keys() ^ theirs.keys()
         return Difference(math.inf, 0.0, f"models of one run only: {' '.join(sorted(one_only))}")
     return first_or_nearest(

@@ -40,8 +40,11 @@ HIGH_SCALES = (24, 40, 60)  # powers of 2
 HALF = 1e-2
 # The same weights and samples in half precision.
 SAME_HALF = 1e-4
-# Of the way that the weights have come. The saved ones are rounded to half precision, too.
-HALF_WAY = 5e-2
+# The weights of two such runs, relative to how far training has moved them. The saved ones are
+# rounded to half precision, too.
+HALF_WEIGHTS = 5e-2
+# How often a run is begun anew that has ended before it could be killed.
+ATTEMPTS = 3
 
 
 class Check(NamedTuple):
@@ -82,7 +85,7 @@ def two_processes(bench: Bench) -> Finished:
 
 
 def unbroken(bench: Bench) -> Finished:
-    """A run with dropout that is not killed, to compare those with that are."""
+    """A run with dropout that is not killed. Those that are killed must end as it does."""
     return bench.run("unbroken", "ddp", **INTERRUPTED)
 
 
@@ -95,6 +98,9 @@ INTERRUPTED = dict(
     save_total_limit=1,
     dropout=DROPOUT,
 )
+
+
+NO_DROPOUT = "the model's config names no dropout, and there is no --lora_dropout"
 
 
 def other_seed(bench: Bench) -> Finished:
@@ -112,13 +118,22 @@ def unclipped(bench: Bench) -> Finished:
     return bench.run("unclipped", **changes)
 
 
-def standing_still(bench: Bench) -> tuple[Finished, Finished]:
+class StandingStill(NamedTuple):
     """Two runs at learning rate 0, so that every update meets the same weights.
 
-    Returns:
-        one whose updates are whole passes; one of two processes whose last log line is over a whole
-        pass, in updates of uneven size.
+    Attributes:
+        whole: each update is a whole pass over the data (of a recipe that samples: a rollout).
+        split: of two processes. A pass is several updates of uneven size, the last log line is over
+            a whole one.
+        interval: how many updates a pass of `split` has: its `logging_steps`.
     """
+
+    whole: Finished
+    split: Finished
+    interval: int
+
+
+def standing_still(bench: Bench) -> StandingStill:
     bench.need("learning_rate", "logging_steps", "train_batch_size", "micro_train_batch_size")
     rates = dict(learning_rate=0.0, critic_learning_rate=0.0)
     size = ROWS
@@ -142,7 +157,7 @@ def standing_still(bench: Bench) -> tuple[Finished, Finished]:
         save_actor_steps=interval,
         **rates,
     )
-    return whole, split
+    return StandingStill(whole, split, interval)
 
 
 # ============================================================ the same update
@@ -217,23 +232,32 @@ def check_last_update(bench: Bench) -> Iterator[Check]:
 
 def check_means(bench: Bench) -> Iterator[Check]:
     """At learning rate 0 a line over a whole pass is one mean, however its samples were split."""
-    whole, split = standing_still(bench)
-    expected = mean_metrics(whole)
-    found = mean_metrics(split)
-    expected["global_step"] = found["global_step"] = split.training[-1]["global_step"]
-    yield Check("training lines", compare.of_lines([expected], [found]))
-    yield Check("evaluations", compare.of_lines(whole.evaluations[:1], split.evaluations[:1]))
-    if len(split.training) > 2:
-        yield Check("since the last line alone", of_second_line(split, expected))
-    # Five held-out rows in micro-batches of one: one process has a padding row.
-    alone = base(bench).evaluations[:1]
-    in_ones = two_processes(bench).evaluations[:1]
-    yield Check("evaluations, a row at a time", compare.of_lines(alone, in_ones))
+    whole, split, interval = standing_still(bench)
+    missing = []
+    if last_step(split) < 2 * interval:  # its first line already took an update of the only pass
+        missing.append("the recipe makes one pass over the data, and no line is of all of it")
+    else:
+        expected = mean_metrics(whole)
+        found = mean_metrics(split)
+        expected["global_step"] = found["global_step"] = last_step(split)
+        yield Check("training lines", compare.of_lines([expected], [found]))
+        if len(split.training) > 2:
+            yield Check("since the last line alone", of_second_line(split, expected))
     if bench.has("max_grad_norm"):
         one = base(bench).training[:1]
         other = unclipped(bench).training[:1]
         of_norm = compare.of_lines(one, other, only={"grad_norm"})
         yield Check("grad_norm before clipping", of_norm)
+    if whole.evaluations or split.evaluations:
+        yield Check("evaluations", compare.of_lines(whole.evaluations[:1], split.evaluations[:1]))
+        # Five held-out rows in micro-batches of one: one process has a padding row.
+        alone = base(bench).evaluations[:1]
+        in_ones = two_processes(bench).evaluations[:1]
+        yield Check("evaluations, a row at a time", compare.of_lines(alone, in_ones))
+    else:
+        missing.append("the recipe logs no evaluation")
+    if missing:
+        raise Unchecked("; ".join(missing))
 
 
 def of_second_line(run: Finished, whole_pass: dict) -> Difference:
@@ -261,8 +285,7 @@ def mean_metrics(run: Finished) -> dict:
 def check_log_lines(bench: Bench) -> Iterator[Check]:
     """Lines after the first update, every `logging_steps`, and the last; evaluations likewise."""
     bench.need("logging_steps")
-    _, still = standing_still(bench)
-    interval_of_still = still.training[-1]["global_step"] // 2
+    _, still, interval_of_still = standing_still(bench)
     runs = {
         "1, one process": (base(bench), 1),
         "1, two processes": (two_processes(bench), 1),
@@ -283,8 +306,10 @@ def check_log_lines(bench: Bench) -> Iterator[Check]:
         found = [line["global_step"] for line in base(bench).evaluations]
         yield Check("eval_steps 3", of_lists(expected, found))
     yield from saved_where_due(bench, unbroken(bench), still, interval_of_still)
-    yield from linear_schedule(bench, base(bench))
+    for what, run in (("1 process", base(bench)), ("2 processes", two_processes(bench))):
+        yield from linear_schedule(bench, what, run)
     if not bench.samples:
+        bench.need("max_epochs")
         yield Check("updates and samples of 2 epochs", of_counts(base(bench)))
 
 
@@ -309,7 +334,7 @@ def saved_where_due(
         yield Check("save_total_limit 1", of_limit)
 
 
-def linear_schedule(bench: Bench, run: Finished) -> list[Check]:
+def linear_schedule(bench: Bench, what: str, run: Finished) -> list[Check]:
     """Whether each line logs the learning rate that its own update was made with.
 
     The first update has the peak, the one after the last would have 0. Only the shape is checked,
@@ -325,7 +350,8 @@ def linear_schedule(bench: Bench, run: Finished) -> list[Check]:
         expected = rates[0] * (total + 1 - step) / total
         where = f"learning_rate, update {step}: {rate:.6g}, expected {expected:.6g}"
         differences.append(Difference(abs(rate / rates[0] - expected / rates[0]), 1e-6, where))
-    return [Check("lr_scheduler_type linear", compare.first_or_nearest(differences))]
+    nearest = compare.first_or_nearest(differences)
+    return [Check(f"lr_scheduler_type linear, {what}", nearest)]
 
 
 def last_step(run: Finished) -> int:
@@ -372,12 +398,15 @@ def check_evaluation(bench: Bench) -> Iterator[Check]:
     often = unbroken(bench)
     if not often.evaluations:
         raise Unchecked("the recipe logs no evaluation")
-    without_dropout = two_processes(bench).evaluations[:1]
-    yield Check("without dropout", compare.of_lines(without_dropout, often.evaluations[:1]))
+    if bench.has_dropout:
+        without_dropout = two_processes(bench).evaluations[:1]
+        yield Check("without dropout", compare.of_lines(without_dropout, often.evaluations[:1]))
     seldom = bench.run("seldom-evaluated", "ddp", **{**INTERRUPTED, "eval_steps": 0})
     of_lines = compare.of_lines(seldom.training, often.training, exact=True)
     yield Check("log lines of training", of_lines)
     yield Check("weights", compare.of_models(seldom, often, exact=True))
+    if not bench.has_dropout:
+        raise Unchecked(f"evaluations without dropout: {NO_DROPOUT}")
 
 
 # ============================================================ interrupted, repeated
@@ -390,6 +419,8 @@ def check_resume(bench: Bench) -> Iterator[Check]:
         for engine, what in (("plain", "1 process"), ("zero3", "ZeRO-3")):
             reference = bench.run(f"unbroken-{engine}", engine, **INTERRUPTED)
             yield from resumed(bench, what, reference, engine)
+    if not bench.samples and not bench.has_dropout:
+        raise Unchecked(f"random states: {NO_DROPOUT}")
 
 
 class Watch:
@@ -437,36 +468,19 @@ class Watch:
 
 def resumed(bench: Bench, what: str, reference: Finished, launcher: str) -> Iterator[Check]:
     """Kills a run when a checkpoint has appeared and while one is written, and resumes it."""
-    name = f"killed-{launcher}"
+    if last_step(reference) < 2 * INTERRUPTED["save_steps"]:
+        raise Unchecked(f"{what}: a run has too few updates for two checkpoints")
+    for attempt in range(ATTEMPTS):
+        name = f"killed-{launcher}-{attempt}"
+        with bench.slots.take(benches.processes_of(launcher)):
+            watch = kill_twice(bench, name, launcher)
+        if watch:
+            break
+    else:
+        raise Unchecked(
+            f"{what}: the machine is too busy: {ATTEMPTS} times a run ended before it was killed"
+        )
     output = bench.folder / name
-    checkpoints = output / "checkpoints"
-    watch = Watch(checkpoints)
-    flags = bench.flags(output, **INTERRUPTED)
-    goes_on = [*flags, "--resume", "auto"]
-
-    def has_appeared() -> bool:
-        watch.look()
-        return (checkpoints / "global_step_000002").exists()
-
-    def is_written() -> bool:
-        watch.look()
-        # Whatever its name is while it is written.
-        return any("global_step_000004" in path.name for path in checkpoints.iterdir())
-
-    def never() -> bool:
-        watch.look()
-        return False
-
-    with bench.slots.take(benches.processes_of(launcher)):
-        for kill, moment in enumerate((has_appeared, is_written)):
-            words = goes_on if kill else flags
-            if not bench.run_until(f"{name}-{kill}", launcher, words, moment):
-                raise Unchecked(f"{what}: too few updates to kill a run before its end")
-            watch.look_closely()
-            if watch.faults:
-                break
-        else:
-            bench.run_until(name, launcher, goes_on, never)
     whole = Difference(len(watch.faults), 0, "; ".join(watch.faults))
     yield Check(f"{what}: checkpoints whole or not there", whole)
     if watch.faults:
@@ -476,6 +490,49 @@ def resumed(bench: Bench, what: str, reference: Finished, launcher: str) -> Iter
     yield Check(f"{what}: log lines", of_lines)
     yield Check(f"{what}: samples", of_samples(reference.folder, again.folder))
     yield Check(f"{what}: weights", compare.of_models(reference, again, exact=True))
+
+
+def kill_twice(bench: Bench, name: str, launcher: str) -> Watch | None:
+    """Kills a run twice and lets it go on to its end, if no checkpoint was found at fault.
+
+    Returns:
+        what was seen of the checkpoints; None if the run ended before it could be killed.
+    """
+    output = bench.folder / name
+    checkpoints = output / "checkpoints"
+    watch = Watch(checkpoints)
+    before: set[str] = set()
+
+    def has_appeared() -> bool:
+        watch.look()
+        return watch.has_seen
+
+    def is_written() -> bool:
+        watch.look()
+        return bool(steps_named_in(checkpoints) - before)
+
+    def never() -> bool:
+        watch.look()
+        return False
+
+    begun = bench.flags(output, **INTERRUPTED)
+    goes_on = [*begun, "--resume", "auto"]
+    for number, (flags, moment) in enumerate([(begun, has_appeared), (goes_on, is_written)]):
+        before = steps_named_in(checkpoints)
+        was_killed = bench.run_until(f"{name}-{number}", launcher, flags, moment)
+        watch.look_closely()
+        if watch.faults:
+            return watch
+        if not was_killed:
+            return None
+    bench.run_until(name, launcher, goes_on, never)
+    return watch
+
+
+def steps_named_in(checkpoints: Path) -> set[str]:
+    """The `global_step_*` of all names in a folder, also of what is still being written."""
+    names = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
+    return {step for name in names for step in re.findall(r"global_step_\d+", name)}
 
 
 def of_samples(expected: Path, found: Path) -> Difference:
@@ -499,20 +556,24 @@ def check_seed(bench: Bench) -> Iterator[Check]:
     yield Check("twice: log lines", compare.of_lines(one.lines, again.lines, exact=True))
     yield Check("twice: weights", compare.of_models(one, again, exact=True))
     other = other_seed(bench)
-    per_epoch = len(base(bench).training) // 2
-    if bench.samples or per_epoch > 1:  # an epoch of one update has the same rows in any order
+    per_epoch = 0 if bench.samples else standing_still(bench).interval
+    if per_epoch != 1:  # an epoch of one update has the same rows in any order
         moved = largest_difference(base(bench).training[:1], other.training[:1])
         yield Check("another: unlike in the first line", at_least(moved, 1e-5))
     if bench.has("learning_rate") and not bench.samples:
-        yield from of_epochs(unclipped(bench))
+        bench.need("max_epochs")
+        yield from of_epochs(unclipped(bench), per_epoch)
 
 
-def of_epochs(run: Finished) -> list[Check]:
+def of_epochs(run: Finished, per_epoch: int) -> list[Check]:
     """At learning rate 0 two epochs in one order would log the same.
 
     Nothing where an epoch is one update: it has the same rows in any order.
+
+    Args:
+        run: two epochs, a line for each update.
+        per_epoch: the updates of an epoch.
     """
-    per_epoch = len(run.training) // 2
     if per_epoch < 2:
         return []
     apart = [
@@ -547,7 +608,7 @@ def at_least(measured: float, bound: float) -> Difference:
 
 def check_still(bench: Bench) -> Iterator[Check]:
     bench.need("weight_decay")
-    _, split = standing_still(bench)
+    split = standing_still(bench).split
     yield still(bench, "2 processes", split)
     if not bench.quick:
         rates = dict(learning_rate=0.0, critic_learning_rate=0.0)
@@ -562,7 +623,7 @@ def still(bench: Bench, what: str, run: Finished) -> Check:
     """Compares a run's last models with those of its first checkpoint and with its start."""
     saved = folders.by_step(run.folder / "checkpoints")
     differences = []
-    if saved:
+    if len(saved) > 1:
         for name in ("actor", "critic"):
             first, last = saved[0] / name, saved[-1] / name
             if first.is_dir():
@@ -582,6 +643,8 @@ def still(bench: Bench, what: str, run: Finished) -> Check:
                 exact=True,
             )
         )
+    if not differences:
+        raise Unchecked("the recipe saves no model whose tensors are those of its start")
     return Check(what, compare.first_or_nearest(differences))
 
 
@@ -693,17 +756,17 @@ def half_lines(expected: Finished, found: Finished) -> Difference:
 
 
 def half_models(bench: Bench, expected: Finished, found: Finished) -> Difference:
-    """Compares how far the actors of two runs have come from the start, relative to that way."""
+    """Returns how far two actors are from each other, relative to how far one is from its start."""
     start = benches.weights_of(Path(bench.model_folder(0.0)))
     one = benches.weights_of(expected.folder / "actor")
     other = benches.weights_of(found.folder / "actor")
     if not start.keys() & one.keys():  # an adapter, which begins as it stands still
-        start = benches.weights_of(standing_still(bench)[1].folder / "actor")
-    way = math.sqrt(sum(square(one[name], start[name]) for name in one if name in start))
+        start = benches.weights_of(standing_still(bench).split.folder / "actor")
+    moved = math.sqrt(sum(square(one[name], start[name]) for name in one if name in start))
     apart = math.sqrt(sum(square(one[name], other[name]) for name in one))
-    if way == 0:
+    if moved == 0:
         raise Unchecked("four updates in fp16 move nothing")
-    return Difference(apart / way, HALF_WAY, "actor")
+    return Difference(apart / moved, HALF_WEIGHTS, "actor")
 
 
 def square(one, other) -> float:
