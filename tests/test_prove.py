@@ -1199,7 +1199,8 @@ def test_a_run_is_killed_at_its_first_checkpoint_and_at_the_next_new_one(tmp_pat
     """Also if it had written two when it was killed, as on a busy machine."""
     first = [(".global_step_000002.writing", False), ("global_step_000002", True)]
     late = [(".global_step_000004.writing", False), (".global_step_000006.writing", True)]
-    made = killed(tmp_path, first, [("global_step_000004", True)], [])
+    next_one = [("another", False), ("global_step_000004", True)]
+    made = killed(tmp_path, first, next_one, [])
     assert promises.kill_twice(made, "prompt", "plain").faults == []
     assert made.names == ["prompt-0", "prompt-1", "prompt"]
 
