@@ -664,7 +664,7 @@ def end_of(console: Path, most: int = 12) -> str:
     The other processes fail after that one because it is gone, and say no more than that.
     """
     text = console.read_text(encoding="utf-8", errors="replace")
-    until_failure, *_ = re.split(rf"^{warm.FAILED}", text, maxsplit=1, flags=re.M)
+    until_failure, _, _ = f"\n{text}".partition(f"\n{warm.FAILED}")
     return "\n".join(until_failure.strip().splitlines()[-most:])
 
 

@@ -43,6 +43,13 @@ SAME_HALF = 1e-4
 # The weights of two such runs, relative to how far training has moved them. The saved ones are
 # rounded to half precision, too.
 HALF_WEIGHTS = 5e-2
+# What each is called in the table, and the samples of a micro-batch under it.
+ENGINES = {
+    "zero1": ("ZeRO-1", 2),
+    "zero2": ("ZeRO-2", 4),
+    "zero3": ("ZeRO-3", 2),
+    "fsdp2": ("FSDP2", 4),
+}
 # How often a run is begun anew that has ended before it could be killed.
 ATTEMPTS = 3
 
@@ -82,6 +89,12 @@ def base(bench: Bench) -> Finished:
 def two_processes(bench: Bench) -> Finished:
     """Two processes, micro-batches of one sample: in an update of 1 or 11 one is a padding row."""
     return bench.run("2-processes", "ddp", micro_train_batch_size=1, save_steps=1000)
+
+
+def on_engine(bench: Bench, engine: str) -> tuple[str, Finished]:
+    """The name of an engine for the table, and the run of two processes under it."""
+    what, size = ENGINES[engine]
+    return what, bench.run(engine, engine, micro_train_batch_size=size, save_steps=1000)
 
 
 def unbroken(bench: Bench) -> Finished:
@@ -189,12 +202,8 @@ def check_split(bench: Bench) -> Iterator[Check]:
 
 def check_engines(bench: Bench) -> Iterator[Check]:
     bench.need("micro_train_batch_size")
-    engines = {"zero3": 2}
-    if not bench.quick:
-        engines |= {"zero1": 2, "zero2": 4, "fsdp2": 4}
-    for engine, size in engines.items():
-        what = engine.replace("zero", "ZeRO-").replace("fsdp", "FSDP")
-        other = bench.run(engine, engine, micro_train_batch_size=size, save_steps=1000)
+    for engine in ("zero3",) if bench.quick else ENGINES:
+        what, other = on_engine(bench, engine)
         yield from same_run(bench, what, other)
 
 
@@ -616,7 +625,7 @@ def check_still(bench: Bench) -> Iterator[Check]:
             run = bench.run(
                 f"still-{engine}", engine, micro_train_batch_size=2, save_steps=2, **rates
             )
-            yield still(bench, engine.replace("zero", "ZeRO-"), run)
+            yield still(bench, ENGINES[engine][0], run)
 
 
 def still(bench: Bench, what: str, run: Finished) -> Check:
@@ -779,8 +788,8 @@ def square(one, other) -> float:
 def check_actor(bench: Bench) -> Iterator[Check]:
     yield from saved_actor(bench, "1 process", base(bench))
     if not bench.quick:
-        for engine, size, what in (("zero3", 2, "ZeRO-3"), ("fsdp2", 4, "FSDP2")):
-            run = bench.run(engine, engine, micro_train_batch_size=size, save_steps=1000)
+        for engine in ("zero3", "fsdp2"):
+            what, run = on_engine(bench, engine)
             yield from saved_actor(bench, what, run)
 
 
