@@ -46,17 +46,20 @@ class NormsInFp64(TorchFunctionMode):
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in (torch._foreach_norm, torch.linalg.vector_norm):
+        kwargs = kwargs or {}
+        if function is torch.linalg.vector_norm and args[0].device.type == "cpu":
+            return norm_in_fp64(*args, **kwargs)
+        if function is torch._foreach_norm and args[0][0].device.type == "cpu":
             tensors, *order = args
-            if function is torch.linalg.vector_norm and tensors.device.type == "cpu":
-                return norm_in_fp64(tensors, *order)
-            if function is torch._foreach_norm and tensors[0].device.type == "cpu":
-                return [norm_in_fp64(tensor, *order) for tensor in tensors]
-        return function(*args, **(kwargs or {}))
+            return [norm_in_fp64(tensor, *order, **kwargs) for tensor in tensors]
+        return function(*args, **kwargs)
 
 
 def norm_in_fp64(tensor: torch.Tensor, order: float = 2.0) -> torch.Tensor:
-    """Returns the norm of all numbers of a tensor, as if they were one vector, in fp64."""
+    """Returns the norm of all numbers of a tensor, as if they were one vector, in fp64.
+
+    That of a DTensor joins the norms of all processes' shards, so it is taken at once.
+    """
     if isinstance(tensor, DTensor):
         return torch.linalg.vector_norm(tensor, order, dtype=torch.float64)
     parts = tensor.flatten().split(NORM_AT_ONCE)
