@@ -479,6 +479,26 @@ with torch.no_grad():
             "and progress.samples % args.train_batch_size == 0",
         ),
     ),
+    "nothing is evaluated at the end": Fault(
+        "log-lines",
+        "sft",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "progress.due(args.eval_steps)",
+            by="args.eval_steps and progress.global_step % args.eval_steps == 0",
+        ),
+    ),
+    "no checkpoint is written at the end": Fault(
+        "log-lines",
+        "dpo",
+        "recipes/dpo.py",
+        replace(
+            "main",
+            "progress.due(args.save_steps)",
+            by="progress.global_step % args.save_steps == 0",
+        ),
+    ),
     "old checkpoints stay": Fault(
         "log-lines",
         "sft",
@@ -487,6 +507,16 @@ with torch.no_grad():
             "write",
             "folders.replace(temporary, final, run.args.save_total_limit)",
             by="folders.replace(temporary, final)",
+        ),
+    ),
+    "old actors stay": Fault(
+        "log-lines",
+        "sft",
+        "common/actor.py",
+        replace(
+            "write",
+            "folders.replace(temporary, directory, keep)",
+            by="folders.replace(temporary, directory)",
         ),
     ),
     "rows that fill no micro-batch are dropped": Fault(

@@ -47,6 +47,8 @@ EVALUATION_ROWS = 5
 # Tokens of a row, and of a response.
 LONGEST = 256
 LONGEST_RESPONSE = 8
+# No divisor of 6, the updates of most runs: the last one is evaluated, too.
+EVAL_STEPS = 4
 DROPOUT = 0.1
 AUTO = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
 
@@ -411,7 +413,7 @@ class Bench:
             "max_grad_norm": 1.0,
             "lora_dropout": dropout if self.has_adapter_dropout else 0.0,
             "logging_steps": 1,
-            "eval_steps": 3,
+            "eval_steps": EVAL_STEPS,
             "save_steps": 0,
             "save_total_limit": 0,
             "save_actor_steps": 0,

@@ -17,6 +17,7 @@ from common.prove import compare
 from common.prove.bench import (
     BATCH,
     DROPOUT,
+    EVAL_STEPS,
     RESPONSES,
     ROLLOUT,
     ROWS,
@@ -109,6 +110,8 @@ INTERRUPTED = dict(
     logging_steps=4,
     save_steps=2,
     save_total_limit=1,
+    save_actor_steps=2,
+    save_actor_limit=1,
     dropout=DROPOUT,
 )
 
@@ -166,8 +169,9 @@ def standing_still(bench: Bench) -> StandingStill:
         "ddp",
         micro_train_batch_size=micro,
         logging_steps=interval,
-        save_steps=interval,
-        save_actor_steps=interval,
+        # No divisor of two passes, unless each is one update: the last update is saved, too.
+        save_steps=interval + 1,
+        save_actor_steps=interval + 1,
         **rates,
     )
     return StandingStill(whole, split, interval)
@@ -311,10 +315,10 @@ def check_log_lines(bench: Bench) -> Iterator[Check]:
         yield Check(f"logging_steps {what}", of_steps(run, interval))
     if bench.has("eval_steps"):
         total = last_step(base(bench))
-        expected = sorted({0, *range(3, total + 1, 3), total})
+        expected = sorted({0, *range(EVAL_STEPS, total + 1, EVAL_STEPS), total})
         found = [line["global_step"] for line in base(bench).evaluations]
-        yield Check("eval_steps 3", of_lists(expected, found))
-    yield from saved_where_due(bench, unbroken(bench), still, interval_of_still)
+        yield Check(f"eval_steps {EVAL_STEPS}", of_lists(expected, found))
+    yield from saved_where_due(bench, unbroken(bench), still, interval_of_still + 1)
     for what, run in (("1 process", base(bench)), ("2 processes", two_processes(bench))):
         yield from linear_schedule(bench, what, run)
     if not bench.samples:
@@ -328,19 +332,21 @@ def saved_where_due(
     """Whether checkpoints and actors stand where `save_steps` and `save_actor_steps` say.
 
     Args:
-        limited: a run with `save_total_limit` 1.
+        limited: a run that keeps one checkpoint and one actor.
         still: a run that saves checkpoints and actors every `interval` updates, and keeps all.
     """
     total = last_step(still)
     due = sorted({*range(interval, total + 1, interval), total})
-    for name, folder in (("save_steps", "checkpoints"), ("save_actor_steps", "actors")):
-        if bench.has(name):
+    for steps, limit, folder in (
+        ("save_steps", "save_total_limit", "checkpoints"),
+        ("save_actor_steps", "save_actor_limit", "actors"),
+    ):
+        if bench.has(steps):
             found = [folders.step_of(path) for path in folders.by_step(still.folder / folder)]
-            yield Check(f"{name} {interval}", of_lists(due, found, folder))
-    if bench.has("save_steps", "save_total_limit"):
-        kept = [folders.step_of(path) for path in folders.by_step(limited.folder / "checkpoints")]
-        of_limit = of_lists([last_step(limited)], kept, "checkpoints")
-        yield Check("save_total_limit 1", of_limit)
+            yield Check(f"{steps} {interval}", of_lists(due, found, folder))
+        if bench.has(steps, limit):
+            kept = [folders.step_of(path) for path in folders.by_step(limited.folder / folder)]
+            yield Check(f"{limit} 1", of_lists([last_step(limited)], kept, folder))
 
 
 def linear_schedule(bench: Bench, what: str, run: Finished) -> list[Check]:
