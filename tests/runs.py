@@ -144,11 +144,7 @@ def launch(
         output = Path(console.name).read_text(errors="replace")
     if hung:
         raise AssertionError(f"hung for {timeout} s: {' '.join(process.args)}\n{output[-4000:]}")
-    # torch's gloo threads now and then abort a process that has finished, while it exits (seen with torch 2.13, on CPUs).
-    aborted_at_exit = (
-        "\ndone: " in output and "terminate called without an active exception" in output
-    )
-    if process.returncode and aborted_at_exit:
+    if process.returncode and warm.aborted_at_exit(output):
         ABORTED.append(f"{os.environ.get('PYTEST_CURRENT_TEST', '')}: exit {process.returncode}")
     elif check and process.returncode:
         raise AssertionError(

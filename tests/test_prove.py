@@ -916,8 +916,7 @@ def lines_with(**changes) -> list[dict]:
     line |= {"grad_norm": 4.0, "learning_rate": 1e-3}
     made = [{"global_step": step, **line} for step in (1, 2, 3)]
     for place, value in changes.items():
-        tag, number = place.split("_")
-        tag = {"norm": "grad_norm", "rate": "learning_rate"}.get(tag, tag)
+        tag, _, number = place.rpartition("_")
         made[int(number)][tag] = value
     return made
 
@@ -933,10 +932,10 @@ def lines_with(**changes) -> list[dict]:
         ({"loss_2": 2.0 + 1e-12}, True, False),
         ({"loss_1": math.nan}, False, False),
         ({"new_1": 1.0}, False, False),
-        ({"norm_1": 4.0 + 3.9e-5}, False, True),  # 1e-5 of its own size, not of the log-probs'
-        ({"norm_1": 4.0 + 4.1e-5}, False, False),
-        ({"rate_1": 1e-3 + 0.9e-12}, False, True),
-        ({"rate_1": 1e-3 + 1.1e-12}, False, False),
+        ({"grad_norm_1": 4.0 + 3.9e-5}, False, True),  # 1e-5 of its own size, not of the log-probs'
+        ({"grad_norm_1": 4.0 + 4.1e-5}, False, False),
+        ({"learning_rate_1": 1e-3 + 0.9e-12}, False, True),
+        ({"learning_rate_1": 1e-3 + 1.1e-12}, False, False),
         ({"samples_1": 100_001}, False, False),
         ({"epoch_1": 1.0 + 1e-9}, False, False),
         ({"mean_1": 3.0 + 4.9e-4}, False, True),  # may be made of the log-probs
@@ -1075,6 +1074,7 @@ def test_a_run_that_hangs_or_is_watched_wrongly_is_killed(tmp_path, monkeypatch)
     script = tmp_path / "script.py"
     script.write_text("import time\ntime.sleep(600)\n")
     made = bench_of(tmp_path)
+    monkeypatch.setattr(bench, "HANG_SECONDS", 0.5)
 
     def wrong():
         raise OSError("the disk is gone")
@@ -1084,7 +1084,6 @@ def test_a_run_that_hangs_or_is_watched_wrongly_is_killed(tmp_path, monkeypatch)
         (lambda: False, bench.RunFailed),
         (wrong, OSError),
     ):
-        monkeypatch.setattr(bench, "HANG_SECONDS", 0.5)
         process, console = made.start("hanging", [str(script)], "plain")
         with pytest.raises(error, match=r"the run `hanging` hung|the disk is gone"):
             made.wait("hanging", process, console, until)
@@ -1096,28 +1095,29 @@ def test_a_run_that_hangs_or_is_watched_wrongly_is_killed(tmp_path, monkeypatch)
 
 def test_workers_in_groups_of_their_own_are_killed(tmp_path):
     """As a real torchrun starts them."""
+    file = tmp_path / "worker"
     script = tmp_path / "script.py"
     script.write_text(
         "import pathlib, subprocess, sys, time\n"
         "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
         "worker = subprocess.Popen(command, start_new_session=True)\n"
-        "pathlib.Path('worker.tmp').write_text(str(worker.pid))\n"
-        "pathlib.Path('worker.tmp').rename('worker')\n"
+        "file = pathlib.Path(sys.argv[1])\n"
+        "file.with_suffix('.tmp').write_text(str(worker.pid))\n"
+        "file.with_suffix('.tmp').rename(file)\n"
         "time.sleep(600)\n"
     )
-    script.write_text(script.read_text().replace("'worker", f"'{tmp_path}/worker"))
     made = bench_of(tmp_path)
-    process, console = made.start("fresh", [str(script)], "plain", fresh=True)
-    file = tmp_path / "worker"
-    worker = []
+    process, console = made.start("fresh", [str(script), str(file)], "plain", fresh=True)
+    begun = []
 
     def has_begun() -> bool:
         if file.exists():
-            worker.append(psutil.Process(int(file.read_text())))
-        return bool(worker)
+            begun.append(psutil.Process(int(file.read_text())))
+        return bool(begun)
 
     assert made.wait("fresh", process, console, has_begun)
-    assert not bench.is_alive(worker[0])
+    (worker,) = begun
+    assert not bench.is_alive(worker)
 
 
 def test_after_a_stop_no_run_starts(tmp_path):
@@ -1228,14 +1228,13 @@ def killed(folder: Path, *script) -> Killed:
 def test_a_run_is_killed_at_its_first_checkpoint_and_at_the_next_new_one(tmp_path):
     """Also if it had written two when it was killed, as on a busy machine."""
     first = [(".global_step_000002.writing", False), ("global_step_000002", True)]
-    late = [(".global_step_000004.writing", False), (".global_step_000006.writing", True)]
     next_one = [("another", False), ("global_step_000004", True)]
     made = killed(tmp_path, first, next_one, [])
     assert promises.kill_twice(made, "prompt", "plain").faults == []
     assert made.names == ["prompt-0", "prompt-1", "prompt"]
 
     # The first run was killed while it wrote the second checkpoint: that name is not new.
-    made = killed(tmp_path, first, late[1:], [])
+    made = killed(tmp_path, first, [(".global_step_000006.writing", True)], [])
     folder = tmp_path / "late/checkpoints/.global_step_000004.writing"
     folder.mkdir(parents=True)
     assert promises.kill_twice(made, "late", "plain").faults == []
@@ -1250,7 +1249,7 @@ def test_a_run_that_cannot_be_killed_is_begun_anew(tmp_path, monkeypatch):
 
     def kill_twice(_, name, __):
         names.append(name)
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
         write_jsonl(tmp_path / name / "metrics.jsonl", reference.lines)
         return promises.Watch(tmp_path) if name == last else None
 
@@ -1261,12 +1260,8 @@ def test_a_run_that_cannot_be_killed_is_begun_anew(tmp_path, monkeypatch):
     assert names == ["killed-plain-0", "killed-plain-1", last]
 
     last = None
-    (tmp_path / "again").mkdir()
-    made = bench_of(tmp_path / "again")
+    made = bench_of(tmp_path)
     with pytest.raises(bench.Unchecked, match="alone: the machine is too busy: 3 times"):
-        for number in range(3):
-            (tmp_path / f"killed-plain-{number}/metrics.jsonl").unlink()
-            (tmp_path / f"killed-plain-{number}").rmdir()
         next(promises.resumed(made, "alone", reference, "plain"))
     short = finished(tmp_path / "short", {"global_step": 3, "x": 1})
     with pytest.raises(bench.Unchecked, match="too few updates"):

@@ -82,7 +82,8 @@ def table(outcomes: list[Outcome]) -> str:
         for check in outcome.checks:
             difference = check.difference
             status = "green" if difference.green else "RED"
-            measured, bound = number(difference.measured), number(difference.bound)
+            measured = number(difference.measured)
+            bound = number(difference.bound)
             rows.append((status, outcome.promise.name, check.what, measured, bound))
         if outcome.failure:
             rows.append(("RED", outcome.promise.name, "a run failed, see below", "", ""))
@@ -166,7 +167,7 @@ def prove(recipe: Path, argv: list[str], quick: bool, only: list[str], keep: boo
         bench.prepare()
         return list(threads.map(lambda promise: judge(promise, bench), wanted))
     finally:
-        bench.stop()  # after Ctrl-C runs are left
+        bench.stop()  # after Ctrl-C or an error some runs still go on
         threads.shutdown(cancel_futures=True)
         if keep:
             print(f"the runs are in {folder}")
@@ -225,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"nothing can be checked: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: all runs were killed, nothing is told", file=sys.stderr)
+        print("interrupted: all runs were killed, no table is printed", file=sys.stderr)
         return 128 + signal.SIGINT
     seconds = time.monotonic() - start
     print(table(outcomes))

@@ -400,7 +400,8 @@ class Bench:
             "max_steps": SAMPLED_UPDATES if self.samples else 0,
             "max_length": min(asked.get("max_length") or LONGEST, LONGEST),
             "max_new_tokens": response,
-            # It must not be longer than a response. Half of one leaves some without a penalty.
+            # Recipes refuse one that is longer than a response. With half of one, short responses
+            # have no penalty, and long ones have.
             "overlong_buffer": min(asked.get("overlong_buffer") or 0, response // 2),
             # A policy that samples must not forget all answers, or nothing is left to learn from.
             "learning_rate": 1e-4 if self.samples else 1e-3,
@@ -489,22 +490,26 @@ class Bench:
             RunFailed: it hung, and was killed.
         """
         latest = time.monotonic() + HANG_SECONDS
+        interval = 0.001 if until else 1  # seconds; a moment may be short
         try:
-            while process.poll(0.001 if until else 1) is None:
+            while process.poll(interval) is None:
                 if until and until():
                     return True
                 if time.monotonic() > latest:
                     raise RunFailed(f"the run `{name}` hung:\n{end_of(console)}")
             return False
         finally:
-            # Whatever has happened, such as an error of `until`, no run is left behind.
+            # Also after an error, for example in `until`, no run is left behind.
             if process.returncode is None:
                 kill(process)
             with self.lock:
                 self.processes.discard(process)
 
     def stop(self) -> None:
-        """Kills all runs, and lets none start from now on: whoever waits for one gets an error."""
+        """Kills all runs, and lets none start from now on.
+
+        Threads that wait for a run then get `RunFailed`.
+        """
         with self.lock:
             self.is_stopped = True
             for process in self.processes:
@@ -529,7 +534,7 @@ class Bench:
                     return self.finish(name, launcher, self.flags(output, **changes), fresh)
             except RunFailed as error:
                 unusable = re.search(r"no usable row: .*", str(error))
-                if unusable:  # all rows together can be: with them `prepare` has begun a run
+                if unusable:  # some later rows are: `prepare` has seen a run begin with all of them
                     reason = f"the first rows of the data cannot be used: {unusable[0]}"
                     raise Unchecked(reason) from None
                 raise
@@ -570,15 +575,9 @@ class Bench:
 
     def check_end(self, name: str, process, console: Path) -> None:
         """Raises `RunFailed` if a process that has ended failed."""
-        if process.returncode == 0:
-            return
-        text = console.read_text(encoding="utf-8", errors="replace")
-        # torch's gloo threads now and then abort a process that has finished, while it exits (seen
-        # with torch 2.13, on CPUs).
-        is_done = "\ndone: " in text
-        if is_done and "terminate called without an active exception" in text:
-            return
-        raise RunFailed(f"the run `{name}` ended with an error:\n{end_of(console)}")
+        output = console.read_text(encoding="utf-8", errors="replace")
+        if process.returncode and not warm.aborted_at_exit(output):
+            raise RunFailed(f"the run `{name}` ended with an error:\n{end_of(console)}")
 
     def run_to_first_line(self, name: str, **changes) -> dict:
         """Returns the first line of a run's `metrics.jsonl`, and kills it there."""

@@ -14,10 +14,12 @@ LATER_LOSS = 3e-6  # of weights that may already differ by 1e-5
 METRIC = 1e-5
 WEIGHTS = 1e-5
 LEARNING_RATE = 1e-9
-# A gradient norm that is smaller is itself the difference of larger gradients.
+# Gradients that sum up to a smaller norm are themselves larger, and round as larger ones do.
 SMALL_NORM = 1e-2
-# Neither is computed from the samples of an update, so no split of them may round them.
-EXACT = ("global_step", "samples", "sequences", "tokens", "skipped_steps", "epoch", "loss_scale")
+# Cumulative numbers.
+COUNTERS = ("samples", "sequences", "tokens", "skipped_steps", "global_step")
+# These are counted, not added up from what a model computes, so nothing rounds them.
+EXACT = (*COUNTERS, "epoch", "loss_scale")
 
 
 class Difference(NamedTuple):
@@ -105,7 +107,7 @@ def bound_of(tag: str, line: dict, first: bool) -> float:
     if tag.rpartition("/")[2] == "loss":
         return (LOSS if first else LATER_LOSS) * size
     sums = [size_of(other) for name, other in line.items() if "logps" in name]
-    return METRIC * max(size, *sums, 1.0)
+    return METRIC * max([size, *sums])
 
 
 def size_of(value: float) -> float:

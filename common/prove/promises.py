@@ -27,14 +27,12 @@ from common.prove.bench import (
     Unchecked,
     updates_in,
 )
-from common.prove.compare import Difference
+from common.prove.compare import COUNTERS, Difference
 
 # What makes an update, beside the weights that it leaves.
 OF_UPDATE = {"loss", "grad_norm", "learning_rate", "samples", "tokens"}
 # These are of the last update alone, so they belong to no mean.
 OF_LAST_UPDATE = ("grad_norm", "learning_rate", "loss_scale", "epoch", "global_step")
-# Cumulative numbers.
-COUNTERS = ("samples", "sequences", "tokens", "skipped_steps", "global_step")
 # More than enough for the gradients of any model in fp16.
 HIGH_SCALES = (24, 40, 60)  # powers of 2
 # Gradients in half precision round: far less than this. One Adam step too many makes far more.
@@ -53,6 +51,7 @@ ENGINES = {
 }
 # How often a run is begun anew that has ended before it could be killed.
 ATTEMPTS = 3
+NO_DROPOUT = "the model's config names no dropout, and there is no --lora_dropout"
 
 
 class Check(NamedTuple):
@@ -114,9 +113,6 @@ INTERRUPTED = dict(
     save_actor_limit=1,
     dropout=DROPOUT,
 )
-
-
-NO_DROPOUT = "the model's config names no dropout, and there is no --lora_dropout"
 
 
 def other_seed(bench: Bench) -> Finished:
@@ -247,8 +243,9 @@ def check_means(bench: Bench) -> Iterator[Check]:
     """At learning rate 0 a line over a whole pass is one mean, however its samples were split."""
     whole, split, interval = standing_still(bench)
     missing = []
-    if last_step(split) < 2 * interval:  # its first line already took an update of the only pass
-        missing.append("the recipe makes one pass over the data, and no line is of all of it")
+    # The first update has a line of its own. So only the second pass has a line over all of it.
+    if last_step(split) < 2 * interval:
+        missing.append("the recipe makes one pass over the data, a line over a whole one needs two")
     else:
         expected = mean_metrics(whole)
         found = mean_metrics(split)
@@ -495,12 +492,11 @@ def resumed(bench: Bench, what: str, reference: Finished, launcher: str) -> Iter
         raise Unchecked(
             f"{what}: the machine is too busy: {ATTEMPTS} times a run ended before it was killed"
         )
-    output = bench.folder / name
     whole = Difference(len(watch.faults), 0, "; ".join(watch.faults))
     yield Check(f"{what}: checkpoints whole or not there", whole)
     if watch.faults:
         return
-    again = Finished(name, output, "")
+    again = Finished(name, bench.folder / name, "")
     of_lines = compare.of_lines(reference.lines, again.lines, exact=True)
     yield Check(f"{what}: log lines", of_lines)
     yield Check(f"{what}: samples", of_samples(reference.folder, again.folder))
@@ -530,9 +526,10 @@ def kill_twice(bench: Bench, name: str, launcher: str) -> Watch | None:
         watch.look()
         return False
 
-    begun = bench.flags(output, **INTERRUPTED)
-    goes_on = [*begun, "--resume", "auto"]
-    for number, (flags, moment) in enumerate([(begun, has_appeared), (goes_on, is_written)]):
+    of_start = bench.flags(output, **INTERRUPTED)
+    of_resume = [*of_start, "--resume", "auto"]
+    kills = [(of_start, has_appeared), (of_resume, is_written)]
+    for number, (flags, moment) in enumerate(kills):
         before = steps_named_in(checkpoints)
         was_killed = bench.run_until(f"{name}-{number}", launcher, flags, moment)
         watch.look_closely()
@@ -540,7 +537,7 @@ def kill_twice(bench: Bench, name: str, launcher: str) -> Watch | None:
             return watch
         if not was_killed:
             return None
-    bench.run_until(name, launcher, goes_on, never)
+    bench.run_until(name, launcher, of_resume, never)
     return watch
 
 
@@ -571,13 +568,13 @@ def check_seed(bench: Bench) -> Iterator[Check]:
     yield Check("twice: log lines", compare.of_lines(one.lines, again.lines, exact=True))
     yield Check("twice: weights", compare.of_models(one, again, exact=True))
     other = other_seed(bench)
-    per_epoch = 0 if bench.samples else standing_still(bench).interval
-    if per_epoch != 1:  # an epoch of one update has the same rows in any order
+    # An epoch of one update has the same rows in any order.
+    if bench.samples or standing_still(bench).interval > 1:
         moved = largest_difference(base(bench).training[:1], other.training[:1])
         yield Check("another: unlike in the first line", at_least(moved, 1e-5))
     if bench.has("learning_rate") and not bench.samples:
         bench.need("max_epochs")
-        yield from of_epochs(unclipped(bench), per_epoch)
+        yield from of_epochs(unclipped(bench), standing_still(bench).interval)
 
 
 def of_epochs(run: Finished, per_epoch: int) -> list[Check]:
@@ -640,7 +637,8 @@ def still(bench: Bench, what: str, run: Finished) -> Check:
     differences = []
     if len(saved) > 1:
         for name in ("actor", "critic"):
-            first, last = saved[0] / name, saved[-1] / name
+            first = saved[0] / name
+            last = saved[-1] / name
             if first.is_dir():
                 first_weights, last_weights = map(benches.weights_of, (first, last))
                 differences.append(
@@ -659,7 +657,7 @@ def still(bench: Bench, what: str, run: Finished) -> Check:
             )
         )
     if not differences:
-        raise Unchecked("the recipe saves no model whose tensors are those of its start")
+        raise Unchecked("the recipe saves no model to compare with its start, nor two checkpoints")
     return Check(what, compare.first_or_nearest(differences))
 
 

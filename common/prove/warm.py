@@ -45,6 +45,15 @@ LATE = [
 FAILED = "the process that failed first:"
 
 
+def aborted_at_exit(output: str) -> bool:
+    """Whether a recipe that failed had done all its work by then, as its output tells.
+
+    torch's gloo threads now and then abort a process that has finished, while it exits (seen with
+    torch 2.13, on CPUs).
+    """
+    return "\ndone: " in output and "terminate called without an active exception" in output
+
+
 @cache
 def server() -> tuple[tempfile.TemporaryDirectory, subprocess.Popen]:
     """The folder of the socket and the process of this interpreter's own server.
