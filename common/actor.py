@@ -14,92 +14,86 @@ from tqdm import tqdm
 
 from common import engine, folders, record, zero
 from common.models import lora
+from common.run import Run
+
+
+def publish_step(run: Run) -> None:
+    """Saves the actor of this update, for its users; see `publish`."""
+    folder = run.output_dir / "actors" / f"global_step_{run.progress.global_step:06d}"
+    publish(run, folder, keep=run.args.save_actor_limit)
 
 
 def publish(
-    accelerator: Accelerator,
-    prepared: nn.Module,
-    unwrapped: nn.Module,
-    tokenizer,
-    directory: str | Path,
+    run: Run,
+    directory: Path | None = None,
     keep: int = 0,
-    dtype: str | None = None,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Saves the actor for its users, perhaps in another dtype, and says in which one.
+    """Saves the actor for its users in the dtype of `--save_dtype`, and says in which one.
 
-    The weights are those of `unwrapped.model`; if that has an adapter, the adapter's alone, as an
-    ordinary folder of peft. All processes must call it.
+    The weights are those of `run.unwrapped.model`; if that has an adapter, the adapter's alone, as
+    an ordinary folder of peft. Without `--save_dtype` they are those that the forward pass used,
+    bit for bit. All processes must call it.
 
     Args:
-        prepared: what `accelerator.prepare` returned for `unwrapped`.
-        unwrapped: the module that holds the Hugging Face model as its attribute `model`.
-        directory: replaced as a whole if it is there. If the process is killed while it writes, the
-            previous folder stays (at worst under its name with `.old`).
+        directory: replaced as a whole if it is there; by default the run's `actor`. If the process
+            is killed while it writes, the previous folder stays (at worst under its name with
+            `.old`).
         keep: how many `global_step_*` folders stay beside each other, the newest; 0 keeps all.
-        dtype: floating-point weights are converted to it. None: the weights that the forward pass
-            used, bit for bit.
-        weights: other weights to save in the place of the model's, by their names in `unwrapped`,
-            such as a running average of them, see `shards.whole`.
+        weights: other weights to save in the place of the model's, by their names in
+            `run.unwrapped`, such as a running average of them, see `shards.whole`.
 
     Raises:
         SystemExit: it could not be written, for example because the disk is full. What was written
             of it is removed; what stood in its place is untouched.
     """
+    directory = directory or run.output_dir / "actor"
+    dtype = run.args.save_dtype
     try:
-        written = save(
-            accelerator,
-            prepared,
-            unwrapped,
-            tokenizer,
-            directory,
-            keep,
-            dtype,
-            weights=weights,
-        )
+        with run.metrics.timed("paused"):
+            written = save(run, directory, keep, dtype, weights=weights)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(being_written(Path(directory)), ignore_errors=True)
+        shutil.rmtree(being_written(directory), ignore_errors=True)
         sys.exit(
             f"{directory} could not be written: {str(error)[:200]}. A checkpoint, if the run wrote "
             "one, holds the actor, too: see python -m common.export"
         )
-    if accelerator.is_main_process:
-        what = "the actor's adapter" if lora.has_adapter(unwrapped) else "the actor"
+    if run.accelerator.is_main_process:
+        what = "the actor's adapter" if lora.has_adapter(run.unwrapped) else "the actor"
         how = "as trained" if dtype is None else "by --save_dtype"
         # Above the progress bar, if there is one.
         tqdm.write(f"saved {what} in {written} ({how}): {directory}")
 
 
 def save(
-    accelerator: Accelerator,
-    prepared: nn.Module,
-    unwrapped: nn.Module,
-    tokenizer,
-    directory: str | Path,
+    run: Run,
+    directory: Path,
     keep: int = 0,
     dtype: str | None = None,
+    *,
     beside: dict[str, nn.Module] | None = None,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> str | None:
     """Writes the actor as `publish` does, and returns its dtype on the main process.
 
     Args:
-        beside: further Hugging Face models inside `unwrapped`, by the names of the folders beside
-            `directory` that they are written to.
+        dtype: floating-point weights are converted to it. None: they stay as they are.
+        beside: further Hugging Face models inside `run.unwrapped`, by the names of the folders
+            beside `directory` that they are written to.
         weights: see `publish`.
     """
-    engine.reshard(prepared)
-    of_model = gather_weights(accelerator, prepared, unwrapped)
+    engine.reshard(run.model)
+    of_model = gather_weights(run.accelerator, run.model, run.unwrapped)
     written = None
-    if accelerator.is_main_process:
+    if run.accelerator.is_main_process:
         weights = {**of_model, **(weights or {})}
-        directory = Path(directory)
-        state_dict = weights_of(unwrapped.model, weights, unwrapped)
-        written = write(unwrapped.model, state_dict, tokenizer, directory, keep, dtype, card=True)
+        actor = run.unwrapped.model
+        state_dict = weights_of(actor, weights, run.unwrapped)
+        written = write(actor, state_dict, run.tokenizer, directory, keep, dtype, card=True)
         for name, model in (beside or {}).items():
-            state_dict = weights_of(model, weights, unwrapped)
-            write(model, state_dict, tokenizer, directory.with_name(name))
-    accelerator.wait_for_everyone()
+            state_dict = weights_of(model, weights, run.unwrapped)
+            write(model, state_dict, run.tokenizer, directory.with_name(name))
+    run.accelerator.wait_for_everyone()
     return written
 
 

@@ -12,6 +12,7 @@ import transformers
 import yaml
 
 from common import ASSETS, counted, errors, show_any_text, speaks_for_all, trackers
+from common.shared_args import Bounds
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
@@ -43,18 +44,6 @@ MAY_CHANGE = {
 
 # What a micro-batch holds on a GPU, where the user leaves it open.
 TOKENS_ON_GPU = 16_384
-
-# Shared arguments of which a negative value means nothing.
-NOT_NEGATIVE = (
-    "learning_rate",
-    "weight_decay",
-    "adam_epsilon",
-    "warmup_steps",
-    "save_total_limit",
-    "save_actor_limit",
-    "max_epochs",
-    "max_steps",
-)
 
 # What decides no line of metrics.jsonl, not even in its last digit.
 NOT_IN_LINES = {
@@ -120,8 +109,8 @@ GROUPS = {
         "chat_template",
         "chat_template_kwargs",
         "strings_as_messages",
-        "max_length",
         "output_dir",
+        "max_length",
     ),
     "this algorithm": (),
     "updates": (
@@ -161,13 +150,18 @@ GROUPS = {
     ),
 }
 
-# Functions that users name on the command line and that have moved. The old names are read for one
-# release.
-MOVED_FUNCTIONS = {"common.generation:answer_reward": "common.rollout.rewards:answer_reward"}
+# Numbers of updates, or shares of all of them.
+INTERVALS = ("logging_steps", "eval_steps", "save_steps", "save_actor_steps")
 
 
 class Parser(transformers.HfArgumentParser):
     """Reads a recipe's arguments; an error is one line below the usage."""
+
+    def add_argument(self, *flags, bounds: Bounds | None = None, **settings) -> argparse.Action:
+        """Adds an argument as `argparse` does, and keeps the range of its values."""
+        action = super().add_argument(*flags, **settings)
+        action.bounds = bounds  # type: ignore[attr-defined]
+        return action
 
     def error(self, message: str):
         errors.refuse(f"{self.format_usage()}{self.prog}: error: {message}", status=2)
@@ -193,10 +187,10 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
     parser = make_parser(args_class)
     if argv and argv[0].endswith((".yaml", ".yml")):
         # Read as flags, so that the same parser checks types, choices and unknown names.
-        argv = yaml_to_flags(argv[0], parser, args_class) + argv[1:]
+        argv = yaml_to_flags(argv[0], parser) + argv[1:]
     demo_flags = []
     if not names_model_or_dataset(argv):
-        demo_flags = yaml_to_flags(demo, parser, args_class)
+        demo_flags = yaml_to_flags(demo, parser)
 
     args, unknown = parser.parse_args_into_dataclasses(
         demo_flags + argv,
@@ -204,8 +198,6 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
         return_remaining_strings=True,
     )
     if unknown:
-        for word in unknown:
-            refuse_renamed(word.partition("=")[0].lstrip("-"), args_class, parser)
         hint = what_would_do(unknown, parser)
         parser.error(
             f"unknown argument {' '.join(unknown)}: {hint}--help lists all arguments "
@@ -244,20 +236,24 @@ def what_would_do(unknown: list[str], parser: Parser) -> str:
 
 
 def check_numbers(args, parser: Parser) -> None:
-    """Refuses numbers that no recipe can use: not finite, or negative where that means nothing.
+    """Refuses numbers that are not finite or not in the range of their argument.
 
     Raises:
         SystemExit: with the argument and its value.
     """
-    for name, value in vars(args).items():
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
         if isinstance(value, float) and not math.isfinite(value):
-            parser.error(f"--{name} {value}: expected a finite number")
-    for name in NOT_NEGATIVE:
-        value = getattr(args, name, 0)
-        if value < 0:
-            parser.error(f"--{name} {value}: expected 0 or more")
-    if not 0 <= getattr(args, "seed", 0) < 2**32:
-        parser.error(f"--seed {args.seed}: expected 0 to 2**32 - 1")
+            parser.error(f"--{action.dest} {value}: expected a finite number")
+        bounds = getattr(action, "bounds", None)
+        if bounds is not None and value is not None and not bounds.hold(value):
+            parser.error(f"--{action.dest} {value}: expected {bounds.describe()}")
+    for name in INTERVALS:
+        value = getattr(args, name)
+        if value >= 1 and value != int(value):
+            parser.error(
+                f"--{name} {value}: expected 0, a share below 1, or a whole number of updates"
+            )
 
 
 def make_parser(args_class: type) -> Parser:
@@ -269,19 +265,19 @@ def make_parser(args_class: type) -> Parser:
         usage="%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]",
         formatter_class=argparse.HelpFormatter,
     )
-    groups = {}
-    for title, names in GROUPS.items():
-        group = parser.add_argument_group(title)
-        groups |= dict.fromkeys(names, group)
-        if not names:
-            of_recipe = group
-    for action in parser._actions:
-        if action.dest == "help":
-            continue
+    listed = {name for names in GROUPS.values() for name in names}
+    described = [action for action in parser._actions if action.dest != "help"]
+    for action in described:
         describe_flag(action)
         # argparse has no way to choose the group of an argument that it has already.
         parser._optionals._group_actions.remove(action)
-        groups.get(action.dest, of_recipe)._group_actions.append(action)
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(title)
+        if names:
+            actions = [action for name in names for action in described if action.dest == name]
+        else:
+            actions = [action for action in described if action.dest not in listed]
+        group._group_actions.extend(actions)
     return parser
 
 
@@ -313,14 +309,7 @@ def names_model_or_dataset(argv: list[str]) -> bool:
     return False
 
 
-def refuse_renamed(name: str, args_class: type, parser: Parser) -> None:
-    """Refuses an argument of an older release by naming its successors: see `Args.renamed`."""
-    successors = getattr(args_class, "renamed", {}).get(name.replace("-", "_"))
-    if successors:
-        parser.error(f"--{name} is no longer an argument: use {successors}")
-
-
-def yaml_to_flags(path: str | Path, parser: Parser, args_class: type) -> list[str]:
+def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
     """Returns the flags that say the same as a flat YAML mapping.
 
     A value of `null` leaves the default. `{assets}` in a value stands for the folder of the assets.
@@ -337,7 +326,6 @@ def yaml_to_flags(path: str | Path, parser: Parser, args_class: type) -> list[st
     flags = []
     for name, value in values.items():
         if f"--{name}" not in parser._option_string_actions:
-            refuse_renamed(name, args_class, parser)
             parser.error(f"{path}: {name!r} is no argument of this recipe; --help lists them")
         if value is None:
             continue
@@ -355,10 +343,6 @@ def load_function(argument: str, name: str):
     Raises:
         SystemExit: no such module or name.
     """
-    if name in MOVED_FUNCTIONS:
-        if speaks_for_all():
-            print(f"--{argument} {name}: its name is now {MOVED_FUNCTIONS[name]}", flush=True)
-        name = MOVED_FUNCTIONS[name]
     module, _, attribute = name.partition(":")
     sys.path.append(os.getcwd())
     try:
@@ -408,15 +392,8 @@ def accumulation_steps(
     given, micro-batches are cut by tokens, and this is the most there can be: one for each sample.
 
     Raises:
-        SystemExit: a size below 1, or sizes that do not divide. The message names the nearest sizes
-            that do.
+        SystemExit: sizes that do not divide. The message names the nearest sizes that do.
     """
-    if train_batch_size < 1 or micro_train_batch_size < 1 or micro_train_tokens < 0:
-        sys.exit(
-            f"--train_batch_size {train_batch_size} and "
-            f"--micro_train_batch_size {micro_train_batch_size} must be at least 1, "
-            f"--micro_train_tokens {micro_train_tokens} at least 0"
-        )
     if micro_train_tokens:
         return math.ceil(train_batch_size / processes)
 
@@ -446,18 +423,3 @@ def nearest_micro_batch_size(train_batch_size: int, wanted: int, processes: int)
         if train_batch_size % (size * processes) == 0
     ]
     return min(sizes, key=lambda size: abs(size - wanted), default=0)
-
-
-def check_intervals(args) -> None:
-    """Refuses intervals that are no number or share of updates, and a --max_new_tokens below 1.
-
-    Raises:
-        SystemExit: with the argument and its value.
-    """
-    for name in ("logging_steps", "eval_steps", "save_steps", "save_actor_steps"):
-        value = getattr(args, name)
-        if value < 0 or (value >= 1 and value != int(value)):
-            sys.exit(f"--{name} {value}: expected 0, a share below 1, or a whole number of updates")
-    # A reward model has no answers to generate.
-    if getattr(args, "max_new_tokens", 1) < 1:
-        sys.exit(f"--max_new_tokens {args.max_new_tokens}: expected at least 1")

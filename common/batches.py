@@ -10,6 +10,7 @@ import torch
 
 from common.data.dataset import column
 from common.data.mixture import Mixture, mixture_of
+from common.run import Run
 
 
 class MicroBatch(NamedTuple):
@@ -58,12 +59,28 @@ def rows_from(mixture: Mixture, seed: int, start: int, most: int) -> np.ndarray:
 
 # PPO uses two orders in turn: that of the prompts and, within a rollout, that of its samples.
 @functools.lru_cache(maxsize=2)
-def epoch_order(mixture: Mixture, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
-    """Returns the seeded permutation of the rows of one epoch."""
+def epoch_order(data: int | Mixture, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
+    """Returns the seeded permutation of the rows of one epoch.
+
+    Args:
+        data: see `rows_of_update`.
+    """
+    mixture = mixture_of(data)
     order = np.random.default_rng(np.append(seed, epoch)).permutation(mixture.samples)
     if all(weight == 1 for weight in mixture.weights):
         return order  # every row once
     return mixture.rows_of_epoch(seed, epoch)[order]
+
+
+def split_update(run: Run, rows: Sequence[int], lengths: np.ndarray) -> list[MicroBatch]:
+    """Splits the rows of an update into micro-batches and returns those of this process.
+
+    They have the size of `--micro_train_tokens` or `--micro_train_batch_size`, see `split`.
+    """
+    args = run.args
+    return split(
+        run.accelerator, rows, lengths, args.micro_train_batch_size, args.micro_train_tokens
+    )
 
 
 def split(
@@ -201,15 +218,12 @@ def send(array: np.ndarray | torch.Tensor | list, device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def evaluation_batches(
-    accelerator, dataset, micro_batch_size: int, max_tokens: int = 0
-) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
-    """Yields every row of a data set once, over all processes, in the micro-batches of `split`.
+def evaluation_batches(run: Run, dataset) -> Iterator[tuple[list[int], dict, torch.Tensor]]:
+    """Yields every row of a data set once, over all processes, in micro-batches of training's size.
 
     Yields:
         Row numbers, their columns, and their weights `[rows]` on the device, 0 for a padding row.
     """
-    all_rows = np.arange(len(dataset))
     lengths = column(dataset, "length")
-    for rows, weights in split(accelerator, all_rows, lengths, micro_batch_size, max_tokens):
-        yield rows, dataset[rows], send(weights, accelerator.device)
+    for rows, weights in split_update(run, np.arange(len(dataset)), lengths):
+        yield rows, dataset[rows], send(weights, run.device)

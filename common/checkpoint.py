@@ -1,8 +1,5 @@
 """Checkpoints: what they hold, how they are written, and how a run resumes from one."""
 
-import contextlib
-import dataclasses
-import datetime
 import functools
 import hashlib
 import json
@@ -15,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, set_seed
 from safetensors import SafetensorError
-from torch import nn
 
 from common import actor, arguments, distributed, engine, folders, left_behind, record, transcript
-from common.metrics import Metrics
 from common.models import lora
-from common.progress import Progress
+from common.run import Run
 
 # The counters of `Progress` that a checkpoint holds; it derives the others from these.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
@@ -35,98 +29,35 @@ BYTES_BESIDE = 20e6  # tokenizer, random states
 SAME_SIGNAL_SECONDS = 3
 
 
-@dataclasses.dataclass
-class Run:
-    """A training run, as far as its checkpoints need to know it.
+def carried(dataclass: type) -> type:
+    """Lets checkpoints hold the objects of a dataclass in `Run.extra` and `Run.own`.
 
-    Attributes:
-        model: what `accelerator.prepare` returned.
-        unwrapped: the module inside it, whose `model` is the actor.
-        scheduler: a `LambdaLR`, not prepared.
-        data_fingerprint: of the tokenised training set. It stands for data, tokenizer and lengths.
-        models: fingerprints of the models that decide the result but are not trained, such as a
-            reference model, by what messages call them.
-        extra: what else the recipe carries from update to update, the same on all processes: None,
-            tensors, numbers, lists and dicts of them.
-        own: what this process alone carries from update to update, such as its shards of a running
-            average: of the same kinds. Each process saves its own and gets it back.
-        beside_actor: further Hugging Face models inside `unwrapped` that a checkpoint holds as
-            folders of their own, by the folder's name; for `common/export.py`.
-        last_saved: `global_step` of the last checkpoint in `folder` that is this run's own; None if
-            there is none.
-        stop_signal: the signal that ends the run after its update; 0 if none came.
-        signalled_at: when the first signal came, by `time.monotonic`.
+    They are read without running code, so torch wants to know by name what it may make.
     """
-
-    accelerator: Accelerator
-    args: Any
-    model: nn.Module
-    unwrapped: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
-    tokenizer: Any
-    progress: Progress
-    metrics: Metrics
-    data_fingerprint: str
-    models: dict[str, str] | None = None
-    extra: Any = None
-    own: Any = None
-    beside_actor: dict[str, nn.Module] | None = None
-    last_saved: int | None = None
-    stop_signal: int = 0
-    signalled_at: float = 0.0
-
-    @property
-    def folder(self) -> Path:
-        """Where the run's checkpoints are."""
-        return Path(self.args.output_dir) / "checkpoints"
-
-    @property
-    def identity(self) -> dict:
-        """What must equal the checkpoint's, except arguments that may change.
-
-        `world` is the precision; for an engine that shards its state it is the engine, the
-        precision, the device and the number of processes.
-        """
-        accelerator = self.accelerator
-        world = accelerator.mixed_precision
-        if engine.is_sharded(accelerator):
-            world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
-        template = str(getattr(self.tokenizer, "chat_template", None)).encode()
-        return {
-            **vars(self.args),
-            **(self.models or {}),
-            # The file's content counts, not its name.
-            "chat_template": hashlib.sha256(template).hexdigest()[:16],
-            "date": getattr(self.tokenizer, "chat_date", None),
-            "data": self.data_fingerprint,
-            "world": world,
-        }
+    torch.serialization.add_safe_globals([dataclass])
+    return dataclass
 
 
-def date_of_run(accelerator: Accelerator, args) -> str:
-    """The date that chat templates print, as in 2026-01-31; the same on all processes.
+def identity_of(run: Run) -> dict:
+    """Returns what must equal the checkpoint's, except arguments that may change.
 
-    It is that of the run's start: a resumed run takes it from the checkpoint.
+    `world` is the precision; for an engine that shards its state it is the engine, the precision,
+    the device and the number of processes.
     """
-    return distributed.on_main_process(accelerator, find_date, args)
-
-
-def find_date(args) -> str:
-    """Does the work of `date_of_run` on one process."""
-    candidates = []
-    if args.resume == "auto":
-        candidates = folders.by_step(Path(args.output_dir) / "checkpoints")[::-1]
-    elif args.resume != "never":
-        candidates = [Path(args.resume)]
-    for path in candidates:
-        # A torn checkpoint is refused later. Here another one of the same run will do.
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            date = state["arguments"]["date"]
-            if date is not None:
-                return date
-    return datetime.date.today().isoformat()
+    accelerator = run.accelerator
+    world = accelerator.mixed_precision
+    if engine.is_sharded(accelerator):
+        world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
+    template = str(getattr(run.tokenizer, "chat_template", None)).encode()
+    return {
+        **vars(run.args),
+        **run.models,
+        # The file's content counts, not its name.
+        "chat_template": hashlib.sha256(template).hexdigest()[:16],
+        "date": getattr(run.tokenizer, "chat_date", None),
+        "data": run.data.fingerprint,
+        "world": world,
+    }
 
 
 # ============================================================ saving
@@ -145,11 +76,12 @@ def save(run: Run) -> None:
     if run.last_saved == step:
         # A signal came after this checkpoint. Updates skipped since then will be skipped again.
         return
-    final = run.folder / f"global_step_{step:06d}"
-    temporary = run.folder / f".{final.name}.writing"
-    earlier = folders.by_step(run.folder)
+    final = run.checkpoints / f"global_step_{step:06d}"
+    temporary = run.checkpoints / f".{final.name}.writing"
+    earlier = folders.by_step(run.checkpoints)
     try:
-        write(run, temporary, final)
+        with run.metrics.timed("paused"):
+            write(run, temporary, final)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
         # Only the main process removes it: another process might delete it while the main process
         # renames it.
@@ -177,14 +109,7 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     # This also waits until every process has written its files.
-    actor.save(
-        accelerator,
-        run.model,
-        run.unwrapped,
-        run.tokenizer,
-        temporary / "actor",
-        beside=run.beside_actor,
-    )
+    actor.save(run, temporary / "actor", beside=run.beside_actor)
 
     # Every process flushes everything: each node holds back what was written on it.
     folders.flush(*temporary.rglob("*"), temporary)
@@ -213,7 +138,7 @@ def state_beside_engine(run: Run) -> dict:
     """
     metrics = run.metrics
     return {
-        "arguments": run.identity,
+        "arguments": identity_of(run),
         "progress": {name: getattr(run.progress, name) for name in COUNTERS},
         "scheduler": run.scheduler.state_dict(),
         "last_update": metrics.last_update,
@@ -312,7 +237,7 @@ def stop_if_asked(run: Run) -> None:
     run.metrics.bar.close()
     run.accelerator.print(
         f"stopped by {signal.Signals(number).name} after update {run.last_saved}, "
-        f"saved in {run.folder}: go on with --resume auto"
+        f"saved in {run.checkpoints}: go on with --resume auto"
     )
     sys.exit(128 + number)
 
@@ -320,7 +245,7 @@ def stop_if_asked(run: Run) -> None:
 # ============================================================ resuming
 
 
-def resume(run: Run) -> None:
+def begin(run: Run) -> None:
     """Puts a run where `--resume` says: at a checkpoint, or at the start.
 
     It also does what every run needs before its first update: it seeds, checks the disk, listens to
@@ -342,7 +267,7 @@ def resume(run: Run) -> None:
     state = None
     if path:
         state = load(run, path)
-        if path.parent.resolve() == run.folder.resolve():
+        if path.parent.resolve() == run.checkpoints.resolve():
             run.last_saved = run.progress.global_step
     leave_behind(run, state)
     distributed.on_main_process(run.accelerator, record.write, run.accelerator, run.args)
@@ -362,7 +287,7 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
     checkpoints that the run keeps, and one more while that is written. Those later than the one
     that it resumes from stay on the disk, too, but do not count as kept.
     """
-    for leftover in run.folder.glob(".global_step_*"):
+    for leftover in run.checkpoints.glob(".global_step_*"):
         shutil.rmtree(leftover)
     free_gib = shutil.disk_usage(run.args.output_dir).free / 2**30
     if not run.args.save_steps:
@@ -375,7 +300,7 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
         return
     saved = lora.count_saved_parameters(run.unwrapped)
     most_gib = (saved * BYTES_PER_PARAMETER + BYTES_BESIDE) / 2**30
-    there = folders.by_step(run.folder)
+    there = folders.by_step(run.checkpoints)
     if resumes_from:
         state = json.loads((resumes_from / "state.json").read_text(encoding="utf-8"))
         step = state["progress"]["global_step"]
@@ -398,7 +323,7 @@ def find_checkpoint(run: Run) -> Path | None:
         SystemExit: there are checkpoints but none is whole; the run has ended and left none.
     """
     if run.args.resume == "auto":
-        candidates = folders.by_step(run.folder)[::-1]
+        candidates = folders.by_step(run.checkpoints)[::-1]
     else:
         candidates = [Path(run.args.resume)]
     for path in candidates:
@@ -408,15 +333,15 @@ def find_checkpoint(run: Run) -> Path | None:
         run.accelerator.print(f"passed over {path}: {fault}")
 
     # A copy under another name is not taken, but it tells that this run is not new.
-    found = candidates or list(run.folder.glob("global_step_*"))
+    found = candidates or list(run.checkpoints.glob("global_step_*"))
     if found:
         sys.exit(
             f"--resume {run.args.resume}: none of the {len(found)} checkpoints is whole and named "
             "as written; to start anew take another --output_dir"
         )
-    if (run.folder.parent / "actor").exists():
-        sys.exit(f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint")
-    run.accelerator.print(f"no checkpoint in {run.folder}: starting from the beginning")
+    if (run.output_dir / "actor").exists():
+        sys.exit(f"--resume auto: the run in {run.output_dir} has ended and left no checkpoint")
+    run.accelerator.print(f"no checkpoint in {run.checkpoints}: starting from the beginning")
     return None
 
 
@@ -430,13 +355,13 @@ def leave_behind(run: Run, state: dict | None) -> None:
     Args:
         state: the `state.json` that the run resumes from; None if it starts from the beginning.
     """
-    now = digest_of_lines(run.identity, run.accelerator.num_processes)
+    now = digest_of_lines(identity_of(run), run.accelerator.num_processes)
     distributed.on_main_process(run.accelerator, leave_behind_on_main, run, state, now)
 
 
 def leave_behind_on_main(run: Run, state: dict | None, now: str) -> None:
     """See `leave_behind`."""
-    output_dir = Path(run.args.output_dir)
+    output_dir = run.output_dir
     step = None
     metrics_bytes = 0
     samples_bytes = 0
@@ -547,7 +472,7 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
     Raises:
         SystemExit: with all differences.
     """
-    now = run.identity
+    now = identity_of(run)
     if before.get("world") == universal_world(now["world"]):
         now["world"] = before["world"]
     may_change = arguments.MAY_CHANGE | run.args.may_change

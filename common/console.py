@@ -4,27 +4,30 @@ import re
 import time
 from pathlib import Path
 
-from common import board, counted, engine, record
-from common.checkpoint import Run
+from common import board, counted, engine, optim, record
 from common.models import lora
+from common.run import Run
 
 # Without smoothing: TensorBoard would smooth a few evaluations as it does hundreds of updates, and
 # draw them far from their values.
 KEY_CHARTS = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
 
 
-def begin(run: Run, **said: str) -> None:
+def begin(run: Run, data: str, updates: str) -> None:
     """Prints what is trained on what, and how; once on each node. All processes may call it.
 
     Args:
-        said: lines of the recipe's own by their titles, such as its data and its schedule.
+        data: what the run learns from.
+        updates: the arithmetic of its updates.
     """
     if not run.accelerator.is_local_main_process:
         return
     args = run.args
     lines = {
         "model": describe_model(run),
-        **said,
+        "data": data,
+        "updates": updates,
+        "schedule": optim.describe_schedule(run),
         "update": describe_update(run),
         "engine": engine.describe(run.accelerator),
         "output": f"{args.output_dir}: metrics.jsonl, samples.jsonl, actor/",

@@ -1,5 +1,9 @@
 """What a loop asks of its engine: accumulation, the loss scale, gradient norms, shards."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 import transformers
 from accelerate import Accelerator
@@ -8,6 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from common import cpu, zero
+
+if TYPE_CHECKING:
+    from common.run import Run
 
 
 def describe(accelerator: Accelerator) -> str:
@@ -52,26 +59,27 @@ def is_sharded(accelerator) -> bool:
     return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
-def begin_update(accelerator, prepared: nn.Module, micro_batches: list) -> int:
+def begin_update(run: Run, micro_batches: list) -> int:
     """Tells the engine that the next update consists of these micro-batches of each process.
 
     Returns:
         The number by which the engine divides the summed losses: micro-batches times processes.
     """
+    accelerator = run.accelerator
     accelerator.step = 0  # so that it syncs at the last micro-batch of this update
     accelerator.gradient_accumulation_steps = len(micro_batches)
     divisor = len(micro_batches) * accelerator.num_processes
     if zero.stage(accelerator):
-        prepared.set_train_batch_size(divisor * prepared.train_micro_batch_size_per_gpu())
+        run.model.set_train_batch_size(divisor * run.model.train_micro_batch_size_per_gpu())
     return divisor
 
 
-def loss_scale(accelerator, prepared: nn.Module) -> float | None:
+def loss_scale(run: Run) -> float | None:
     """Returns the current scale of the loss under fp16; None where there is none."""
-    if zero.stage(accelerator) and accelerator.mixed_precision == "fp16":
-        return zero.loss_scale(prepared)
-    if accelerator.scaler is not None:
-        return accelerator.scaler.get_scale()
+    if zero.stage(run.accelerator) and run.accelerator.mixed_precision == "fp16":
+        return zero.loss_scale(run.model)
+    if run.accelerator.scaler is not None:
+        return run.accelerator.scaler.get_scale()
     return None
 
 

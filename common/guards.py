@@ -1,13 +1,14 @@
 """Stops runs that cannot go on, because of values that are not finite or overflows without end."""
 
+from __future__ import annotations
+
 import json
 import math
 import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from tqdm import tqdm
 
 from common import errors
 from common.progress import RECENT_UPDATES, Progress
+
+if TYPE_CHECKING:
+    from common.run import Run
 
 
 class RowLosses(NamedTuple):
@@ -38,10 +42,8 @@ class FiniteLosses:
     One check per update is enough, before it is applied. Each check makes a GPU wait.
     """
 
-    def __init__(self, accelerator, progress: Progress, output_dir: str):
-        self.accelerator = accelerator
-        self.progress = progress
-        self.output_dir = output_dir
+    def __init__(self, run: Run):
+        self.run = run
         self.collected: list[RowLosses] = []
 
     def check(
@@ -53,15 +55,14 @@ class FiniteLosses:
     ) -> None:
         """Adds a micro-batch, before its `backward`; at the last one runs `check_finite`."""
         self.collected.append(RowLosses(rows, losses.detach(), weights))
-        if self.accelerator.sync_gradients:
-            check_finite(self.collected, self.progress, self.output_dir, tensors)
+        if self.run.accelerator.sync_gradients:
+            check_finite(self.run, self.collected, tensors)
             self.collected = []
 
 
 def check_finite(
+    run: Run,
     losses: Sequence[tuple[Sequence[int], torch.Tensor, torch.Tensor]],
-    progress: Progress,
-    output_dir: str,
     tensors: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Stops a run whose losses, or what they come from, are not finite: no loss scale cures that.
@@ -71,7 +72,7 @@ def check_finite(
     Args:
         losses: rows, losses and weights of each micro-batch, as in `RowLosses`.
         tensors: more tensors of the last micro-batch. If the run stops, their statistics and those
-            of the losses are written to `not_finite_<rank>.json` in `output_dir`.
+            of the losses are written to `not_finite_<rank>.json` in the output directory.
 
     Raises:
         FloatingPointError: naming the update and the rows.
@@ -87,6 +88,7 @@ def check_finite(
             if not row_is_finite:
                 bad_rows.append(str(row))
 
+    progress = run.progress
     described = dict(tensors or {})
     for number, part in enumerate(parts):
         described[f"loss of micro-batch {number}"] = part.losses
@@ -96,7 +98,7 @@ def check_finite(
         "rows": bad_rows,
         "tensors": {name: statistics(tensor) for name, tensor in described.items()},
     }
-    file = Path(output_dir) / f"not_finite_{os.environ.get('RANK', 0)}.json"
+    file = run.output_dir / f"not_finite_{os.environ.get('RANK', 0)}.json"
     file.write_text(json.dumps(report, indent=1), encoding="utf-8")
     raise FloatingPointError(
         f"update {progress.global_step + 1} (updates_seen {progress.updates_seen}) is not finite, "

@@ -7,7 +7,9 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -33,102 +35,118 @@ PEAK_FLOPS = {
     "Tesla V100-SXM2-16GB": 125e12,
 }
 
-# The columns of the tensors in `Means.sums`.
-SUM, COUNT, MIN, MAX = range(4)
+
+class Logged(NamedTuple):
+    """Values to log.
+
+    Attributes:
+        values: tensors of the shape of `weights`, by tag.
+        weights: 1 for what counts, 0 for what counts nowhere: padding rows, masked tokens.
+        reduce: what a log line shows of them.
+    """
+
+    values: dict[str, torch.Tensor]
+    weights: torch.Tensor
+    reduce: Literal["mean", "min", "max"] = "mean"
+
+
+class Sum(NamedTuple):
+    """What this process has added under one tag.
+
+    Attributes:
+        reduce: see `Logged`.
+        numbers: float64 `[2]` on the device: the weighted sum of the values, or their minimum or
+            maximum; and the sum of their weights.
+    """
+
+    reduce: str
+    numbers: torch.Tensor
+
+
+# How two sums of values, two minima or two maxima become one.
+JOIN = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
+# Where nothing counts.
+NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
 
 
 class Means:
-    """Weighted means by name. Every process must add the same names in the same order.
+    """Weighted means, minima and maxima by tag.
 
-    `add` and `merge` never make a GPU wait: they read no value back from it, and make no tensor of
-    Python numbers, which would be a copy that waits.
-
-    Attributes:
-        sums: by name, float64 `[4]` on the device: sum, count, minimum and maximum of this process.
+    Every process must add the same tags in the same order. Adding never makes a GPU wait: no value
+    is read back from it, and no tensor is made of Python numbers, which would be a copy that waits.
     """
 
     def __init__(self, accelerator):
         self.accelerator = accelerator
-        self.sums: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, Sum] = {}
 
     @torch.no_grad()
-    def add(self, values: dict[str, torch.Tensor], weights: torch.Tensor) -> None:
-        """Adds values of samples or of tokens.
+    def add(self, logged: Iterable[Logged]) -> None:
+        """Adds values of samples or of tokens."""
+        for values, weights, reduce in logged:
+            weights = weights.double()
+            counts = weights > 0
+            for name, value in values.items():
+                # The value of a padding row may be inf: times its weight of 0 that would be NaN.
+                counted = torch.where(counts, value.double(), NOTHING[reduce])
+                if reduce == "mean":
+                    number = (counted * weights).sum()
+                else:
+                    number = counted.amin() if reduce == "min" else counted.amax()
+                self.join(name, Sum(reduce, torch.stack([number, weights.sum()])))
 
-        Args:
-            values: tensors of the shape of `weights`.
-            weights: 1 for what counts, 0 for what counts nowhere: padding rows, masked tokens.
-        """
-        weights = weights.double()
-        counts = weights > 0
-        for name, value in values.items():
-            value = value.double()
-            # The value of a padding row may be inf: times its weight of 0 that would be NaN.
-            total = (torch.where(counts, value, 0.0) * weights).sum()
-            smallest = torch.where(counts, value, math.inf).amin()
-            largest = torch.where(counts, value, -math.inf).amax()
-            self.merge(name, torch.stack([total, weights.sum(), smallest, largest]))
-
-    def merge(self, name: str, new: torch.Tensor) -> None:
-        """Adds the sum, count, minimum and maximum of more values, `[4]` as in `sums`."""
+    def join(self, name: str, new: Sum) -> None:
+        """Adds what was summed up elsewhere."""
         if name in self.sums:
-            old = self.sums[name]
-            new = torch.stack(
-                [
-                    old[SUM] + new[SUM],
-                    old[COUNT] + new[COUNT],
-                    torch.minimum(old[MIN], new[MIN]),
-                    torch.maximum(old[MAX], new[MAX]),
-                ]
-            )
+            old = self.sums[name].numbers
+            number = JOIN[new.reduce](old[0], new.numbers[0])
+            new = Sum(new.reduce, torch.stack([number, old[1] + new.numbers[1]]))
         self.sums[name] = new
 
-    def reduce(self) -> dict[str, float]:
-        """Returns the means over all processes, by one collective, and forgets the sums.
+    def take(self, others: "Means") -> None:
+        """Adds all that others hold, and leaves them empty."""
+        for name, new in others.sums.items():
+            self.join(name, new)
+        others.sums = {}
 
-        A name whose last part is `min` or `max`, or begins with `min_` or `max_`, stands for the
-        minimum or the maximum. A name of which nothing counted is left out. All processes must call
-        it.
+    def reduce(self) -> dict[str, float]:
+        """Returns the values over all processes, by one collective, and forgets the sums.
+
+        A tag under which nothing counted is left out. All processes must call it.
         """
         if not self.sums:
             return {}
-        names = list(self.sums)
-        mine = torch.stack(list(self.sums.values()))[None]
+        sums = self.sums
         self.sums = {}
-
-        everyone = self.accelerator.gather(mine)  # [processes, names, 4]
-        reduced = torch.stack([everyone.sum(0), everyone.amin(0), everyone.amax(0)])
-        totals, smallest, largest = reduced.tolist()  # read together: each reading waits
+        mine = torch.stack([of_tag.numbers for of_tag in sums.values()])[None]
+        everyone = self.accelerator.gather(mine)  # [processes, tags, 2]
+        by_kind = {"mean": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
+        # Read together: each reading waits.
+        totals = dict(zip(by_kind, torch.stack(list(by_kind.values())).tolist()))
 
         means = {}
-        for index, name in enumerate(names):
-            if totals[index][COUNT] == 0:
-                continue
-            kind = name.rpartition("/")[2].partition("_")[0]
-            if kind == "min":
-                means[name] = smallest[index][MIN]
-            elif kind == "max":
-                means[name] = largest[index][MAX]
-            else:
-                means[name] = totals[index][SUM] / totals[index][COUNT]
+        for index, (name, (reduce, _)) in enumerate(sums.items()):
+            count = totals["mean"][index][1]
+            if count > 0:
+                number = totals[reduce][index][0]
+                means[name] = number / count if reduce == "mean" else number
         return means
 
-    def state(self) -> dict[str, list[float]]:
+    def state(self) -> dict[str, list]:
         """Returns the sums of this process for a checkpoint."""
-        return {name: sums.tolist() for name, sums in self.sums.items()}
+        return {name: [reduce, *numbers.tolist()] for name, (reduce, numbers) in self.sums.items()}
 
-    def load_state(self, state: dict[str, list[float]], mine: bool) -> None:
+    def load_state(self, state: dict[str, list], mine: bool) -> None:
         """Adds the sums that one process wrote to a checkpoint.
 
         Args:
-            mine: whether this process takes over their values. All others take over the names only,
-                since all processes must hold the same names.
+            mine: whether this process takes over their values. All others take over the tags only,
+                since all processes must hold the same tags.
         """
-        nothing = [0.0, 0.0, math.inf, -math.inf]
-        for name, values in state.items():
-            values = values if mine else nothing
-            sums = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
-            self.merge(name, sums)
+        for name, (reduce, number, count) in state.items():
+            numbers = [number, count] if mine else [NOTHING[reduce], 0.0]
+            sums = torch.tensor(numbers, dtype=torch.float64, device=self.accelerator.device)
+            self.join(name, Sum(reduce, sums))
 
 
 class Metrics:
@@ -194,6 +212,7 @@ class Metrics:
                     settings,
                 )
         self.started = time.monotonic()
+        self.start_interval()
         self.bar = tqdm(
             total=self.progress.total_steps,
             initial=self.progress.global_step,
@@ -233,8 +252,7 @@ class Metrics:
                 name: float(value) for name, value in last_update.items() if value is not None
             }
             guards.check_gradient(self.last_update.get("grad_norm", 0.0), self.progress)
-            for name, sums in self.pending.sums.items():
-                self.open.merge(name, sums)
+            self.open.take(self.pending)
             self.bar.update()
         else:
             warning = self.skip_watch.update_skipped(last_update["loss_scale"])

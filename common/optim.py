@@ -4,8 +4,10 @@ import math
 
 import torch
 from torch import nn
+from transformers import get_scheduler
 
 from common import counted
+from common.run import Run
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, **settings) -> list[dict]:
@@ -77,14 +79,24 @@ def warmup_updates(warmup_steps: float, total_updates: int) -> int:
     return math.ceil(warmup_steps * total_updates)
 
 
-def describe_schedule(optimizer: torch.optim.Optimizer, args, total_updates: int) -> str:
-    """Returns the peak learning rates and their schedule in one line.
+def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int):
+    """Returns the schedule of the learning rates, a `LambdaLR`.
+
+    It is not prepared: accelerate would step it `num_processes` times per update.
 
     Args:
-        optimizer: the one that `get_scheduler` was given.
         args: needs `lr_scheduler_type warmup_steps`.
     """
-    rates = {group.get("name", ""): group["initial_lr"] for group in optimizer.param_groups}
+    warmup = warmup_updates(args.warmup_steps, total_updates)
+    return get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_updates)
+
+
+def describe_schedule(run: Run) -> str:
+    """Returns the peak learning rates and their schedule in one line."""
+    args = run.args
+    total_updates = run.progress.total_steps
+    groups = run.scheduler.optimizer.param_groups
+    rates = {group.get("name", ""): rate for group, rate in zip(groups, run.scheduler.base_lrs)}
     rates_by_name = ", ".join(f"{name} {rate:g}".strip() for name, rate in rates.items())
     updates = counted(total_updates, "update")
     line = f"learning rate {rates_by_name}; {args.lr_scheduler_type}, {updates}"

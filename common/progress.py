@@ -99,23 +99,27 @@ class Progress:
         self.recent_skips = [update for update in self.recent_skips if update > recent]
 
     def due(self, interval: float) -> bool:
-        """Whether to evaluate or save now: after every `interval` applied updates, and at the end.
+        """Whether to save now: after every `interval` applied updates, and at the end.
 
         Args:
-            interval: a number of updates, or below 1 a share of all updates. 0: only at the end.
+            interval: a number of updates, or below 1 a share of all updates. 0: never.
         """
+        return interval > 0 and self.evaluation_due(interval)
+
+    def evaluation_due(self, interval: float) -> bool:
+        """Whether to evaluate now: when `due`, and at the end also where the interval is 0."""
         every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
         at_multiple = every > 0 and self.global_step % every == 0
         if self.consecutive_skips == 0 and not self.idle:
             return at_multiple or self.finished
         # No update was applied. Due only if the run ended here, and `global_step` was not already
-        # due by its interval.
-        return self.finished and not at_multiple
+        # due by its interval. Nothing is new at update 0.
+        return self.finished and self.global_step > 0 and not at_multiple
 
     def log_due(self, interval: float) -> bool:
-        """Whether to log now: when `due`, and after the first applied update."""
+        """Whether to log now: when an evaluation would be due, and after the first update."""
         first_update = self.global_step == 1 and self.consecutive_skips == 0
-        return first_update or self.due(interval)
+        return first_update or self.evaluation_due(interval)
 
     def describe(self) -> str:
         """Returns the arithmetic of the updates in one line."""

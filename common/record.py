@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from common import REPOSITORY, counted, engine
+from common import REPOSITORY, counted, distributed, engine, folders
 
 ARGUMENTS_FILE = "run.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -56,6 +56,31 @@ def plain_settings(args) -> dict[str, bool | int | float | str]:
         is_plain = isinstance(value, (bool, int, float, str))
         settings[name] = value if is_plain else str(value)
     return settings
+
+
+def date_of_run(accelerator, args) -> str:
+    """Returns the date that chat templates print, as in 2026-01-31; the same on all processes.
+
+    It is that of the run's start: a resumed run takes it from the checkpoint.
+    """
+    return distributed.on_main_process(accelerator, find_date, args)
+
+
+def find_date(args) -> str:
+    """Does the work of `date_of_run` on one process."""
+    candidates = []
+    if args.resume == "auto":
+        candidates = folders.by_step(Path(args.output_dir) / "checkpoints")[::-1]
+    elif args.resume != "never":
+        candidates = [Path(args.resume)]
+    for path in candidates:
+        # A torn checkpoint is refused later. Here another one of the same run will do.
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+            date = state["arguments"]["date"]
+            if date is not None:
+                return date
+    return datetime.now().date().isoformat()
 
 
 def starts_of(output_dir: Path) -> list[dict]:

@@ -30,16 +30,11 @@ if not hasattr(common, "check_recipe"):  # somebody else's package of this name 
 common.check_recipe(__file__)
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import get_scheduler
-from transformers.hf_argparser import HfArg
 
 from common import (
     actor,
@@ -53,142 +48,48 @@ from common import (
     launch,
     optim,
 )
-from common.checkpoint import Run
-from common.data import cache, dataset, formats, pairs
-from common.metrics import Means, Metrics
-from common.models import architecture, checks, load, lora, merge, packing, prepare
+from common.data import dataset, pairs
+from common.metrics import Logged, Means, Metrics
+from common.models import checks, load, lora, prepare
 from common.models.logprobs import LogProbModel
+from common.models.packing import Packer
+from common.models.reference import Reference
 from common.progress import Progress
 from common.rollout import answers
+from common.run import Run
+from common.shared_args import SharedArgs, arg
 
 
 # ============================================================ arguments
 @dataclass
-class Args:
-    model_name_or_path: str | None = HfArg(
-        default=None, help="the policy to train: a hub name or a folder"
-    )
-    ref_model_name_or_path: str | None = HfArg(
+class Args(SharedArgs):
+    ref_model_name_or_path: str | None = arg(
         default=None, help="the reference policy; default: the policy before training"
     )
-    dataset_name: list[str] | None = HfArg(
-        default=None, help="pairs: one or several of hub name, hub name:config, file or folder"
-    )
-    dataset_weights: list[float] | None = HfArg(
-        default=None,
-        help="of several --dataset_name, one each. 2: each row twice an epoch; 0.5: half of the "
-        "rows, the other half in the next epoch",
-    )
-    dataset_split: str = HfArg(default="train", help="split of --dataset_name")
-    eval_dataset_name: list[str] | None = HfArg(
-        default=None,
-        help="held-out pairs, one or several sets; a column `answer` adds exact match",
-    )
-    eval_dataset_split: str = HfArg(
-        default="train", help="split of --eval_dataset_name; a local file is the split train"
-    )
-    columns: list[str] | None = HfArg(
-        default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
-    )
-    chat_template: str | None = HfArg(
-        default=None, help="a Jinja file that replaces the model's own chat template"
-    )
-    chat_template_kwargs: str | None = HfArg(
-        default=None,
-        help="variables of the chat template as a JSON object, such as "
-        '{"enable_thinking": false}; saved in the template of the actor',
-    )
-    strings_as_messages: bool = HfArg(
-        default=False,
-        help="make prompts and answers that are strings turns of user and assistant",
-    )
-    output_dir: str | None = HfArg(default=None, help="default: runs/dpo/<date-time>")
-
-    beta: float = HfArg(default=0.1, help="strength of the pull towards the reference")
-    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = HfArg(
+    beta: float = arg(default=0.1, above=0, help="strength of the pull towards the reference")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = arg(
         default="sigmoid", help="see preference_loss"
     )
-    label_smoothing: float = HfArg(
+    label_smoothing: float = arg(
         default=0.0,
+        at_least=0,
+        below=0.5,
         help="probability that a label is wrong; "
         "used by loss_type sigmoid (then called cDPO) and robust",
     )
-    share_prompts: bool = HfArg(
+    share_prompts: bool = arg(
         default=True, help="compute a prompt once for both answers, where the model allows it"
     )
-    precompute_ref_log_probs: bool = HfArg(
+    precompute_ref_log_probs: bool = arg(
         default=False,
         help="compute the reference's log-probs once, cache them on disk, and free the reference",
     )
-
-    train_batch_size: int = HfArg(default=64, help="pairs of one update, over all processes")
-    micro_train_batch_size: int | None = HfArg(
-        default=None,
-        help="pairs that one process runs at once; without this and micro_train_tokens it is "
-        "4, and on a GPU as many as fit 16384 tokens",
+    learning_rate: float = arg(default=5e-7, at_least=0, help="peak learning rate")
+    warmup_steps: float = arg(
+        default=0.1, at_least=0, help="updates of warm-up; below 1: a share of all"
     )
-    micro_train_tokens: int = HfArg(
-        default=0,
-        help="above 0: a micro-batch holds as many pairs as fit into this many tokens, "
-        "padding and both copies of the prompt counted",
-    )
-    max_epochs: int = HfArg(default=1, help="passes over the data")
-    max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
-    max_length: int = HfArg(
-        default=1024, help="tokens of prompt and answer; longer ones are cut at the end"
-    )
-    learning_rate: float = HfArg(default=5e-7, help="peak learning rate")
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
-    ] = HfArg(default="linear", help="see transformers.get_scheduler")
-    warmup_steps: float = HfArg(default=0.1, help="updates of warm-up; below 1: a share of all")
-    weight_decay: float = HfArg(default=0.0, help="on matrices only, not on biases and norms")
-    adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
-    max_grad_norm: float = HfArg(default=1.0, help="gradient clipping; 0: none")
-    lora_r: int = HfArg(
-        default=0, help="rank of low-rank adapters, such as 16; 0: train all weights"
-    )
-    lora_alpha: float | None = HfArg(
-        default=None, help="adapters are scaled by alpha / r; default: 2 * lora_r"
-    )
-    lora_dropout: float = HfArg(default=0.0, help="dropout before the adapters")
-    lora_target_modules: list[str] = HfArg(
-        default_factory=lambda: ["all-linear"],
-        help="names of the layers that get an adapter, such as q_proj v_proj",
-    )
-    load_in_4bit: bool = HfArg(
-        default=False, help="pack the frozen weights below the adapters (QLoRA); one GPU or DDP"
-    )
-    gradient_checkpointing: bool = HfArg(default=False, help="saves memory, costs time")
-    attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
-    seed: int = HfArg(default=0, help="of the data order")
-
-    logging_steps: float = HfArg(
-        default=1, help="updates between log lines; below 1: a share of all updates"
-    )
-    eval_steps: float = HfArg(
-        default=0, help="updates between evaluations; 0: only before and after training"
-    )
-    max_new_tokens: int = HfArg(default=256, help="longest answer in evaluation by exact match")
-    save_steps: float = HfArg(default=0, help="updates between checkpoints to resume from; 0: none")
-    save_total_limit: int = HfArg(default=2, help="checkpoints to keep; 0: all")
-    save_actor_steps: float = HfArg(
-        default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor"
-    )
-    save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
-    save_dtype: Literal["float32", "bfloat16", "float16"] | None = HfArg(
-        default=None, help="dtype of saved actors; default: as trained. Checkpoints stay exact"
-    )
-    resume: str = HfArg(
-        default="never",
-        help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
-    )
-    report_to: list[str] = HfArg(
-        default_factory=lambda: ["tensorboard"],
-        help="tensorboard, wandb, trackio, mlflow ... or none; metrics.jsonl is always written",
-    )
-    debug_overflow: bool = HfArg(
-        default=False, help="name the module and the tensor that overflow; slow"
+    max_new_tokens: int = arg(
+        default=256, at_least=1, help="longest answer in evaluation by exact match"
     )
 
     # Besides what all recipes share, a resumed run may change these.
@@ -238,16 +139,16 @@ def preference_loss(
     return (chosen_average - rejected_average - 1 / (2 * beta)) ** 2
 
 
-def collate(columns: dict, share_prompts: bool, device) -> dict:
+def collate(columns: dict, packer: Packer) -> dict:
     """Returns pairs as the model reads them: all chosen answers, then all rejected ones."""
     prompts = columns["prompt_ids"] * 2
     both_answers = columns["chosen_ids"] + columns["rejected_ids"]
-    return packing.make_batch(prompts, both_answers, share_prompts, device)
+    return packer.make_batch(prompts, both_answers)
 
 
 def compare(
     output: dict, mask: torch.Tensor, ref_logps: torch.Tensor, weights: torch.Tensor, args: Args
-) -> tuple[torch.Tensor, list[tuple[dict, torch.Tensor]]]:
+) -> tuple[torch.Tensor, list[Logged]]:
     """Returns the losses of pairs, and what is logged of them.
 
     Args:
@@ -257,7 +158,7 @@ def compare(
         weights: `[pairs]`, 0 for a padding row.
 
     Returns:
-        losses `[pairs]`; metrics, each a dict of values with the weights of these values.
+        losses `[pairs]`; metrics.
     """
     logps = output["logps"].sum(1)
     chosen_logps, rejected_logps = logps.chunk(2)
@@ -268,9 +169,9 @@ def compare(
         rejected_ratios,
         chosen_tokens,
         rejected_tokens,
-        args.beta,
-        args.loss_type,
-        args.label_smoothing,
+        beta=args.beta,
+        loss_type=args.loss_type,
+        label_smoothing=args.label_smoothing,
     )
     chosen_rewards = args.beta * chosen_ratios
     rejected_rewards = args.beta * rejected_ratios
@@ -286,230 +187,116 @@ def compare(
     chosen_logits, rejected_logits = output["mean_logits"].chunk(2)
     chosen_mask, rejected_mask = mask.chunk(2)
     return losses, [
-        (of_pairs, weights),
-        ({"logits/chosen": chosen_logits}, chosen_mask * weights[:, None]),
-        ({"logits/rejected": rejected_logits}, rejected_mask * weights[:, None]),
+        Logged(of_pairs, weights),
+        Logged({"logits/chosen": chosen_logits}, chosen_mask * weights[:, None]),
+        Logged({"logits/rejected": rejected_logits}, rejected_mask * weights[:, None]),
     ]
 
 
-@torch.no_grad()
-def reference_table(accelerator, reference, rows_of_data, args: Args) -> np.ndarray:
-    """Returns the reference's log-probs of all answers, fp32 `[rows, 2]`, on every process."""
-    table = torch.zeros(len(rows_of_data), 2, device=accelerator.device)
-    for rows, columns, weights in batches.evaluation_batches(
-        accelerator, rows_of_data, args.micro_train_batch_size, args.micro_train_tokens
-    ):
-        inputs = collate(columns, args.share_prompts, accelerator.device)
-        chosen_logps, rejected_logps = reference(inputs)["logps"].sum(1).chunk(2)
-        real = weights > 0  # a padding row repeats a row that another process fills in
-        real_rows = torch.tensor(rows, device=accelerator.device)[real]
-        table[real_rows] = torch.stack([chosen_logps, rejected_logps], 1)[real]
-    return accelerator.reduce(table, reduction="sum").cpu().numpy()
-
-
-def check_settings(args: Args) -> None:
-    """Refuses settings that would be ignored or mean nothing."""
-    smooths = args.loss_type in ("sigmoid", "robust")
-    if args.label_smoothing and not (0 < args.label_smoothing < 0.5 and smooths):
-        raise SystemExit(
-            f"--label_smoothing {args.label_smoothing}: expected 0 to below 0.5, "
-            "and --loss_type sigmoid or robust"
-        )
-    if args.beta <= 0:
-        raise SystemExit(f"--beta {args.beta}: expected more than 0")
+# Key metrics by the titles of the charts in TensorBoard that show them together.
+CHARTS = {
+    "loss": ["loss"],
+    "pairs ranked right": ["rewards/accuracies"],
+    "right answers": ["exact_match"],
+    "chosen against rejected": ["rewards/chosen", "rewards/rejected"],
+    "log-probs": ["logps/chosen", "logps/rejected"],
+}
 
 
 def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "dpo.yaml")
-    accelerator = launch.make_accelerator(args, "dpo")
-    arguments.check_intervals(args)
-    lora.check_settings(accelerator, args)
     check_settings(args)
+    accelerator = launch.make_accelerator(args, "dpo")
+    lora.check_settings(accelerator, args)
 
     # ============================================================ data
-    model_name = merge.name_to_load(accelerator, args.model_name_or_path, args.output_dir)
-    tokenizer = load.tokenizer_of(
-        model_name,
-        args.chat_template,
-        args.chat_template_kwargs,
-        checkpoint.date_of_run(accelerator, args),
+    tokenizer = load.tokenizer_of_run(accelerator, args)
+    data = dataset.load_data(accelerator, args, tokenizer, function=pairs.preference_row)
+    lengths = dataset.column(data.train, "length")
+    progress = Progress(
+        data.mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps
     )
-    data_settings = dict(
-        function=pairs.preference_row,
-        tokenizer=tokenizer,
-        columns=formats.column_names(args.columns),
-        strings_as_messages=args.strings_as_messages,
-        max_length=args.max_length,
-    )
-    train_set, mixture = dataset.load_mixture(
-        accelerator,
-        args.dataset_name,
-        args.dataset_weights,
-        args.dataset_split,
-        **data_settings,
-    )
-    eval_sets = dataset.load_evaluation_sets(
-        accelerator, args.eval_dataset_name, args.eval_dataset_split, **data_settings
-    )
-    lengths = dataset.column(train_set, "length")
-    progress = Progress(mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps)
 
     # ============================================================ model and optimizer
-    policy = LogProbModel(
-        load.causal_lm(
-            model_name,
-            tokenizer,
-            args.attn_implementation,
-            args.gradient_checkpointing,
-            lora.in_4bit(accelerator, args),
-        )
-    )
+    policy = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
     prepare.disable_dropout(policy)  # the reference has none
-    architecture.freeze_unreached(accelerator, policy, args.max_length)
-    lora.add_adapters(accelerator, policy, args)
-    parameter_groups = optim.parameter_groups(policy, args.weight_decay)
-    optimizer = optim.adamw(accelerator, parameter_groups, args)
-    # The scheduler is not prepared: accelerate would step it num_processes times per update.
-    scheduler = get_scheduler(
-        args.lr_scheduler_type,
-        optimizer,
-        optim.warmup_updates(args.warmup_steps, progress.total_steps),
-        progress.total_steps,
-    )
-    schedule = optim.describe_schedule(optimizer, args, progress.total_steps)
+    prepare.choose_parameters(accelerator, policy, args)
+    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
+    scheduler = optim.scheduler(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
-    first_row = train_set[0]["prompt_ids"] + train_set[0]["chosen_ids"]
-    checks.check_logprobs(model, first_row, accelerator.device, model_name)
-
-    # ============================================================ reference
-    # Of models whose change is noticed when a run is resumed.
-    fingerprints = lora.fingerprints(accelerator, policy)
-    ref_name = merge.name_to_load(
-        accelerator, args.ref_model_name_or_path, args.output_dir, "base_reference"
-    )
-    if args.lora_r and ref_name is None:
-        ref_name = model_name
-        ref_fingerprint = fingerprints["base model"]
-        decides_values = engine.decides_values(accelerator, policy)
-        reference = lora.WithoutAdapters(model)  # the policy before training
-    else:
-        ref_name = ref_name or model_name
-        reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
-        ref_fingerprint = load.fingerprint(accelerator, ref_name, reference.config)
-        fingerprints["reference model"] = ref_fingerprint
-        decides_values = engine.decides_values(accelerator, reference)
-        reference = prepare.frozen(accelerator, reference)
-    checks.check_positions([model, reference], args.max_length)
-    args.share_prompts = args.share_prompts and checks.can_pack(
-        [model, reference], args.max_length, accelerator.device
-    )
-    how_often = "once for both answers" if args.share_prompts else "for each answer"
-    ref_tables = {}
-    if args.precompute_ref_log_probs:
-        for name, rows_of_data in {"train": train_set, **eval_sets}.items():
-            ref_tables[name] = cache.array(
-                accelerator,
-                key=[
-                    "dpo reference",
-                    ref_name,
-                    ref_fingerprint,
-                    decides_values,
-                    args.share_prompts,
-                    rows_of_data._fingerprint,
-                ],
-                compute=partial(reference_table, accelerator, reference, rows_of_data, args),
-            )
-        reference = None
-
-    def reference_logps(name: str, rows: list[int], inputs: dict) -> torch.Tensor:
-        """Returns the reference's log-probs of the answers `[2 * pairs]`, of the set `name`."""
-        if reference is None:
-            chosen_then_rejected = ref_tables[name][rows].T.reshape(-1)
-            return batches.send(chosen_then_rejected, accelerator.device)
-        with torch.no_grad():
-            return reference(inputs)["logps"].sum(1)
-
-    # ============================================================ the loop
     metrics = Metrics(
         accelerator,
         args,
         progress,
         bar_metric="rewards/accuracies",
-        charts={
-            "loss": ["loss"],
-            "pairs ranked right": ["rewards/accuracies"],
-            "right answers": ["exact_match"],
-            "chosen against rejected": ["rewards/chosen", "rewards/rejected"],
-            "log-probs": ["logps/chosen", "logps/rejected"],
-        },
+        charts=CHARTS,
         flop_per_token=lora.flop_per_token(policy),
     )
     run = Run(
         accelerator=accelerator,
         args=args,
+        tokenizer=tokenizer,
+        data=data,
         model=model,
         unwrapped=policy,
         optimizer=optimizer,
         scheduler=scheduler,
-        tokenizer=tokenizer,
         progress=progress,
         metrics=metrics,
-        data_fingerprint=train_set._fingerprint,
-        models=fingerprints,
+        models=lora.fingerprints(accelerator, policy),
     )
-    checkpoint.resume(run)
+    checks.check_logprobs(run, data.train[0]["prompt_ids"] + data.train[0]["chosen_ids"])
+
+    # ============================================================ reference
+    reference = Reference(run)
+    packer = checks.make_packer(run, [model, reference.model], args.share_prompts)
+    if args.precompute_ref_log_probs:
+        sets = {"train": data.train, **data.eval_sets}
+        reference.precompute(run, sets, collate, packer)
+
+    # ============================================================ the loop
+    checkpoint.begin(run)
     console.begin(
         run,
-        data=f"{len(train_set)} pairs of {int(lengths.sum())} tokens; "
-        f"prompts are computed {how_often}",
+        data=f"{len(data.train)} pairs of {int(lengths.sum())} tokens; "
+        f"{packer.describe('both answers')}",
         updates=progress.describe(),
-        schedule=schedule,
     )
-    guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
-    max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
+    guard = guards.FiniteLosses(run)
     if progress.updates_seen == 0:
-        metrics.log_evaluation(
-            *evaluate(accelerator, model, policy, tokenizer, eval_sets, reference_logps, args)
-        )
-    model.train()
-    metrics.start_interval()
+        evaluate(run, packer, reference)
     while not progress.finished:
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = batches.rows_of_update(
-            mixture, args.train_batch_size, args.seed, progress.updates_seen
+            data.mixture, args.train_batch_size, args.seed, progress.updates_seen
         )
-        micro_batches = batches.split(
-            accelerator,
-            update_rows,
-            lengths,
-            args.micro_train_batch_size,
-            args.micro_train_tokens,
-        )
-        divisor = engine.begin_update(accelerator, model, micro_batches)
-        loss_scale = engine.loss_scale(accelerator, model)
+        micro_batches = batches.split_update(run, update_rows, lengths)
+        divisor = engine.begin_update(run, micro_batches)
+        loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
-                columns = train_set[micro_batch.rows]
-                weights = batches.send(micro_batch.weights, accelerator.device)
-                inputs = collate(columns, args.share_prompts, accelerator.device)
+                columns = data.train[micro_batch.rows]
+                weights = batches.send(micro_batch.weights, run.device)
+                batch = collate(columns, packer)
 
             with accelerator.accumulate(model):
-                ref_logps = reference_logps("train", micro_batch.rows, inputs)
-                output = model(inputs, extras=("mean_logits",))
-                losses, logged = compare(output, inputs["mask"], ref_logps, weights, args)
+                ref_logps = reference.answer_logps(batch, "train", micro_batch.rows)
+                output = model(batch, extras=("mean_logits",))
+                losses, logged = compare(output, batch["mask"], ref_logps, weights, args=args)
                 guard.check(columns["row"], losses, weights)
                 # The loss is the mean over the update's pairs. The engine itself divides by
                 # `divisor`, the number of micro-batches of all processes.
                 accelerator.backward((losses * weights).sum() * divisor / len(update_rows))
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
+                    grad_norm = accelerator.clip_grad_norm_(
+                        model.parameters(), args.max_grad_norm or math.inf
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
-            for values, value_weights in logged:
-                metrics.pending.add(values, value_weights)
+            metrics.pending.add(logged)
 
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(
@@ -523,82 +310,53 @@ def main():
 
         if progress.log_due(args.logging_steps):
             metrics.log()
-        if progress.due(args.eval_steps):
-            with metrics.timed("paused"):
-                metrics.log_evaluation(
-                    *evaluate(
-                        accelerator, model, policy, tokenizer, eval_sets, reference_logps, args
-                    )
-                )
-        if args.save_steps and progress.due(args.save_steps):
-            with metrics.timed("paused"):
-                checkpoint.save(run)
-        if args.save_actor_steps and progress.due(args.save_actor_steps):
-            with metrics.timed("paused"):
-                folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.publish(
-                    accelerator,
-                    model,
-                    policy,
-                    tokenizer,
-                    folder,
-                    args.save_actor_limit,
-                    args.save_dtype,
-                )
+        if progress.evaluation_due(args.eval_steps):
+            evaluate(run, packer, reference)
+        if progress.due(args.save_steps):
+            checkpoint.save(run)
+        if progress.due(args.save_actor_steps):
+            actor.publish_step(run)
         checkpoint.stop_if_asked(run)
 
-    folder = f"{args.output_dir}/actor"
-    actor.publish(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
+    actor.publish(run)
     metrics.close()
     console.end(run)
 
 
-# ============================================================ evaluation and saving
+# ============================================================ evaluation
 @torch.no_grad()
-def evaluate(
-    accelerator,
-    model,
-    policy,
-    tokenizer,
-    eval_sets: dict,
-    reference_logps: Callable,
-    args: Args,
-) -> tuple[dict[str, float], list[dict]]:
-    """Evaluates the policy on each held-out set, exactly over all processes.
+def evaluate(run: Run, packer: Packer, reference: Reference) -> None:
+    """Logs the training metrics of each held-out set, exactly over all processes.
 
-    Returns:
-        the training metrics, and exact match where the set has answers; the answers given.
+    Where a set has answers, exact match is logged, too.
     """
     line = {}
     all_examples = []
-    with checks.evaluation_mode(model):
-        for prefix, eval_set in eval_sets.items():
-            means = Means(accelerator)
-            for rows, columns, weights in batches.evaluation_batches(
-                accelerator, eval_set, args.micro_train_batch_size, args.micro_train_tokens
-            ):
-                inputs = collate(columns, args.share_prompts, accelerator.device)
-                ref_logps = reference_logps(prefix, rows, inputs)
-                output = model(inputs, extras=("mean_logits",))
-                _, logged = compare(output, inputs["mask"], ref_logps, weights, args)
-                for values, value_weights in logged:
-                    means.add(values, value_weights)
+    with run.metrics.timed("paused"), checks.evaluation_mode(run.model):
+        for prefix, eval_set in run.data.eval_sets.items():
+            means = Means(run.accelerator)
+            for rows, columns, weights in batches.evaluation_batches(run, eval_set):
+                batch = collate(columns, packer)
+                ref_logps = reference.answer_logps(batch, prefix, rows)
+                output = run.model(batch, extras=("mean_logits",))
+                _, logged = compare(output, batch["mask"], ref_logps, weights, args=run.args)
+                means.add(logged)
             line |= {prefix + name: value for name, value in means.reduce().items()}
 
-            exact_match, examples = answers.exact_match(
-                accelerator,
-                model,
-                policy,
-                tokenizer,
-                eval_set,
-                prefix,
-                batch_size=8 * args.micro_train_batch_size,
-                max_new_tokens=args.max_new_tokens,
-            )
-            if exact_match is not None:
-                line[f"{prefix}exact_match"] = exact_match
+            exact_match, examples = answers.exact_match(run, eval_set, prefix)
+            line |= exact_match
             all_examples += examples
-    return line, all_examples
+    run.metrics.log_evaluation(line, all_examples)
+
+
+# ============================================================ refusals
+def check_settings(args: Args) -> None:
+    """Refuses settings that would be ignored."""
+    if args.label_smoothing and args.loss_type not in ("sigmoid", "robust"):
+        raise SystemExit(
+            f"--label_smoothing {args.label_smoothing}: expected 0, "
+            "or --loss_type sigmoid or robust"
+        )
 
 
 if __name__ == "__main__":

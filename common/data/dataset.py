@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow.compute
@@ -54,6 +54,54 @@ ROWS_WITH_BAR = 20_000
 # A temporary column: each row's checksum, from which the fingerprint is made. Do not rename it:
 # removing a column adds its name to the fingerprint, and older checkpoints would be refused.
 CHECKSUM = "crc"
+
+
+class Data(NamedTuple):
+    """The data of a run, as token ids.
+
+    Attributes:
+        train: the usable rows of all training sets one after the other.
+        mixture: how an epoch takes them.
+        eval_sets: the held-out sets by the prefixes of their tags.
+    """
+
+    train: datasets.Dataset
+    mixture: Mixture
+    eval_sets: dict[str, datasets.Dataset]
+
+    @property
+    def fingerprint(self) -> str:
+        """Stands for the training set: its rows, the tokenizer, what was cut."""
+        return self.train._fingerprint
+
+
+def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
+    """Loads and tokenises the training sets and the held-out sets that the arguments name.
+
+    All processes must call it.
+
+    Args:
+        args: `SharedArgs`.
+        function: makes token ids of a row, see `load`.
+        settings: passed to `function`, besides `max_length` and `strings_as_messages`.
+
+    Raises:
+        SystemExit: see `load`, `load_mixture` and `load_evaluation_sets`.
+    """
+    settings |= dict(
+        function=function,
+        tokenizer=tokenizer,
+        columns=formats.column_names(args.columns),
+        strings_as_messages=args.strings_as_messages,
+        max_length=args.max_length,
+    )
+    train, mixture = load_mixture(
+        accelerator, args.dataset_name, args.dataset_weights, args.dataset_split, **settings
+    )
+    eval_sets = load_evaluation_sets(
+        accelerator, args.eval_dataset_name, args.eval_dataset_split, **settings
+    )
+    return Data(train, mixture, eval_sets)
 
 
 def load(

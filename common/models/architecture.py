@@ -19,7 +19,7 @@ from transformers import (
 from transformers.utils.generic import is_flash_attention_requested
 
 from common import engine
-from common.models import packing
+from common.models.packing import Packer
 
 # Tokens of a first, quick look at what text reaches.
 SHORT_ROW = 16
@@ -332,7 +332,7 @@ def without_values(wrapper: nn.Module, length: int):
         The parameters by name, and a function without arguments that reads a row of `length` tokens
         and returns the wrapper's output. It fails where an architecture's path depends on values.
     """
-    batch = packing.make_batch([[0]], [[0] * max(1, length - 1)], False, "cpu")
+    batch = Packer(torch.device("cpu")).make_batch([[0]], [[0] * max(1, length - 1)])
     with plain_layers(wrapper), FakeTensorMode(allow_non_fake_inputs=True):
         parameters = {}
         for name, parameter in wrapper.named_parameters():

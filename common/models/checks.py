@@ -1,4 +1,4 @@
-"""Whether a model is read rightly: its own log-probs, long rows, several answers in one row."""
+"""Whether a model is interpreted correctly: log-probs, long rows, several answers in one row."""
 
 import contextlib
 import sys
@@ -6,26 +6,28 @@ import sys
 import torch
 from torch import nn
 
-from common.models import architecture, load, packing
+from common.models import architecture, load
+from common.models.packing import Packer
+from common.run import Run
 
 
 @torch.no_grad()
-def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str) -> None:
+def check_logprobs(run: Run, ids: list[int]) -> None:
     """Compares our log-probs with those of the architecture's own logits, on one short row.
 
     All processes must call it.
 
     Args:
-        prepared: what `accelerator.prepare` returned for a `LogProbModel`.
+        run: its model is a `LogProbModel`.
         ids: some tokens of the data, at least one.
 
     Raises:
         SystemExit: the architecture does something to its logits that `LogProbModel` does not know.
     """
     row = (ids * 2)[:16]  # twice, because ids may be one token, which nothing predicts
-    batch = packing.make_batch([row[:1]], [row[1:]], False, device)
-    with evaluation_mode(prepared):
-        output = prepared(batch, check=True)
+    batch = Packer(run.device).make_batch([row[:1]], [row[1:]])
+    with evaluation_mode(run.model):
+        output = run.model(batch, check=True)
     differences = (output["logps"] - output["own_logps"]).abs()
     # The median, because half precision may round a single logit the other way, by any amount, and
     # a router near a tie may choose another expert.
@@ -34,8 +36,8 @@ def check_logprobs(prepared: nn.Module, ids: list[int], device, model_name: str)
     tolerance = 1e-5 if output["is_fp32"].max() else 1e-2
     if not typical <= tolerance * (1 + largest):  # also where it is not a number
         sys.exit(
-            f"{model_name}: its head's log-probs differ from its own logits' by {typical:.3g}: "
-            "this architecture is not supported yet"
+            f"{run.args.model_name_or_path}: its head's log-probs differ from its own logits' by "
+            f"{typical:.3g}: this architecture is not supported yet"
         )
 
 
@@ -59,39 +61,54 @@ def check_positions(models: list[nn.Module], max_length: int) -> None:
                 )
 
 
+def make_packer(run: Run, models: list[nn.Module], share: bool, by_lengths: bool = False) -> Packer:
+    """Returns how answers are laid out as rows, so that these models read each as if alone.
+
+    Refuses rows that are longer than a model's table of positions. All processes must call it.
+
+    Args:
+        models: all that will read the rows, prepared; their output is scores or log-probs.
+        share: whether prompts and rows are shared, if all models can, see `can_pack`.
+        by_lengths: rows are packed as flash attention takes them, see `Packer`.
+
+    Raises:
+        SystemExit: see `check_positions`.
+    """
+    check_positions(models, run.args.max_length)
+    if not share or not can_pack(run, models, by_lengths):
+        return Packer(run.device)
+    inside = [whole for model in models for whole in architecture.whole_models(model).values()]
+    equal = architecture.attention_equals_rest(inside)
+    return Packer(run.device, share, by_lengths, equal)
+
+
 @torch.no_grad()
-def can_pack(models: list[nn.Module], longest: int, device, by_lengths: bool = False) -> bool:
+def can_pack(run: Run, models: list[nn.Module], by_lengths: bool = False) -> bool:
     """Whether all models read several answers in one row as they read each alone.
 
     They do not where attention or positions are of another kind than usual, or where something
     besides attention carries information between tokens (recurrent layers). If the attention was
     chosen by the user, this says so. All processes must call it.
 
-    `packing.make_batch` learns what sharing costs these models.
-
     Args:
-        models: prepared ones, whose output is scores or log-probs.
-        longest: tokens of the longest row.
-        by_lengths: rows are packed as flash attention takes them, see `packing.make_batch`.
+        models, by_lengths: see `make_packer`.
     """
-    whole_models = []
     for prepared in models:
         # Those of whole models: the parts of one have other configs, such as a vision tower's.
         models_inside = architecture.whole_models(prepared).values()
         configs = [model.config.get_text_config() for model in models_inside]
-        whole_models += models_inside
         for kind in {config._attn_implementation for config in configs} - {"sdpa"}:
             if not by_lengths:
                 load.note(
                     f"NOTE: with --attn_implementation {kind} each answer has a row of its own: "
                     "only sdpa is given a mask, by which a row can hold several"
                 )
+        longest = run.args.max_length
         if not all(attends_to_whole_rows(config, longest, by_lengths) for config in configs):
             return False
         vocab_size = min(config.vocab_size for config in configs)
-        if not reads_packed_alike(prepared, vocab_size, device, by_lengths):
+        if not reads_packed_alike(prepared, vocab_size, Packer(run.device, True, by_lengths)):
             return False
-    packing.costs.attention_equals_rest = architecture.attention_equals_rest(whole_models)
     return True
 
 
@@ -109,27 +126,23 @@ def attends_to_whole_rows(config, longest: int, by_lengths: bool) -> bool:
     return is_told and window >= longest and not getattr(config, "alibi", False)
 
 
-def reads_packed_alike(
-    prepared: nn.Module, vocab_size: int, device, by_lengths: bool = False
-) -> bool:
+def reads_packed_alike(prepared: nn.Module, vocab_size: int, packer: Packer) -> bool:
     """Whether a model's output for some answers is the same alone and packed into rows."""
     # No two tokens are alike: otherwise attention to the wrong ones would not show.
     ids = [7 * i % vocab_size for i in range(40)]
     prompts = [ids[:16], ids[:16], ids[:8], ids[3:9]]
     others = [ids[20:32], ids[8:12], ids[2:6]]
 
-    def read(first_answer: list[int], pack: bool) -> torch.Tensor:
-        answers = [first_answer, *others]
-        batch = packing.make_batch(prompts, answers, pack, device, by_lengths=by_lengths)
-        output = prepared(batch)
+    def read(first_answer: list[int], packer: Packer) -> torch.Tensor:
+        output = prepared(packer.make_batch(prompts, [first_answer, *others]))
         if isinstance(output, dict):
             return torch.stack(list(output.values()), 1)
         return output
 
     with evaluation_mode(prepared):
-        alone = read(ids[16:24], pack=False)
-        packed = read(ids[16:24], pack=True)
-        beside_another = read(ids[32:], pack=True)
+        alone = read(ids[16:24], Packer(packer.device))
+        packed = read(ids[16:24], packer)
+        beside_another = read(ids[32:], packer)
     if (alone - packed).abs().mean() > 0.01 * (1 + alone.abs().max()):
         return False
     # Another first answer must not change the others at all: what leaks may be small.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import (
@@ -21,8 +22,25 @@ from transformers import (
 )
 from transformers.integrations import is_fsdp_enabled
 
-from common import cpu, distributed, folders, hub, speaks_for_all, zero
+from common import cpu, distributed, folders, hub, record, speaks_for_all, zero
 from common.data import templates, tokens
+
+
+def tokenizer_of_run(accelerator, args):
+    """Loads the tokenizer of the model that is trained, as the arguments change it.
+
+    All processes must call it.
+
+    Args:
+        args: `SharedArgs`.
+
+    Raises:
+        SystemExit: see `tokenizer_of`.
+    """
+    date = record.date_of_run(accelerator, args)
+    return tokenizer_of(
+        args.model_name_or_path, args.chat_template, args.chat_template_kwargs, date
+    )
 
 
 def tokenizer_of(
@@ -59,13 +77,24 @@ def tokenizer_of(
     return tokenizer
 
 
-def causal_lm(
-    name: str,
-    tokenizer,
-    attn_implementation: str | None,
-    gradient_checkpointing: bool = False,
-    quantization: BitsAndBytesConfig | None = None,
-) -> PreTrainedModel:
+def in_4bit(args) -> BitsAndBytesConfig | None:
+    """Returns how the base is packed into 4 bits; None without `--load_in_4bit`.
+
+    These are QLoRA's settings: NormalFloat, and the scales of its blocks packed again. Products are
+    computed in the precision of the run.
+    """
+    if not args.load_in_4bit:
+        return None
+    precisions = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=precisions[AcceleratorState().mixed_precision],
+    )
+
+
+def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedModel:
     """Loads a causal language model in fp32.
 
     Autocast and FSDP2 round it to half precision for each forward pass. DeepSpeed rounds it once,
@@ -73,7 +102,8 @@ def causal_lm(
 
     Args:
         tokenizer: that of the policy. A reference policy must read the same token ids.
-        quantization: packs the weights of linear layers, see `lora.in_4bit`.
+        args: `SharedArgs`.
+        frozen: the model is only read: neither checkpointed nor packed into 4 bits.
 
     Raises:
         SystemExit: nothing there, an architecture that transformers does not know, a reward model,
@@ -87,9 +117,8 @@ def causal_lm(
         "causal language model",
         name,
         tokenizer,
-        gradient_checkpointing,
-        quantization,
-        attn_implementation=attn_implementation,
+        args=args,
+        frozen=frozen,
     )
     refuse_classifier(name, model.config)
     if unused:
@@ -151,18 +180,13 @@ def refuse_classifier(name: str, config) -> None:
 
 
 def score_model(
-    name: str,
-    tokenizer,
-    attn_implementation: str | None,
-    gradient_checkpointing: bool = False,
-    quantization: BitsAndBytesConfig | None = None,
-    new_head: bool = False,
+    name: str, tokenizer, args, frozen: bool = False, new_head: bool = False
 ) -> PreTrainedModel:
     """Loads a sequence classifier with one label in fp32: a reward model, or a critic.
 
     Args:
         tokenizer: that of the policy, or of `name` itself.
-        quantization: packs the weights of linear layers, see `lora.in_4bit`.
+        args, frozen: see `causal_lm`.
         new_head: gives a model without a score head a new one, see `draw_score_head`.
 
     Raises:
@@ -181,9 +205,8 @@ def score_model(
         "reward model with one label",
         name,
         tokenizer,
-        gradient_checkpointing,
-        quantization,
-        attn_implementation=attn_implementation,
+        args=args,
+        frozen=frozen,
         num_labels=1,
     )
     if type(getattr(model, "score", None)) is not nn.Linear:
@@ -211,8 +234,9 @@ def load(
     kind: str,
     name: str,
     tokenizer,
-    gradient_checkpointing: bool,
-    quantization: BitsAndBytesConfig | None,
+    *,
+    args,
+    frozen: bool,
     **settings,
 ) -> tuple:
     """Loads a model in fp32.
@@ -220,11 +244,13 @@ def load(
     Args:
         kind: what is loaded, in words, for messages.
         tokenizer: whose tokens must all have an embedding.
+        args, frozen: see `causal_lm`.
         settings: further arguments of `from_pretrained`.
 
     Returns:
         the model; the names of the weights that its folder lacks; of those that it has no use for.
     """
+    quantization = None if frozen else in_4bit(args)
     if quantization is not None:
         # Weights are packed on the device that computes with them: with cpu.yaml that is no GPU,
         # even where there is one.
@@ -239,6 +265,7 @@ def load(
         name,
         output_loading_info=True,
         dtype=torch.float32,
+        attn_implementation=args.attn_implementation,
         **settings,
     )
     if quantization is None and getattr(model, "hf_quantizer", None) is not None:
@@ -264,7 +291,7 @@ def load(
         cpu.use_onednn()
     if quantization is not None:
         keep_packing(model)
-    if gradient_checkpointing:
+    if args.gradient_checkpointing and not frozen:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, set(info["missing_keys"]), set(info["unexpected_keys"])
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common import engine, zero
 from common.models import architecture, load
+from common.shared_args import RolloutArgs
 
 # The one adapter of a model, by the name that peft gives to a first one.
 ADAPTER = "default"
@@ -29,29 +30,22 @@ MOMENTS_FILE = "reward_moments.json"
 
 
 # ============================================================ settings
-def check_settings(accelerator, args, samples: bool = False) -> None:
+def check_settings(accelerator, args) -> None:
     """Refuses settings of the adapters that would be ignored, or cannot work, and fills in alpha.
 
     Args:
-        args: needs `lora_r lora_alpha lora_dropout lora_target_modules load_in_4bit`.
-        samples: the policy learns from its own responses.
+        args: `SharedArgs`.
 
     Raises:
         SystemExit: with the argument and its value; also if peft or bitsandbytes is not installed.
     """
-    if args.lora_r < 0:
-        sys.exit(f"--lora_r {args.lora_r}: expected 0 (no adapters) or the rank of the adapters")
     if args.lora_r == 0:
         refuse_without_adapters(args)
         return
     import_library("peft", needed_by=f"--lora_r {args.lora_r}", extra="lora")
     if args.lora_alpha is None:
         args.lora_alpha = 2.0 * args.lora_r
-    if args.lora_alpha <= 0:
-        sys.exit(f"--lora_alpha {args.lora_alpha}: expected more than 0")
-    if not 0 <= args.lora_dropout < 1:
-        sys.exit(f"--lora_dropout {args.lora_dropout}: expected 0 to below 1")
-    if args.lora_dropout and samples:
+    if args.lora_dropout and isinstance(args, RolloutArgs):
         sys.exit(
             f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
             "the policy that is trained would not be the one that responded"
@@ -90,23 +84,6 @@ def import_library(name: str, needed_by: str, extra: str):
         return importlib.import_module(name)
     except ImportError as error:
         sys.exit(f"{needed_by} needs {name}: pip install -e '.[{extra}]' ({error})")
-
-
-def in_4bit(accelerator, args) -> BitsAndBytesConfig | None:
-    """Returns how the base is packed into 4 bits; None without `--load_in_4bit`.
-
-    These are QLoRA's settings: NormalFloat, and the scales of its blocks packed again. Products are
-    computed in the precision of the run.
-    """
-    if not args.load_in_4bit:
-        return None
-    precisions = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=precisions[accelerator.mixed_precision],
-    )
 
 
 # ============================================================ the adapters

@@ -1,6 +1,7 @@
 """Lays out prompts and answers as the rows that a model reads, with prompts shared."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,21 +15,6 @@ MOST_MASK = 2**28
 MASK_AT_ONCE = 2**24
 
 NO_PIECE = -1
-
-
-class Costs:
-    """What sharing costs the models of this process.
-
-    Attributes:
-        attention_equals_rest: the row length at which causal attention takes about as long as all
-            the rest of a model. `checks.can_pack` sets it to that of the models that it checks.
-            Until then it is that of a hidden size of 340.
-    """
-
-    attention_equals_rest = 4096
-
-
-costs = Costs()
 
 
 class Piece(NamedTuple):
@@ -76,93 +62,132 @@ class Layout(NamedTuple):
     last: list[int]
 
 
-def make_batch(
-    prompts: Sequence[list[int]],
-    answers: Sequence[list[int]],
-    share: bool,
-    device,
-    scored: Sequence[list] | None = None,
-    by_lengths: bool = False,
-) -> dict:
-    """Returns answers to prompts as tensors that a model reads.
+@dataclass(frozen=True)
+class Packer:
+    """Makes batches of prompts and answers; see `checks.make_packer`.
 
-    If prompts are shared, a prompt that several answers have in common is computed once, and a row
-    holds several prompts where they fit. An answer still sees its own prompt and itself only, at
-    the positions that it would have alone. Otherwise, and where sharing would cost more time or
-    need too large a mask, each answer has its own row.
-
-    Nothing here waits for a GPU: it computes one micro-batch while the next one is laid out.
-
-    Args:
-        prompts: token ids, one prompt for each answer; may be empty.
-        answers: token ids.
-        share: whether prompts and rows may be shared.
-        scored: which tokens of each answer are targets; by default all. If the prompt is empty the
-            first must be false: nothing predicts it.
+    Attributes:
+        device: where the batches go.
+        share: whether prompts and rows may be shared. A prompt that several answers have in common
+            is then computed once, and a row holds several prompts where they fit. An answer still
+            sees its own prompt and itself only, at the positions that it would have alone.
         by_lengths: rows are shared as flash attention takes them: all answers one after the other
-            in a single row without padding, each behind its own prompt. No prompt is shared.
-
-    Returns:
-        inputs: what a `transformers` model takes: `input_ids` `[rows, row length]`, padded on the
-            right, and, if a row holds several answers, `position_ids` of the same shape and either
-            the bool `attention_mask` `[rows, 1, row length, row length]` or, by lengths, what
-            `lengths_of_pieces` returns.
-        mask: which tokens are targets, bool `[answers, longest answer]`.
-        places: where each target stands in `mask`, counted through its rows, `[targets]`.
-        targets: their ids, `[targets]`, answer after answer.
-        before: the place of the token that predicts each target, `[targets]`.
-        last: the place of each answer's last token, `[answers]`.
-
-    Raises:
-        ValueError: the first token of an answer to an empty prompt is to be a target.
+            in a single row without padding, each after its own prompt. No prompt is shared.
+        attention_equals_rest: the row length at which causal attention takes about as long as all
+            the rest of the models. Its default is that of a hidden size of 340.
     """
-    if scored is None:
-        scored = [[True] * len(answer) for answer in answers]
+
+    device: torch.device
+    share: bool = False
+    by_lengths: bool = False
+    attention_equals_rest: int = 4096
+
+    def make_batch(
+        self,
+        prompts: Sequence[list[int]],
+        answers: Sequence[list[int]],
+        scored: Sequence[list] | None = None,
+    ) -> dict:
+        """Returns answers to prompts as tensors that a model reads.
+
+        Nothing here waits for a GPU: it computes one micro-batch while the next one is laid out.
+
+        Args:
+            prompts: token ids, one prompt for each answer; may be empty.
+            answers: token ids.
+            scored: which tokens of each answer are targets; by default all. If the prompt is empty
+                the first must be false: nothing predicts it.
+
+        Returns:
+            inputs: what a `transformers` model takes: `input_ids` `[rows, row length]`, padded on
+                the right, and, if a row holds several answers, `position_ids` of the same shape and
+                either the bool `attention_mask` `[rows, 1, row length, row length]` or, by lengths,
+                what `lengths_of_pieces` returns.
+            mask: which tokens are targets, bool `[answers, longest answer]`.
+            places: where each target stands in `mask`, counted through its rows, `[targets]`.
+            targets: their ids, `[targets]`, answer after answer.
+            before: the place of the token that predicts each target, `[targets]`.
+            last: the place of each answer's last token, `[answers]`.
+
+        Raises:
+            ValueError: the first token of an answer to an empty prompt is to be a target.
+        """
+        if scored is None:
+            scored = [[True] * len(answer) for answer in answers]
+        refuse_unpredicted(prompts, scored)
+        rows = self.arrange(prompts, answers)
+        layout = lay_out(rows, len(answers))
+        return {
+            "inputs": self.inputs_of(layout, prompts, answers),
+            "mask": batches.pad(scored, False, self.device).bool(),
+            "places": batches.send(places_of_targets(scored), self.device),
+            "targets": batches.send(of_targets(answers, scored), self.device),
+            "before": batches.send(of_targets(layout.before, scored), self.device),
+            "last": batches.send(layout.last, self.device),
+        }
+
+    def arrange(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[Pieces]:
+        """Returns the rows: groups packed together where that pays, else a row for each answer."""
+        alone = group_by_prompt(prompts, answers, share=False)
+        if self.share and self.by_lengths:
+            return [[piece for group in alone for piece in group]]
+        alone.sort(key=length_of, reverse=True)
+        if not self.share:
+            return alone
+        groups = group_by_prompt(prompts, answers, share=True)
+        groups.sort(key=length_of, reverse=True)
+        packed = first_fit(groups, row_length=length_of(groups[0]))
+        needs_large_mask = len(packed) * longest_of(packed) ** 2 > MOST_MASK
+        return alone if needs_large_mask or self.costs_more(packed, alone) else packed
+
+    def costs_more(self, packed: list[Pieces], alone: list[Pieces]) -> bool:
+        """Returns whether packed rows cost more than a row for each answer.
+
+        The cost of attention grows with the square of the row's length n, all other cost with n,
+        and both are equal at a length e that depends on the model: together n * (n + e). Causal
+        attention computes only the half of the square below the diagonal. A packed row needs a
+        mask, and then the whole square is computed: n * (2 * n + e).
+        """
+        equal = self.attention_equals_rest
+        length = longest_of(packed)
+        cost_packed = len(packed) * length * (2 * length + equal)
+        length = longest_of(alone)
+        cost_alone = len(alone) * length * (length + equal)
+        return cost_packed > cost_alone
+
+    def inputs_of(
+        self, layout: Layout, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+    ) -> dict:
+        """Returns what a `transformers` model takes, see `make_batch`."""
+        inputs = {"input_ids": batches.send(layout.ids, self.device)}
+        if len(layout.ids) == len(answers):  # each has a row of its own
+            return inputs
+        inputs["position_ids"] = batches.send(layout.positions, self.device)
+        if self.by_lengths:
+            return inputs | lengths_of_pieces(prompts, answers, self.device)
+        numbers = batches.send(layout.numbers, self.device)
+        prompt_numbers = batches.send(layout.prompts, self.device)
+        return inputs | {"attention_mask": attention_mask(numbers, prompt_numbers)}
+
+    def describe(self, answers: str) -> str:
+        """Returns in words how often a prompt is computed.
+
+        Args:
+            answers: what has a prompt in common, such as `both answers`.
+        """
+        if self.share:
+            return f"prompts are computed once for {answers}"
+        return f"prompts are computed for each of {answers}"
+
+
+def refuse_unpredicted(prompts: Sequence[list[int]], scored: Sequence[list]) -> None:
+    """Raises `ValueError` if the first token of an answer to an empty prompt is a target."""
     for number, (prompt, flags) in enumerate(zip(prompts, scored)):
         if not prompt and any(flags[:1]):
             raise ValueError(
                 f"answer {number} has an empty prompt, so nothing predicts its first token: "
                 "that token cannot be a target"
             )
-    if share and by_lengths:
-        groups = group_by_prompt(prompts, answers, share=False)
-        rows = [[piece for group in groups for piece in group]]
-    else:
-        rows = arrange(prompts, answers, share)
-    layout = lay_out(rows, len(answers))
-
-    inputs = {"input_ids": batches.send(layout.ids, device)}
-    if len(rows) < len(answers):
-        inputs["position_ids"] = batches.send(layout.positions, device)
-    if len(rows) < len(answers) and by_lengths:
-        inputs |= lengths_of_pieces(prompts, answers, device)
-    elif len(rows) < len(answers):
-        inputs["attention_mask"] = attention_mask(
-            batches.send(layout.numbers, device), batches.send(layout.prompts, device)
-        )
-    return {
-        "inputs": inputs,
-        "mask": batches.pad(scored, False, device).bool(),
-        "places": batches.send(places_of_targets(scored), device),
-        "targets": batches.send(of_targets(answers, scored), device),
-        "before": batches.send(of_targets(layout.before, scored), device),
-        "last": batches.send(layout.last, device),
-    }
-
-
-def arrange(
-    prompts: Sequence[list[int]], answers: Sequence[list[int]], share: bool
-) -> list[Pieces]:
-    """Returns the rows: groups packed together where that pays, else a row for each answer."""
-    groups = group_by_prompt(prompts, answers, share)
-    groups.sort(key=length_of, reverse=True)
-    if not share:
-        return groups
-    rows = first_fit(groups, row_length=length_of(groups[0]))
-    mask_bytes = len(rows) * max(map(length_of, rows)) ** 2
-    if mask_bytes > MOST_MASK or packing_costs_more(rows, prompts, answers):
-        return arrange(prompts, answers, share=False)
-    return rows
 
 
 def group_by_prompt(
@@ -197,6 +222,11 @@ def length_of(pieces: Pieces) -> int:
     return sum(len(piece.ids) for piece in pieces)
 
 
+def longest_of(rows: list[Pieces]) -> int:
+    """Returns the number of tokens of the longest row."""
+    return max(map(length_of, rows))
+
+
 def first_fit(groups: list[Pieces], row_length: int) -> list[Pieces]:
     """Puts each group into the first row that has room for it, else into a new one."""
     rows: list[Pieces] = []
@@ -210,28 +240,9 @@ def first_fit(groups: list[Pieces], row_length: int) -> list[Pieces]:
     return rows
 
 
-def packing_costs_more(
-    rows: list[Pieces], prompts: Sequence[list[int]], answers: Sequence[list[int]]
-) -> bool:
-    """Returns whether packed rows cost more than a row for each answer.
-
-    The cost of attention grows with the square of the row's length n, all other cost with n, and
-    both are equal at a length e that depends on the model: together n * (n + e). Causal attention
-    computes only the half of the square below the diagonal. A packed row needs a mask, and then the
-    whole square is computed: n * (2 * n + e).
-    """
-    equal = costs.attention_equals_rest
-    packed_length = max(map(length_of, rows))
-    packed = len(rows) * packed_length * (2 * packed_length + equal)
-
-    alone_length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
-    alone = len(answers) * alone_length * (alone_length + equal)
-    return packed > alone
-
-
 def lay_out(rows: list[Pieces], n_answers: int) -> Layout:
     """Returns rows as arrays, padded on the right to the longest of them."""
-    row_length = max(map(length_of, rows))
+    row_length = longest_of(rows)
     shape = (len(rows), row_length)
     layout = Layout(
         ids=np.zeros(shape, dtype=np.int64),
@@ -253,7 +264,7 @@ def lay_out(rows: list[Pieces], n_answers: int) -> Layout:
             layout.prompts[index, start:end] = piece.prompt
             if piece.is_prompt:
                 # An empty prompt has no last token, and this place then means nothing. That is
-                # harmless: `make_batch` refuses such an answer if its first token is a target.
+                # harmless: `refuse_unpredicted` refuses an answer whose first token needs it.
                 last_of_prompt = row_start + end - 1
             else:
                 # The prompt's last token predicts the answer's first token; each token of the

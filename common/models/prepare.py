@@ -51,6 +51,17 @@ def without_noise(config: PreTrainedConfig) -> PreTrainedConfig:
     return copied
 
 
+def choose_parameters(accelerator, model: nn.Module, args) -> None:
+    """Freezes what text never reaches and, with `--lora_r`, all but new adapters; says what.
+
+    Args:
+        model: a `ModelWrapper`, not prepared yet.
+        args: `SharedArgs`.
+    """
+    architecture.freeze_unreached(accelerator, model, args.max_length)
+    lora.add_adapters(accelerator, model, args)
+
+
 def for_training(
     accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, debug_overflow: bool = False
 ):
@@ -74,6 +85,7 @@ def for_training(
         model, optimizer = accelerator.prepare(model, optimizer)
     if not zero.stage(accelerator):
         engine.innermost_optimizer(optimizer).register_step_pre_hook(fill_in_gradients)
+    model.train()
     return model, optimizer
 
 

@@ -4,6 +4,7 @@ import re
 from decimal import Decimal
 
 from common.rollout import generation
+from common.run import Run
 
 # What states the answer in a sentence: "The answer is 18.", "Answer: 18". It ends with its line, or
 # with a full stop; the point in 1.5 is none.
@@ -106,36 +107,26 @@ def as_text(text: str) -> str:
     return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
 
 
-def exact_match(
-    accelerator,
-    model,
-    unwrapped,
-    tokenizer,
-    eval_set,
-    prefix: str,
-    batch_size: int,
-    max_new_tokens: int,
-) -> tuple[float | None, list[dict]]:
+def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
     """Answers the prompts of a held-out set by greedy decoding. All processes must call it.
 
     Args:
-        model, unwrapped: what `accelerator.prepare` returned, and the `LogProbModel` inside it.
         eval_set: has the column `prompt_ids`; rows with an empty `answer` are left out.
         prefix: of the set's tags, such as `eval/`.
-        batch_size: prompts that a process takes at once.
 
     Returns:
-        the share of right responses, None where the set has no column `answer`; all prompts and
-        responses, see `common/transcript.py`.
+        the share of right responses by its tag, nothing where the set has no column `answer`; all
+        prompts and responses, see `common/transcript.py`.
     """
     if "answer" not in eval_set.column_names:
-        return None, []
+        return {}, []
     answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
     rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
     prompts = rows["prompt_ids"]
     responses = generation.generate(
-        accelerator, model, unwrapped.model, tokenizer, prompts, batch_size, max_new_tokens
+        run, prompts, run.args.max_new_tokens, batch_size=8 * run.args.micro_train_batch_size
     )
+    tokenizer = run.tokenizer
     response_ids = [response.ids for response in responses]
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     right = [is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
@@ -152,4 +143,4 @@ def exact_match(
                 "right": right[number],
             }
         )
-    return sum(right) / len(right), examples
+    return {f"{prefix}exact_match": sum(right) / len(right)}, examples

@@ -12,7 +12,11 @@ from common import batches, distributed, engine, zero
 from common.data import tokens
 from common.models import checks
 from common.rollout.samples import Samples
+from common.run import Run
 
+# What the keys and values of the responses that a process generates at once may take, where
+# `--generate_batch_size` is 0. While it grows, a cache takes up to twice as much.
+CACHE_BYTES = 8 * 2**30
 # A batch drops its ended rows after every 16 tokens. Without that, it would compute ended rows
 # until the last row ends; dropping them after every token would copy the cache too often.
 TOKENS_AT_ONCE = 16
@@ -31,44 +35,30 @@ class Response(NamedTuple):
     logps: list[float]
 
 
-def respond(
-    accelerator,
-    prepared,
-    model,
-    tokenizer,
-    columns: dict,
-    per_prompt: int,
-    batch_size: int,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    uniforms: np.ndarray | None = None,
-) -> Samples:
-    """Generates `per_prompt` responses to each of these prompts; see `generate` for the arguments.
+def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
+    """Draws responses to prompts, the same on every process. All processes must call it.
 
     Args:
-        columns: `prompt_ids`, `columns` (the row as a JSON text) and `row` (its number) of the
-            prompts, each prompt once.
-        uniforms: `[prompts * per_prompt, max_new_tokens]`, the numbers of a prompt's responses side
-            by side.
+        prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text) and `row`
+            (its number), each prompt once.
+        uniforms: `[prompts, responses to each, max_new_tokens]` in [0, 1), see `SampleByUniform`.
+        temperature: 0 is greedy; above it, tokens are drawn from the whole vocabulary.
     """
-    prompts = repeat_each(columns["prompt_ids"], per_prompt)
+    _, per_prompt, max_new_tokens = uniforms.shape
+    prompt_ids = repeat_each(prompts["prompt_ids"], per_prompt)
     responses = generate(
-        accelerator,
-        prepared,
-        model,
-        tokenizer,
-        prompts,
-        batch_size,
+        run,
+        prompt_ids,
         max_new_tokens,
-        temperature,
-        uniforms,
+        temperature=temperature,
+        uniforms=uniforms.reshape(-1, max_new_tokens),
     )
-    stops = tokens.stop_tokens(tokenizer, model)
+    stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     return Samples(
-        prompts=prompts,
+        prompts=prompt_ids,
         responses=[response.ids for response in responses],
-        row_texts=repeat_each(columns["columns"], per_prompt),
-        rows=repeat_each(columns["row"], per_prompt),
+        row_texts=repeat_each(prompts["columns"], per_prompt),
+        rows=repeat_each(prompts["row"], per_prompt),
         ended=torch.tensor([response.ids[-1] in stops for response in responses]),
         per_prompt=per_prompt,
         sampler_logps=[response.logps for response in responses],
@@ -82,13 +72,11 @@ def repeat_each(values: list, times: int) -> list:
 
 @torch.no_grad()
 def generate(
-    accelerator,
-    prepared,
-    model,
-    tokenizer,
+    run: Run,
     prompts: list[list[int]],
-    batch_size: int,
     max_new_tokens: int,
+    *,
+    batch_size: int = 0,
     temperature: float = 0.0,
     uniforms: np.ndarray | None = None,
 ) -> list[Response]:
@@ -97,25 +85,27 @@ def generate(
     The processes share the prompts. All processes must call it.
 
     Args:
-        prepared, model: what `accelerator.prepare` returned, and the `transformers` model inside.
         prompts: token ids, the same on every process. A prompt may stand here several times; those
             of one batch are read once, see `read_prompts_once`.
-        batch_size: responses that a process generates at once, see `sizes.fill_in`.
+        batch_size: responses that a process generates at once; 0: `--generate_batch_size`, or as
+            many as `responses_that_fit` says.
         temperature: 0 is greedy; above it, tokens are drawn from the whole vocabulary.
         uniforms: `[prompts, max_new_tokens]` in [0, 1), needed to draw; see `SampleByUniform`.
 
     Returns:
         the responses in the order of the prompts, on every process.
     """
+    model = run.unwrapped.model
     settings = GenerationConfig(
         return_dict_in_generate=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=sorted(tokens.stop_tokens(tokenizer, model)),
+        pad_token_id=run.tokenizer.pad_token_id,
+        eos_token_id=sorted(tokens.stop_tokens(run.tokenizer, model)),
     )
+    batch_size = batch_size or run.args.generate_batch_size or responses_that_fit(run)
     lengths = np.array([len(prompt) for prompt in prompts])
-    micro_batches = batches.split(accelerator, np.arange(len(prompts)), lengths, batch_size)
+    micro_batches = batches.split(run.accelerator, np.arange(len(prompts)), lengths, batch_size)
     responses = {}
-    with ready_to_generate(accelerator, prepared, model), accelerator.autocast():
+    with ready_to_generate(run), run.accelerator.autocast():
         for micro_batch in micro_batches:
             if not micro_batch.weights.any():
                 continue  # only a padding row: there are fewer prompts than processes
@@ -127,10 +117,24 @@ def generate(
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 uniforms=uniforms[rows] if temperature else None,
-                device=accelerator.device,
+                device=run.device,
             )
             responses |= dict(zip(rows, of_batch))
     return distributed.gather_rows(responses)
+
+
+def responses_that_fit(run: Run) -> int:
+    """Returns how many responses of `--max_length` tokens a cache of `CACHE_BYTES` holds.
+
+    It is the same on every device, so that a resumed run generates alike wherever it runs.
+    """
+    config = run.unwrapped.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    element = 4 if run.accelerator.mixed_precision == "no" else 2  # bytes
+    of_token = 2 * config.num_hidden_layers * kv_heads * head_size * element
+    return max(1, CACHE_BYTES // (of_token * run.args.max_length))
 
 
 def generate_batch(
@@ -289,25 +293,23 @@ class SampleByUniform(LogitsProcessor):
 
 
 @contextlib.contextmanager
-def ready_to_generate(accelerator, prepared, model):
-    """Holds the whole weights of `model` on every process, so that each generates at its own pace.
+def ready_to_generate(run: Run):
+    """Holds the actor's whole weights on every process, so that each generates at its own pace.
 
-    `model` is in evaluation mode inside the block. Everything is undone when the block ends, even
+    The actor is in evaluation mode inside the block. Everything is undone when the block ends, even
     by an error.
-
-    Args:
-        prepared, model: what `accelerator.prepare` returned, and the `transformers` model inside.
     """
+    model = run.unwrapped.model
     with contextlib.ExitStack() as undo:  # undoes in the reverse order
         undo.enter_context(checks.evaluation_mode(model))
         # A call takes from the model's own config what it does not say itself: temperature, top-k,
         # the kind of cache ... None of that may change what is drawn here.
         undo.callback(setattr, model, "generation_config", model.generation_config)
         model.generation_config = GenerationConfig()
-        if zero.stage(accelerator) == 3:
-            undo.enter_context(zero.gathered_for_generation(prepared, model))
-        elif accelerator.is_fsdp2:
-            undo.enter_context(unsharded(prepared, model))
+        if zero.stage(run.accelerator) == 3:
+            undo.enter_context(zero.gathered_for_generation(run.model, model))
+        elif run.accelerator.is_fsdp2:
+            undo.enter_context(unsharded(run.model, model))
         yield
 
 

@@ -3,47 +3,21 @@
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from common import arguments, distributed
 from common.models import load, prepare
 from common.models.logprobs import ScoreModel
+from common.models.packing import Packer
 from common.rollout import answers, calls
 from common.rollout.samples import Samples
+from common.run import Run
 
 # The name of the reward model's part among those of the functions.
 OF_MODEL = "reward_model"
-
-
-@dataclass
-class Judge:
-    """What scores responses: the weighted sum of its parts.
-
-    Attributes:
-        model: a prepared `ScoreModel`.
-        mean, std: the model's scores are normalised by them.
-        functions: reward functions by the names of their parts, see `calls.call`.
-        weights: of each part, by its name; the reward model's is `reward_model`.
-        timeout: seconds that a call of a function may take; 0: any.
-    """
-
-    model: nn.Module | None = None
-    mean: float = 0.0
-    std: float = 1.0
-    functions: dict[str, Callable] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
-    timeout: float = 0.0
-
-    @property
-    def parts(self) -> list[str]:
-        """The names of the parts, the reward model's first."""
-        of_model = [] if self.model is None else [OF_MODEL]
-        return of_model + list(self.functions)
 
 
 class Scores(NamedTuple):
@@ -59,49 +33,150 @@ class Scores(NamedTuple):
     parts: dict[str, torch.Tensor]
 
 
-def load_judge(
-    accelerator,
-    tokenizer,
-    model_name: str | None,
-    function_names: list[str] | None,
-    weights: list[float] | None,
-    normalize: bool,
-    timeout: float,
-    attn_implementation: str | None,
-) -> Judge:
-    """Loads a reward model, reward functions `MODULE:NAME`, or both.
+def check_settings(args) -> None:
+    """Refuses settings of the rewards that would be ignored or cannot work, before long work.
 
     Args:
-        weights: the reward model's, if there is one, then one for each function; default 1 each.
-        normalize: use the mean and the standard deviation that the model's config holds.
-        timeout: seconds that a call of a function may take; 0: any.
-
-    Raises:
-        SystemExit: one of them cannot be loaded, the weights are not as many, or the config lacks
-            what normalises.
+        args: `RewardArgs`.
     """
-    functions = load_functions(function_names or [])
-    names = [OF_MODEL] if model_name else []
-    names += functions
-    weights = [1.0] * len(names) if weights is None else weights
-    if len(weights) != len(names) or not np.isfinite(weights).all():
+    if not args.reward_model_name_or_path and not args.reward_function:
         sys.exit(
-            f"--reward_weights {' '.join(map(str, weights))}: expected {len(names)} finite "
-            f"numbers, one for each of {', '.join(names)}"
+            "nothing scores the responses: give --reward_model_name_or_path or --reward_function"
         )
-    judge = Judge(functions=functions, weights=dict(zip(names, weights)), timeout=timeout)
-    if model_name:
-        model = ScoreModel(load.score_model(model_name, tokenizer, attn_implementation))
-        if normalize:
+    if args.normalize_reward and not args.reward_model_name_or_path:
+        sys.exit(
+            "--normalize_reward is for a reward model's scores: give --reward_model_name_or_path"
+        )
+    load_functions(args.reward_function or [])  # a wrong name is refused
+
+
+class Judge:
+    """What scores responses: a reward model, reward functions or both.
+
+    Attributes:
+        model: a prepared `ScoreModel`, or None.
+        functions: reward functions by the names of their parts, see `calls.call`.
+        weights: of each part of the score, by its name; the reward model's is `reward_model`.
+    """
+
+    def __init__(self, run: Run):
+        """Loads what the arguments name, and adds the reward model's fingerprint to the run.
+
+        Raises:
+            SystemExit: one of them cannot be loaded, the weights are not as many, or the model's
+                config lacks what normalises.
+        """
+        args = run.args
+        self.functions = load_functions(args.reward_function or [])
+        names = [OF_MODEL] if args.reward_model_name_or_path else []
+        names += self.functions
+        weights = [1.0] * len(names) if args.reward_weights is None else args.reward_weights
+        if len(weights) != len(names) or not np.isfinite(weights).all():
+            sys.exit(
+                f"--reward_weights {' '.join(map(str, weights))}: expected {len(names)} finite "
+                f"numbers, one for each of {', '.join(names)}"
+            )
+        self.weights = dict(zip(names, weights))
+        self.model = None
+        # The model's scores are normalised by them.
+        self.mean = 0.0
+        self.std = 1.0
+        if args.reward_model_name_or_path:
+            self.load_model(run, args.reward_model_name_or_path)
+
+    def load_model(self, run: Run, name: str) -> None:
+        """Loads the reward model, and what normalises its scores."""
+        model = ScoreModel(load.score_model(name, run.tokenizer, run.args, frozen=True))
+        if run.args.normalize_reward:
             if not getattr(model.config, "reward_std", None):
                 sys.exit(
-                    f"--normalize_reward: {model_name!r} has no reward_std in its config; "
+                    f"--normalize_reward: {name!r} has no reward_std in its config; "
                     "recipes/reward.py with --eval_dataset_name writes it"
                 )
-            judge.mean = model.config.reward_mean
-            judge.std = model.config.reward_std
-        judge.model = prepare.frozen(accelerator, model)
-    return judge
+            self.mean = model.config.reward_mean
+            self.std = model.config.reward_std
+        run.models["reward model"] = load.fingerprint(run.accelerator, name, model.config)
+        self.model = prepare.frozen(run.accelerator, model)
+
+    @torch.no_grad()
+    def score(self, run: Run, samples: Samples, packer: Packer) -> Scores:
+        """Returns the scores of the responses. All processes must call it.
+
+        Raises:
+            SystemExit: on every process, if a function fails on any of them, see `calls.call`; if a
+                score of the reward model is not finite; if a sample got no score at all.
+        """
+        parts = {}
+        if self.model is not None:
+            parts[OF_MODEL] = self.scores_of_model(run, samples, packer)
+        if self.functions:
+            parts |= self.scores_of_functions(run, samples)
+        values = np.array([parts[name] for name in self.weights])
+        weights = np.array([[weight] for weight in self.weights.values()])
+        there = ~np.isnan(values)
+        main = run.accelerator.is_main_process
+        distributed.all_or_none(run.accelerator, main, self.check_all_scored, samples, there)
+        total = np.where(there, values * weights, 0.0).sum(0)
+        return Scores(
+            total=torch.tensor(total, dtype=torch.float32),
+            parts={name: torch.tensor(parts[name], dtype=torch.float32) for name in self.weights},
+        )
+
+    def scores_of_model(self, run: Run, samples: Samples, packer: Packer) -> list[float]:
+        """Returns the reward model's score of each sample, normalised, the same on all processes.
+
+        Raises:
+            SystemExit: on every process, if one is not finite.
+        """
+        score_of_sample = {}
+        for numbers, batch in samples.scoring_batches(run, packer):
+            # It reads a padding row, too: other processes may wait for its forward pass.
+            scores = self.model(batch).double().cpu().numpy()
+            normalised = (scores - self.mean) / self.std
+            score_of_sample |= dict(zip(numbers, normalised.tolist()))
+        scores = distributed.gather_rows(score_of_sample)
+        # Later, NaN means that a function returned None.
+        main = run.accelerator.is_main_process
+        check = check_model_scores
+        distributed.all_or_none(run.accelerator, main, check, run.tokenizer, samples, scores)
+        return scores
+
+    def scores_of_functions(self, run: Run, samples: Samples) -> dict[str, list[float]]:
+        """Returns each function's scores of all samples, NaN where it returned None.
+
+        The processes share the samples, a prompt's samples all on one of them.
+        """
+        mine = samples.whole_groups(run.accelerator)
+        # If a function fails on one process, the others would wait for its scores forever.
+        of_mine = distributed.all_or_none(
+            run.accelerator, True, self.call_functions, run, samples, mine
+        )
+        of_sample = dict(zip(mine, zip(*of_mine)))
+        columns = zip(*distributed.gather_rows(of_sample))
+        return dict(zip(self.functions, map(list, columns)))
+
+    def call_functions(self, run: Run, samples: Samples, mine: list[int]) -> list[list[float]]:
+        """Returns for each function its scores of this process's samples."""
+        if not mine:
+            return [[] for _ in self.functions]
+        given = calls.collect(run.tokenizer, samples, mine, run.progress.global_step)
+        return [
+            calls.call(name, function, given, run.args.reward_timeout)
+            for name, function in self.functions.items()
+        ]
+
+    def check_all_scored(self, samples: Samples, there: np.ndarray) -> None:
+        """Refuses a sample that no part scored.
+
+        Args:
+            there: bool `[parts, samples]`, which scores there are.
+        """
+        for number, is_scored in enumerate(there.any(0)):
+            if not is_scored:
+                sys.exit(
+                    f"no reward for data row {samples.rows[number]}: "
+                    f"{', '.join(self.weights)} returned None for one of its responses"
+                )
 
 
 def load_functions(names: list[str]) -> dict[str, Callable]:
@@ -119,74 +194,6 @@ def load_functions(names: list[str]) -> dict[str, Callable]:
         is_unique = own_names.count(own_name) == 1 and own_name != OF_MODEL
         functions[own_name if is_unique else name] = function
     return functions
-
-
-@torch.no_grad()
-def score(
-    accelerator,
-    tokenizer,
-    judge: Judge,
-    samples: Samples,
-    batch_size: int,
-    share_prompts: bool,
-    step: int,
-) -> Scores:
-    """Returns the scores of the responses. All processes must call it.
-
-    Args:
-        batch_size, share_prompts: for the reward model, see `Samples.scoring_batches`.
-        step: `global_step`, for the reward functions.
-
-    Raises:
-        SystemExit: on every process, if a function fails on any of them, see `calls.call`; if a
-            score of the reward model is not finite; if a sample got no score at all.
-    """
-    parts = {}
-    if judge.model is not None:
-        parts[OF_MODEL] = scores_of_model(accelerator, judge, samples, batch_size, share_prompts)
-        # Below, NaN means that a function returned None.
-        distributed.all_or_none(
-            accelerator,
-            accelerator.is_main_process,
-            check_model_scores,
-            tokenizer,
-            samples,
-            parts[OF_MODEL],
-        )
-    if judge.functions:
-        mine = samples.whole_groups(accelerator)
-        # If a function fails on one process, the others would wait for its scores forever.
-        of_mine = distributed.all_or_none(
-            accelerator, True, scores_of_functions, judge, tokenizer, samples, mine, step
-        )
-        of_sample = dict(zip(mine, zip(*of_mine)))
-        columns = zip(*distributed.gather_rows(of_sample))
-        parts |= dict(zip(judge.functions, map(list, columns)))
-
-    values = np.array([parts[name] for name in judge.parts])
-    weights = np.array([[judge.weights[name]] for name in judge.parts])
-    there = ~np.isnan(values)
-    distributed.all_or_none(
-        accelerator, accelerator.is_main_process, check_all_scored, judge, samples, there
-    )
-    total = np.where(there, values * weights, 0.0).sum(0)
-    return Scores(
-        total=torch.tensor(total, dtype=torch.float32),
-        parts={name: torch.tensor(parts[name], dtype=torch.float32) for name in judge.parts},
-    )
-
-
-def scores_of_model(
-    accelerator, judge: Judge, samples: Samples, batch_size: int, share_prompts: bool
-) -> list[float]:
-    """Returns the reward model's score of each sample, normalised, the same on every process."""
-    score_of_sample = {}
-    for numbers, inputs in samples.scoring_batches(accelerator, batch_size, share_prompts):
-        # It reads a padding row, too: other processes may wait for its forward pass.
-        scores = judge.model(inputs).double().cpu().numpy()
-        normalised = (scores - judge.mean) / judge.std
-        score_of_sample |= dict(zip(numbers, normalised.tolist()))
-    return distributed.gather_rows(score_of_sample)
 
 
 def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None:
@@ -210,33 +217,6 @@ def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None
         f"{calls.cut(response)}, is {scores[first]}; {len(scores) - len(finite)} of {len(scores)} "
         f"scores are not finite{others}. fp16 activations overflow where bf16's do not"
     )
-
-
-def scores_of_functions(
-    judge: Judge, tokenizer, samples: Samples, mine: list[int], step: int
-) -> list[list[float]]:
-    """Returns for each function its scores of this process's samples."""
-    if not mine:
-        return [[] for _ in judge.functions]
-    given = calls.collect(tokenizer, samples, mine, step)
-    return [
-        calls.call(name, function, given, judge.timeout)
-        for name, function in judge.functions.items()
-    ]
-
-
-def check_all_scored(judge: Judge, samples: Samples, there: np.ndarray) -> None:
-    """Refuses a sample that no part scored.
-
-    Args:
-        there: bool `[parts, samples]`, which scores there are.
-    """
-    for number, is_scored in enumerate(there.any(0)):
-        if not is_scored:
-            sys.exit(
-                f"no reward for data row {samples.rows[number]}: "
-                f"{', '.join(judge.parts)} returned None for one of its responses"
-            )
 
 
 # ============================================================ reward functions

@@ -8,9 +8,16 @@ import numpy as np
 import torch
 
 from common import batches, distributed
-from common.models import packing
+from common.checkpoint import carried
+from common.models.packing import Packer
+from common.run import Run
+
+# What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted. Without
+# gradients a token takes about a third of what it takes in training.
+SCORED_TOKENS = 2**15
 
 
+@carried
 @dataclass
 class Samples:
     """Prompts with one response each, the same on every process.
@@ -35,6 +42,23 @@ class Samples:
     per_prompt: int = 1
     sampler_logps: list[list[float]] = field(default_factory=list)
 
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each prompt with its response, `[samples]`."""
+        pairs = zip(self.prompts, self.responses)
+        return np.array([len(prompt) + len(response) for prompt, response in pairs])
+
+    @property
+    def group_lengths(self) -> np.ndarray:
+        """The longest of the lengths of each sample's group, `[samples]`.
+
+        Sorted by them, the samples of a group stand side by side and can share their prompt.
+        """
+        return self.lengths.reshape(-1, self.per_prompt).max(1).repeat(self.per_prompt)
+
     @property
     def mask(self) -> torch.Tensor:
         """bool `[samples, longest response]`, where a response has a token."""
@@ -47,33 +71,28 @@ class Samples:
         rows = [torch.tensor(logps, dtype=torch.float32) for logps in self.sampler_logps]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-    def scoring_batches(
-        self, accelerator, batch_size: int, share_prompts: bool
-    ) -> Iterator[tuple[list[int], dict]]:
+    def scoring_batches(self, run: Run, packer: Packer) -> Iterator[tuple[list[int], dict]]:
         """Yields this process's micro-batches: the numbers of their samples, and what models read.
 
         The samples of all processes together are all samples, each once. A process that has none
         still gets inputs, of a padding row, because the others wait for its forward pass. The
         numbers are an empty list then, and nothing of that pass is kept.
 
-        Args:
-            batch_size: samples of a micro-batch, at most; see `sizes.fill_in`.
+        They hold `--score_batch_size` samples, or as many as fit into `SCORED_TOKENS`.
         """
-        # Every response gets the length of the longest response to its prompt: so they sort side by
-        # side and can share the prompt.
-        lengths = sample_lengths(self.prompts, self.responses)
-        longest = lengths.reshape(-1, self.per_prompt).max(1)
-        lengths = longest.repeat(self.per_prompt)
-        numbers = np.arange(len(lengths))
-        for micro_batch in batches.split(accelerator, numbers, lengths, batch_size):
-            inputs = packing.make_batch(
+        numbers = np.arange(len(self))
+        lengths = self.group_lengths
+        batch_size = run.args.score_batch_size
+        most_tokens = 0 if batch_size else SCORED_TOKENS
+        for micro_batch in batches.split(
+            run.accelerator, numbers, lengths, batch_size, most_tokens
+        ):
+            batch = packer.make_batch(
                 [self.prompts[number] for number in micro_batch.rows],
                 [self.responses[number] for number in micro_batch.rows],
-                share_prompts,
-                accelerator.device,
             )
             is_real = micro_batch.weights.any()
-            yield (micro_batch.rows if is_real else []), inputs
+            yield (micro_batch.rows if is_real else []), batch
 
     def whole_groups(self, accelerator) -> list[int]:
         """Returns the numbers of this process's samples, a prompt's samples all on one process.
@@ -141,11 +160,6 @@ class Samples:
                 }
             examples.append(example)
         return examples
-
-
-def sample_lengths(prompts: list[list[int]], responses: list[list[int]]) -> np.ndarray:
-    """Returns the number of tokens of each prompt with its response, `[samples]`."""
-    return np.array([len(prompt) + len(response) for prompt, response in zip(prompts, responses)])
 
 
 class Collected:

@@ -2,23 +2,32 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from common import counted
+from common.checkpoint import carried
 
 
-class Position(NamedTuple):
-    """Where a run stands before an update.
+@carried
+@dataclass
+class Position:
+    """Where a run is in its prompts and rollouts.
 
     Attributes:
-        rollout: the rollout that the update belongs to, counted from 0 over the whole run.
-        update: the update within that rollout, counted from 0.
-        ends_rollout: whether it is the rollout's last.
+        prompts_seen: prompts taken so far.
+        prompts_seen_at_update: those of them that were taken when a rollout last led to an update.
+        rollouts_seen: rollouts whose updates are all made.
+        update: updates made of the current rollout.
     """
 
-    rollout: int
-    update: int
-    ends_rollout: bool
+    prompts_seen: int = 0
+    prompts_seen_at_update: int = 0
+    rollouts_seen: int = 0
+    update: int = 0
+
+    def end_rollout(self) -> None:
+        """Goes on to the next rollout."""
+        self.rollouts_seen += 1
+        self.update = 0
 
 
 @dataclass(frozen=True)
@@ -65,17 +74,6 @@ class RolloutSchedule:
         """Returns the number of updates of a rollout of `prompts` prompts."""
         samples = prompts * self.n_samples_per_prompt
         return self.num_epochs_per_rollout * math.ceil(samples / self.train_batch_size)
-
-    def position(self, updates_seen: int) -> Position:
-        """Returns the rollout and the update within it that come after `updates_seen` updates."""
-        epoch, update_of_epoch = divmod(updates_seen, self.updates_per_epoch)
-        rollout_of_epoch, update = divmod(update_of_epoch, self.updates_per_rollout)
-        is_last_update = update_of_epoch + 1 == self.updates_per_epoch
-        return Position(
-            rollout=epoch * self.rollouts_per_epoch + rollout_of_epoch,
-            update=update,
-            ends_rollout=is_last_update or update + 1 == self.updates_per_rollout,
-        )
 
     def describe(self, total_steps: int) -> str:
         """Returns the arithmetic in one line.

@@ -1,0 +1,100 @@
+"""The policy that another one is held near: frozen weights, or the trained model as it began."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from common import batches, engine
+from common.data import cache
+from common.models import load, lora, prepare
+from common.models.logprobs import LogProbModel
+from common.models.packing import Packer
+from common.run import Run
+
+
+class Reference:
+    """A reference policy, and its log-probs of answers.
+
+    With adapters, unless the arguments name another one, it is the trained model with its adapters
+    off: no second copy is held.
+
+    Attributes:
+        model: reads batches as the policy does; None where all its log-probs are precomputed.
+        identity: what decides its log-probs to the last digit, besides what it reads.
+        tables: its log-probs of the answers of whole data sets, `[rows, answers of a row]`.
+    """
+
+    def __init__(self, run: Run, **settings):
+        """Loads what the arguments name, and adds its fingerprint to the run.
+
+        Args:
+            settings: what the trained model's forward pass is always given as a reference.
+        """
+        accelerator = run.accelerator
+        name = run.args.ref_model_name_or_path
+        if run.args.lora_r and name is None:
+            name = run.args.model_name_or_path
+            fingerprint = run.models["base model"]
+            values = engine.decides_values(accelerator, run.unwrapped)
+            self.model = lora.WithoutAdapters(run.model, **settings)
+        else:
+            name = name or run.args.model_name_or_path
+            model = LogProbModel(load.causal_lm(name, run.tokenizer, run.args, frozen=True))
+            fingerprint = load.fingerprint(accelerator, name, model.config)
+            run.models["reference model"] = fingerprint
+            values = engine.decides_values(accelerator, model)
+            self.model = prepare.frozen(accelerator, model)
+        self.identity = [name, fingerprint, values]
+        self.tables: dict[str, np.ndarray] = {}
+
+    @torch.no_grad()
+    def logps(self, batch: dict, temperature: float = 1.0) -> torch.Tensor:
+        """Returns the log-prob of each token of the answers, fp32 `[answers, longest]`.
+
+        Args:
+            batch: of `Packer.make_batch`.
+        """
+        return self.model(batch, temperature)["logps"]
+
+    def answer_logps(self, batch: dict, name: str, rows: list[int]) -> torch.Tensor:
+        """Returns the log-prob of each answer, fp32 `[answers]`, from a table if there is one.
+
+        Args:
+            batch: of these rows: all their first answers, then all their second ones, and so on.
+            name, rows: which rows of which data set these are, see `precompute`.
+        """
+        if name in self.tables:
+            return batches.send(self.tables[name][rows].T.reshape(-1), batch["mask"].device)
+        return self.logps(batch).sum(1)
+
+    def precompute(
+        self, run: Run, sets: dict, collate: Callable[[dict, Packer], dict], packer: Packer
+    ) -> None:
+        """Computes the log-probs of all answers once, or takes them from the disk; frees the model.
+
+        All processes must call it.
+
+        Args:
+            sets: data sets by the names that `answer_logps` is given.
+            collate: makes the batch of some rows of their columns, see `answer_logps`.
+        """
+        make_batch = partial(collate, packer=packer)
+        for name, dataset in sets.items():
+            # Whether rows are shared changes rounding.
+            key = ["reference", *self.identity, packer.share, dataset._fingerprint]
+            compute = partial(self.table_of, run, dataset, make_batch)
+            self.tables[name] = cache.array(run.accelerator, key, compute)
+        self.model = None
+
+    def table_of(self, run: Run, dataset, make_batch: Callable[[dict], dict]) -> np.ndarray:
+        """Returns the log-probs of all answers, fp32 `[rows, answers]`, on every process."""
+        table = None
+        for rows, columns, weights in batches.evaluation_batches(run, dataset):
+            logps = self.logps(make_batch(columns)).sum(1).view(-1, len(rows)).T
+            if table is None:
+                table = torch.zeros(len(dataset), logps.shape[1], device=run.device)
+            real = weights > 0  # a padding row repeats a row that another process fills in
+            table[torch.tensor(rows, device=run.device)[real]] = logps[real]
+        return run.accelerator.reduce(table, reduction="sum").cpu().numpy()

@@ -1,0 +1,73 @@
+"""Evaluates responses to held-out prompts: their scores, their lengths, the share that is right."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from common.rollout import answers, generation
+from common.rollout.rewards import Scores
+from common.rollout.samples import Samples
+from common.run import Run
+
+# Every evaluation draws the same numbers, from [seed, 0, stream], so that evaluations compare. No
+# stream of a recipe that draws repeats them.
+EVALUATION_STREAM = 3
+
+
+@torch.no_grad()
+def evaluate(run: Run, score: Callable[[Samples], Scores]) -> None:
+    """Logs how the policy responds to each held-out set. All processes must call it.
+
+    Responses are greedy, or drawn at `--eval_temperature`, `--eval_samples` to each prompt.
+
+    Args:
+        score: the scores of some samples.
+    """
+    args = run.args
+    line = {}
+    examples = []
+    with run.metrics.timed("paused"):
+        for prefix, eval_set in run.data.eval_sets.items():
+            draws = np.random.default_rng([args.seed, 0, EVALUATION_STREAM])
+            uniforms = draws.random((len(eval_set), args.eval_samples, args.max_new_tokens))
+            prompts = eval_set[:]
+            samples = generation.sample(run, prompts, uniforms, args.eval_temperature)
+            scores = score(samples)
+            values = {
+                "scores": scores.total,
+                "length": [len(response) for response in samples.responses],
+                "eos_rate": samples.ended,
+            }
+            for name, part in scores.parts.items():
+                scored = part[~part.isnan()]
+                if len(scored):
+                    values[f"rewards/{name}/mean"] = scored
+            if "answer" in prompts:
+                values |= shares_of_right(run, samples, prompts["answer"])
+            for name, value in values.items():
+                line[prefix + name] = float(np.mean(np.asarray(value, dtype=float)))
+            examples += samples.examples(run.tokenizer, scores, prefix.rstrip("/"))
+    run.metrics.log_evaluation(line, examples)
+
+
+def shares_of_right(run: Run, samples: Samples, prompt_answers: list[str]) -> dict[str, np.ndarray]:
+    """Returns what the shares of right responses are means of, a value for each prompt by name.
+
+    Args:
+        prompt_answers: one for each prompt; prompts without one are left out.
+    """
+    texts = run.tokenizer.batch_decode(samples.responses, skip_special_tokens=True)
+    n_samples = samples.per_prompt
+    is_right = []  # `[prompts with an answer, samples of each]`
+    for number, answer in enumerate(prompt_answers):
+        if answer:
+            of_prompt = texts[number * n_samples :][:n_samples]
+            is_right.append([answers.is_right(text, answer) for text in of_prompt])
+    is_right = np.array(is_right)
+    if run.args.eval_temperature == 0:
+        return {"exact_match": is_right[:, 0]}
+    return {
+        f"avg_at_{n_samples}": is_right.mean(1),
+        f"pass_at_{n_samples}": is_right.any(1),
+    }

@@ -1,0 +1,75 @@
+"""What a training run consists of, once the engine has prepared its model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from common.metrics import Metrics
+from common.progress import Progress
+
+if TYPE_CHECKING:
+    from common.data.dataset import Data
+
+
+@dataclasses.dataclass
+class Run:
+    """A training run: what evaluating, sampling, saving and logging need to know.
+
+    Attributes:
+        model: what `accelerator.prepare` returned.
+        unwrapped: the module inside it, whose `model` is the actor.
+        scheduler: a `LambdaLR`, not prepared.
+        data: the training set and the held-out sets.
+        models: fingerprints of the models that decide the result but are not trained, such as a
+            reference model, by what messages call them. Loading such a model adds its own.
+        extra: what else the recipe carries from update to update, the same on all processes: None,
+            tensors, numbers, lists and dicts of them, and dataclasses that are
+            `checkpoint.carried`.
+        own: what this process alone carries from update to update, such as its shards of a running
+            average: of the same kinds. Each process saves its own and gets it back.
+        beside_actor: further Hugging Face models inside `unwrapped` that a checkpoint holds as
+            folders of their own, by the folder's name; for `common/export.py`.
+        last_saved: `global_step` of the last checkpoint in `checkpoints` that is this run's own;
+            None if there is none.
+        stop_signal: the signal that ends the run after its update; 0 if none came.
+        signalled_at: when the first signal came, by `time.monotonic`.
+    """
+
+    accelerator: Accelerator
+    args: Any
+    tokenizer: Any
+    data: Data
+    model: nn.Module
+    unwrapped: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    progress: Progress
+    metrics: Metrics
+    models: dict[str, str] = dataclasses.field(default_factory=dict)
+    extra: Any = None
+    own: Any = None
+    beside_actor: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+    last_saved: int | None = None
+    stop_signal: int = 0
+    signalled_at: float = 0.0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.accelerator.device
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the run writes."""
+        return Path(self.args.output_dir)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run's checkpoints are."""
+        return self.output_dir / "checkpoints"

@@ -1,0 +1,251 @@
+"""The arguments that all recipes share, and those of recipes that sample or are rewarded.
+
+A recipe's `Args` adds its own fields, and overrides a shared one where its default or its meaning
+is the algorithm's.
+"""
+
+from dataclasses import MISSING, dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from transformers.hf_argparser import HfArg
+
+
+class Bounds(NamedTuple):
+    """The range of an argument's values; None where there is no such bound."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def describe(self) -> str:
+        """Returns the range in words, such as `at least 0 and below 1`."""
+        named = {name.replace("_", " "): limit for name, limit in self._asdict().items()}
+        return " and ".join(
+            f"{name} {limit:g}" for name, limit in named.items() if limit is not None
+        )
+
+    def hold(self, value: float) -> bool:
+        """Whether a value is in the range."""
+        return not (
+            (self.at_least is not None and value < self.at_least)
+            or (self.above is not None and value <= self.above)
+            or (self.at_most is not None and value > self.at_most)
+            or (self.below is not None and value >= self.below)
+        )
+
+
+def arg(*, help: str, default: Any = MISSING, default_factory: Any = MISSING, **bounds: float):
+    """Returns a field of a recipe's `Args`: transformers' `HfArg`, with a range for its values.
+
+    Args:
+        bounds: of `Bounds`, such as `at_least=0`. None, as a default, is in every range.
+    """
+    metadata = {"bounds": Bounds(**bounds)} if bounds else None
+    return HfArg(default=default, default_factory=default_factory, help=help, metadata=metadata)
+
+
+@dataclass
+class SharedArgs:
+    """What every recipe takes."""
+
+    model_name_or_path: str | None = arg(
+        default=None, help="the model to train: a hub name or a folder"
+    )
+    dataset_name: list[str] | None = arg(
+        default=None, help="one or several of hub name, hub name:config, file or folder"
+    )
+    dataset_weights: list[float] | None = arg(
+        default=None,
+        help="of several --dataset_name, one each. 2: each row twice an epoch; 0.5: half of the "
+        "rows, the other half in the next epoch",
+    )
+    dataset_split: str = arg(default="train", help="split of --dataset_name")
+    eval_dataset_name: list[str] | None = arg(
+        default=None,
+        help="held-out rows, one or several sets; a column `answer` adds exact match",
+    )
+    eval_dataset_split: str = arg(
+        default="train", help="split of --eval_dataset_name; a local file is the split train"
+    )
+    columns: list[str] | None = arg(
+        default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
+    )
+    chat_template: str | None = arg(
+        default=None, help="a Jinja file that replaces the model's own chat template"
+    )
+    chat_template_kwargs: str | None = arg(
+        default=None,
+        help="variables of the chat template as a JSON object, such as "
+        '{"enable_thinking": false}; saved in the template of the actor',
+    )
+    strings_as_messages: bool = arg(
+        default=False,
+        help="make prompts and answers that are strings turns of user and assistant",
+    )
+    output_dir: str | None = arg(default=None, help="default: runs/<recipe>/<date-time>")
+
+    train_batch_size: int = arg(
+        default=64, at_least=1, help="samples of one update, over all processes"
+    )
+    micro_train_batch_size: int | None = arg(
+        default=None,
+        at_least=1,
+        help="samples that one process runs at once; without this and micro_train_tokens it is "
+        "4, and on a GPU as many as fit 16384 tokens",
+    )
+    micro_train_tokens: int = arg(
+        default=0,
+        at_least=0,
+        help="above 0: a micro-batch holds as many samples as fit into this many tokens, "
+        "padding counted, and of a pair both copies of the prompt",
+    )
+    max_epochs: int = arg(default=1, at_least=0, help="passes over the data")
+    max_steps: int = arg(default=0, at_least=0, help="updates; 0: as many as the epochs hold")
+    max_length: int = arg(
+        default=1024,
+        at_least=2,
+        help="tokens of prompt and answer; longer ones are cut at the end",
+    )
+    learning_rate: float = arg(default=1e-5, at_least=0, help="peak learning rate")
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
+    ] = arg(default="linear", help="see transformers.get_scheduler")
+    warmup_steps: float = arg(
+        default=0.03, at_least=0, help="updates of warm-up; below 1: a share of all"
+    )
+    weight_decay: float = arg(
+        default=0.0, at_least=0, help="on matrices only, not on biases and norms"
+    )
+    adam_epsilon: float = arg(default=1e-8, at_least=0, help="Adam's epsilon")
+    max_grad_norm: float = arg(default=1.0, at_least=0, help="gradient clipping; 0: none")
+    lora_r: int = arg(
+        default=0,
+        at_least=0,
+        help="rank of low-rank adapters, such as 16; 0: train all weights",
+    )
+    lora_alpha: float | None = arg(
+        default=None, above=0, help="adapters are scaled by alpha / r; default: 2 * lora_r"
+    )
+    lora_dropout: float = arg(default=0.0, at_least=0, below=1, help="dropout before the adapters")
+    lora_target_modules: list[str] = arg(
+        default_factory=lambda: ["all-linear"],
+        help="names of the layers that get an adapter, such as q_proj v_proj",
+    )
+    load_in_4bit: bool = arg(
+        default=False, help="pack the frozen weights below the adapters (QLoRA); one GPU or DDP"
+    )
+    gradient_checkpointing: bool = arg(default=False, help="saves memory, costs time")
+    attn_implementation: str | None = arg(default=None, help="sdpa, eager, flash_attention_2 ...")
+    seed: int = arg(
+        default=0, at_least=0, below=2**32, help="of the data order, of sampling and of dropout"
+    )
+
+    logging_steps: float = arg(
+        default=1, at_least=0, help="updates between log lines; below 1: a share of all updates"
+    )
+    eval_steps: float = arg(
+        default=0,
+        at_least=0,
+        help="updates between evaluations; 0: only before and after training",
+    )
+    save_steps: float = arg(
+        default=0, at_least=0, help="updates between checkpoints to resume from; 0: none"
+    )
+    save_total_limit: int = arg(default=2, at_least=0, help="checkpoints to keep; 0: all")
+    save_actor_steps: float = arg(
+        default=0,
+        at_least=0,
+        help="updates between saved actors; 0: only the last, in <output_dir>/actor",
+    )
+    save_actor_limit: int = arg(default=0, at_least=0, help="saved actors to keep; 0: all")
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = arg(
+        default=None, help="dtype of saved actors; default: as trained. Checkpoints stay exact"
+    )
+    resume: str = arg(
+        default="never",
+        help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
+    )
+    report_to: list[str] = arg(
+        default_factory=lambda: ["tensorboard"],
+        help="tensorboard, wandb, trackio, mlflow ... or none; metrics.jsonl is always written",
+    )
+    debug_overflow: bool = arg(
+        default=False, help="name the module and the tensor that overflow; slow"
+    )
+
+    # Besides what all recipes share, a resumed run may change these.
+    may_change: ClassVar[set[str]] = set()
+
+
+@dataclass
+class RolloutArgs(SharedArgs):
+    """What recipes take that learn from their own samples."""
+
+    rollout_batch_size: int = arg(
+        default=128, at_least=1, help="prompts of one rollout, over all processes"
+    )
+    n_samples_per_prompt: int = arg(default=1, at_least=1, help="responses to each prompt")
+    generate_batch_size: int = arg(
+        default=0,
+        at_least=0,
+        help="responses that one process generates at once; 0: as many as fit",
+    )
+    score_batch_size: int = arg(
+        default=0, at_least=0, help="responses that one process scores at once; 0: as many as fit"
+    )
+    num_epochs_per_rollout: int = arg(
+        default=1, at_least=1, help="passes over the samples of a rollout"
+    )
+    max_new_tokens: int = arg(default=256, at_least=1, help="longest response")
+    temperature: float = arg(
+        default=1.0, above=0, help="of sampling and of every log-prob in training"
+    )
+    eval_temperature: float = arg(
+        default=0.0, at_least=0, help="of the responses in an evaluation; 0: greedy decoding"
+    )
+    eval_samples: int = arg(
+        default=1,
+        at_least=1,
+        help="responses to each held-out prompt; above 1 needs --eval_temperature",
+    )
+    share_prompts: bool = arg(
+        default=True,
+        help="compute a prompt once for its responses, where the model allows it",
+    )
+
+    may_change: ClassVar[set[str]] = {
+        "generate_batch_size",
+        "score_batch_size",
+        "share_prompts",
+        "eval_temperature",
+        "eval_samples",
+    }
+
+
+@dataclass
+class RewardArgs(RolloutArgs):
+    """What recipes take whose samples are scored by a reward model, by functions, or by both."""
+
+    reward_model_name_or_path: str | None = arg(
+        default=None, help="a reward model with one label, such as recipes/reward.py saves"
+    )
+    reward_function: list[str] | None = arg(
+        default=None,
+        help="one or several MODULE:NAME, functions (prompts, responses, **columns) -> scores",
+    )
+    reward_weights: list[float] | None = arg(
+        default=None,
+        help="of the reward model, if there is one, and then of each function; default: 1 each",
+    )
+    reward_timeout: float = arg(
+        default=600.0,
+        at_least=0,
+        help="seconds that a call of a reward function may take; 0: any",
+    )
+    normalize_reward: bool = arg(
+        default=False,
+        help="normalise the reward model's scores by the mean and the deviation in its config",
+    )
+
+    may_change: ClassVar[set[str]] = RolloutArgs.may_change | {"reward_timeout"}
