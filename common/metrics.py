@@ -310,16 +310,34 @@ class Metrics:
                 values["perf/mfu"] = used / (peak_of_one * self.accelerator.num_processes)
         return values
 
+    def add_rollout(
+        self, values: dict[str, torch.Tensor], reduce: Literal["mean", "min", "max"] = "mean"
+    ) -> None:
+        """Adds values of a rollout to the next log line. NaN counts nowhere.
+
+        They stay there if the engine skips the rollout's first update, since the rollout was made
+        all the same. All processes must call it.
+
+        Args:
+            values: by tag, each of any shape, the same on every process.
+        """
+        for name, value in values.items():
+            value = value.to(self.accelerator.device)
+            # Every process holds the whole rollout: one of them counts it.
+            counts = ~value.isnan() & self.accelerator.is_main_process
+            self.open.add([Logged({name: value}, counts, reduce)])
+
     def log_rollout(self, scores: torch.Tensor, examples: list[dict]) -> None:
         """Writes the samples of a rollout, and shows some at the first update that uses it.
 
-        For the main process.
+        All processes may call it.
 
         Args:
             scores: `[samples]`, shown as a histogram.
             examples: see `common/transcript.py`.
         """
-        transcript.write(self.output_dir, self.progress.global_step, examples)
+        if self.accelerator.is_main_process:
+            transcript.write(self.output_dir, self.progress.global_step, examples)
         if self.board:
             next_update = self.progress.global_step + 1
             # Not the tag of a scalar: TensorBoard shows neither of two kinds that share one.

@@ -61,23 +61,25 @@ def check_positions(models: list[nn.Module], max_length: int) -> None:
                 )
 
 
-def make_packer(run: Run, models: list[nn.Module], share: bool, by_lengths: bool = False) -> Packer:
+def make_packer(run: Run, models: list[nn.Module | None], share: bool, by_lengths: bool = False) -> Packer:
     """Returns how answers are laid out as rows, so that these models read each as if alone.
 
     Refuses rows that are longer than a model's table of positions. All processes must call it.
 
     Args:
-        models: all that will read the rows, prepared; their output is scores or log-probs.
+        models: all that will read the rows, prepared; their output is scores or log-probs. None
+            stands for none.
         share: whether prompts and rows are shared, if all models can, see `can_pack`.
         by_lengths: rows are packed as flash attention takes them, see `Packer`.
 
     Raises:
         SystemExit: see `check_positions`.
     """
-    check_positions(models, run.args.max_length)
-    if not share or not can_pack(run, models, by_lengths):
+    readers = [model for model in models if model is not None]
+    check_positions(readers, run.args.max_length)
+    if not share or not can_pack(run, readers, by_lengths):
         return Packer(run.device)
-    inside = [whole for model in models for whole in architecture.whole_models(model).values()]
+    inside = [whole for model in readers for whole in architecture.whole_models(model).values()]
     equal = architecture.attention_equals_rest(inside)
     return Packer(run.device, share, by_lengths, equal)
 

@@ -1,5 +1,6 @@
 """Evaluates responses to held-out prompts: their scores, their lengths, the share that is right."""
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -13,6 +14,19 @@ from common.run import Run
 # Every evaluation draws the same numbers, from [seed, 0, stream], so that evaluations compare. No
 # stream of a recipe that draws repeats them.
 EVALUATION_STREAM = 3
+
+
+def check_settings(args) -> None:
+    """Refuses several responses to a prompt where all would be the same.
+
+    Args:
+        args: `RolloutArgs`.
+    """
+    if args.eval_samples > 1 and args.eval_temperature == 0:
+        sys.exit(
+            f"--eval_samples {args.eval_samples} at --eval_temperature 0: greedy responses to one "
+            "prompt are all the same"
+        )
 
 
 @torch.no_grad()

@@ -51,6 +51,17 @@ class RolloutSchedule:
     train_batch_size: int
     num_epochs_per_rollout: int
 
+    @classmethod
+    def of(cls, args, n_prompts: int) -> "RolloutSchedule":
+        """Returns the schedule of `RolloutArgs`."""
+        return cls(
+            n_prompts,
+            args.rollout_batch_size,
+            args.n_samples_per_prompt,
+            args.train_batch_size,
+            args.num_epochs_per_rollout,
+        )
+
     @property
     def rollouts_per_epoch(self) -> int:
         return math.ceil(self.n_prompts / self.rollout_batch_size)
