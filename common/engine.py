@@ -1,4 +1,4 @@
-"""What a loop asks of its engine: accumulation, the loss scale, gradient norms, shards."""
+"""What a loop asks of its engine: accumulation, the loss scale, shards, counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from common import cpu, zero
+from common import zero
 
 if TYPE_CHECKING:
     from common.run import Run
@@ -91,46 +91,6 @@ def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def record_group_norms(accelerator, optimizer):
-    """Records the gradient norm of each parameter group at every step.
-
-    The gradients are those that the innermost optimizer gets. Under DeepSpeed the parameters' own
-    gradients are gone by then, and each process has only its part.
-
-    Args:
-        optimizer: what `prepare` returned; each of its groups has a `name`.
-
-    Returns:
-        A function without arguments that returns the norms of the update just made, by the group's
-        name and up to one common factor. All processes must call it, after every
-        `optimizer.step()` that updates.
-    """
-    nothing = torch.zeros(())
-    squares = {group["name"]: nothing for group in optimizer.param_groups}
-
-    def add_squares(optimizer, *_) -> None:
-        for group in optimizer.param_groups:
-            grads = [parameter.grad for parameter in group["params"]]
-            # FSDP2's gradients hold this process's shard under another name.
-            local = [getattr(grad, "_local_tensor", grad) for grad in grads if grad is not None]
-            # Not read here, where a GPU would still be at work on the backward pass.
-            with cpu.NormsInFp64():
-                norm = nn.utils.get_total_norm(local).float()
-            squares[group["name"]] = squares[group["name"]] + norm**2
-
-    def group_norms() -> dict[str, float]:
-        # Under DDP every process has all gradients, so the sum is num_processes times too large:
-        # the common factor.
-        table = torch.stack([square.to(accelerator.device) for square in squares.values()])
-        for name in squares:
-            squares[name] = nothing
-        norms = accelerator.reduce(table).sqrt().tolist()
-        return dict(zip(squares, norms))
-
-    innermost_optimizer(optimizer).register_step_pre_hook(add_squares)
-    return group_norms
 
 
 def reshard(prepared: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Parameter groups, AdamW, the warm-up, the schedule in words, and step counts held at zero."""
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -107,15 +108,34 @@ def describe_schedule(run: Run) -> str:
     return f"{line}, {warmup_updates(args.warmup_steps, total_updates)} of them warm-up"
 
 
+def set_learning_rates(run: Run, held: Collection[str]) -> dict[str, float]:
+    """Gives each parameter group its scheduled learning rate, or zero if it is held still.
+
+    For recipes whose groups have names. `prepare.for_training` sees to it that the step counts of
+    such groups can be held, too.
+
+    Args:
+        held: the names of the groups that do not learn in this update.
+
+    Returns:
+        The learning rate of each group by its name.
+    """
+    for group, learning_rate in zip(run.optimizer.param_groups, run.scheduler.get_last_lr()):
+        group["learns"] = group["name"] not in held
+        # At a rate of zero, weight decay moves nothing either.
+        group["lr"] = learning_rate if group["learns"] else 0.0
+    return {group["name"]: group["lr"] for group in run.optimizer.param_groups}
+
+
 def hold_step_counts(optimizer: torch.optim.Optimizer, *_) -> None:
     """Keeps Adam's step count at zero in parameter groups whose `learns` is false.
 
-    Register it with `register_step_post_hook`. The gradients of such a group are zero, and so are
-    its moments. If its count went on, Adam would not correct the bias of the moments when the group
-    begins to learn.
+    A hook after the optimizer's step, see `set_learning_rates`. The gradients of such a group are
+    zero, and so are its moments. If its count went on, Adam would not correct the bias of the
+    moments when the group begins to learn.
     """
     for group in optimizer.param_groups:
-        if group["learns"]:
+        if group.get("learns", True):
             continue
         for parameter in group["params"]:
             state = optimizer.state[parameter]

@@ -33,14 +33,11 @@ common.check_recipe(__file__)
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from transformers import get_scheduler
-from transformers.hf_argparser import HfArg
 
 from common import (
     actor,
@@ -54,270 +51,100 @@ from common import (
     launch,
     optim,
 )
-from common.checkpoint import Run
-from common.data import dataset, formats, prompts
-from common.metrics import Metrics
-from common.models import architecture, checks, load, logprobs, lora, merge, packing, prepare
-from common.models.logprobs import LogProbModel, ScoreModel
+from common.data import dataset, prompts
+from common.metrics import Logged, Metrics
+from common.models import checks, load, lora, prepare
+from common.models.logprobs import ActorCritic
+from common.models.packing import Packer
+from common.models.reference import Reference
 from common.progress import Progress
-from common.rollout import answers, generation, rewards, sizes
-from common.rollout.rewards import Scores
-from common.rollout.samples import Collected, Samples, sample_lengths
-from common.rollout.schedule import RolloutSchedule
+from common.rollout import evaluation, generation, rewards
+from common.rollout.rewards import Judge, Scores
+from common.rollout.samples import Collected, Samples
+from common.rollout.schedule import Position, RolloutSchedule
+from common.run import Run
+from common.shared_args import RewardArgs, arg
 
 
 # ============================================================ arguments
 @dataclass
-class Args:
-    model_name_or_path: str | None = HfArg(
-        default=None, help="the policy to train, usually an SFT model: a hub name or a folder"
-    )
-    ref_model_name_or_path: str | None = HfArg(
+class Args(RewardArgs):
+    ref_model_name_or_path: str | None = arg(
         default=None,
         help="the reference policy; default: the policy before training. None at --kl_coef 0",
     )
-    critic_model_name_or_path: str | None = HfArg(
+    critic_model_name_or_path: str | None = arg(
         default=None,
         help="what the critic starts from; default: the reward model, or else the policy",
     )
-    reward_model_name_or_path: str | None = HfArg(
-        default=None, help="a reward model with one label, such as recipes/reward.py saves"
-    )
-    reward_function: list[str] | None = HfArg(
-        default=None,
-        help="one or several MODULE:NAME, functions (prompts, responses, **columns) -> scores",
-    )
-    reward_weights: list[float] | None = HfArg(
-        default=None,
-        help="of the reward model, if there is one, and then of each function; default: 1 each",
-    )
-    reward_timeout: float = HfArg(
-        default=600.0, help="seconds that a call of a reward function may take; 0: any"
-    )
-    dataset_name: list[str] | None = HfArg(
-        default=None,
-        help="prompts: one or several of hub name, hub name:config, file or folder; "
-        "the reward function gets the other columns",
-    )
-    dataset_weights: list[float] | None = HfArg(
-        default=None,
-        help="of several --dataset_name, one each. 2: each row twice an epoch; 0.5: half of the "
-        "rows, the other half in the next epoch",
-    )
-    dataset_split: str = HfArg(default="train", help="split of --dataset_name")
-    eval_dataset_name: list[str] | None = HfArg(
-        default=None,
-        help="held-out prompts, one or several sets; a column `answer` adds exact match",
-    )
-    eval_dataset_split: str = HfArg(
-        default="train", help="split of --eval_dataset_name; a local file is the split train"
-    )
-    columns: list[str] | None = HfArg(
-        default=None, help="FORMAT=YOURS for columns with other names, such as prompt=question"
-    )
-    chat_template: str | None = HfArg(
-        default=None, help="a Jinja file that replaces the model's own chat template"
-    )
-    chat_template_kwargs: str | None = HfArg(
-        default=None,
-        help="variables of the chat template as a JSON object, such as "
-        '{"enable_thinking": false}; saved in the template of the actor',
-    )
-    strings_as_messages: bool = HfArg(
-        default=False,
-        help="make prompts and answers that are strings turns of user and assistant",
-    )
-    output_dir: str | None = HfArg(default=None, help="default: runs/ppo/<date-time>")
-
-    rollout_batch_size: int = HfArg(default=1024, help="prompts of one rollout, over all processes")
-    n_samples_per_prompt: int = HfArg(default=1, help="responses to each prompt")
-    generate_batch_size: int = HfArg(
-        default=0, help="responses that one process generates at once; 0: as many as fit"
-    )
-    score_batch_size: int = HfArg(
-        default=0, help="responses that one process scores at once; 0: as many as fit"
-    )
-    num_epochs_per_rollout: int = HfArg(default=1, help="passes over the samples of a rollout")
-    max_new_tokens: int = HfArg(default=256, help="longest response")
-    temperature: float = HfArg(default=1.0, help="of sampling and of every log-prob in training")
-    eval_temperature: float = HfArg(
-        default=0.0, help="of the responses in an evaluation; 0: greedy decoding"
-    )
-    eval_samples: int = HfArg(
-        default=1, help="responses to each held-out prompt; above 1 needs --eval_temperature"
+    rollout_batch_size: int = arg(
+        default=1024, at_least=1, help="prompts of one rollout, over all processes"
     )
 
-    kl_coef: float = HfArg(default=0.05, help="weight of the KL to the reference; 0: no reference")
-    kl_estimator: Literal["k1", "k2", "k3"] = HfArg(default="k1", help="see kl_estimate")
-    kl_in: Literal["reward", "loss"] = HfArg(
+    kl_coef: float = arg(
+        default=0.05, at_least=0, help="weight of the KL to the reference; 0: no reference"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = arg(default="k1", help="see kl_estimate")
+    kl_in: Literal["reward", "loss"] = arg(
         default="reward", help="reward: taken from each token's reward; loss: a term of the loss"
     )
-    kl_target: float = HfArg(
-        default=0.0, help="adapts the coefficient to this KL of a response; 0: it is fixed"
+    kl_target: float = arg(
+        default=0.0,
+        at_least=0,
+        help="adapts the coefficient to this KL of a response; 0: it is fixed",
     )
-    kl_horizon: float = HfArg(
+    kl_horizon: float = arg(
         default=10000, help="larger: the coefficient adapts more slowly (samples)"
     )
-    reward_clip: float = HfArg(
-        default=0.0, help="scores are clipped to plus and minus this; 0: no clipping"
+    reward_clip: float = arg(
+        default=0.0, at_least=0, help="scores are clipped to plus and minus this; 0: no clipping"
     )
-    normalize_reward: bool = HfArg(
-        default=False,
-        help="normalise the reward model's scores by the mean and the deviation in its config",
-    )
-    missing_eos_penalty: float = HfArg(
+    missing_eos_penalty: float = arg(
         default=0.0,
         help="taken from the score of a response that does not end within --max_new_tokens",
     )
-    gamma: float = HfArg(default=1.0, help="discount")
-    gae_lambda: float = HfArg(default=1.0, help="lambda of generalised advantage estimation")
-    clip_range: float = HfArg(default=0.2, help="clipping of the ratio, below and above 1")
-    clip_range_high: float | None = HfArg(default=None, help="clipping above 1, if it is to differ")
-    dual_clip: float = HfArg(
+    gamma: float = arg(default=1.0, at_least=0, at_most=1, help="discount")
+    gae_lambda: float = arg(
+        default=1.0, at_least=0, at_most=1, help="lambda of generalised advantage estimation"
+    )
+    clip_range: float = arg(
+        default=0.2, at_least=0, help="clipping of the ratio, below and above 1"
+    )
+    clip_range_high: float | None = arg(
+        default=None, at_least=0, help="clipping above 1, if it is to differ"
+    )
+    dual_clip: float = arg(
         default=0.0, help="bound above 1 on the ratio where the advantage is negative; 0: no bound"
     )
-    value_clip_range: float = HfArg(
-        default=0.2, help="clipping of the values around the old ones; 0: none"
+    value_clip_range: float = arg(
+        default=0.2, at_least=0, help="clipping of the values around the old ones; 0: none"
     )
-    vf_coef: float = HfArg(default=0.1, help="weight of the value loss")
-    critic_warmup_rollouts: int = HfArg(
-        default=0, help="rollouts at the start in which only the critic learns"
+    vf_coef: float = arg(default=0.1, at_least=0, help="weight of the value loss")
+    critic_warmup_rollouts: int = arg(
+        default=0, at_least=0, help="rollouts at the start in which only the critic learns"
     )
 
-    train_batch_size: int = HfArg(default=128, help="samples of one update, over all processes")
-    micro_train_batch_size: int | None = HfArg(
-        default=None,
-        help="samples that one process runs at once; without this and micro_train_tokens it is "
-        "4, and on a GPU as many as fit 16384 tokens",
+    train_batch_size: int = arg(
+        default=128, at_least=1, help="samples of one update, over all processes"
     )
-    micro_train_tokens: int = HfArg(
-        default=0,
-        help="above 0: a micro-batch holds as many samples as fit into this many tokens, "
-        "padding counted",
-    )
-    share_prompts: bool = HfArg(
-        default=True,
-        help="compute a prompt once for its responses, where the model allows it",
-    )
-    max_epochs: int = HfArg(default=1, help="passes over the prompts")
-    max_steps: int = HfArg(default=0, help="updates; 0: as many as the epochs hold")
-    max_length: int = HfArg(
+    max_length: int = arg(
         default=1024,
+        at_least=2,
         help="of prompt and response; prompts without room for --max_new_tokens are left out",
     )
-    learning_rate: float = HfArg(default=1e-6, help="peak learning rate of the actor")
-    critic_learning_rate: float = HfArg(default=1e-5, help="peak learning rate of the critic")
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
-    ] = HfArg(default="linear", help="see transformers.get_scheduler")
-    warmup_steps: float = HfArg(default=0.03, help="updates of warm-up; below 1: a share of all")
-    weight_decay: float = HfArg(default=0.0, help="on matrices only, not on biases and norms")
-    adam_epsilon: float = HfArg(default=1e-8, help="Adam's epsilon")
-    max_grad_norm: float = HfArg(
-        default=1.0, help="clipping of the joint norm of actor and critic; 0: none"
+    learning_rate: float = arg(default=1e-6, at_least=0, help="peak learning rate of the actor")
+    critic_learning_rate: float = arg(
+        default=1e-5, at_least=0, help="peak learning rate of the critic"
     )
-    lora_r: int = HfArg(
-        default=0, help="rank of low-rank adapters, such as 16; 0: train all weights"
+    max_grad_norm: float = arg(
+        default=1.0, at_least=0, help="clipping of the joint norm of actor and critic; 0: none"
     )
-    lora_alpha: float | None = HfArg(
-        default=None, help="adapters are scaled by alpha / r; default: 2 * lora_r"
-    )
-    lora_dropout: float = HfArg(default=0.0, help="dropout before the adapters")
-    lora_target_modules: list[str] = HfArg(
-        default_factory=lambda: ["all-linear"],
-        help="names of the layers that get an adapter, such as q_proj v_proj",
-    )
-    load_in_4bit: bool = HfArg(
-        default=False, help="pack the frozen weights below the adapters (QLoRA); one GPU or DDP"
-    )
-    gradient_checkpointing: bool = HfArg(default=False, help="saves memory, costs time")
-    attn_implementation: str | None = HfArg(default=None, help="sdpa, eager, flash_attention_2 ...")
-    seed: int = HfArg(default=0, help="of the data order and of sampling")
-
-    logging_steps: float = HfArg(
-        default=1, help="updates between log lines; below 1: a share of all updates"
-    )
-    eval_steps: float = HfArg(
-        default=0, help="updates between evaluations; 0: only before and after training"
-    )
-    save_steps: float = HfArg(default=0, help="updates between checkpoints to resume from; 0: none")
-    save_total_limit: int = HfArg(default=2, help="checkpoints to keep; 0: all")
-    save_actor_steps: float = HfArg(
-        default=0, help="updates between saved actors; 0: only the last, in <output_dir>/actor"
-    )
-    save_actor_limit: int = HfArg(default=0, help="saved actors to keep; 0: all")
-    save_dtype: Literal["float32", "bfloat16", "float16"] | None = HfArg(
-        default=None, help="dtype of saved actors; default: as trained. Checkpoints stay exact"
-    )
-    resume: str = HfArg(
-        default="never",
-        help="never, auto (the newest whole checkpoint in --output_dir) or a checkpoint's path",
-    )
-    report_to: list[str] = HfArg(
-        default_factory=lambda: ["tensorboard"],
-        help="tensorboard, wandb, trackio, mlflow ... or none; metrics.jsonl is always written",
-    )
-    debug_overflow: bool = HfArg(
-        default=False, help="name the module and the tensor that overflow; slow"
-    )
-
-    # Besides what all recipes share, a resumed run may change these.
-    may_change: ClassVar[set[str]] = {
-        "generate_batch_size",
-        "score_batch_size",
-        "micro_rollout_batch_size",  # of older checkpoints
-        "share_prompts",
-        "reward_timeout",
-        "eval_temperature",
-        "eval_samples",
-    }
-    # Arguments of older releases, and what replaced them.
-    renamed: ClassVar[dict[str, str]] = {
-        "micro_rollout_batch_size": "--generate_batch_size and --score_batch_size",
-    }
 
 
 # ============================================================ the algorithm
 # The random numbers of a rollout are drawn from [seed, rollout, stream]. No stream repeats another.
 SAMPLING_STREAM = 1
 ORDER_STREAM = 2
-# Every evaluation takes the same numbers, from [seed, 0, stream], so that they compare.
-EVALUATION_STREAM = 3
-
-
-class ActorCritic(LogProbModel):
-    """Actor (`model`) and critic in one module.
-
-    So there is one engine, one backward pass and one checkpoint under every strategy.
-    """
-
-    def __init__(self, policy_model, critic):
-        super().__init__(policy_model)
-        self.critic = ScoreModel(critic)
-        # FSDP2 gathers the critic by itself, so that it stays in shards while the actor generates.
-        units = {*self._no_split_modules, *self.critic._no_split_modules, "ScoreModel"}
-        self._no_split_modules = sorted(units)
-
-    def forward(
-        self,
-        batch: dict,
-        temperature: float = 1.0,
-        check: bool = False,
-        with_values: bool = True,
-    ) -> dict:
-        """Returns what `LogProbModel.forward` does, with `entropy` and `values`.
-
-        The value of a token is that of the state in which it was chosen: the text before it.
-
-        Args:
-            with_values: without them the critic does not run.
-        """
-        output = super().forward(batch, temperature, ("entropy",), check)
-        if not with_values:
-            return output
-        values = self.critic(batch, batch["before"])
-        output["values"] = logprobs.by_answer(values, batch)
-        return output
 
 
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -445,44 +272,37 @@ def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, sampl
     return kl_coef * (1 + error * samples / horizon)
 
 
-def collate(rollout: dict, numbers: list[int], share_prompts: bool, device) -> dict:
-    """Returns samples of a rollout as the model reads them."""
-    prompts = [rollout["prompts"][number] for number in numbers]
-    responses = [rollout["responses"][number] for number in numbers]
-    return packing.make_batch(prompts, responses, share_prompts, device)
-
-
 def compare(
-    output: dict,
-    old: dict,
-    weights: torch.Tensor,
-    kl_coef: float,
-    actor_learns: bool,
-    args: Args,
-) -> tuple[torch.Tensor, torch.Tensor, list[tuple[dict, torch.Tensor]]]:
+    output: dict, rollout: "Rollout", old: dict, weights: torch.Tensor, args: Args
+) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
     """Returns the losses of response tokens, their weights, and what is logged of them.
 
     Args:
         output: what `ActorCritic.forward` returned.
-        old: the rollout's `mask logps values returns advantages` of the same samples, and
-            `ref_logps` where there is a reference.
+        rollout: says which KL coefficient holds, and whether the actor learns.
+        old: `Rollout.tokens` of the same samples.
         weights: `[samples]`, 0 for a padding row.
 
     Returns:
-        losses and weights `[samples, length]`; metrics, each a dict of values with their weights.
+        losses and weights `[samples, length]`; metrics.
     """
     logps = output["logps"]
-    clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
     of_policy, policy_clipped = policy_losses(
-        logps, old["logps"], old["advantages"], args.clip_range, clip_high, args.dual_clip
+        logps,
+        old["logps"],
+        old["advantages"],
+        clip_low=args.clip_range,
+        clip_high=args.clip_range if args.clip_range_high is None else args.clip_range_high,
+        dual_clip=args.dual_clip,
     )
     of_values, values_clipped = value_losses(
         output["values"], old["values"], old["returns"], args.value_clip_range
     )
     of_actor = of_policy
     if args.kl_in == "loss" and "ref_logps" in old:
-        of_actor = of_policy + kl_coef * kl_estimate(logps, old["ref_logps"], args.kl_estimator)
-    losses = of_actor * float(actor_learns) + args.vf_coef * of_values
+        kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
+        of_actor = of_policy + rollout.kl_coef * kl
+    losses = of_actor * float(rollout.actor_learns) + args.vf_coef * of_values
 
     token_weights = old["mask"] * weights[:, None]
     of_tokens = {
@@ -495,36 +315,98 @@ def compare(
         "val/clipfrac_avg": values_clipped.float(),
         "val/ratio": torch.exp(logps - old["logps"]),
     }
-    return losses, token_weights, [(of_tokens, token_weights)]
+    return losses, token_weights, [Logged(of_tokens, token_weights)]
 
 
-def sample(
-    accelerator, model, policy, tokenizer, columns: dict, rollout_number: int, args: Args
-) -> Samples:
-    """Draws responses to prompts.
+# ============================================================ the rollout
+@checkpoint.carried
+@dataclass
+class Rollout:
+    """Samples with what their updates compare with; on the CPU, the same on every process.
 
-    The seed and the number of the rollout decide the draws: not the number of processes, nor what
-    was drawn before.
+    Attributes:
+        tokens: tensors `[samples, longest response]` by name: `mask logps values advantages
+            returns`, and `ref_logps` where there is a reference.
+        kl_coef: the coefficient of the KL when it was made.
+        actor_learns: false while only the critic does.
+        made_at: `global_step` when the responses were sampled.
     """
-    draws = np.random.default_rng([args.seed, rollout_number, SAMPLING_STREAM])
-    n_samples = len(columns["prompt_ids"]) * args.n_samples_per_prompt
-    return generation.respond(
-        accelerator,
-        model,
-        policy.model,
-        tokenizer,
-        columns,
-        args.n_samples_per_prompt,
-        args.generate_batch_size,
-        args.max_new_tokens,
-        temperature=args.temperature,
-        uniforms=draws.random((n_samples, args.max_new_tokens)),
+
+    samples: Samples
+    tokens: dict[str, torch.Tensor]
+    kl_coef: float
+    actor_learns: bool
+    made_at: int
+
+
+@checkpoint.carried
+@dataclass
+class State:
+    """What a run carries from update to update.
+
+    Attributes:
+        kl_coef: the coefficient of the KL for the next rollout.
+        rollout: whose updates are being made; None: a new one is due.
+    """
+
+    position: Position
+    kl_coef: float
+    rollout: Rollout | None = None
+
+
+def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Packer) -> Rollout:
+    """Samples responses, scores them, and estimates the advantage of each of their tokens."""
+    args = run.args
+    state = run.extra
+    position = state.position
+    prompt_rows = batches.rows_from(
+        run.data.mixture, args.seed, position.prompts_seen, args.rollout_batch_size
     )
+    position.prompts_seen += len(prompt_rows)
+
+    with run.metrics.timed("generate"):
+        prompts_of_rollout = run.data.train[prompt_rows]
+        uniforms = draw_uniforms(args, len(prompt_rows), position.rollouts_seen)
+        samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
+    with run.metrics.timed("score"):
+        scores = score(run, judge, samples, packer)
+        old = read_tokens(run, samples, reference, packer)
+    check_finite(run, samples, scores.total, old)
+
+    kl_coef = state.kl_coef
+    tokens, logged = estimate_advantages(samples, scores.total, old, kl_coef, args=args)
+    log_rollout(run, samples, scores, tokens["returns"], logged=logged)
+    actor_learns = position.rollouts_seen >= args.critic_warmup_rollouts
+    # Before the actor learns there is no KL to adapt to.
+    if args.kl_target and actor_learns:
+        kl = logged["objective/kl"].mean().item()
+        state.kl_coef = next_kl_coef(
+            kl_coef, kl, args.kl_target, args.kl_horizon, samples=len(samples)
+        )
+    return Rollout(samples, tokens, kl_coef, actor_learns, made_at=run.progress.global_step)
+
+
+def draw_uniforms(args: Args, n_prompts: int, rollout: int) -> np.ndarray:
+    """Returns the numbers that decide the sampled tokens, `[prompts, samples, max_new_tokens]`.
+
+    They depend on the seed and the rollout alone: not on the number of processes, nor on what was
+    drawn before.
+    """
+    draws = np.random.default_rng([args.seed, rollout, SAMPLING_STREAM])
+    return draws.random((n_prompts, args.n_samples_per_prompt, args.max_new_tokens))
+
+
+def score(run: Run, judge: Judge, samples: Samples, packer: Packer) -> Scores:
+    """Returns the scores of responses, clipped, and lower where a response does not end."""
+    args = run.args
+    scores = judge.score(run, samples, packer)
+    total = final_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
+    return scores._replace(total=total)
 
 
 @torch.no_grad()
 def read_tokens(
-    accelerator, model, reference, samples: Samples, args: Args
+    run: Run, samples: Samples, reference: Reference | None, packer: Packer
 ) -> dict[str, torch.Tensor]:
     """Returns `logps values` of response tokens, before any update of the rollout.
 
@@ -534,25 +416,21 @@ def read_tokens(
         reference: adds `ref_logps`; None where there is none.
 
     Returns:
-        `[samples, longest response]` each, zero behind a response, the same on every process.
+        `[samples, longest response]` each, zero after a response, the same on every process.
     """
-    collected = Collected(accelerator)
-    scoring_batches = samples.scoring_batches(
-        accelerator, args.score_batch_size, args.share_prompts
-    )
-    with checks.evaluation_mode(model):
-        for numbers, inputs in scoring_batches:
-            output = model(inputs, args.temperature)
+    temperature = run.args.temperature
+    collected = Collected(run.accelerator)
+    with checks.evaluation_mode(run.model):
+        for numbers, batch in samples.scoring_batches(run, packer):
+            output = run.model(batch, temperature)
             found = {"logps": output["logps"], "values": output["values"]}
             if reference is not None:
-                found["ref_logps"] = reference(inputs, args.temperature)["logps"]
-            collected.add(numbers, inputs["mask"], **found)
+                found["ref_logps"] = reference.logps(batch, temperature)
+            collected.add(numbers, batch["mask"], **found)
     return collected.gather()
 
 
-def check_rollout(
-    samples: Samples, scores: torch.Tensor, old: dict, progress: Progress, output_dir: str
-) -> None:
+def check_finite(run: Run, samples: Samples, scores: torch.Tensor, old: dict) -> None:
     """Stops the run if a score, a log-prob or a value is not finite.
 
     It must be called before advantages are whitened, which spreads such a value over all samples.
@@ -562,7 +440,7 @@ def check_rollout(
     # A sum is finite only if all its parts are.
     sums = sum(token_values.values()) + scores[:, None]
     tensors = {"scores": scores, **token_values}
-    guards.check_finite([(samples.rows, sums, samples.mask)], progress, output_dir, tensors)
+    guards.check_finite(run, [(samples.rows, sums, samples.mask)], tensors)
 
 
 def estimate_advantages(
@@ -575,8 +453,7 @@ def estimate_advantages(
         old: of the response tokens, see `read_tokens`.
 
     Returns:
-        tensors `[samples, longest response]`, see `compare`; metrics `[samples]`, NaN where a
-        sample has no such value.
+        `Rollout.tokens`; metrics `[samples]`, NaN where a sample has no such value.
     """
     mask = samples.mask
     kl = torch.zeros(mask.shape)
@@ -584,133 +461,267 @@ def estimate_advantages(
         kl = torch.where(mask, kl_estimate(old["logps"], old["ref_logps"], args.kl_estimator), 0.0)
     penalty = kl_coef if args.kl_in == "reward" else 0.0
     by_token = token_rewards(scores, kl, mask, penalty)
-    advantages, returns = gae(by_token, old["values"], mask, args.gamma, args.gae_lambda)
-    tensors = {
+    advantages, returns = gae(
+        by_token, old["values"], mask, gamma=args.gamma, gae_lambda=args.gae_lambda
+    )
+    tokens = {
         "mask": mask,
         **old,
         "returns": returns,
         "advantages": whiten(advantages, mask),
     }
-    lengths = mask.sum(1)
     explained = explained_variance(old["values"], returns, mask)
     logged = {
-        **({"objective/kl": kl.sum(1)} if "ref_logps" in old else {}),
         "objective/entropy": -old["logps"].sum(1),
         "objective/scores": scores,
         "objective/kl_coef": torch.full_like(scores, kl_coef),
         "objective/non_score_reward": by_token.sum(1) - scores,
         "objective/rlhf_reward": by_token.sum(1),
         "val/explained_variance": explained.expand(len(scores)),
-        "responses/length": lengths,
-        "responses/min_length": lengths,
-        "responses/max_length": lengths,
-        "responses/eos_rate": samples.ended.float(),
     }
-    return tensors, logged
+    if "ref_logps" in old:
+        logged["objective/kl"] = kl.sum(1)
+    return tokens, logged
 
 
 def log_rollout(
-    accelerator,
-    metrics: Metrics,
-    tokenizer,
-    samples: Samples,
-    scores: Scores,
-    tensors: dict,
-    logged: dict,
+    run: Run, samples: Samples, scores: Scores, returns: torch.Tensor, logged: dict
 ) -> None:
     """Adds a rollout's metrics to the next log line, and writes down its samples.
 
     Args:
-        tensors, logged: what `estimate_advantages` returned.
+        returns: `[samples, longest response]`.
+        logged: metrics that `estimate_advantages` returned.
     """
-    # Every process holds the whole rollout: one of them counts it.
-    counts = float(accelerator.is_main_process)
-    values = dict(logged)
-    for name, part in scores.parts.items():
-        values[f"rewards/{name}/mean"] = part  # NaN: the function returned None
-    values["val/returns_avg"] = torch.where(tensors["mask"], tensors["returns"], torch.nan)
-    for name, value in values.items():
-        value = value.to(accelerator.device)
-        # Not to `pending`, which is dropped if the engine skips the rollout's first update: the
-        # rollout was made all the same.
-        metrics.open.add({name: value}, counts * ~value.isnan())
-    if accelerator.is_main_process:
-        metrics.log_rollout(scores.total, samples.examples(tokenizer, scores, "rollout"))
+    lengths = samples.mask.sum(1)
+    parts = {f"rewards/{name}/mean": part for name, part in scores.parts.items()}
+    of_samples = {"responses/length": lengths, "responses/eos_rate": samples.ended, **parts}
+    of_tokens = {"val/returns_avg": torch.where(samples.mask, returns, torch.nan)}
+    run.metrics.add_rollout({**logged, **of_samples, **of_tokens})
+    run.metrics.add_rollout({"responses/min_length": lengths}, reduce="min")
+    run.metrics.add_rollout({"responses/max_length": lengths}, reduce="max")
+    examples = samples.examples(run.tokenizer, scores, "rollout")
+    run.metrics.log_rollout(scores.total, examples)
 
 
-def set_learning_rates(optimizer, scheduler, actor_learns: bool) -> None:
-    """Gives each parameter group its scheduled learning rate, or zero if it does not learn yet."""
-    for group, learning_rate in zip(optimizer.param_groups, scheduler.get_last_lr()):
-        group["learns"] = actor_learns or group["name"] == "critic"
-        # At a rate of zero, weight decay moves nothing either.
-        group["lr"] = learning_rate if group["learns"] else 0.0
+# ============================================================ the updates of a rollout
+def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
+    """Returns the numbers of the samples of the rollout's next update, in a seeded order."""
+    order_seed = (args.seed, position.rollouts_seen, ORDER_STREAM)
+    n_samples = len(rollout.samples)
+    return batches.rows_of_update(n_samples, args.train_batch_size, order_seed, position.update)
 
 
-def parts_of_norm(grad_norm: float, group_norms: dict[str, float]) -> dict[str, float]:
-    """Returns the actor's and the critic's part of the joint gradient norm.
-
-    Args:
-        group_norms: their norms up to one common factor.
-    """
-    joint = math.hypot(*group_norms.values()) or 1.0  # all zero where the update was skipped
-    return {f"grad_norm/{name}": grad_norm * norm / joint for name, norm in group_norms.items()}
+def updates_of(rollout: Rollout, args: Args) -> int:
+    """Returns the number of updates that a rollout makes."""
+    updates_per_epoch = math.ceil(len(rollout.samples) / args.train_batch_size)
+    return args.num_epochs_per_rollout * updates_per_epoch
 
 
+def collate(rollout: Rollout, numbers: list[int], packer: Packer) -> tuple[dict, dict]:
+    """Returns samples of a rollout as the model reads them, and their `Rollout.tokens`."""
+    prompt_ids = [rollout.samples.prompts[number] for number in numbers]
+    responses = [rollout.samples.responses[number] for number in numbers]
+    batch = packer.make_batch(prompt_ids, responses)
+    longest = batch["mask"].shape[1]
+    old = {
+        name: batches.send(tensor[numbers, :longest], packer.device)
+        for name, tensor in rollout.tokens.items()
+    }
+    return batch, old
+
+
+# Key metrics by the titles of the charts in TensorBoard that show them together.
+CHARTS = {
+    "scores": ["objective/scores", "scores"],
+    "right answers": ["exact_match"],
+    "KL to the reference": ["objective/kl"],
+    "losses": ["loss/policy_avg", "loss/value_avg"],
+    "entropy": ["objective/entropy"],
+    "length": ["responses/length", "length"],
+}
+
+
+def main():
+    # ============================================================ accelerator
+    args = arguments.parse(Args, demo=common.ASSETS / "ppo.yaml")
+    check_settings(args)
+    accelerator = launch.make_accelerator(args, "ppo")
+    lora.check_settings(accelerator, args)
+
+    # ============================================================ data
+    tokenizer = load.tokenizer_of_run(accelerator, args)
+    data = dataset.load_data(
+        accelerator,
+        args,
+        tokenizer,
+        function=prompts.prompt_row,
+        max_new_tokens=args.max_new_tokens,
+    )
+    schedule = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
+    progress = Progress(
+        data.mixture.samples,
+        args.train_batch_size,
+        args.max_epochs,
+        args.max_steps,
+        updates_per_epoch=schedule.updates_per_epoch,
+    )
+
+    # ============================================================ model and optimizer
+    critic_name = (
+        args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
+    )
+    policy = ActorCritic(
+        load.causal_lm(args.model_name_or_path, tokenizer, args),
+        load.score_model(critic_name, tokenizer, args, new_head=True),
+    )
+    prepare.disable_dropout(policy)  # the reference has none
+    prepare.choose_parameters(accelerator, policy, args)
+    actor_groups = optim.parameter_groups(
+        policy.model, args.weight_decay, lr=args.learning_rate, name="actor"
+    )
+    critic_groups = optim.parameter_groups(
+        policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic"
+    )
+    optimizer = optim.adamw(accelerator, actor_groups + critic_groups, args)
+    scheduler = optim.scheduler(optimizer, args, progress.total_steps)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    metrics = Metrics(
+        accelerator,
+        args,
+        progress,
+        bar_metric="objective/scores",
+        bar_label=f"scores_at_temperature_{args.temperature:g}",
+        charts=CHARTS,
+        flop_per_token=lora.flop_per_token(policy),
+    )
+    run = Run(
+        accelerator=accelerator,
+        args=args,
+        tokenizer=tokenizer,
+        data=data,
+        model=model,
+        unwrapped=policy,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        progress=progress,
+        metrics=metrics,
+        models=lora.fingerprints(accelerator, policy),
+        extra=State(Position(), args.kl_coef),
+        beside_actor={"critic": policy.critic.model},
+    )
+    checks.check_logprobs(run, data.train[0]["prompt_ids"])
+
+    # ============================================================ reference and rewards
+    # Nothing reads a reference if the KL has no weight. As one, the policy needs no critic.
+    reference = Reference(run, with_values=False) if args.kl_coef else None
+    judge = Judge(run)
+    readers = [model, judge.model, reference and reference.model]
+    packer = checks.make_packer(run, readers, args.share_prompts)
+
+    # ============================================================ the loop
+    checkpoint.begin(run)
+    console.begin(
+        run,
+        data=f"{len(data.train)} rows; {packer.describe('their responses')}",
+        updates=schedule.describe(progress.total_steps),
+    )
+    guard = guards.FiniteLosses(run)
+    state = run.extra
+    if progress.updates_seen == 0:
+        evaluate(run, judge, packer)
+    while not progress.finished:
+        if state.rollout is None:
+            state.rollout = make_rollout(run, judge, reference, packer)
+        rollout = state.rollout
+
+        # All processes agree on the samples of this update. Each takes its share of them.
+        update_rows = rows_of_update(rollout, state.position, args)
+        lengths = rollout.samples.lengths
+        micro_batches = batches.split_update(run, update_rows, lengths)
+        update_tokens = int(rollout.tokens["mask"][update_rows].sum())
+        divisor = engine.begin_update(run, micro_batches)
+        loss_scale = engine.loss_scale(run)
+        rates = optim.set_learning_rates(run, held=[] if rollout.actor_learns else ["actor"])
+        policy_has_moved = progress.global_step > rollout.made_at
+
+        for micro_batch in micro_batches:
+            with metrics.timed("data"):
+                data_rows = [rollout.samples.rows[number] for number in micro_batch.rows]
+                weights = batches.send(micro_batch.weights, run.device)
+                batch, old = collate(rollout, micro_batch.rows, packer)
+
+            with accelerator.accumulate(model):
+                output = model(batch, args.temperature)
+                if not policy_has_moved:
+                    # The pass that scored had other micro-batches, and rounded otherwise.
+                    now = output["logps"].detach()
+                    rounding = {"val/max_rounding": (now - old["logps"]).expm1().abs()}
+                    token_weights = old["mask"] * weights[:, None]
+                    metrics.pending.add([Logged(rounding, token_weights, reduce="max")])
+                    old["logps"] = now  # the ratios are exactly 1
+                losses, token_weights, logged = compare(output, rollout, old, weights, args=args)
+                new = {f"new {name}": tensor for name, tensor in output.items()}
+                guard.check(data_rows, losses, token_weights, {**old, **new})
+                # The loss is the mean over the update's tokens. The engine itself divides by
+                # `divisor`, the number of micro-batches of all processes.
+                accelerator.backward((losses * token_weights).sum() * divisor / update_tokens)
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(
+                        model.parameters(), args.max_grad_norm or math.inf
+                    )
+                optimizer.step()
+                optimizer.zero_grad()
+            metrics.pending.add(logged)
+
+        state.position.update += 1
+        if state.position.update == updates_of(rollout, args):
+            state.position.end_rollout()
+            state.rollout = None
+        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+        progress.update_done(
+            applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
+        )
+        metrics.update_done(
+            applied,
+            grad_norm=grad_norm,
+            learning_rate=rates["actor"],
+            critic_learning_rate=rates["critic"],
+            loss_scale=loss_scale,
+        )
+        if applied:
+            scheduler.step()
+
+        if progress.log_due(args.logging_steps):
+            metrics.log()
+        if progress.evaluation_due(args.eval_steps):
+            evaluate(run, judge, packer)
+        if progress.due(args.save_steps):
+            checkpoint.save(run)
+        if progress.due(args.save_actor_steps):
+            actor.publish_step(run)
+        checkpoint.stop_if_asked(run)
+
+    actor.publish(run)
+    metrics.close()
+    console.end(run)
+
+
+# ============================================================ evaluation
+def evaluate(run: Run, judge: Judge, packer: Packer) -> None:
+    """Logs how the policy responds to the held-out prompts, scored as in training."""
+    evaluation.evaluate(run, lambda samples: score(run, judge, samples, packer))
+
+
+# ============================================================ refusals
 def check_settings(args: Args) -> None:
     """Refuses sizes that do not divide, and settings that would be ignored or cannot work."""
-    n_prompts = args.rollout_batch_size
-    n_responses = args.n_samples_per_prompt
-    if min(n_prompts, n_responses, args.num_epochs_per_rollout) < 1:
-        sys.exit(
-            "--rollout_batch_size, --n_samples_per_prompt and --num_epochs_per_rollout must be at "
-            "least 1"
-        )
-    if min(args.generate_batch_size, args.score_batch_size) < 0:
-        sys.exit(
-            f"--generate_batch_size {args.generate_batch_size} and --score_batch_size "
-            f"{args.score_batch_size}: expected at least 1, or 0 for as many as fit"
-        )
-    check_rollout_size(
-        args,
-        # make_accelerator refuses 0, with every recipe's message.
-        divisor=max(args.train_batch_size, 1),
-        divisor_text=f"--train_batch_size {args.train_batch_size}",
-    )
-    check_rewards(args)
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            sys.exit(f"--{name} {getattr(args, name)}: expected 0 to 1")
-    at_least_0 = {
-        "clip_range": args.clip_range,
-        "clip_range_high": args.clip_range_high or 0,
-        "value_clip_range": args.value_clip_range,
-        "vf_coef": args.vf_coef,
-        "critic_learning_rate": args.critic_learning_rate,
-        "critic_warmup_rollouts": args.critic_warmup_rollouts,
-        "reward_clip": args.reward_clip,
-        "reward_timeout": args.reward_timeout,
-    }
-    for name, number in at_least_0.items():
-        if number < 0:
-            sys.exit(f"--{name} {number}: below 0")
-    if args.temperature <= 0:
-        sys.exit(
-            f"--temperature {args.temperature}: expected more than 0 "
-            "(--eval_temperature 0 makes evaluation greedy)"
-        )
-    if args.eval_temperature < 0 or args.eval_samples < 1:
-        sys.exit(
-            f"--eval_temperature {args.eval_temperature} and --eval_samples {args.eval_samples}: "
-            "expected at least 0 and at least 1"
-        )
-    if args.eval_samples > 1 and args.eval_temperature == 0:
-        sys.exit(
-            f"--eval_samples {args.eval_samples} at --eval_temperature 0 would be the same greedy "
-            "response each time: give --eval_temperature above 0"
-        )
+    rewards.check_settings(args)
+    evaluation.check_settings(args)
+    check_rollout_size(args)
+    check_kl(args)
     if args.dual_clip and args.dual_clip <= 1:
         sys.exit(f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none")
-    check_kl(args)
 
 
 def describe_rollout(args: Args) -> str:
@@ -722,38 +733,23 @@ def describe_rollout(args: Args) -> str:
     )
 
 
-def check_rollout_size(args: Args, divisor: int, divisor_text: str) -> None:
-    """Refuses a rollout whose samples are no multiple of `divisor`; names the nearest that are."""
-    # The fewest prompts whose samples are a multiple of `divisor`.
-    step = math.lcm(divisor, args.n_samples_per_prompt) // args.n_samples_per_prompt
+def check_rollout_size(args: Args) -> None:
+    """Refuses a rollout that makes no whole number of updates, and names the nearest that do."""
+    # The fewest prompts whose samples are a multiple of `--train_batch_size`.
+    samples = math.lcm(args.train_batch_size, args.n_samples_per_prompt)
+    step = samples // args.n_samples_per_prompt
     if args.rollout_batch_size % step == 0:
         return
     below = args.rollout_batch_size // step * step
     nearest = " or ".join(str(size) for size in (below, below + step) if size)
     sys.exit(
-        f"{describe_rollout(args)} are not a multiple of {divisor_text}. "
-        f"Nearest that would do: --rollout_batch_size {nearest}."
+        f"{describe_rollout(args)} are not a multiple of --train_batch_size "
+        f"{args.train_batch_size}. Nearest that would do: --rollout_batch_size {nearest}."
     )
-
-
-def check_rewards(args: Args) -> None:
-    """Refuses settings by which nothing could be scored."""
-    if not args.reward_model_name_or_path and not args.reward_function:
-        sys.exit(
-            "nothing scores the responses: give --reward_model_name_or_path or --reward_function"
-        )
-    if args.normalize_reward and not args.reward_model_name_or_path:
-        sys.exit(
-            "--normalize_reward is for a reward model's scores: give --reward_model_name_or_path"
-        )
-    if args.reward_clip < 0:
-        sys.exit(f"--reward_clip {args.reward_clip}: below 0")
 
 
 def check_kl(args: Args) -> None:
     """Refuses settings of the KL that would be ignored or cannot work."""
-    if args.kl_coef < 0:
-        sys.exit(f"--kl_coef {args.kl_coef}: below 0")
     if args.kl_coef == 0 and args.ref_model_name_or_path:
         sys.exit(
             f"--ref_model_name_or_path {args.ref_model_name_or_path}: at --kl_coef 0 there is no "
@@ -761,8 +757,6 @@ def check_kl(args: Args) -> None:
         )
     if args.kl_in == "loss" and args.kl_estimator == "k1":
         sys.exit("--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3")
-    if args.kl_target < 0:
-        sys.exit(f"--kl_target {args.kl_target}: below 0")
     if args.kl_target and args.kl_coef <= 0:
         sys.exit(f"--kl_target {args.kl_target} needs --kl_coef above 0")
     # Else one rollout could turn the sign of the coefficient, see next_kl_coef.
@@ -772,429 +766,6 @@ def check_kl(args: Args) -> None:
             f"{describe_rollout(args)}: --kl_target needs --kl_horizon above a fifth of them "
             f"({samples / 5:g})"
         )
-
-
-def main():
-    # ============================================================ accelerator
-    args = arguments.parse(Args, demo=common.ASSETS / "ppo.yaml")
-    check_settings(args)
-    accelerator = launch.make_accelerator(args, "ppo")
-    arguments.check_intervals(args)
-    lora.check_settings(accelerator, args, samples=True)
-    rewards.load_functions(args.reward_function or [])  # a wrong name is said before long work
-
-    # ============================================================ data
-    model_name = merge.name_to_load(accelerator, args.model_name_or_path, args.output_dir)
-    tokenizer = load.tokenizer_of(
-        model_name,
-        args.chat_template,
-        args.chat_template_kwargs,
-        checkpoint.date_of_run(accelerator, args),
-    )
-    limits = dict(max_length=args.max_length, max_new_tokens=args.max_new_tokens)
-    data_settings = dict(
-        function=prompts.prompt_row,
-        tokenizer=tokenizer,
-        columns=formats.column_names(args.columns),
-        strings_as_messages=args.strings_as_messages,
-        **limits,
-    )
-    train_set, mixture = dataset.load_mixture(
-        accelerator,
-        args.dataset_name,
-        args.dataset_weights,
-        args.dataset_split,
-        **data_settings,
-    )
-    eval_sets = dataset.load_evaluation_sets(
-        accelerator, args.eval_dataset_name, args.eval_dataset_split, **data_settings
-    )
-    rollouts = RolloutSchedule(
-        mixture.samples,
-        args.rollout_batch_size,
-        args.n_samples_per_prompt,
-        args.train_batch_size,
-        args.num_epochs_per_rollout,
-    )
-    progress = Progress(
-        mixture.samples,
-        args.train_batch_size,
-        args.max_epochs,
-        args.max_steps,
-        rollouts.updates_per_epoch,
-    )
-
-    # ============================================================ model and optimizer
-    reward_name = merge.name_to_load(
-        accelerator, args.reward_model_name_or_path, args.output_dir, "base_reward"
-    )
-    critic_name = merge.name_to_load(
-        accelerator, args.critic_model_name_or_path, args.output_dir, "base_critic"
-    )
-    critic_name = critic_name or reward_name or model_name
-    policy_model = load.causal_lm(
-        model_name,
-        tokenizer,
-        args.attn_implementation,
-        args.gradient_checkpointing,
-        lora.in_4bit(accelerator, args),
-    )
-    critic_model = load.score_model(
-        critic_name,
-        tokenizer,
-        args.attn_implementation,
-        args.gradient_checkpointing,
-        lora.in_4bit(accelerator, args),
-        new_head=True,
-    )
-    policy = ActorCritic(policy_model, critic_model)
-    prepare.disable_dropout(policy)  # the reference has none
-    architecture.freeze_unreached(accelerator, policy, args.max_length)
-    lora.add_adapters(accelerator, policy, args)
-    # set_learning_rates decides in each update which groups learn.
-    actor_groups = optim.parameter_groups(
-        policy.model, args.weight_decay, lr=args.learning_rate, name="actor", learns=True
-    )
-    critic_groups = optim.parameter_groups(
-        policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic", learns=True
-    )
-    parameter_groups = actor_groups + critic_groups
-    optimizer = optim.adamw(accelerator, parameter_groups, args)
-    # The scheduler is not prepared: accelerate would step it num_processes times per update.
-    scheduler = get_scheduler(
-        args.lr_scheduler_type,
-        optimizer,
-        optim.warmup_updates(args.warmup_steps, progress.total_steps),
-        progress.total_steps,
-    )
-    schedule = optim.describe_schedule(optimizer, args, progress.total_steps)
-    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
-    group_norms = engine.record_group_norms(accelerator, optimizer)
-    engine.innermost_optimizer(optimizer).register_step_post_hook(optim.hold_step_counts)
-    first_row = train_set[0]["prompt_ids"]
-    checks.check_logprobs(model, first_row, accelerator.device, model_name)
-
-    # ============================================================ reference and reward
-    models = [model]
-    # Of models whose change is noticed when a run is resumed.
-    fingerprints = lora.fingerprints(accelerator, policy)
-    ref_name = merge.name_to_load(
-        accelerator, args.ref_model_name_or_path, args.output_dir, "base_reference"
-    )
-    reference = None  # nothing reads it if the KL has no weight
-    if args.kl_coef and args.lora_r and ref_name is None:
-        reference = lora.WithoutAdapters(model, with_values=False)  # the policy before training
-        models.append(reference)
-    elif args.kl_coef:
-        ref_name = ref_name or model_name
-        reference = LogProbModel(load.causal_lm(ref_name, tokenizer, args.attn_implementation))
-        fingerprints["reference model"] = load.fingerprint(accelerator, ref_name, reference.config)
-        reference = prepare.frozen(accelerator, reference)
-        models.append(reference)
-    judge = rewards.load_judge(
-        accelerator,
-        tokenizer,
-        reward_name,
-        args.reward_function,
-        args.reward_weights,
-        args.normalize_reward,
-        args.reward_timeout,
-        args.attn_implementation,
-    )
-    if judge.model is not None:
-        models.append(judge.model)
-        fingerprints["reward model"] = load.fingerprint(
-            accelerator, reward_name, judge.model.config
-        )
-    checks.check_positions(models, args.max_length)
-    args.share_prompts = args.share_prompts and checks.can_pack(
-        models, args.max_length, accelerator.device
-    )
-    how_often = "once for their responses" if args.share_prompts else "for each of their responses"
-    sizes.fill_in(accelerator, args, trained=policy, frozen=models[1:])
-
-    def scores_of(samples: Samples) -> Scores:
-        """Returns the scores of the responses, the same on every process."""
-        scores = rewards.score(
-            accelerator,
-            tokenizer,
-            judge,
-            samples,
-            args.score_batch_size,
-            args.share_prompts,
-            progress.global_step,
-        )
-        total = final_scores(
-            scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty
-        )
-        return scores._replace(total=total)
-
-    # ============================================================ the loop
-    metrics = Metrics(
-        accelerator,
-        args,
-        progress,
-        bar_metric="objective/scores",
-        bar_label=f"scores_at_temperature_{args.temperature:g}",
-        charts={
-            "scores": ["objective/scores", "scores"],
-            "right answers": ["exact_match"],
-            "KL to the reference": ["objective/kl"],
-            "losses": ["loss/policy_avg", "loss/value_avg"],
-            "entropy": ["objective/entropy"],
-            "length": ["responses/length", "length"],
-        },
-        flop_per_token=lora.flop_per_token(policy),
-    )
-    run = Run(
-        accelerator=accelerator,
-        args=args,
-        model=model,
-        unwrapped=policy,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        tokenizer=tokenizer,
-        progress=progress,
-        metrics=metrics,
-        data_fingerprint=f"{train_set._fingerprint} {limits}",
-        models=fingerprints,
-        extra={"kl_coef": args.kl_coef, "rollout": None},
-        beside_actor={"critic": policy.critic.model},
-    )
-    checkpoint.resume(run)
-    console.begin(
-        run,
-        data=f"{len(train_set)} rows; prompts are computed {how_often}",
-        updates=rollouts.describe(progress.total_steps),
-        schedule=schedule,
-    )
-    guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
-    max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
-    if progress.updates_seen == 0:
-        metrics.log_evaluation(
-            *evaluate(accelerator, model, policy, tokenizer, eval_sets, scores_of, args)
-        )
-    model.train()
-    metrics.start_interval()
-    while not progress.finished:
-        position = rollouts.position(progress.updates_seen)
-        actor_learns = position.rollout >= args.critic_warmup_rollouts
-
-        # If no rollout is left, make one: sample responses, score them, estimate each token's
-        # advantage. Every process holds all of it, on the CPU.
-        if run.extra["rollout"] is None:
-            # The same permutation rule: a rollout is a batch of prompts.
-            prompt_rows = batches.rows_of_update(
-                mixture, args.rollout_batch_size, args.seed, position.rollout
-            )
-            columns = train_set[prompt_rows]
-            with metrics.timed("generate"):
-                samples = sample(
-                    accelerator, model, policy, tokenizer, columns, position.rollout, args
-                )
-            with metrics.timed("score"):
-                scores = scores_of(samples)
-                old = read_tokens(accelerator, model, reference, samples, args)
-            check_rollout(samples, scores.total, old, progress, args.output_dir)
-            kl_coef = run.extra["kl_coef"]
-            tensors, logged = estimate_advantages(samples, scores.total, old, kl_coef, args)
-            log_rollout(accelerator, metrics, tokenizer, samples, scores, tensors, logged)
-            rollout = {
-                "prompts": samples.prompts,
-                "responses": samples.responses,
-                "rows": samples.rows,
-                "kl_coef": kl_coef,
-                "made_at": progress.global_step,
-                "tensors": tensors,
-            }
-            # Before the actor learns there is no KL to adapt to.
-            if args.kl_target and actor_learns:
-                kl = logged["objective/kl"].mean().item()
-                kl_coef = next_kl_coef(
-                    kl_coef, kl, args.kl_target, args.kl_horizon, samples=len(samples.rows)
-                )
-            # Checkpoints hold it: a resumed run goes on with the same rollout.
-            run.extra = {"kl_coef": kl_coef, "rollout": rollout}
-
-        # All processes agree on the samples of this update. Each takes its share of them.
-        rollout = run.extra["rollout"]
-        rollout.setdefault("made_at", None)  # older checkpoints do not say
-        lengths = sample_lengths(rollout["prompts"], rollout["responses"])
-        order_seed = (args.seed, position.rollout, ORDER_STREAM)
-        update_rows = batches.rows_of_update(
-            len(lengths), args.train_batch_size, order_seed, position.update
-        )
-        micro_batches = batches.split(
-            accelerator,
-            update_rows,
-            lengths,
-            args.micro_train_batch_size,
-            args.micro_train_tokens,
-        )
-        update_tokens = int(rollout["tensors"]["mask"][update_rows].sum())
-        divisor = engine.begin_update(accelerator, model, micro_batches)
-        loss_scale = engine.loss_scale(accelerator, model)
-        set_learning_rates(optimizer, scheduler, actor_learns)
-        learning_rate = optimizer.param_groups[0]["lr"]
-        critic_learning_rate = optimizer.param_groups[-1]["lr"]
-
-        for micro_batch in micro_batches:
-            with metrics.timed("data"):
-                data_rows = [rollout["rows"][number] for number in micro_batch.rows]
-                weights = batches.send(micro_batch.weights, accelerator.device)
-                inputs = collate(rollout, micro_batch.rows, args.share_prompts, accelerator.device)
-                longest = inputs["mask"].shape[1]
-                old = {
-                    name: batches.send(tensor[micro_batch.rows, :longest], accelerator.device)
-                    for name, tensor in rollout["tensors"].items()
-                }
-
-            with accelerator.accumulate(model):
-                output = model(inputs, args.temperature)
-                if rollout["made_at"] == progress.global_step:
-                    # No update was applied since the rollout was made: the actor has not moved, so
-                    # its ratios are exactly 1. The pass that scored had other micro-batches, and
-                    # rounded otherwise.
-                    now = output["logps"].detach()
-                    rounding = {"val/max_rounding": (now - old["logps"]).expm1().abs()}
-                    metrics.pending.add(rounding, old["mask"] * weights[:, None])
-                    old["logps"] = now
-                losses, token_weights, logged = compare(
-                    output, old, weights, rollout["kl_coef"], actor_learns, args
-                )
-                new = {f"new {name}": tensor for name, tensor in output.items()}
-                guard.check(data_rows, losses, token_weights, tensors={**old, **new})
-                # The loss is the mean over the update's tokens. The engine itself divides by
-                # `divisor`, the number of micro-batches of all processes.
-                accelerator.backward((losses * token_weights).sum() * divisor / update_tokens)
-                if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-            for values, value_weights in logged:
-                metrics.pending.add(values, value_weights)
-
-        if position.ends_rollout:
-            run.extra["rollout"] = None
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
-        progress.update_done(
-            applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
-        )
-        metrics.update_done(
-            applied,
-            grad_norm=grad_norm,
-            loss_scale=loss_scale,
-            **parts_of_norm(grad_norm, group_norms()),
-            learning_rate=learning_rate,
-            critic_learning_rate=critic_learning_rate,
-        )
-        if applied:
-            scheduler.step()
-
-        if progress.log_due(args.logging_steps):
-            metrics.log()
-        if progress.due(args.eval_steps):
-            with metrics.timed("paused"):
-                metrics.log_evaluation(
-                    *evaluate(accelerator, model, policy, tokenizer, eval_sets, scores_of, args)
-                )
-        if args.save_steps and progress.due(args.save_steps):
-            with metrics.timed("paused"):
-                checkpoint.save(run)
-        if args.save_actor_steps and progress.due(args.save_actor_steps):
-            with metrics.timed("paused"):
-                folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.publish(
-                    accelerator,
-                    model,
-                    policy,
-                    tokenizer,
-                    folder,
-                    args.save_actor_limit,
-                    args.save_dtype,
-                )
-        checkpoint.stop_if_asked(run)
-
-    folder = f"{args.output_dir}/actor"
-    actor.publish(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)
-    metrics.close()
-    console.end(run)
-
-
-# ============================================================ evaluation and saving
-@torch.no_grad()
-def evaluate(
-    accelerator,
-    model,
-    policy,
-    tokenizer,
-    eval_sets: dict,
-    scores_of: Callable,
-    args: Args,
-) -> tuple[dict[str, float], list[dict]]:
-    """Evaluates responses to each held-out set: greedy ones, or drawn at `--eval_temperature`.
-
-    Returns:
-        their scores, lengths and the share that ends, and where the set has answers, the share that
-        is right; the responses.
-    """
-    line = {}
-    examples = []
-    for prefix, eval_set in eval_sets.items():
-        columns = eval_set[:]
-        draws = np.random.default_rng([args.seed, 0, EVALUATION_STREAM])
-        n_samples = len(columns["prompt_ids"]) * args.eval_samples
-        samples = generation.respond(
-            accelerator,
-            model,
-            policy.model,
-            tokenizer,
-            columns,
-            args.eval_samples,
-            args.generate_batch_size,
-            args.max_new_tokens,
-            temperature=args.eval_temperature,
-            uniforms=draws.random((n_samples, args.max_new_tokens)),
-        )
-        scores = scores_of(samples)
-        values = {
-            "scores": scores.total,
-            "length": [len(response) for response in samples.responses],
-            "eos_rate": samples.ended,
-        }
-        for name, part in scores.parts.items():
-            scored = part[~part.isnan()]
-            if len(scored):
-                values[f"rewards/{name}/mean"] = scored
-        if "answer" in columns:
-            values |= shares_of_right(samples, columns["answer"], tokenizer, args)
-        for name, value in values.items():
-            line[prefix + name] = float(np.mean(np.asarray(value, dtype=float)))
-        examples += samples.examples(tokenizer, scores, prefix.rstrip("/"))
-    return line, examples
-
-
-def shares_of_right(
-    samples: Samples, prompt_answers: list[str], tokenizer, args: Args
-) -> dict[str, np.ndarray]:
-    """Returns what the shares of right responses are means of, a value for each prompt by name.
-
-    Args:
-        prompt_answers: one for each prompt; prompts without one are left out.
-    """
-    texts = tokenizer.batch_decode(samples.responses, skip_special_tokens=True)
-    is_right = []  # `[prompts with an answer, samples of each]`
-    for number, answer in enumerate(prompt_answers):
-        if answer:
-            of_prompt = texts[number * args.eval_samples :][: args.eval_samples]
-            is_right.append([answers.is_right(text, answer) for text in of_prompt])
-    is_right = np.array(is_right)
-    if args.eval_temperature == 0:
-        return {"exact_match": is_right[:, 0]}
-    return {
-        f"avg_at_{args.eval_samples}": is_right.mean(1),
-        f"pass_at_{args.eval_samples}": is_right.any(1),
-    }
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def check_positions(models: list[nn.Module], max_length: int) -> None:
                 )
 
 
-def make_packer(run: Run, models: list[nn.Module | None], share: bool, by_lengths: bool = False) -> Packer:
+def make_packer(
+    run: Run, models: list[nn.Module | None], share: bool, by_lengths: bool = False
+) -> Packer:
     """Returns how answers are laid out as rows, so that these models read each as if alone.
 
     Refuses rows that are longer than a model's table of positions. All processes must call it.

@@ -315,3 +315,38 @@ class LogProbModel(ModelWrapper):
         logits = self.model(**batch["inputs"], use_cache=False).logits
         logits = logits.flatten(0, 1)[batch["before"]].float()
         return logits.log_softmax(-1).gather(1, batch["targets"][:, None]).squeeze(1)
+
+
+class ActorCritic(LogProbModel):
+    """Actor (`model`) and critic in one module.
+
+    So there is one engine, one backward pass and one checkpoint under every strategy.
+    """
+
+    def __init__(self, policy_model, critic):
+        super().__init__(policy_model)
+        self.critic = ScoreModel(critic)
+        # FSDP2 gathers the critic by itself, so that it stays in shards while the actor generates.
+        units = {*self._no_split_modules, *self.critic._no_split_modules, "ScoreModel"}
+        self._no_split_modules = sorted(units)
+
+    def forward(
+        self,
+        batch: dict,
+        temperature: float = 1.0,
+        check: bool = False,
+        with_values: bool = True,
+    ) -> dict:
+        """Returns what `LogProbModel.forward` does, with `entropy` and `values`.
+
+        The value of a token is that of the state in which it was chosen: the text before it.
+
+        Args:
+            with_values: without them the critic does not run.
+        """
+        output = super().forward(batch, temperature, ("entropy",), check)
+        if not with_values:
+            return output
+        values = self.critic(batch, batch["before"])
+        output["values"] = by_answer(values, batch)
+        return output

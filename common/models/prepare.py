@@ -10,7 +10,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from transformers import PreTrainedConfig
 
-from common import engine, guards, zero
+from common import engine, guards, optim, zero
 from common.models import architecture, lora, rounding
 
 
@@ -83,8 +83,10 @@ def for_training(
         rounding.round_frozen(accelerator, model)
     with exact_buffers(accelerator, model), shared_weights(accelerator, model):
         model, optimizer = accelerator.prepare(model, optimizer)
+    innermost = engine.innermost_optimizer(optimizer)
+    innermost.register_step_post_hook(optim.hold_step_counts)
     if not zero.stage(accelerator):
-        engine.innermost_optimizer(optimizer).register_step_pre_hook(fill_in_gradients)
+        innermost.register_step_pre_hook(fill_in_gradients)
     model.train()
     return model, optimizer
 
