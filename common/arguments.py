@@ -160,7 +160,7 @@ class Parser(transformers.HfArgumentParser):
     def add_argument(self, *flags, bounds: Bounds | None = None, **settings) -> argparse.Action:
         """Adds an argument as `argparse` does, and keeps the range of its values."""
         action = super().add_argument(*flags, **settings)
-        action.bounds = bounds  # type: ignore[attr-defined]
+        action.bounds = bounds
         return action
 
     def error(self, message: str):

@@ -21,6 +21,8 @@ from common.run import Run
 
 # The counters of `Progress` that a checkpoint holds; it derives the others from these.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
+# The number of the layout of checkpoints: another one is refused.
+FORMAT = 2
 # At most: weights 4, fp32 masters 4, Adam's two moments 8, the actor 4.
 BYTES_PER_PARAMETER = 20
 BYTES_BESIDE = 20e6  # tokenizer, random states
@@ -138,6 +140,7 @@ def state_beside_engine(run: Run) -> dict:
     """
     metrics = run.metrics
     return {
+        "format": FORMAT,
         "arguments": identity_of(run),
         "progress": {name: getattr(run.progress, name) for name in COUNTERS},
         "scheduler": run.scheduler.state_dict(),
@@ -370,7 +373,7 @@ def leave_behind_on_main(run: Run, state: dict | None, now: str) -> None:
         step = run.progress.global_step
         if run.last_saved is not None:  # else it is a checkpoint of another folder
             metrics_bytes = state["metrics_bytes"]
-            samples_bytes = state.get("samples_bytes", 0)  # older runs wrote no samples
+            samples_bytes = state["samples_bytes"]
         if not writers:
             wrote_it = digest_of_lines(state["arguments"], processes=len(state["open_sums"]))
             writers = [[0, wrote_it]]
@@ -408,13 +411,15 @@ def load(run: Run, path: Path) -> dict:
             cannot load.
     """
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if state.get("format") != FORMAT:
+        sys.exit(
+            f"--resume: {path} was written by another version of `common`: resume it with that"
+        )
     refuse_another_run(run, path, state["arguments"])
     load_engine(run, path / "engine")
     load_schedule(run, state["scheduler"])
-    # Older checkpoints do not count sequences: a sample had one.
-    counters = {"sequences": state["progress"]["samples"], **state["progress"]}
     for name in COUNTERS:
-        setattr(run.progress, name, counters[name])
+        setattr(run.progress, name, state["progress"][name])
     run.metrics.last_update = state["last_update"]
     run.extra = read_tensors(run, path / "extra.pt")
     load_own(run, path)
@@ -477,11 +482,7 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
         now["world"] = before["world"]
     may_change = arguments.MAY_CHANGE | run.args.may_change
     # An argument that is newer than the checkpoint is not compared.
-    changed = [
-        name
-        for name in before
-        if name not in may_change and with_new_name(now.get(name)) != with_new_name(before[name])
-    ]
+    changed = [name for name in before if name not in may_change and now.get(name) != before[name]]
     if not changed:
         return
     differences = "; ".join(
@@ -491,19 +492,6 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
     if "world" in changed:
         way_out = " (common.export --universal is for another number of processes)"
     sys.exit(f"--resume: {path} is of another run: {differences}{way_out}")
-
-
-def with_new_name(value):
-    """Returns a value for comparison: a function by its old name becomes the new one.
-
-    A list of one value is that value, since older checkpoints hold it alone where an argument has
-    come to take several. All else stays; see `arguments.MOVED_FUNCTIONS`.
-    """
-    if isinstance(value, list) and len(value) == 1:
-        (value,) = value
-    if isinstance(value, str):
-        return arguments.MOVED_FUNCTIONS.get(value, value)
-    return value
 
 
 def universal_world(world: str) -> str:
@@ -556,7 +544,6 @@ def load_engine(run: Run, folder: Path) -> None:
         step = moments.get("step")
         if torch.is_tensor(step):
             moments["step"] = step.clone()
-            # In an older checkpoint Adam was not fused, and its step counts were on the CPU.
             if is_fused:
                 moments["step"] = moments["step"].to(parameter.device, torch.float32)
 

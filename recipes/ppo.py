@@ -278,7 +278,7 @@ def compare(
     """Returns the losses of response tokens, their weights, and what is logged of them.
 
     Args:
-        output: what `ActorCritic.forward` returned.
+        output: what `ActorCritic.forward` returned, with `entropy`.
         rollout: says which KL coefficient holds, and whether the actor learns.
         old: `Rollout.tokens` of the same samples.
         weights: `[samples]`, 0 for a padding row.
@@ -652,7 +652,7 @@ def main():
                 batch, old = collate(rollout, micro_batch.rows, packer)
 
             with accelerator.accumulate(model):
-                output = model(batch, args.temperature)
+                output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
                     # The pass that scored had other micro-batches, and rounded otherwise.
                     now = output["logps"].detach()

@@ -334,17 +334,18 @@ class ActorCritic(LogProbModel):
         self,
         batch: dict,
         temperature: float = 1.0,
+        extras: tuple[str, ...] = (),
         check: bool = False,
         with_values: bool = True,
     ) -> dict:
-        """Returns what `LogProbModel.forward` does, with `entropy` and `values`.
+        """Returns what `LogProbModel.forward` does, and `values`.
 
         The value of a token is that of the state in which it was chosen: the text before it.
 
         Args:
             with_values: without them the critic does not run.
         """
-        output = super().forward(batch, temperature, ("entropy",), check)
+        output = super().forward(batch, temperature, extras, check)
         if not with_values:
             return output
         values = self.critic(batch, batch["before"])

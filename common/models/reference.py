@@ -80,7 +80,7 @@ class Reference:
             sets: data sets by the names that `answer_logps` is given.
             collate: makes the batch of some rows of their columns, see `answer_logps`.
         """
-        make_batch = partial(collate, packer=packer)
+        make_batch = lambda columns: collate(columns, packer)
         for name, dataset in sets.items():
             # Whether rows are shared changes rounding.
             key = ["reference", *self.identity, packer.share, dataset._fingerprint]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from common import arguments, distributed
 from common.models import load, prepare
@@ -77,7 +78,7 @@ class Judge:
                 f"numbers, one for each of {', '.join(names)}"
             )
         self.weights = dict(zip(names, weights))
-        self.model = None
+        self.model: nn.Module | None = None
         # The model's scores are normalised by them.
         self.mean = 0.0
         self.std = 1.0
