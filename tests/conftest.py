@@ -20,7 +20,6 @@ from transformers import AttentionInterface, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import launch
-from common.models import packing
 from runs import ABORTED, ASSETS
 
 # A shell that starts the tests in the background has them, and all that they start, ignore Ctrl-C.
@@ -30,13 +29,11 @@ PRECISION_OF_PRODUCTS = torch.backends.mkldnn.matmul.fp32_precision
 
 
 @pytest.fixture(autouse=True)
-def process_as_it_began(monkeypatch):
+def process_as_it_began():
     """Takes back what models set for the whole process, so that no test depends on those before it."""
     # `cpu.use_onednn`, for a wide model
     torch.backends.mkldnn.matmul.fp32_precision = PRECISION_OF_PRODUCTS
     AttentionInterface.register("sdpa", sdpa_attention_forward)
-    # `checks.can_pack`
-    monkeypatch.setattr(packing.costs, "attention_equals_rest", packing.Costs.attention_equals_rest)
 
 
 @pytest.fixture(scope="module")
