@@ -5,6 +5,7 @@ import difflib
 import importlib
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -69,6 +70,9 @@ NOT_IN_LINES = {
     "debug_overflow",
     "dataset_name",  # compared by its content
 }
+
+# How a word begins that is a number and no flag. argparse itself knows -1e-5 from Python 3.14 on.
+NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 
 # What TRL and transformers call otherwise, and what to use here instead.
 NAMES_ELSEWHERE = {
@@ -269,6 +273,7 @@ def make_parser(args_class: type) -> Parser:
         usage="%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]",
         formatter_class=argparse.HelpFormatter,
     )
+    parser._negative_number_matcher = NEGATIVE_NUMBER
     groups = {}
     for title, names in GROUPS.items():
         group = parser.add_argument_group(title)

@@ -92,6 +92,7 @@ class Args:
     dataset_name: str | None = HfArg(default=None, help="data")
     eval_dataset_name: list[str] | None = HfArg(default=None, help="sets")
     beta: float = HfArg(default=0.1, help="strength")
+    weights: list[float] | None = HfArg(default=None, help="of sets")
     learning_rate: float = HfArg(default=1e-5, help="rate")
     gradient_checkpointing: bool = HfArg(default=False, help="less memory")
 
@@ -157,6 +158,24 @@ def test_flags(capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "value", ["-1e-5", "-1E+3", "-2.5e-6", "-.5e1", "-3.", "-7", "-0.25", "-1_0"]
+)
+def test_a_negative_number_is_no_flag(capsys, tmp_path, value):
+    number = float(value)
+    assert parsed("--beta", value).beta == number
+    assert parsed("--weights", "1", value, value, "--beta", "2").weights == [1, number, number]
+    text = f"model_name_or_path: m\ndataset_name: d\nbeta: {value}\nweights: [1, {value}]\n"
+    args = parse_yaml(tmp_path / "defaults.yaml", text)
+    assert (args.beta, args.weights) == (number, [1, number])
+
+
+@pytest.mark.parametrize("value", ["-inf", "-nan", "-Infinity"])
+def test_a_negative_number_that_is_not_finite_is_refused_as_such(capsys, value):
+    call = lambda: parsed("--beta", value)
+    refuses_arguments(capsys, f"--beta {float(value)}: expected a finite number", call=call)
+
+
 @pytest.mark.parametrize("argument, value, expected", [
     ("learning_rate", "-1", "0 or more"), ("learning_rate", "nan", "a finite number"), ("weight_decay", "-0.1", "0 or more"),
     ("adam_epsilon", "-1e-8", "0 or more"), ("warmup_steps", "-1", "0 or more"), ("save_total_limit", "-1", "0 or more"),
@@ -208,7 +227,7 @@ def test_help_with_a_percent_sign(capsys):
 def test_yaml_of_defaults(capsys, tmp_path):
     path = tmp_path / "defaults.yaml"
     text = "model_name_or_path: m\ndataset_name: '{assets}/d'\neval_dataset_name: [x, y]\nbeta: 0.3\nlearning_rate: 1e-4\ngradient_checkpointing: true\n"
-    expected = Args("m", f"{ASSETS}/d", ["x", "y"], 0.3, 1e-4, True)
+    expected = Args("m", f"{ASSETS}/d", ["x", "y"], 0.3, None, 1e-4, True)
     assert parse_yaml(path, text) == expected
     overridden = parse_yaml(
         path, text, "--beta", "0.7", "--gradient_checkpointing", "false", "--eval_dataset_name", "z"
