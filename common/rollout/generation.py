@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from common import batches, distributed, engine, zero
 from common.data import tokens
-from common.models import checks
+from common.models import architecture, checks
 from common.rollout.samples import Samples
 
 # A batch drops its ended rows after every 16 tokens. Without that, it would compute ended rows
@@ -304,11 +304,30 @@ def ready_to_generate(accelerator, prepared, model):
         # the kind of cache ... None of that may change what is drawn here.
         undo.callback(setattr, model, "generation_config", model.generation_config)
         model.generation_config = GenerationConfig()
+        undo.enter_context(without_router_logits(model))
         if zero.stage(accelerator) == 3:
             undo.enter_context(zero.gathered_for_generation(prepared, model))
         elif accelerator.is_fsdp2:
             undo.enter_context(unsharded(prepared, model))
         yield
+
+
+@contextlib.contextmanager
+def without_router_logits(model):
+    """Keeps a mixture of experts from returning its router's logits, inside the block.
+
+    If its config asks for them `transformers` also computes the auxiliary loss, even where it only
+    generates. With a mask of padded prompts that fails: it covers the tokens in the cache, too.
+    """
+    configs = [module.config for module in model.modules() if architecture.has_config(module)]
+    asking = [config for config in configs if getattr(config, "output_router_logits", False)]
+    for config in asking:  # a config that modules share may stand here several times
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        for config in asking:
+            config.output_router_logits = True
 
 
 @contextlib.contextmanager
