@@ -401,6 +401,7 @@ def main():
         decides_values = engine.decides_values(accelerator, reference)
         reference = prepare.frozen(accelerator, reference)
     checks.check_positions([model, reference], args.max_length)
+    answers.check_room(model, eval_sets, args.max_new_tokens)
     args.share_prompts = args.share_prompts and checks.can_pack(
         [model, reference], args.max_length, accelerator.device
     )

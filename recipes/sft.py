@@ -404,6 +404,7 @@ def main():
     (first_row,) = train_sequences[[0]]["input_ids"]
     checks.check_logprobs(model, first_row, accelerator.device, model_name)
     checks.check_positions([model], args.max_length)
+    answers.check_room(model, eval_sets, args.max_new_tokens)
     args.packing = args.packing and checks.can_pack(
         [model],
         args.max_length,

@@ -1,8 +1,12 @@
 """Whether a response gives the right answer, and the share that does over a held-out set."""
 
 import re
+import sys
 from decimal import Decimal
 
+from torch import nn
+
+from common.models import architecture
 from common.rollout import generation
 
 # What states the answer in a sentence: "The answer is 18.", "Answer: 18". It ends with its line, or
@@ -106,6 +110,41 @@ def as_text(text: str) -> str:
     return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
 
 
+def rows_with_answer(eval_set) -> dict[str, list]:
+    """Returns `row prompt_ids answer` of the rows that have an answer."""
+    answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
+    return eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
+
+
+def check_room(prepared: nn.Module, eval_sets: dict, max_new_tokens: int) -> None:
+    """Refuses held-out prompts whose answers may go beyond a model's table of positions.
+
+    A prompt of SFT may even be longer than --max_length, which cuts only what is learned.
+
+    Args:
+        prepared: what `exact_match` takes as its model.
+        eval_sets: of `dataset.load_evaluation_sets`.
+
+    Raises:
+        SystemExit: naming the longest prompt.
+    """
+    (model,) = architecture.whole_models(prepared).values()
+    limit = architecture.positions_of(model)
+    for prefix, eval_set in eval_sets.items():
+        if limit is None or "answer" not in eval_set.column_names:
+            continue
+        rows = rows_with_answer(eval_set)
+        longest, row = max((len(ids), row) for ids, row in zip(rows["prompt_ids"], rows["row"]))
+        room = limit - longest + 1  # nothing reads the last new token
+        if max_new_tokens > room:
+            shorter = f"give --max_new_tokens {room}, or " if room > 0 else ""
+            sys.exit(
+                f"--max_new_tokens {max_new_tokens}: {model.config.name_or_path!r} has a table of "
+                f"{limit} positions, and the prompt of row {row} of {prefix.rstrip('/')} has "
+                f"{longest} tokens: {shorter}leave the answers of such rows empty"
+            )
+
+
 def exact_match(
     accelerator,
     model,
@@ -130,8 +169,7 @@ def exact_match(
     """
     if "answer" not in eval_set.column_names:
         return None, []
-    answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
-    rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
+    rows = rows_with_answer(eval_set)
     prompts = rows["prompt_ids"]
     responses = generation.generate(
         accelerator, model, unwrapped.model, tokenizer, prompts, batch_size, max_new_tokens
