@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+from common.arguments import load_function
 from common.rollout import rewards
 from common.rollout.samples import Samples
 from runs import LAUNCHERS, REPOSITORY, launch, refuses
@@ -336,6 +337,49 @@ def test_functions_are_loaded_with_their_names_and_weights(tokenizer, tmp_path, 
         )  # fmt: skip
 
 
+MODULES = {
+    "brief_of_test": "def brief(prompts, responses): ...\nclass Brief: ...\nlimit = 3\n",
+    "exits_of_test": "import sys\nsys.exit(0)\n",
+    "ends_of_test": "import os\nos._exit(0)\n",
+    "fails_of_test": "def f(): ...\n1 / 0\n",
+    "lacks_of_test": "import no_such_library\n",
+}
+
+
+@pytest.mark.parametrize("name, parts", [
+    ("brief_of_test:breif", ["brief_of_test.py) has no breif; did you mean brief?", "MODULE:NAME"]),
+    ("brief_of_test:other", ["brief_of_test.py) has no other (expected MODULE:NAME"]),
+    ("brief_of_tset:brief", ["No module named 'brief_of_tset'; did you mean brief_of_test?"]),
+    ("brief_of_test.py:brief", ["which is no path: brief_of_test:brief"]),
+    ("../rf:nan", ["which is no path: rf:nan, with PYTHONPATH=.."]),
+    ("/home/me/rf.py:nan", ["which is no path: rf:nan, with PYTHONPATH=/home/me"]),
+    ("brief", ["no MODULE:NAME (expected MODULE:NAME, the module installed or in "]),
+    ("brief_of_test:", ["no MODULE:NAME"]),
+    (".rf:nan", ["no MODULE:NAME"]),
+    ("brief_of_test:Brief", ["expected a function, found a class"]),
+    ("brief_of_test:limit", ["expected a function, found a int"]),
+    ("exits_of_test:f", ["importing exits_of_test raised SystemExit: 0", "exits_of_test.py:2)"]),
+    ("ends_of_test:f", ["importing ends_of_test raised SystemExit: os._exit(0)"]),
+    ("fails_of_test:f", ["raised ZeroDivisionError: division by zero", "fails_of_test.py:2)"]),
+    ("lacks_of_test:f", ["raised ModuleNotFoundError: No module named 'no_such_library'", "lacks_of_test.py:1)"]),
+])  # fmt: skip
+def test_a_function_that_cannot_be_loaded(tmp_path, monkeypatch, name, parts):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for module, text in MODULES.items():
+        (tmp_path / f"{module}.py").write_text(text)
+    call = lambda: load_function("reward_function", name)
+    refuses(f"--reward_function {name}: ", *parts, call=call)
+
+
+def test_ctrl_c_while_a_module_is_imported_is_ctrl_c(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "slow_of_test.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_function("reward_function", "slow_of_test:f")
+
+
 # ---------------------------------------------------------------------------------------------- two processes
 
 TWO = """
@@ -344,6 +388,7 @@ sys.path[:0] = [{tests!r}, {repository!r}]
 import os, time
 from accelerate import Accelerator
 from transformers import AutoTokenizer
+from common.arguments import load_function
 from common.rollout import rewards
 import test_rewards
 
