@@ -845,6 +845,13 @@ ROLLOUTS = [
         "test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
     ),
     Fault(
+        "functions_share_lists",
+        "what a reward function changes reaches the samples that are trained on",
+        "common/rollout/calls.py",
+        replace("call", "copy.deepcopy", by="tuple"),
+        "test_rewards.py::test_what_a_function_changes_reaches_neither_the_samples_nor_the_next_function",
+    ),
+    Fault(
         "weights_of_rewards_ignored",
         "each reward counts once, whatever its weight",
         "common/rollout/rewards.py",

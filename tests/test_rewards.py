@@ -1,9 +1,11 @@
 """Reward functions: what they are given, how their scores are added, and how they may fail."""
 
 import asyncio
+import copy
 import itertools
 import json
 import math
+import os
 import signal
 import sys
 import threading
@@ -13,10 +15,18 @@ import pytest
 import torch
 
 from common.arguments import load_function
-from common.rollout import rewards
+from common.rollout import calls, rewards
 from common.rollout.samples import Samples
-from runs import LAUNCHERS, REPOSITORY, launch, refuses
+from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses
 from test_ppo import alone_in
+
+
+@pytest.fixture(autouse=True)
+def own_loop():
+    """What an async function of one test left behind when it ended the program is not gone on with in the next."""
+    yield
+    calls.event_loop.cache_clear()
+
 
 # Three prompts with two responses each; the third response does not end.
 TEXTS = ["12", "3456", "78", "90", "1", "5555"]
@@ -71,6 +81,48 @@ def test_a_function_is_called_once_with_all_of_its_process(accelerator, tokenize
         "truncated": [False, False, True, False, False, False],
         "step": 7,  # of the run: a column of that name gives way
     }
+
+
+def test_what_a_function_changes_reaches_neither_the_samples_nor_the_next_function(
+    accelerator, tokenizer
+):
+    seen = []
+
+    def meddles(prompts, responses, **columns):
+        seen.append(copy.deepcopy((prompts, responses, columns)))
+        for value in (prompts, *columns["response_ids"], *columns["tests"]):
+            value.pop()
+        responses[:] = ["x"]
+        columns["answer"].clear()
+        columns["tests"][0][0]["in"].append(7)
+        columns["truncated"].reverse()
+        return [1.0] * 6
+
+    async def meddles_later(prompts, responses, tests, response_ids, **columns):
+        await asyncio.sleep(0)
+        return meddles(prompts, responses, tests=tests, response_ids=response_ids, **columns)
+
+    tests = [[{"in": [row]}, {"in": []}] for row in range(3)]
+    samples = samples_of(tokenizer, answer=["a", "b", "c"], tests=tests)
+    before = copy.deepcopy(samples)
+    score(accelerator, tokenizer, judge_of(one=meddles, two=meddles_later, three=meddles), samples)
+    assert (samples.prompts, samples.responses) == (before.prompts, before.responses)
+    assert (samples.row_texts, samples.rows) == (before.row_texts, before.rows)
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[2][1] == TEXTS and seen[2][2]["response_ids"] == before.responses
+
+
+def test_a_function_that_shortens_what_it_is_given_is_measured_by_the_samples(
+    accelerator, tokenizer
+):
+    def shortens(prompts, responses):
+        responses.pop()
+        return [1.0] * len(responses)
+
+    refuses(
+        "expected 6 numbers", "got a list of 5",
+        call=lambda: score(accelerator, tokenizer, judge_of(f=shortens)),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -136,6 +188,17 @@ def test_a_sample_that_nothing_scored_is_refused(accelerator, tokenizer):
     )  # fmt: skip
 
 
+def test_a_sum_that_fp32_does_not_hold_is_refused(accelerator, tokenizer):
+    large = lambda prompts, responses: [0, 0, 3e38, 0, 0, 0]
+    weights = {"large": 2.0, "length": -1.0}
+    refuses(
+        "--reward_weights (2 for large, -1 for length)", "data row 12 is 6e+38", "3.4e+38 (fp32)",
+        call=lambda: score(
+            accelerator, tokenizer, judge_of(large=large, length=length, weights=weights)
+        ),
+    )  # fmt: skip
+
+
 class Scorer(torch.nn.Module):
     """A reward model that gives these scores to the samples, one micro-batch after the other."""
 
@@ -174,7 +237,9 @@ def raises_at(prompts, responses, **columns):
 
 
 def fails_alone(prompts, responses, **columns):
-    raise RuntimeError("the server is gone\nfor good")
+    error = RuntimeError("the server is gone\nfor good")
+    error.__notes__ = ["since Monday"]  # as `add_note` of Python 3.11 does
+    raise error
 
 
 def sleeps_at(prompts, responses, **columns):
@@ -212,6 +277,50 @@ def exits(prompts, responses, **columns):
     sys.exit()
 
 
+def wants_no_program(prompts, responses, **columns):
+    if os.fork() == 0:
+        os._exit(0)  # that is how a process that it forks ends
+    assert os.wait()[1] == 0
+    os._exit(0)
+
+
+async def wants_no_loop(prompts, responses, **columns):
+    await asyncio.sleep(0)
+    os._exit(0)
+
+
+async def cancels_itself(prompts, responses, **columns):
+    for response in responses:
+        if response == "78":
+            asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+
+async def waits_for_a_cancelled_one(prompts, responses, **columns):
+    other = asyncio.ensure_future(asyncio.sleep(60))
+    other.cancel()
+    await other
+
+
+def raises_no_exception(prompts, responses, **columns):
+    raise BaseException("at\nall")
+
+
+async def ends_as_a_generator(prompts, responses, **columns):
+    raise GeneratorExit
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise ValueError
+
+    __repr__ = __str__
+
+
+def says_nothing(prompts, responses, **columns):
+    raise Speechless
+
+
 async def raises_later(prompts, responses, **columns):
     await asyncio.sleep(0)
     return [{}[response] for response in responses]
@@ -225,6 +334,12 @@ WRONG = {
     "a table": (torch.zeros(6, 1), ["got [0.0]", "row 11"]),
     "a dict": ({"score": 1}, ["got a dict"]),
     "a text": (["1"] * 6, ["got '1'", "row 11"]),
+    "two numbers": ([torch.zeros(2)] * 6, ["got tensor([0., 0.])", "row 11"]),
+    "what cannot be shown": ([0, Speechless(), 0, 0, 0, 0], ["got a Speechless", "'3456'"]),
+    "beyond fp32": ([0, 0, 0, -1e39, 0, 0], ["3.4e+38 (fp32)", "got -1e+39", "row 12", "'90'"]),
+    "near the end of fp64": ([0, 0, 0, 0, 0, 1e300], ["got 1e+300", "data row 13", "'5555'"]),
+    "beyond fp64": ([0, 10**400, 0, 0, 0, 0], ["got 1000", "data row 11", "'3456'"]),
+    "beyond what is printed": ([0, 10**9999, 0, 0, 0, 0], ["got a int", "'3456'"]),
     "NaN": ([0, 0, 0, math.nan, 0, 0], ["got nan", "data row 12", "'90'"]),
     "infinite": ([0, 0, 0, 0, 0, -math.inf], ["got -inf", "data row 13", "'5555'"]),
 }
@@ -243,9 +358,16 @@ def test_what_may_not_be_returned(accelerator, tokenizer, kind):
         (raises_at, ["ZeroDivisionError", "data row 13", "'5555'", "test_rewards.py:"]),
         (raises_in_a_library, ["JSONDecodeError", "data row 12", "'78'", "(test_rewards.py:"]),
         (exits, ["SystemExit", "data rows 11 to 13"]),
-        (fails_alone, ["RuntimeError", "server is gone", "data rows 11 to 13"]),
+        (fails_alone, ["RuntimeError: the server is gone for good", "data rows 11 to 13"]),
         (raises_later, ["KeyError", "data row 11", "'12'"]),
         (lambda prompts, responses, answer: [], ["TypeError", "answer"]),
+        (wants_no_program, ["SystemExit: os._exit(0) (test_rewards.py:", "data rows 11 to 13"]),
+        (wants_no_loop, ["SystemExit: os._exit(0) (test_rewards.py:"]),
+        (cancels_itself, ["CancelledError (test_rewards.py:", "data row 12", "'78'"]),
+        (waits_for_a_cancelled_one, ["CancelledError (test_rewards.py:"]),
+        (raises_no_exception, ["BaseException: at all (test_rewards.py:"]),
+        (ends_as_a_generator, ["GeneratorExit (test_rewards.py:"]),
+        (says_nothing, ["Speechless: <exception str() failed> (test_rewards.py:"]),
     ],
 )
 def test_a_function_that_raises(accelerator, tokenizer, function, parts):
@@ -253,6 +375,34 @@ def test_a_function_that_raises(accelerator, tokenizer, function, parts):
     refuses(
         "--reward_function mine raised", *parts, call=lambda: score(accelerator, tokenizer, judge)
     )
+
+
+def test_ctrl_c_is_the_users_unless_a_run_handles_it(accelerator, tokenizer, monkeypatch):
+    """Where a run handles it, nothing but the function itself raises KeyboardInterrupt."""
+
+    def interrupts(prompts, responses):
+        raise KeyboardInterrupt
+
+    async def interrupts_later(prompts, responses):
+        raise KeyboardInterrupt  # the loop does not go on after it
+
+    pressed = lambda prompts, responses: signal.raise_signal(signal.SIGINT) or [1.0] * 6
+    for function in (interrupts, interrupts_later, pressed):
+        with pytest.raises(KeyboardInterrupt):
+            score(accelerator, tokenizer, judge_of(f=function))
+    got = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
+    try:
+        for function in (interrupts, interrupts_later):
+            calls.event_loop.cache_clear()
+            refuses(
+                "--reward_function f raised KeyboardInterrupt (test_rewards.py:",
+                call=lambda function=function: score(accelerator, tokenizer, judge_of(f=function)),
+            )
+        assert score(accelerator, tokenizer, judge_of(f=pressed)).total.tolist() == [1] * 6
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert got == [signal.SIGINT]
 
 
 @pytest.mark.parametrize(
@@ -380,6 +530,21 @@ def test_ctrl_c_while_a_module_is_imported_is_ctrl_c(tmp_path, monkeypatch):
         load_function("reward_function", "slow_of_test:f")
 
 
+# ---------------------------------------------------------------------------------------------- runs
+
+
+def test_a_function_that_ends_the_program_does_not_end_the_run_as_done(tmp_path):
+    (tmp_path / "ends.py").write_text("import os\ndef f(prompts, responses):\n    os._exit(0)\n")
+    output = tmp_path / "output"
+    done = launch(
+        [], recipe("grpo"), ASSETS / "grpo.yaml", "--reward_function", "ends:f", "--max_steps", 1,
+        "--rollout_batch_size", 32, "--max_new_tokens", 4, "--eval_dataset_name=", "--report_to", "none",
+        "--output_dir", output, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and not (output / "actor").exists()
+    assert "--reward_function f raised SystemExit: os._exit(0) (ends.py:3)" in done.stdout
+
+
 # ---------------------------------------------------------------------------------------------- two processes
 
 TWO = """
@@ -388,8 +553,7 @@ sys.path[:0] = [{tests!r}, {repository!r}]
 import os, time
 from accelerate import Accelerator
 from transformers import AutoTokenizer
-from common.arguments import load_function
-from common.rollout import rewards
+from common.rollout import calls, rewards
 import test_rewards
 
 def on_the_second(prompts, responses, **columns):
@@ -409,6 +573,7 @@ BODIES = {
     "sleep": ("time.sleep(60)", "took longer than --reward_timeout 3 seconds for 2 responses"),
     "shape": ("[1.0]", "expected 2 numbers"),
     "none": ("[None] * len(responses)", "no reward for data row 13"),
+    "exit": ("os._exit(0)", "raised SystemExit: os._exit(0)"),
 }
 
 

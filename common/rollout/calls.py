@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import inspect
 import json
@@ -17,10 +18,15 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
+from common import arguments
 from common.rollout.samples import Samples
 
 # What a function is given whatever the data holds. Columns of these names are not passed.
 OWN_NAMES = ("prompt", "prompts", "responses", "response_ids", "truncated", "step")
+# The largest score that fp32 holds.
+LARGEST = float(np.finfo(np.float32).max)
 # An async function is cancelled in time. Only one that also blocks is interrupted, so much later.
 GRACE_SECONDS = 1.0
 
@@ -59,9 +65,17 @@ class Given:
         return f"data row {rows}, response {cut(self.responses[samples[0]])}"
 
 
-def cut(value: Any, most: int = 200) -> str:
+def cut(value: Any) -> str:
     """Returns a value in Python's notation, as one line of limited length."""
-    text = " ".join(repr(value).split())
+    try:
+        return one_line(repr(value))
+    except Exception:  # of the user's class, or a whole number of thousands of digits
+        return f"a {type(value).__name__}"
+
+
+def one_line(text: str, most: int = 200) -> str:
+    """Returns a text as one line of limited length."""
+    text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most]}..."
 
 
@@ -92,7 +106,8 @@ def collect(tokenizer, samples: Samples, mine: list[int], step: int) -> Given:
 def call(name: str, function: Callable, given: Given, timeout: float) -> list[float]:
     """Calls a reward function `(prompts, responses, **columns) -> scores`, which may be async.
 
-    Columns that its signature does not name are not passed, unless it takes `**columns`.
+    Columns that its signature does not name are not passed, unless it takes `**columns`. It gets
+    copies, so what it changes reaches neither the samples that are trained on nor other functions.
 
     Args:
         name: for messages.
@@ -102,28 +117,45 @@ def call(name: str, function: Callable, given: Given, timeout: float) -> list[fl
         A score for each sample, NaN where the function returned None.
 
     Raises:
-        SystemExit: it raised, took too long, or returned something else than one finite number or
-            None for each response. The message names the function and, where it is known, the
-            sample.
+        SystemExit: it raised, took too long, wanted to end the program, or returned something else
+            than one number that fp32 holds or None for each response. The message names the
+            function and, where it is known, the sample.
+        KeyboardInterrupt: the user's Ctrl-C, where no run handles it.
     """
     try:
         keywords = accepted(function, given.keywords)
-        with time_limit(timeout):
-            scores = function(given.prompts, given.responses, **keywords)
-        if inspect.isawaitable(scores):
-            with time_limit(timeout and timeout + GRACE_SECONDS):
-                scores = event_loop().run_until_complete(finish(scores, timeout))
+        # Strings are shared by the copies: `samples_in` looks for the very same ones.
+        prompts, responses, keywords = copy.deepcopy((given.prompts, given.responses, keywords))
+        with arguments.no_silent_end():
+            with time_limit(timeout):
+                scores = function(prompts, responses, **keywords)
+            if inspect.isawaitable(scores):
+                with time_limit(timeout and timeout + GRACE_SECONDS):
+                    scores = event_loop().run_until_complete(finish(scores, timeout))
     except OutOfTime as error:
         sys.exit(
             f"--reward_function {name} took longer than --reward_timeout {timeout:g} seconds for "
             f"{len(given.responses)} responses{culprit(error, given)}"
         )
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        said = one_line("".join(traceback.format_exception_only(error)))
         sys.exit(
-            f"--reward_function {name} raised {type(error).__name__}: {cut(str(error))} "
+            f"--reward_function {name} raised {said} "
             f"({place_of(error, function)}){culprit(error, given)}"
         )
     return check(name, scores, given)
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether an error may be the user's Ctrl-C.
+
+    A run handles Ctrl-C by itself, see `checkpoint.install_signals`. So in a run a
+    KeyboardInterrupt is the function's own: it failed, and the other processes must learn of it.
+    """
+    is_handled = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    return isinstance(error, KeyboardInterrupt) and not is_handled
 
 
 def accepted(function: Callable, keywords: dict[str, Any]) -> dict[str, Any]:
@@ -141,25 +173,40 @@ def check(name: str, scores: Any, given: Given) -> list[float]:
     """Returns what a function returned as a list of numbers, NaN where it returned None.
 
     Raises:
-        SystemExit: it is something else than one finite number or None for each response.
+        SystemExit: it is something else than one number that fp32 holds or None for each response.
     """
-    if hasattr(scores, "tolist"):  # of torch or numpy
-        scores = scores.tolist()
-    expected = f"expected {len(given.responses)} numbers, one for each response (None: no score)"
+    scores = as_plain(scores, "tolist")  # of torch or numpy
+    expected = (
+        f"expected {len(given.responses)} numbers, one for each response (None: no score), "
+        f"none beyond {LARGEST:.3g} (fp32)"
+    )
     if not isinstance(scores, (list, tuple)) or len(scores) != len(given.responses):
         kind = type(scores).__name__
         length = f" of {len(scores)}" if isinstance(scores, (list, tuple)) else ""
         sys.exit(f"--reward_function {name}: {expected}, got a {kind}{length}: {cut(scores)}")
-    for sample, value in enumerate(scores):
-        value = value.item() if hasattr(value, "item") else value
+    values = [as_plain(value, "item") for value in scores]
+    for sample, value in enumerate(values):
         if value is None:
             continue
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        is_number = isinstance(value, numbers.Real)
+        # Compared, not converted: a whole number may be too large even for fp64.
+        if not is_number or not abs(value) <= LARGEST:
             sys.exit(
                 f"--reward_function {name}: {expected}, got {cut(value)} for "
                 f"{given.describe([sample])}"
             )
-    return [math.nan if value is None else float(value) for value in scores]
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def as_plain(value: Any, method: str) -> Any:
+    """Returns what `tolist` or `item` of a value gives; the value itself without such a method.
+
+    It is also returned if the method fails, as `item` of a tensor of several numbers does.
+    """
+    try:
+        return getattr(value, method)()
+    except Exception:
+        return value
 
 
 # ============================================================ time limits

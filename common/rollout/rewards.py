@@ -139,7 +139,7 @@ def score(
 
     Raises:
         SystemExit: on every process, if a function fails on any of them, see `calls.call`; if a
-            score of the reward model is not finite; if a sample got no score at all.
+            score of the reward model, or a sum, is not finite in fp32; if a sample got no score.
     """
     parts = {}
     if judge.model is not None:
@@ -166,10 +166,10 @@ def score(
     values = np.array([parts[name] for name in judge.parts])
     weights = np.array([[judge.weights[name]] for name in judge.parts])
     there = ~np.isnan(values)
-    distributed.all_or_none(
-        accelerator, accelerator.is_main_process, check_all_scored, judge, samples, there
-    )
     total = np.where(there, values * weights, 0.0).sum(0)
+    distributed.all_or_none(
+        accelerator, accelerator.is_main_process, check_totals, judge, samples, there, total
+    )
     return Scores(
         total=torch.tensor(total, dtype=torch.float32),
         parts={name: torch.tensor(parts[name], dtype=torch.float32) for name in judge.parts},
@@ -195,7 +195,7 @@ def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None
     Raises:
         SystemExit: naming the first such sample, with the statistics of all scores.
     """
-    is_finite = np.isfinite(scores)
+    is_finite = np.abs(scores) <= calls.LARGEST
     if is_finite.all():
         return
     first = int(np.argmin(is_finite))
@@ -225,17 +225,24 @@ def scores_of_functions(
     ]
 
 
-def check_all_scored(judge: Judge, samples: Samples, there: np.ndarray) -> None:
-    """Refuses a sample that no part scored.
+def check_totals(judge: Judge, samples: Samples, there: np.ndarray, total: np.ndarray) -> None:
+    """Refuses a sample that no part scored, or whose weighted sum fp32 does not hold.
 
     Args:
         there: bool `[parts, samples]`, which scores there are.
+        total: `[samples]`.
     """
     for number, is_scored in enumerate(there.any(0)):
         if not is_scored:
             sys.exit(
                 f"no reward for data row {samples.rows[number]}: "
                 f"{', '.join(judge.parts)} returned None for one of its responses"
+            )
+        if not abs(total[number]) <= calls.LARGEST:
+            weights = ", ".join(f"{judge.weights[name]:g} for {name}" for name in judge.parts)
+            sys.exit(
+                f"--reward_weights ({weights}): the reward of data row {samples.rows[number]} is "
+                f"{total[number]:g}, expected none beyond {calls.LARGEST:.3g} (fp32)"
             )
 
 
