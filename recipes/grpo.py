@@ -850,7 +850,9 @@ def main():
     accelerator = launch.make_accelerator(args, "grpo")
     arguments.check_intervals(args)
     lora.check_settings(accelerator, args, samples=True)
-    rewards.load_functions(args.reward_function or [])  # a wrong name is said before long work
+    # What cannot work is said before long work.
+    functions = rewards.load_functions(args.reward_function)
+    rewards.weights_by_part(args.reward_model_name_or_path, functions, args.reward_weights)
 
     # ============================================================ data
     model_name = merge.name_to_load(accelerator, args.model_name_or_path, args.output_dir)
@@ -878,6 +880,7 @@ def main():
     eval_sets = dataset.load_evaluation_sets(
         accelerator, args.eval_dataset_name, args.eval_dataset_split, **data_settings
     )
+    columns = rewards.check_signatures(functions, train_set, mixture, eval_sets)
     rollouts = RolloutSchedule(
         mixture.samples,
         args.rollout_batch_size,
@@ -949,6 +952,7 @@ def main():
         args.normalize_reward,
         args.reward_timeout,
         args.attn_implementation,
+        columns,
     )
     if judge.model is not None:
         models.append(judge.model)

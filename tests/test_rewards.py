@@ -6,18 +6,21 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 
+import datasets
 import pytest
 import torch
 
 from common.arguments import load_function
+from common.data.mixture import Mixture
 from common.rollout import calls, rewards
 from common.rollout.samples import Samples
-from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses
+from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, write_jsonl
 from test_ppo import alone_in
 
 
@@ -460,7 +463,9 @@ def test_async_functions_share_one_event_loop(accelerator, tokenizer):
 
 
 def load(tokenizer, functions, weights=None, timeout=600.0):
-    return rewards.load_judge(None, tokenizer, None, functions, weights, False, timeout, None)
+    return rewards.load_judge(
+        None, tokenizer, None, functions, weights, False, timeout, None, ["a"]
+    )
 
 
 def test_functions_are_loaded_with_their_names_and_weights(tokenizer, tmp_path, monkeypatch):
@@ -471,6 +476,7 @@ def test_functions_are_loaded_with_their_names_and_weights(tokenizer, tmp_path, 
     judge = load(tokenizer, names)
     assert judge.parts == list(judge.weights) == ["good", "answer_reward"]
     assert list(judge.weights.values()) == [1.0, 1.0] and judge.timeout == 600
+    assert judge.columns == ["a"]
     judge = load(
         tokenizer, ["one_of_test:good", "two_of_test:good", "two_of_test:reward_model"], [1, 0, 2]
     )
@@ -530,7 +536,104 @@ def test_ctrl_c_while_a_module_is_imported_is_ctrl_c(tmp_path, monkeypatch):
         load_function("reward_function", "slow_of_test:f")
 
 
+# ---------------------------------------------------------------------------------------------- signatures
+
+
+def sets_of(*sets: list[dict]) -> tuple[datasets.Dataset, Mixture]:
+    """Rows of several data sets, as `dataset.load_mixture` returns them."""
+    texts = [json.dumps({"prompt": "p", **row}) for rows in sets for row in rows]
+    return datasets.Dataset.from_dict({"columns": texts}), Mixture(
+        tuple(map(len, sets)), (1.0,) * len(sets)
+    )
+
+
+def check_signature(function, *rows: dict, held_out: dict | None = None) -> list[str]:
+    """Checks a function against a mixture of sets with such rows, and against a held-out set."""
+    train_set, mixture = sets_of(*[[row] * 3 for row in rows or ({"answer": "1", "level": 2},)])
+    eval_sets = {} if held_out is None else {"eval/": sets_of([held_out])[0]}
+    return rewards.check_signatures({"mine": function}, train_set, mixture, eval_sets)
+
+
+def of_trl(completions, answer, **kwargs): ...
+def of_trl_too(prompts, completions, **kwargs): ...
+def wants_soluton(prompts, responses, soluton): ...
+def wants_anser(prompts, responses, *, anser, **columns): ...
+def swapped(responses, prompts): ...
+def second_is_a_column(prompts, answer): ...
+def takes_one(prompts): ...
+def takes_names(*, prompts, responses): ...
+
+
+@pytest.mark.parametrize("function, parts", [
+    (wants_soluton, ["mine wants `soluton`; the columns of the training data are answer, level;", "response_ids, truncated, step are passed, too"]),
+    (wants_anser, ["mine wants `anser`; did you mean answer?; the columns"]),
+    (of_trl, ["mine takes (completions, answer, **kwargs): completions are TRL's", "docs/ppo.md"]),
+    (swapped, ["mine takes (responses, prompts)", "prompts and responses, in this order"]),
+    (second_is_a_column, ["mine takes (prompts, answer)", "multiple values for argument 'answer'"]),
+    (takes_one, ["mine takes (prompts)", "too many positional arguments"]),
+    (takes_names, ["mine takes (*, prompts, responses)", "too many positional arguments"]),
+    (os.system, ["mine takes (command)", "too many positional arguments"]),
+    (lambda prompts, responses, prompt: 0, ["mine wants `prompt`"]),
+])  # fmt: skip
+def test_a_signature_that_cannot_take_what_there_is(function, parts):
+    refuses(f"--reward_function {parts[0]}", *parts, call=lambda: check_signature(function))
+
+
+@pytest.mark.parametrize("function", [
+    length, raises_at, waits_at, of_trl_too, rewards.answer_reward, rewards.format_reward, math.hypot,
+    lambda p, r, step, level=None, other=0: 0, lambda *everything, **columns: 0,
+    lambda prompts, responses, truncated, response_ids, answer: 0,
+])  # fmt: skip
+def test_a_signature_that_can_take_it(function):
+    assert check_signature(function) == ["prompt", "answer", "level"]
+
+
+def test_completions_are_texts_only_where_prompts_are():
+    """In TRL they are messages where the prompts are, so such a function would fail later."""
+    messages = {"prompt": [{"role": "user", "content": "p"}]}
+    call = lambda: check_signature(of_trl_too, messages)
+    refuses("mine takes (prompts, completions, **kwargs): completions are TRL's", call=call)
+    both = lambda prompts, completions=None, responses=None, **columns: 0
+    assert check_signature(both, messages) == ["prompt"]
+
+
+def test_the_columns_of_a_mixture_are_those_of_all_its_sets(accelerator, tokenizer):
+    """A call may have rows of one set alone. It gets None for what only the others have."""
+    seen = []
+
+    def function(prompts, responses, answer, level, other="default"):
+        seen.append((answer, level, other))
+        return [0.0] * len(responses)
+
+    sets = [{"answer": "1"}, {"level": 2, "other": 3}]
+    columns = check_signature(function, *sets)
+    assert columns == ["prompt", "answer", "level", "other"]
+    judge = judge_of(f=function)
+    judge.columns = columns
+    score(accelerator, tokenizer, judge, samples_of(tokenizer, answer=["a", "b", "c"]))
+    assert seen == [(["a", "a", "b", "b", "c", "c"], [None] * 6, "default")]
+    # Of a held-out set nothing is filled in: it would be scored as if it had no answers.
+    refuses(
+        "mine wants `level`; the columns of eval are answer;", "(`level=None`",
+        call=lambda: check_signature(function, *sets, held_out={"answer": "1"}),
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_signature_is_checked_before_a_model_is_loaded(tmp_path, name):
+    """The folder of the model has no weights."""
+    shutil.copytree(ASSETS / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safe*"))
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "a", "answer": "b"}])
+    (tmp_path / "misspelt.py").write_text("def f(prompts, responses, anser): ...\n")
+    done = launch(
+        [], recipe(name), "--model_name_or_path", "model", "--dataset_name", "prompts.jsonl",
+        "--reward_function", "misspelt:f", cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert "f wants `anser`; did you mean answer?" in done.stdout.strip().splitlines()[-1]
 
 
 def test_a_function_that_ends_the_program_does_not_end_the_run_as_done(tmp_path):

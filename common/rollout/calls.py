@@ -23,8 +23,10 @@ import numpy as np
 from common import arguments
 from common.rollout.samples import Samples
 
-# What a function is given whatever the data holds. Columns of these names are not passed.
-OWN_NAMES = ("prompt", "prompts", "responses", "response_ids", "truncated", "step")
+# What a function is given by name whatever the data holds.
+OWN_KEYWORDS = ("response_ids", "truncated", "step")
+# Columns of these names are not passed.
+OWN_NAMES = ("prompt", "prompts", "responses", *OWN_KEYWORDS)
 # The largest score that fp32 holds.
 LARGEST = float(np.finfo(np.float32).max)
 # An async function is cancelled in time. Only one that also blocks is interrupted, so much later.
@@ -50,14 +52,16 @@ class Given:
     Attributes:
         prompts: as the data has them, strings or lists of messages.
         responses: texts, without special tokens.
-        keywords: the columns of the data and our own by name, see `OWN_NAMES`.
+        keywords: the columns of the data and our own by name, see `OWN_KEYWORDS`.
         rows: the number of each prompt's row in the data, for messages.
+        columns: those that the training data have, though perhaps not these rows of a mixture.
     """
 
     prompts: list
     responses: list[str]
     keywords: dict[str, Any]
     rows: list[int]
+    columns: Sequence[str] = ()
 
     def describe(self, samples: Sequence[int]) -> str:
         """Returns the rows and the response of samples that have the same one, for messages."""
@@ -79,19 +83,23 @@ def one_line(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def collect(tokenizer, samples: Samples, mine: list[int], step: int) -> Given:
+def collect(
+    tokenizer, samples: Samples, mine: list[int], step: int, columns: Sequence[str] = ()
+) -> Given:
     """Collects what reward functions are given of some samples.
 
     Args:
         mine: the numbers of these samples.
         step: `global_step`.
+        columns: see `Given`.
     """
     rows = [json.loads(samples.row_texts[number]) for number in mine]
     response_ids = [samples.responses[number] for number in mine]
     # Mixed data sets may have different columns.
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = [name for name in names if name not in OWN_NAMES]
-    keywords: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
+    keywords: dict[str, Any] = {
+        name: [row.get(name) for row in rows] for name in names if name not in OWN_NAMES
+    }
     keywords["response_ids"] = response_ids
     keywords["truncated"] = [not samples.ended[number].item() for number in mine]
     keywords["step"] = step
@@ -100,6 +108,7 @@ def collect(tokenizer, samples: Samples, mine: list[int], step: int) -> Given:
         responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
         keywords=keywords,
         rows=[samples.rows[number] for number in mine],
+        columns=columns,
     )
 
 
@@ -123,7 +132,7 @@ def call(name: str, function: Callable, given: Given, timeout: float) -> list[fl
         KeyboardInterrupt: the user's Ctrl-C, where no run handles it.
     """
     try:
-        keywords = accepted(function, given.keywords)
+        keywords = keywords_for(function, given)
         # Strings are shared by the copies: `samples_in` looks for the very same ones.
         prompts, responses, keywords = copy.deepcopy((given.prompts, given.responses, keywords))
         with arguments.no_silent_end():
@@ -158,15 +167,15 @@ def is_ctrl_c(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and not is_handled
 
 
-def accepted(function: Callable, keywords: dict[str, Any]) -> dict[str, Any]:
+def keywords_for(function: Callable, given: Given) -> dict[str, Any]:
     """Returns the keyword arguments that a function's signature takes."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # a built-in without a signature
-        return keywords
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return keywords
-    return {name: value for name, value in keywords.items() if name in parameters}
+    signature = signature_of(function)
+    keywords = accepted(signature, given.keywords)
+    for name in wanted_columns(signature):
+        # These rows of a mixture are all of data sets that lack the column.
+        if name in given.columns:
+            keywords.setdefault(name, [None] * len(given.responses))
+    return keywords
 
 
 def check(name: str, scores: Any, given: Given) -> list[float]:
@@ -207,6 +216,89 @@ def as_plain(value: Any, method: str) -> Any:
         return getattr(value, method)()
     except Exception:
         return value
+
+
+# ============================================================ signatures
+
+
+def check_signature(
+    name: str, function: Callable, data: str, columns: Sequence[str], has_messages: bool
+) -> None:
+    """Refuses a function that cannot be called with the columns of some data, see `call`.
+
+    Args:
+        name: for messages, as `data` is.
+        has_messages: whether the prompts are lists of messages.
+
+    Raises:
+        SystemExit: with what the function wants, and what there is.
+    """
+    signature = signature_of(function)
+    given = [column for column in columns if column not in OWN_NAMES]
+    passed = dict.fromkeys([*given, *OWN_KEYWORDS])
+    keywords = accepted(signature, passed)
+    wanted = wanted_columns(signature)
+
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
+    takes = f"--reward_function {name} takes {inspect.Signature(bare)}"
+    is_called = "it is called with prompts and responses, in this order, and columns by name"
+    first, second, *_ = [*signature.parameters, "", ""]
+    if is_of_trl(signature, has_messages):
+        sys.exit(
+            f"{takes}: completions are TRL's; {is_called}. The responses are texts. "
+            "docs/ppo.md shows how to wrap it (Rewards)"
+        )
+    if first == "responses" or second == "prompts":
+        sys.exit(f"{takes}: {is_called}")
+    try:
+        signature.bind([], [], **(dict.fromkeys(wanted) | keywords))
+    except TypeError as error:
+        sys.exit(f"{takes}: {is_called}: {error}")
+    for column in wanted:
+        if column not in keywords:
+            hint = arguments.did_you_mean(column, passed)
+            sys.exit(
+                f"--reward_function {name} wants `{column}`{hint}; the columns of {data} are "
+                f"{', '.join(given) or 'prompt alone'}; {', '.join(OWN_KEYWORDS)} are passed, too "
+                f"(`{column}=None` would make it optional)"
+            )
+
+
+def is_of_trl(signature: inspect.Signature, has_messages: bool) -> bool:
+    """Whether a function wants TRL's `completions`: by that name, and messages where prompts are.
+
+    In the place of the responses, and with prompts that are texts, they mean the same.
+    """
+    parameter = signature.parameters.get("completions")
+    if parameter is None or parameter.default is not parameter.empty:
+        return False
+    return has_messages or list(signature.parameters)[1:2] != ["completions"]
+
+
+def signature_of(function: Callable) -> inspect.Signature:
+    """Returns a function's signature; that of one which takes anything where it has none."""
+    try:
+        return inspect.signature(function)
+    except ValueError:  # a built-in
+        return inspect.signature(lambda *places, **names: None)
+
+
+def accepted(signature: inspect.Signature, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments that a function takes."""
+    parameters = signature.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(keywords)
+    return {name: value for name, value in keywords.items() if name in parameters}
+
+
+def wanted_columns(signature: inspect.Signature) -> list[str]:
+    """Returns what a function must be given besides prompts and responses."""
+    return [
+        parameter.name
+        for parameter in list(signature.parameters.values())[2:]
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
 
 
 # ============================================================ time limits

@@ -1,5 +1,6 @@
 """Scores responses by a reward model, by reward functions or by both; two functions are here."""
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from common import arguments, distributed
+from common.data.mixture import Mixture
 from common.models import load, prepare
 from common.models.logprobs import ScoreModel
 from common.rollout import answers, calls
@@ -30,6 +32,8 @@ class Judge:
         functions: reward functions by the names of their parts, see `calls.call`.
         weights: of each part, by its name; the reward model's is `reward_model`.
         timeout: seconds that a call of a function may take; 0: any.
+        columns: of the training data; None is passed of those that a function wants and none of
+            the rows of a call has.
     """
 
     model: nn.Module | None = None
@@ -38,6 +42,7 @@ class Judge:
     functions: dict[str, Callable] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     timeout: float = 0.0
+    columns: list[str] = field(default_factory=list)
 
     @property
     def parts(self) -> list[str]:
@@ -68,28 +73,26 @@ def load_judge(
     normalize: bool,
     timeout: float,
     attn_implementation: str | None,
+    columns: list[str],
 ) -> Judge:
     """Loads a reward model, reward functions `MODULE:NAME`, or both.
 
     Args:
-        weights: the reward model's, if there is one, then one for each function; default 1 each.
+        weights: see `weights_by_part`.
         normalize: use the mean and the standard deviation that the model's config holds.
-        timeout: seconds that a call of a function may take; 0: any.
+        timeout, columns: see `Judge`.
 
     Raises:
         SystemExit: one of them cannot be loaded, the weights are not as many, or the config lacks
             what normalises.
     """
-    functions = load_functions(function_names or [])
-    names = [OF_MODEL] if model_name else []
-    names += functions
-    weights = [1.0] * len(names) if weights is None else weights
-    if len(weights) != len(names) or not np.isfinite(weights).all():
-        sys.exit(
-            f"--reward_weights {' '.join(map(str, weights))}: expected {len(names)} finite "
-            f"numbers, one for each of {', '.join(names)}"
-        )
-    judge = Judge(functions=functions, weights=dict(zip(names, weights)), timeout=timeout)
+    functions = load_functions(function_names)
+    judge = Judge(
+        functions=functions,
+        weights=weights_by_part(model_name, functions, weights),
+        timeout=timeout,
+        columns=columns,
+    )
     if model_name:
         model = ScoreModel(load.score_model(model_name, tokenizer, attn_implementation))
         if normalize:
@@ -104,12 +107,13 @@ def load_judge(
     return judge
 
 
-def load_functions(names: list[str]) -> dict[str, Callable]:
+def load_functions(names: list[str] | None) -> dict[str, Callable]:
     """Loads reward functions; returns them by their own names, or by MODULE:NAME if those collide.
 
     Raises:
         SystemExit: a function cannot be loaded, or is given twice.
     """
+    names = names or []
     own_names = [name.partition(":")[2] for name in names]
     functions = {}
     for name, own_name in zip(names, own_names):
@@ -119,6 +123,59 @@ def load_functions(names: list[str]) -> dict[str, Callable]:
         is_unique = own_names.count(own_name) == 1 and own_name != OF_MODEL
         functions[own_name if is_unique else name] = function
     return functions
+
+
+def weights_by_part(
+    model_name: str | None, functions: dict[str, Callable], weights: list[float] | None
+) -> dict[str, float]:
+    """Returns the weight of each part.
+
+    Args:
+        weights: the reward model's, if there is one, then one for each function; default 1 each.
+
+    Raises:
+        SystemExit: the weights are not as many, or not finite.
+    """
+    names = [OF_MODEL] if model_name else []
+    names += functions
+    weights = [1.0] * len(names) if weights is None else weights
+    if len(weights) != len(names) or not np.isfinite(weights).all():
+        sys.exit(
+            f"--reward_weights {' '.join(map(str, weights))}: expected {len(names)} finite "
+            f"numbers, one for each of {', '.join(names)}"
+        )
+    return dict(zip(names, weights))
+
+
+def check_signatures(
+    functions: dict[str, Callable], train_set, mixture: Mixture, eval_sets: dict
+) -> list[str]:
+    """Refuses functions that cannot take what the data have, before a model is loaded.
+
+    Args:
+        train_set, mixture: of `dataset.load_mixture`.
+        eval_sets: of `dataset.load_evaluation_sets`.
+
+    Returns:
+        the columns of all training sets.
+
+    Raises:
+        SystemExit: see `calls.check_signature`.
+    """
+    # The first row of a set tells: a column that a row lacks is None in it.
+    starts = np.cumsum((0, *mixture.sizes[:-1])).tolist()
+    first_rows = {"the training data": train_set[starts]["columns"]}
+    first_rows |= {
+        prefix.rstrip("/"): eval_set[:1]["columns"] for prefix, eval_set in eval_sets.items()
+    }
+    columns = {}
+    for data, texts in first_rows.items():
+        rows = [json.loads(text) for text in texts]
+        columns[data] = list(dict.fromkeys(name for row in rows for name in row))
+        has_messages = any(not isinstance(row["prompt"], str) for row in rows)
+        for name, function in functions.items():
+            calls.check_signature(name, function, data, columns[data], has_messages)
+    return columns["the training data"]
 
 
 @torch.no_grad()
@@ -218,7 +275,7 @@ def scores_of_functions(
     """Returns for each function its scores of this process's samples."""
     if not mine:
         return [[] for _ in judge.functions]
-    given = calls.collect(tokenizer, samples, mine, step)
+    given = calls.collect(tokenizer, samples, mine, step, judge.columns)
     return [
         calls.call(name, function, given, judge.timeout)
         for name, function in judge.functions.items()
