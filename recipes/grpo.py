@@ -361,7 +361,8 @@ def estimate_advantages(
     Args:
         scores: `[samples]`, those of a group side by side.
         is_trained: bool `[samples]`; the others count in their group, but not in the mean and the
-            deviation of the batch. None: all.
+            deviation of the batch. None: all. One alone has no deviation: then the batch takes off
+            no mean, and divides by nothing.
     """
     groups = scores.double().reshape(-1, n_samples)
     if is_trained is None:
@@ -689,6 +690,7 @@ def skip_rollout(metrics: Metrics, position: dict, n_prompts: int, ends_run: boo
         "(the advantages of all groups are zero, or all responses are cut)"
     )
     if since_update >= n_prompts and not ends_run:
+        metrics.log_rollouts()
         sys.exit(f"{message}, nor from any of the last {since_update} prompts, a whole epoch")
     metrics.warn(message)
 
@@ -1024,13 +1026,14 @@ def main():
     )
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
     max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
-    if progress.updates_seen == 0:
+    position = run.extra
+    # Not `updates_seen == 0`: the run may be resumed after rollouts that led to no update.
+    if position["prompts_seen"] == 0:
         metrics.log_evaluation(
             *evaluate(accelerator, model, policy, tokenizer, eval_sets, scores_of, args)
         )
     model.train()
     metrics.start_interval()
-    position = run.extra
     mark_position(progress, position, mixture.samples, args)
     while not progress.finished:
         # If no rollout is left, make one: sample groups, score them, leave out those whose
