@@ -1,12 +1,17 @@
 """The command line of a recipe: YAML, flags, intervals, and sizes that must divide."""
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import math
 import os
+import re
 import sys
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 
 import transformers
 import yaml
@@ -58,6 +63,9 @@ NOT_IN_LINES = {
     "debug_overflow",
     "dataset_name",  # compared by its content
 }
+
+# How a word begins that is a number and no flag. argparse itself knows -1e-5 from Python 3.14 on.
+NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 
 # What TRL and transformers call otherwise, and what to use here instead.
 NAMES_ELSEWHERE = {
@@ -265,6 +273,7 @@ def make_parser(args_class: type) -> Parser:
         usage="%(prog)s [DEFAULTS.yaml] [--argument value ...] [--help]",
         formatter_class=argparse.HelpFormatter,
     )
+    parser._negative_number_matcher = NEGATIVE_NUMBER
     listed = {name for names in GROUPS.values() for name in names}
     described = [action for action in parser._actions if action.dest != "help"]
     for action in described:
@@ -335,25 +344,107 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
     return flags
 
 
-def load_function(argument: str, name: str):
+def load_function(argument: str, name: str) -> Callable:
     """Loads the function that an argument names as `MODULE:NAME`.
 
     Modules are looked for in the current directory, too.
 
     Raises:
-        SystemExit: no such module or name.
+        SystemExit: not of this form, no such module or function, or the module fails, or ends the
+            program, while it is imported.
     """
-    module, _, attribute = name.partition(":")
+    module_name, _, attribute = name.partition(":")
+    check_function_name(argument, name, module_name, attribute)
+    module = import_for(argument, name, module_name)
+    function = getattr(module, attribute, None)
+    if function is None:
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        file = getattr(module, "__file__", None) or "built in"
+        sys.exit(
+            f"--{argument} {name}: the module {module_name} ({file}) has no {attribute}"
+            f"{did_you_mean(attribute, functions)} {expected_function()}"
+        )
+    if not callable(function) or isinstance(function, type):
+        kind = "class" if isinstance(function, type) else type(function).__name__
+        sys.exit(f"--{argument} {name}: expected a function, found a {kind}")
+    return function
+
+
+def check_function_name(argument: str, name: str, module_name: str, attribute: str) -> None:
+    """Refuses what is not of the form `MODULE:NAME`, such as the path of a file.
+
+    Raises:
+        SystemExit: with what to give instead.
+    """
+    path = Path(module_name)
+    if attribute and (path.suffix == ".py" or len(path.parts) > 1):
+        folder = "" if path.parent == Path() else f", with PYTHONPATH={path.parent}"
+        sys.exit(
+            f"--{argument} {name}: expected MODULE:NAME, which is no path: "
+            f"{path.stem}:{attribute}{folder}"
+        )
+    if not all(word.isidentifier() for word in [*module_name.split("."), attribute]):
+        sys.exit(f"--{argument} {name}: no MODULE:NAME {expected_function()}")
+
+
+def import_for(argument: str, name: str, module_name: str) -> ModuleType:
+    """Imports the user's module; see `load_function`."""
     sys.path.append(os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
+        with no_silent_end():
+            return importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise  # the user's Ctrl-C
     except SyntaxError as error:
         sys.exit(f"--{argument} {name}: {error.msg} in line {error.lineno} of {error.filename}")
-    except (ImportError, AttributeError, ValueError) as error:
+    except BaseException as error:
+        # The module itself, or a package that it is in; not what the module imports in turn.
+        missing = f"{getattr(error, 'name', None)}."
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(missing):
+            files = [path.stem for path in Path.cwd().glob("*.py")]
+            hint = did_you_mean(module_name, files)
+            sys.exit(f"--{argument} {name}: {error}{hint} {expected_function()}")
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [frame for frame in frames if not frame.filename.startswith("<frozen")][-1]
+        said = " ".join("".join(traceback.format_exception_only(error)).split())
         sys.exit(
-            f"--{argument} {name}: {error} "
-            f"(expected MODULE:NAME, the module installed or in {os.getcwd()})"
+            f"--{argument} {name}: importing {module_name} raised {said} "
+            f"({frame.filename}:{frame.lineno})"
         )
+
+
+def expected_function() -> str:
+    """Says what an argument expects that names a function, for the end of a message."""
+    return f"(expected MODULE:NAME, the module installed or in {os.getcwd()})"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns a question for the nearest known word, to go on with in a message; "" without one."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+@contextlib.contextmanager
+def no_silent_end():
+    """Makes `os._exit(0)` raise `SystemExit` inside the block, in which code of the user runs.
+
+    It would end the process at once, with the status of a run that is done. Processes that the code
+    forks may end like that. Another status says itself that the run failed. An exit from C and a
+    program that replaces this one (`os.exec*`) are not noticed.
+    """
+    owner = os.getpid()
+    end = os._exit
+
+    def refuse_success(status: int) -> None:
+        if status == 0 and os.getpid() == owner:
+            sys.exit("os._exit(0)")
+        end(status)
+
+    os._exit = refuse_success
+    try:
+        yield
+    finally:
+        os._exit = end
 
 
 def fill_in_micro_batches(args, on_gpu: bool) -> str | None:

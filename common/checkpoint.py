@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -11,11 +12,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object, set_seed
+from accelerate.utils.constants import RNG_STATE_NAME
 from safetensors import SafetensorError
 
-from common import actor, arguments, distributed, engine, folders, left_behind, record, transcript
+from common import (
+    actor,
+    arguments,
+    distributed,
+    engine,
+    folders,
+    launch,
+    left_behind,
+    record,
+    transcript,
+)
 from common.models import lora
 from common.run import Run
 
@@ -123,8 +137,16 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         entries.update(part)
     if accelerator.is_main_process:
         folders.write_manifest(temporary, entries)
+        # The state counts their bytes. After a power failure they must be there as it is.
+        logs = [file for file in logs_of(run) if file.exists()]
+        folders.flush(*logs, run.folder.parent)
         folders.replace(temporary, final, run.args.save_total_limit)
     accelerator.wait_for_everyone()
+
+
+def logs_of(run: Run) -> tuple[Path, Path]:
+    """Returns the files of lines that grow with a run."""
+    return run.metrics.file, run.metrics.output_dir / transcript.FILE
 
 
 def own_file(folder: Path, process_index: int) -> Path:
@@ -139,14 +161,15 @@ def state_beside_engine(run: Run) -> dict:
     them now would change the rounding, and so the log. All processes must call it.
     """
     metrics = run.metrics
+    log, samples = logs_of(run)
     return {
         "format": FORMAT,
         "arguments": identity_of(run),
         "progress": {name: getattr(run.progress, name) for name in COUNTERS},
         "scheduler": run.scheduler.state_dict(),
         "last_update": metrics.last_update,
-        "metrics_bytes": size_of(metrics.file),
-        "samples_bytes": size_of(metrics.output_dir / transcript.FILE),
+        "metrics_bytes": size_of(log),
+        "samples_bytes": size_of(samples),
         "open_sums": gather_object([metrics.open.state()]),
     }
 
@@ -154,6 +177,45 @@ def state_beside_engine(run: Run) -> dict:
 def size_of(file: Path) -> int:
     """Returns the bytes of a file; 0 if it is not there."""
     return file.stat().st_size if file.exists() else 0
+
+
+def read_state(path: Path) -> dict:
+    """Returns the content of a checkpoint's `state.json`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not what `state_beside_engine` returns. The manifest does not tell that:
+            it finds what storage damages, not what somebody has written anew.
+    """
+    state = folders.read_json(path / "state.json")
+    for name in ("arguments", "progress", "scheduler", "last_update"):
+        check_kind(state, name, dict)
+    check_kind(state, "open_sums", list)
+    for name in ("base_lrs", "lr_lambdas"):
+        check_kind(state["scheduler"], name, list)
+    # Older runs wrote no samples, and did not count sequences.
+    counts = {"samples_bytes": 0, "sequences": 0, **state, **state["progress"]}
+    counts["last_epoch"] = state["scheduler"].get("last_epoch")
+    for name in ("metrics_bytes", "samples_bytes", "last_epoch", *COUNTERS):
+        check_kind(counts, name, int)
+        if counts[name] < 0:
+            raise ValueError(f"{name} is {counts[name]}")
+    processes = state["open_sums"]
+    if not processes or not all(isinstance(sums, dict) for sums in processes):
+        raise ValueError("open_sums are not those of each process")
+    for sums in processes:
+        for name in sums:
+            check_kind(sums, name, list)
+            if len(sums[name]) != 4 or not all(isinstance(x, float | int) for x in sums[name]):
+                raise ValueError(f"the sums of {name} are {sums[name]}")
+    return state
+
+
+def check_kind(values: Any, name: str, kind: type) -> None:
+    """Raises a ValueError if a JSON value is no object with a member of this name and kind."""
+    found = values.get(name) if isinstance(values, dict) else None
+    if not isinstance(found, kind):
+        raise ValueError(f"{name} is {str(found)[:40]}, not of the type {kind.__name__}")
 
 
 def choose_engine_state(run: Run) -> None:
@@ -179,6 +241,8 @@ def choose_engine_state(run: Run) -> None:
 
 # Each ends a run after its update.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Stands for a launcher that is gone. The number is the smallest, so that a signal counts before it.
+LAUNCHER_GONE = signal.SIGHUP
 
 
 def install_signals(run: Run) -> None:
@@ -225,21 +289,27 @@ def keep_handlers_from_forks() -> None:
 
 
 def stop_if_asked(run: Run) -> None:
-    """Saves a checkpoint and ends the run if any process got a signal.
+    """Saves a checkpoint and ends the run if any process got a signal, or has lost its launcher.
 
     All processes must call it, after each update.
 
     Raises:
-        SystemExit: with 128 plus the signal's number.
+        SystemExit: with 128 plus the signal's number; without a launcher with that of SIGHUP.
     """
-    own_signal = torch.tensor(run.stop_signal, device=run.accelerator.device)
+    number = run.stop_signal
+    if number == 0 and launch.launcher_is_gone():
+        number = LAUNCHER_GONE
+    own_signal = torch.tensor(int(number), device=run.accelerator.device)
     number = int(run.accelerator.reduce(own_signal, "max"))
     if number == 0:
         return
     save(run)
     run.metrics.bar.close()
+    cause = signal.Signals(number).name
+    if number == LAUNCHER_GONE:
+        cause = "the end of its launcher"
     run.accelerator.print(
-        f"stopped by {signal.Signals(number).name} after update {run.last_saved}, "
+        f"stopped by {cause} after update {run.last_saved}, "
         f"saved in {run.checkpoints}: go on with --resume auto"
     )
     sys.exit(128 + number)
@@ -272,13 +342,15 @@ def begin(run: Run) -> None:
         state = load(run, path)
         if path.parent.resolve() == run.checkpoints.resolve():
             run.last_saved = run.progress.global_step
-    leave_behind(run, state)
+    lost = leave_behind(run, state)
     distributed.on_main_process(run.accelerator, record.write, run.accelerator, run.args)
     run.metrics.start()
 
     came_from_elsewhere = path is not None and run.last_saved is None
-    if came_from_elsewhere and run.args.save_steps:
-        # The checkpoint is in another run's folder, so this run saves one of its own at once: if it
+    if lost:
+        run.last_saved = None  # it is written again, with the bytes that its logs have now
+    if lost or (came_from_elsewhere and run.args.save_steps):
+        # If the checkpoint is in another run's folder, this run saves one of its own at once: if it
         # were killed before its first, --resume auto would start it anew.
         save(run)
 
@@ -305,8 +377,7 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
     most_gib = (saved * BYTES_PER_PARAMETER + BYTES_BESIDE) / 2**30
     there = folders.by_step(run.checkpoints)
     if resumes_from:
-        state = json.loads((resumes_from / "state.json").read_text(encoding="utf-8"))
-        step = state["progress"]["global_step"]
+        step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
         there = [path for path in there if folders.step_of(path) <= step]
     still_to_come = max(run.args.save_total_limit + 1 - len(there), 1)
     if free_gib < still_to_come * most_gib:
@@ -326,11 +397,12 @@ def find_checkpoint(run: Run) -> Path | None:
         SystemExit: there are checkpoints but none is whole; the run has ended and left none.
     """
     if run.args.resume == "auto":
+        folders.put_back(run.checkpoints)
         candidates = folders.by_step(run.checkpoints)[::-1]
     else:
         candidates = [Path(run.args.resume)]
     for path in candidates:
-        fault = folders.fault_of(path)
+        fault = folders.fault_of(path) or fault_of_state(path)
         if fault is None:
             return path
         run.accelerator.print(f"passed over {path}: {fault}")
@@ -348,7 +420,16 @@ def find_checkpoint(run: Run) -> Path | None:
     return None
 
 
-def leave_behind(run: Run, state: dict | None) -> None:
+def fault_of_state(path: Path) -> str | None:
+    """Says what keeps a checkpoint's `state.json` from being used; None if nothing does."""
+    try:
+        read_state(path)
+    except (OSError, ValueError) as error:
+        return f"state.json cannot be used: {error}"
+    return None
+
+
+def leave_behind(run: Run, state: dict | None) -> bool:
     """Moves what lies beyond the resume point to `<output_dir>/left_behind/`, and says so.
 
     Checkpoints, actors and log lines beyond that point belong to the abandoned run. If the run
@@ -357,12 +438,15 @@ def leave_behind(run: Run, state: dict | None) -> None:
 
     Args:
         state: the `state.json` that the run resumes from; None if it starts from the beginning.
+
+    Returns:
+        whether log lines from before that point are lost, which is said.
     """
     now = digest_of_lines(identity_of(run), run.accelerator.num_processes)
-    distributed.on_main_process(run.accelerator, leave_behind_on_main, run, state, now)
+    return distributed.on_main_process(run.accelerator, leave_behind_on_main, run, state, now)
 
 
-def leave_behind_on_main(run: Run, state: dict | None, now: str) -> None:
+def leave_behind_on_main(run: Run, state: dict | None, now: str) -> bool:
     """See `leave_behind`."""
     output_dir = run.output_dir
     step = None
@@ -377,6 +461,7 @@ def leave_behind_on_main(run: Run, state: dict | None, now: str) -> None:
         if not writers:
             wrote_it = digest_of_lines(state["arguments"], processes=len(state["open_sums"]))
             writers = [[0, wrote_it]]
+    lost = left_behind.lost_lines(dict(zip(logs_of(run), (metrics_bytes, samples_bytes))))
     try:
         said = left_behind.leave(
             output_dir,
@@ -391,8 +476,9 @@ def leave_behind_on_main(run: Run, state: dict | None, now: str) -> None:
             f"what lies beyond the resume point cannot be moved to {output_dir}/left_behind: "
             f"{error}. It is all there still: go on with --resume auto"
         )
-    if said:
-        print(said, flush=True)
+    for line in filter(None, (lost, said)):
+        print(line, flush=True)
+    return lost is not None
 
 
 def digest_of_lines(identity: dict, processes: int) -> str:
@@ -410,13 +496,15 @@ def load(run: Run, path: Path) -> dict:
         SystemExit: it is of other data, of other settings, or of a world whose state this one
             cannot load.
     """
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = read_state(path)
     if state.get("format") != FORMAT:
         sys.exit(
             f"--resume: {path} was written by another version of `common`: resume it with that"
         )
     refuse_another_run(run, path, state["arguments"])
     load_engine(run, path / "engine")
+    if len(state["open_sums"]) == run.accelerator.num_processes:
+        distributed.all_or_none(run.accelerator, True, load_random_states, run, path / "engine")
     load_schedule(run, state["scheduler"])
     for name in COUNTERS:
         setattr(run.progress, name, state["progress"][name])
@@ -546,6 +634,33 @@ def load_engine(run: Run, folder: Path) -> None:
             moments["step"] = step.clone()
             if is_fused:
                 moments["step"] = moments["step"].to(parameter.device, torch.float32)
+
+
+def load_random_states(run: Run, folder: Path) -> None:
+    """Sets the random states of this process, once more: accelerate passes over any error there.
+
+    Args:
+        folder: `engine` in a checkpoint of as many processes.
+
+    Raises:
+        SystemExit: they cannot be read.
+    """
+    file = folder / f"{RNG_STATE_NAME}_{run.accelerator.process_index}.pkl"
+    try:
+        states = accelerate.utils.load(file)
+        random.setstate(states["random_state"])
+        np.random.set_state(states["numpy_random_seed"])
+        torch.set_rng_state(states["torch_manual_seed"])
+        # A run that comes from a CPU has none.
+        if run.accelerator.device.type == "cuda" and "torch_cuda_manual_seed" in states:
+            states_of_gpus = states["torch_cuda_manual_seed"]
+            torch.cuda.set_rng_state(states_of_gpus[torch.cuda.current_device()])
+    except Exception as error:  # whatever a pickle of other versions may raise
+        cause = " ".join(str(error).partition(". ")[0].split())[:200]
+        sys.exit(
+            f"--resume: the random states in {file} cannot be read, so dropout would be drawn "
+            f"otherwise ({type(error).__name__}: {cause}). Give --resume an older checkpoint"
+        )
 
 
 def load_schedule(run: Run, state: dict) -> None:

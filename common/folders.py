@@ -5,6 +5,7 @@ import os
 import shutil
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
     """Flushes a written folder to the disk and puts it in the place of another.
 
     Killed at any instant, this leaves the old folder or the new one whole: at worst the old one
-    under its name with `.old`.
+    under its name with `.old`, see `put_back`.
 
     Args:
         temporary: the written folder, in the same parent folder as `directory`.
@@ -36,12 +37,41 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def put_back(parent: Path) -> None:
+    """Gives the folders their names back that a killed `replace` had just put aside."""
+    for old in parent.glob(f".{STEP_PREFIX}*.old"):
+        directory = parent / old.name[1 : -len(".old")]
+        if not directory.exists():
+            old.rename(directory)
+
+
 def flush(*paths: Path) -> None:
     """Flushes files and folders to the disk; of a folder its list of names, not its files."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file whole, or leaves the one that was there."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> Any:
+    """Returns what a JSON file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or nested so deeply that Python cannot read it.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def step_of(folder: Path) -> int | None:
@@ -91,7 +121,7 @@ def write_manifest(folder: Path, entries: dict[str, list[int]]) -> None:
 def fault_of(path: Path) -> str | None:
     """Says what keeps a folder from being a whole checkpoint; None if nothing does."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_json(path / "manifest.json")
         for name, (size, crc) in manifest.items():
             file = path / name
             found_size = file.stat().st_size

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import logging
 import os
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -16,13 +17,17 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, cpu, distributed, engine, lazily, zero
+from common import PARENT, arguments, cpu, distributed, engine, lazily, lock, record, zero
 
 datasets = lazily("datasets")
 
 # How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
 # That is too short while one of them tokenises, checks or writes files.
 PATIENCE = datetime.timedelta(hours=12)
+
+# Each launcher sets one of these for what it starts, and nobody else does: torchrun, which
+# accelerate's launcher of several processes is too, accelerate's launcher of one, and deepspeed.
+SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE", "CROSS_SIZE")
 
 
 class Launcher(NamedTuple):
@@ -49,8 +54,8 @@ def make_accelerator(args, recipe: str) -> Accelerator:
 
     Raises:
         SystemExit: batch sizes that do not divide, a missing DeepSpeed JSON, settings that would be
-            silently ignored, another number of processes than the launcher's, a non-empty
-            `output_dir` with `--resume never`.
+            silently ignored, another number of processes than the launcher's, an `output_dir` that
+            another run uses, or with `--resume never` one that holds another run.
     """
     launcher = read_environment()
     chosen = arguments.fill_in_micro_batches(args, on_gpu=not launcher.on_cpu)
@@ -62,6 +67,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     )
     quiet()
     refuse_what_would_be_ignored(launcher)
+    stay_on_this_machine()
     accelerator = build(args, launcher, accumulation)
     check_built(accelerator, launcher, accumulation)
     if launcher.fsdp:
@@ -89,6 +95,16 @@ def read_environment() -> Launcher:
     )
 
 
+def launcher_is_gone() -> bool:
+    """Whether the launcher that started this process has ended, and has left it behind.
+
+    Launchers wait for what they start, so a launcher that is gone was killed. Whoever starts a
+    recipe without one, such as a shell with `&`, may go.
+    """
+    was_launched = any(name in os.environ for name in SET_BY_LAUNCHERS)
+    return was_launched and os.getppid() != PARENT
+
+
 def refuse_what_would_be_ignored(launcher: Launcher) -> None:
     """Refuses settings that accelerate would drop in silence."""
     # When asked for several processes, `accelerate launch` sets MASTER_ADDR; but without a
@@ -106,6 +122,18 @@ def refuse_what_would_be_ignored(launcher: Launcher) -> None:
             "fp16 without DeepSpeed needs a GPU (accelerate would run fp32 in silence): "
             "use ds_fp16.yaml or cpu.yaml"
         )
+
+
+def stay_on_this_machine() -> None:
+    """Lets gloo listen on the loopback interface alone, where one machine runs all processes.
+
+    By default it listens at the address that the host's name resolves to, which the network may
+    reach. What else listens, and why that cannot be changed here: SECURITY.md.
+    """
+    processes = os.environ.get("WORLD_SIZE")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if processes and processes == os.environ.get("LOCAL_WORLD_SIZE") and "lo" in interfaces:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def build(args, launcher: Launcher, accumulation: int) -> Accelerator:
@@ -189,11 +217,14 @@ def make_output_dir(accelerator: Accelerator, args, recipe: str) -> None:
 def decide_output_dir(args, recipe: str) -> str:
     """Returns the folder that `--output_dir` and `--resume` ask for, made if it is not there.
 
+    From then on it is this run's alone, until this process ends.
+
     Returns:
         `--output_dir`, the folder of the run that is resumed, or `runs/<recipe>/<date-time>`.
 
     Raises:
-        SystemExit: nothing to resume, or a folder that holds another run or cannot be made.
+        SystemExit: nothing to resume, or a folder that holds another run, that another run uses
+            now, or that cannot be made.
     """
     continues = False  # whether the folder is that of the run which goes on
     if args.resume == "never":
@@ -208,18 +239,38 @@ def decide_output_dir(args, recipe: str) -> str:
         path = output_dir_of_checkpoint(args)
         continues = path.resolve() / "checkpoints" == Path(args.resume).resolve().parent
 
-    if not continues and path.is_dir() and any(path.iterdir()):
-        way_on = ": it has no checkpoint to go on from"
-        if any(path.glob("checkpoints/global_step_*")):
-            way_on = ", or --resume auto to go on from its last checkpoint"
-        sys.exit(f"--output_dir {path} already holds another run. Take another{way_on}.")
+    # Where no run was before, the files are somebody's, and the lock must not be added to them.
+    has_files = path.is_dir() and any(path.iterdir())
+    if not continues and has_files and not (path / lock.FILE).exists():
+        refuse_used(path)
     try:
         # A folder named after the time must be new: another run may begin in the same instant.
         path.mkdir(parents=True, exist_ok=bool(args.output_dir) or continues)
+        lock.take(path)
     except OSError as error:  # also a file of that name, or no permission
         sys.exit(f"--output_dir {path} cannot be made: {error}")
     atexit.register(remove_if_empty, path)
+    # A run that failed before its first update has left nothing to be kept from another one.
+    if not continues and has_update(path):
+        refuse_used(path)
     return str(path)
+
+
+def refuse_used(folder: Path) -> None:
+    """Ends the program because the folder of a new run is not free."""
+    way_on = ": it has no checkpoint to go on from"
+    if any(folder.glob("checkpoints/global_step_*")):
+        way_on = ", or --resume auto to go on from its last checkpoint"
+    sys.exit(f"--output_dir {folder} already holds another run. Take another{way_on}.")
+
+
+def has_update(folder: Path) -> bool:
+    """Whether a run's folder holds more than what is written before the first update."""
+    if any(any(folder.glob(f"{name}/*")) for name in ("checkpoints", "actors", "actor")):
+        return True
+    log = record.Log(folder)
+    log.read_on()
+    return any(line.get("global_step") != 0 for line in log.ends)
 
 
 def unused(path: Path) -> Path:
@@ -233,8 +284,10 @@ def unused(path: Path) -> Path:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Removes the folder of a run that was refused before it wrote anything."""
+    """Removes the folder of a run that was refused before it wrote anything but its lock."""
     with contextlib.suppress(OSError):  # it is not empty, or gone
+        if [path.name for path in folder.iterdir()] == [lock.FILE]:
+            (folder / lock.FILE).unlink()
         folder.rmdir()
 
 

@@ -64,9 +64,9 @@ class Sum(NamedTuple):
 
 
 # How two sums of values, two minima or two maxima become one.
-JOIN = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
+JOIN = {"mean": torch.add, "sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 # Where nothing counts.
-NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
+NOTHING = {"mean": 0.0, "sum": 0.0, "min": math.inf, "max": -math.inf}
 
 
 class Means:
@@ -120,9 +120,10 @@ class Means:
         self.sums = {}
         mine = torch.stack([of_tag.numbers for of_tag in sums.values()])[None]
         everyone = self.accelerator.gather(mine)  # [processes, tags, 2]
-        by_kind = {"mean": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
+        by_kind = {"sum": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
         # Read together: each reading waits.
         totals = dict(zip(by_kind, torch.stack(list(by_kind.values())).tolist()))
+        totals["mean"] = totals["sum"]
 
         means = {}
         for index, (name, (reduce, _)) in enumerate(sums.items()):
@@ -159,7 +160,7 @@ class Metrics:
         charts: the key metrics, by the title of the chart that shows them together; see
             `board.Board`.
         bar_label: what the bar calls `bar_metric`; by default the last part of its name.
-        flop_per_token: of all models together, see `lora.flop_per_token`; decides `perf/mfu`.
+        flop: the operations for each token and each target, see `lora.flop`; decides `perf/mfu`.
 
     Attributes:
         pending: the means of the current update, until it is applied or skipped.
@@ -174,20 +175,21 @@ class Metrics:
         bar_metric: str,
         charts: dict[str, list[str]] | None = None,
         bar_label: str = "",
-        flop_per_token: int = 0,
+        flop: tuple[float, float] = (0.0, 0.0),
     ):
         self.accelerator = accelerator
         self.progress = progress
         self.bar_metric = bar_metric
         self.bar_label = bar_label or bar_metric.split("/")[-1]
         self.charts = charts or {}
-        self.flop_per_token = flop_per_token
+        self.flop = flop
         self.skip_watch = guards.SkipWatch(accelerator, progress)
 
         self.open = Means(accelerator)
         self.pending = Means(accelerator)
         self.last_update: dict[str, float] = {}  # values of the last applied update alone
         self.seconds: dict[str, float] = {}  # see `timed`
+        self.pending_flop = 0.0  # see `computed`
 
         self.args = args
         self.output_dir = Path(args.output_dir)
@@ -227,6 +229,7 @@ class Metrics:
         self.since = time.perf_counter()
         self.samples_before = self.progress.samples
         self.tokens_before = self.progress.tokens
+        self.open_flop = 0.0  # of this process
         # A name once timed stays in every line, if only as 0.
         self.seconds = dict.fromkeys(self.seconds, 0.0)
 
@@ -239,6 +242,17 @@ class Metrics:
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def computed(self, inputs: dict, weights: torch.Tensor) -> None:
+        """Counts the operations of a micro-batch that was trained on, for `perf/mfu`.
+
+        Args:
+            inputs: of `packing.make_batch`.
+            weights: of its samples, on the CPU. A micro-batch of padding alone counts nothing.
+        """
+        if weights.any():
+            of_token, of_target = self.flop
+            self.pending_flop += of_token * inputs["tokens"] + of_target * len(inputs["targets"])
 
     def update_done(self, applied: bool, **last_update: float | None) -> None:
         """Adds the pending means to the open ones, or drops them if the update was skipped.
@@ -253,22 +267,31 @@ class Metrics:
             }
             guards.check_gradient(self.last_update.get("grad_norm", 0.0), self.progress)
             self.open.take(self.pending)
+            self.open_flop += self.pending_flop
             self.bar.update()
         else:
             warning = self.skip_watch.update_skipped(last_update["loss_scale"])
             if warning:
                 self.bar.write(warning)
         self.pending.sums = {}
+        self.pending_flop = 0.0
 
     def log(self) -> None:
         """Writes the training line of this `global_step`. All processes must call it.
 
-        Writes nothing if no update was applied since the last line.
+        If no update was applied since the last line, it has only what rollouts added since, which
+        no update will take up; if there is nothing either, no line is written.
         """
         if "loss" not in self.open.sums:
+            if means := self.open.reduce():
+                self.write({"epoch": self.progress.epoch, **means})
             return
         elapsed = time.perf_counter() - self.since - self.seconds.pop("paused", 0.0)
+        # Summed by the same collective. No tensor of the host: a GPU would wait for its copy.
+        flop = torch.full_like(self.open.sums["loss"].numbers, self.open_flop)
+        self.open.join("flop", Sum("sum", flop))
         means = self.open.reduce()
+        flop = means.pop("flop", 0.0)
         line = {
             "loss": means.pop("loss"),
             **self.last_update,
@@ -278,7 +301,7 @@ class Metrics:
             **({"sequences": self.progress.sequences} if self.progress.counts_sequences else {}),
             "tokens": self.progress.tokens,
             "skipped_steps": self.progress.skipped_steps,
-            **self.performance(elapsed),
+            **self.performance(elapsed, flop),
         }
         self.write(line)
         labels = {
@@ -292,12 +315,15 @@ class Metrics:
         self.bar.set_postfix(self.shown_in_bar, refresh=False)
         self.start_interval()
 
-    def performance(self, elapsed: float) -> dict[str, float]:
-        """Returns `perf/*` of the `elapsed` seconds of training since the last line."""
-        tokens_per_second = (self.progress.tokens - self.tokens_before) / elapsed
+    def performance(self, elapsed: float, flop: float) -> dict[str, float]:
+        """Returns `perf/*` of the `elapsed` seconds of training since the last line.
+
+        Args:
+            flop: the operations of all processes in these seconds; 0 if they are not known.
+        """
         values = {
             "perf/samples_per_second": (self.progress.samples - self.samples_before) / elapsed,
-            "perf/tokens_per_second": tokens_per_second,
+            "perf/tokens_per_second": (self.progress.tokens - self.tokens_before) / elapsed,
         }
         for name, seconds in self.seconds.items():
             values[f"perf/{name}_seconds"] = seconds
@@ -305,9 +331,9 @@ class Metrics:
         if self.accelerator.device.type == "cuda":
             values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
             peak_of_one = PEAK_FLOPS.get(torch.cuda.get_device_name())
-            if peak_of_one:
-                used = self.flop_per_token * tokens_per_second
-                values["perf/mfu"] = used / (peak_of_one * self.accelerator.num_processes)
+            if peak_of_one and flop:
+                peak = peak_of_one * self.accelerator.num_processes
+                values["perf/mfu"] = flop / elapsed / peak
         return values
 
     def add_rollout(
@@ -390,6 +416,7 @@ class Metrics:
         All processes must call it.
         """
         self.log()
+        self.log_rollouts()
         for tracker in self.trackers:
             tracker.finish()
         self.bar.close()

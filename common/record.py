@@ -1,6 +1,7 @@
 """What a run records of itself: its arguments, its surroundings, and a card for its model."""
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -8,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from datetime import datetime, timezone
+from datetime import date, datetime, timezone
 from pathlib import Path
 
 import torch
@@ -42,9 +43,9 @@ def write(accelerator, args) -> None:
     """
     output_dir = Path(args.output_dir)
     repeated = {name: value for name, value in vars(args).items() if name not in NOT_REPEATED}
-    replace(output_dir / ARGUMENTS_FILE, yaml.safe_dump(repeated, sort_keys=False))
+    folders.replace_file(output_dir / ARGUMENTS_FILE, yaml.safe_dump(repeated, sort_keys=False))
     starts = [*starts_of(output_dir), describe_start(accelerator, args)]
-    replace(output_dir / ENVIRONMENT_FILE, json.dumps(starts, indent=1) + "\n")
+    folders.replace_file(output_dir / ENVIRONMENT_FILE, json.dumps(starts, indent=1) + "\n")
 
 
 def plain_settings(args) -> dict[str, bool | int | float | str]:
@@ -75,18 +76,17 @@ def find_date(args) -> str:
         candidates = [Path(args.resume)]
     for path in candidates:
         # A torn checkpoint is refused later. Here another one of the same run will do.
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            date = state["arguments"]["date"]
-            if date is not None:
-                return date
-    return datetime.now().date().isoformat()
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            day = folders.read_json(path / "state.json")["arguments"]["date"]
+            if day is not None:
+                return str(date.fromisoformat(day))  # a template prints it: only a date
+    return date.today().isoformat()
 
 
 def starts_of(output_dir: Path) -> list[dict]:
     """Returns the entries of `environment.json`; none if it cannot be read."""
     try:
-        return json.loads((output_dir / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
+        return folders.read_json(output_dir / ENVIRONMENT_FILE)
     except (OSError, ValueError):
         return []
 
@@ -135,20 +135,26 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Returns the commit of this repository, with a `+` if files differ; None outside of git."""
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    """Returns the commit of this repository, with a `+` if files differ; None outside of git.
+
+    It takes no lock, so that it never is in the way of a user's own git command. `describe --dirty`
+    would take that of the index, whatever the option says.
+    """
+    described = git("describe", "--always", "--abbrev=40")
+    if described is None:
+        return None
+    differs = git("status", "--porcelain", "--untracked-files=no")
+    return f"{described}+" if differs else described
+
+
+def git(*words: str) -> str | None:
+    """Returns what a git command prints about this repository; None if it prints nothing."""
+    command = ["git", "--no-optional-locks", "-C", str(REPOSITORY), *words]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes a file whole, or leaves the one that was there."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 # ============================================================ the card of a model
@@ -195,26 +201,64 @@ def card(output_dir: Path, library: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def lines_of(output_dir: Path) -> list[dict]:
-    """Returns the lines of `metrics.jsonl`; those that are none of ours are left out."""
-    file = output_dir / "metrics.jsonl"
-    if not file.is_file():
-        return []
-    lines = []
-    for text in file.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(text))
-    return lines
+class Log:
+    """The first and the last lines of a run's `metrics.jsonl`.
+
+    A run may have millions of lines, and each checkpoint has a card. So each line is read once, and
+    those in between are not kept.
+
+    Attributes:
+        ends: the first and the last line, or the only one.
+        evaluations: likewise of the lines of evaluations.
+    """
+
+    def __init__(self, output_dir: Path):
+        self.file = output_dir / "metrics.jsonl"
+        self.ends: list[dict] = []
+        self.evaluations: list[dict] = []
+        self.position = 0  # the bytes that are read
+
+    def read_on(self) -> None:
+        """Reads the lines that were written since the last call."""
+        if not self.file.is_file():
+            return
+        last = b""
+        with open(self.file, "rb") as lines:
+            lines.seek(self.position)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break  # torn
+                self.position += len(line)
+                if self.ends:
+                    last = line
+                else:
+                    keep(self.ends, line)
+                if b'"eval/' in line:
+                    keep(self.evaluations, line)
+        keep(self.ends, last)
 
 
-def is_evaluation(line: dict) -> bool:
-    """Whether a line of `metrics.jsonl` is one of an evaluation."""
-    return any(name.startswith("eval/") for name in line)
+def keep(ends: list[dict], line: bytes) -> None:
+    """Makes a line the last of these, unless it is none of ours."""
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(line)
+        if isinstance(values, dict):
+            ends[1:] = [values]
+
+
+the_log = functools.cache(Log)
+
+
+def log_of(output_dir: Path) -> Log:
+    """Returns the `Log` of the run that this process writes, as it stands now."""
+    log = the_log(output_dir.absolute())
+    log.read_on()
+    return log
 
 
 def figures(output_dir: Path) -> str:
     """Returns a table of the held-out figures before training and now; empty without any."""
-    evaluations = [line for line in lines_of(output_dir) if is_evaluation(line)]
+    evaluations = log_of(output_dir).evaluations
     if not evaluations:
         return ""
     first = evaluations[0]["global_step"]

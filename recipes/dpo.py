@@ -231,7 +231,7 @@ def main():
         progress,
         bar_metric="rewards/accuracies",
         charts=CHARTS,
-        flop_per_token=lora.flop_per_token(policy),
+        flop=lora.flop(policy),
     )
     run = Run(
         accelerator=accelerator,
@@ -247,6 +247,7 @@ def main():
         models=lora.fingerprints(accelerator, policy),
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"] + data.train[0]["chosen_ids"])
+    answers.check_room(run)
 
     # ============================================================ reference
     reference = Reference(run)
@@ -297,6 +298,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
+            metrics.computed(batch, micro_batch.weights)
 
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(

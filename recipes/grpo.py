@@ -212,7 +212,8 @@ def estimate_advantages(
     Args:
         scores: `[samples]`, those of a group side by side.
         is_trained: bool `[samples]`; the others count in their group, but not in the mean and the
-            deviation of the batch. None: all.
+            deviation of the batch. None: all. One alone has no deviation: then the batch takes off
+            no mean, and divides by nothing.
     """
     groups = scores.double().reshape(-1, n_samples)
     if is_trained is None:
@@ -645,6 +646,7 @@ def main():
         function=prompts.prompt_row,
         max_new_tokens=args.max_new_tokens,
     )
+    rewards.check_signatures(args, data)
     schedule = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     # The horizon counts every group as kept, whatever is left out later.
     progress = Progress(
@@ -669,7 +671,7 @@ def main():
         bar_metric="reward",
         bar_label=f"reward_at_temperature_{args.temperature:g}",
         charts=CHARTS,
-        flop_per_token=lora.flop_per_token(policy),
+        flop=lora.flop(policy),
     )
     run = Run(
         accelerator=accelerator,
@@ -702,7 +704,8 @@ def main():
     )
     guard = guards.FiniteLosses(run)
     state = run.extra
-    if progress.updates_seen == 0:
+    # Not `updates_seen == 0`: the run may be resumed after rollouts that led to no update.
+    if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
     count_prompts(run)
     while not progress.finished:
@@ -752,6 +755,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
+            metrics.computed(batch, micro_batch.weights)
 
         state.position.update += 1
         if state.position.update == updates_of(rollout, args):

@@ -558,6 +558,7 @@ def main():
         function=prompts.prompt_row,
         max_new_tokens=args.max_new_tokens,
     )
+    rewards.check_signatures(args, data)
     schedule = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     progress = Progress(
         data.mixture.samples,
@@ -593,7 +594,7 @@ def main():
         bar_metric="objective/scores",
         bar_label=f"scores_at_temperature_{args.temperature:g}",
         charts=CHARTS,
-        flop_per_token=lora.flop_per_token(policy),
+        flop=lora.flop(policy),
     )
     run = Run(
         accelerator=accelerator,
@@ -673,6 +674,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
+            metrics.computed(batch, micro_batch.weights)
 
         state.position.update += 1
         if state.position.update == updates_of(rollout, args):

@@ -190,7 +190,7 @@ def main():
         progress,
         bar_metric="accuracy",
         charts=CHARTS,
-        flop_per_token=lora.flop_per_token(scorer),
+        flop=lora.flop(scorer),
     )
     run = Run(
         accelerator=accelerator,
@@ -251,6 +251,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
+            metrics.computed(batch, micro_batch.weights)
 
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(

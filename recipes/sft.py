@@ -269,7 +269,7 @@ def main():
         progress,
         bar_metric="mean_token_accuracy",
         charts=CHARTS,
-        flop_per_token=lora.flop_per_token(policy),
+        flop=lora.flop(policy),
     )
     run = Run(
         accelerator=accelerator,
@@ -285,6 +285,7 @@ def main():
         models=lora.fingerprints(accelerator, policy),
     )
     checks.check_logprobs(run, train_sequences[[0]]["input_ids"][0])
+    answers.check_room(run)
     by_lengths = architecture.takes_lengths(args.attn_implementation)
     packer = checks.make_packer(run, [model], args.packing, by_lengths)
 
@@ -332,6 +333,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
+            metrics.computed(batch, micro_batch.weights)
 
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(

@@ -335,8 +335,8 @@ SAVING = [
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
-            by="load_engine(run, path / 'engine'); set_seed(0, device_specific=True)",
+            "load_schedule(run, state['scheduler'])",
+            by="load_schedule(run, state['scheduler']); set_seed(0, device_specific=True)",
         ),
         RESTORED,
     ),
@@ -843,6 +843,13 @@ ROLLOUTS = [
         "common/rollout/calls.py",
         replace("check", "math.nan if value is None else float(value)", by="float(value or 0)"),
         "test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
+    ),
+    Fault(
+        "functions_share_lists",
+        "what a reward function changes reaches the samples that are trained on",
+        "common/rollout/calls.py",
+        replace("call", "copy.deepcopy", by="tuple"),
+        "test_rewards.py::test_what_a_function_changes_reaches_neither_the_samples_nor_the_next_function",
     ),
     Fault(
         "weights_of_rewards_ignored",

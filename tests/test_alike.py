@@ -88,6 +88,7 @@ LOOP = """
                 optimizer.zero_grad()
             for values, value_weights in logged:
                 metrics.pending.add(values, value_weights)
+            metrics.computed(inputs, micro_batch.weights)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         if applied:
             scheduler.step()
@@ -107,6 +108,9 @@ def source(name: str) -> str:
     text = text.replace(
         "            update_sequences,\n", "            update_rows,\n"
     )  # SFT's rows may hold several
+    text = text.replace(
+        'if position["prompts_seen"] == 0:', "if progress.updates_seen == 0:"
+    )  # GRPO's rollouts may hold no update
     evaluations = re.findall(
         r"metrics\.log_evaluation\(.*?\n?.*?\)\n(?=\s+(?:if |model\.train))", text, re.S
     )

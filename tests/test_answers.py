@@ -3,9 +3,13 @@
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 
-from common.rollout import answers, rewards
+import architectures
+from common.models.logprobs import LogProbModel
+from common.rollout import answers, generation, rewards
+from runs import launch, recipe, refuses, write_jsonl
 
 GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k_train.jsonl"
 
@@ -159,3 +163,69 @@ def test_a_format_may_come_from_the_data():
     responses = ["#### 12", THOUGHT, "so\n\\boxed{4}"]
     assert rewards.format_reward([""] * 3, responses, format_pattern=patterns) == [1.0, 1.0, 1.0]
     assert rewards.format_reward([""] * 3, ["12", "4", "4"], format_pattern=patterns) == [0.0] * 3
+
+
+# ---------------------------------------------------------------------------------------------- room for an answer
+
+
+def held_out(*prompt_lengths: int) -> dict:
+    """A held-out set with such prompts; the last row, which is longer, has no answer."""
+    lengths = [*prompt_lengths, 500]
+    rows = {
+        "row": [10 + row for row in range(len(lengths))],
+        "prompt_ids": [[3 + place % 200 for place in range(length)] for length in lengths],
+        "answer": ["1"] * len(prompt_lengths) + [""],
+    }
+    return {"eval/sums/": datasets.Dataset.from_dict(rows)}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "mpt", "gemma3", "llama"])
+def test_an_answer_has_room_in_the_table_of_positions(accelerator, tokenizer, monkeypatch, name):
+    """What is not refused can be generated, to its last token; what is refused cannot."""
+    wrapper = LogProbModel(architectures.build(name))
+    # No token of the vocabulary, so no answer ends early.
+    monkeypatch.setattr(generation.tokens, "stop_tokens", lambda *_: {10**6})
+
+    def answer(eval_sets: dict, room: int):
+        return answers.exact_match(
+            accelerator, wrapper, wrapper, tokenizer, eval_sets["eval/sums/"], "eval/sums/", 4, room
+        )
+
+    just, beyond = held_out(5, 57, 9), held_out(5, 58, 9)
+    answers.check_room(wrapper, just, 8)
+    share, examples = answer(just, 8)
+    assert [example["row"] for example in examples] == [10, 11, 12] and 0 <= share <= 1
+    if name in ("llama", "gemma3"):  # they compute any position
+        answers.check_room(wrapper, beyond, 800)
+        answer(beyond, 8)
+        return
+    refuses(
+        "--max_new_tokens 8", "a table of 64 positions", "row 11 of eval/sums has 58 tokens", "give --max_new_tokens 7, or",
+        call=lambda: answers.check_room(wrapper, beyond, 8),
+    )  # fmt: skip
+    with pytest.raises((IndexError, RuntimeError)):
+        answer(beyond, 8)
+    answers.check_room(wrapper, beyond, 7)
+    refuses(
+        "row 10 of eval/sums has 65 tokens: leave the answers of such rows empty",
+        call=lambda: answers.check_room(wrapper, held_out(65), 1),
+    )
+    without_answers = {"eval/": held_out(65)["eval/sums/"].remove_columns("answer")}
+    answers.check_room(wrapper, without_answers, 8)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_a_held_out_prompt_without_room_is_refused_before_training(tmp_path, tokenizer, name):
+    """SFT cuts what is learned, not the prompt that is asked."""
+    architectures.build("gpt2", vocab_size=264).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    row = {"prompt": "a" * 60, "completion": "b", "chosen": "b", "rejected": "c", "answer": "b"}
+    write_jsonl(tmp_path / "train.jsonl", [row | {"prompt": "a"}] * 8)
+    write_jsonl(tmp_path / "held_out.jsonl", [row | {"prompt": "a"}, row])
+    done = launch(
+        [], recipe(name), "--model_name_or_path", "model", "--dataset_name", "train.jsonl", "--eval_dataset_name",
+        "held_out.jsonl", "--max_length", 64, "--max_new_tokens", 8, "--train_batch_size", 4, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    said = done.stdout.strip().splitlines()[-1]
+    assert done.returncode == 1 and "--max_new_tokens 8: 'model' has a table of 64" in said, said
+    assert "give --max_new_tokens 5" in said and "Traceback" not in done.stdout

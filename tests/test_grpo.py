@@ -17,17 +17,20 @@ from common import batches
 from common.data.mixture import mixture_of
 from common.progress import Progress
 from runs import (
+    LAUNCHERS,
     evaluation_lines,
     launch,
     lines,
     recipe,
     refuses,
+    timeless,
     tiny_llama,
     training_lines,
     weights,
     without_timings,
     write_jsonl,
 )
+from runs import samples as samples_of
 from test_ppo import STOPS, alone
 
 grpo = types.SimpleNamespace(**runpy.run_path(str(recipe("grpo"))))
@@ -416,7 +419,10 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
     assert "done: 0 updates (the model is as it was), 0 skipped" in said
     assert torch.equal(weights(output), weights(inputs, "model"))
     assert training_lines(output) == []
-    assert [line["global_step"] for line in evaluation_lines(output)] == [0]
+    before, of_rollouts = lines(output)
+    assert before["global_step"] == of_rollouts["global_step"] == 0 and "eval/scores" in before
+    assert of_rollouts["epoch"] == of_rollouts["frac_groups_dropped"] == 1
+    assert of_rollouts["rewards/same/mean"] == 1
 
 
 def test_a_policy_that_is_not_finite_stops_the_run_before_its_responses_are_scored(inputs):
@@ -451,6 +457,8 @@ def test_a_whole_epoch_without_an_update_ends_a_run_that_counts_updates(inputs):
     assert result.returncode == 1
     assert "nor from any of the last 7 prompts, a whole epoch" in result.stdout
     assert "Traceback" not in result.stdout
+    (of_rollouts,) = lines(inputs / "endless")  # what the rewards were that taught nothing
+    assert (of_rollouts["global_step"], of_rollouts["reward"]) == (0, 1)
 
 
 def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inputs):
@@ -468,12 +476,76 @@ def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inpu
     settings = dict(SHARED, train_batch_size=12, micro_train_batch_size=3)
     more = ["--reward_function", "rewarding_once:once", "--save_steps", 5, "--report_to", "none"]
     run(inputs, output, settings, *more, "--eval_dataset_name", held_out)
-    assert [line["global_step"] for line in lines(output)] == [0, 1, 1]
+    assert [line["global_step"] for line in lines(output)] == [0, 1, 1, 1]
+    # The rewards of every rollout are in a line.
+    rewarded = [line for line in lines(output) if "reward" in line]
+    assert ["loss" in line for line in rewarded] == [True, False]
+    of_rollouts = [sample for sample in samples_of(output) if sample["source"] == "rollout"]
+    for step, line in enumerate(rewarded):
+        scores = [sample["score"] for sample in of_rollouts if sample["global_step"] == step]
+        assert line["reward"] == pytest.approx(sum(scores) / len(scores)) and len(scores) > 8
+    assert rewarded[-1]["epoch"] == 1
     evaluations = evaluation_lines(output)
     assert [line["global_step"] for line in evaluations] == [0, 1]
     tags = {"scores", "length", "eos_rate", "rewards/once/mean"}
     assert evaluations[0].keys() == {"global_step", *(f"eval/{tag}" for tag in tags)}
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["global_step_000001"]
+
+
+# The first rollout's scores are all equal, those of the others are not.
+LATER = """
+import os, signal
+
+def later(prompts, responses, response_ids, held_out, **columns):
+    if held_out[0]:
+        return [0.0] * len(responses)
+    file = f"sampled-{os.environ.get('RANK', 0)}"
+    if os.path.exists(file):
+        return [float(len(ids) // 2) for ids in response_ids]
+    open(file, "w")
+    if "STOP" in os.environ:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [1.0] * len(responses)
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2", "zero3"))],
+)
+def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
+    inputs, tmp_path, launcher
+):
+    """The evaluation before training is there once."""
+    rows = [{"prompt": "ab3" * (1 + 5 * row % 7), "held_out": False} for row in range(7)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    asked = [{"prompt": f"{row}+1", "held_out": True} for row in range(3)]
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", asked)
+    settings = [part for name, value in SHARED.items() for part in (f"--{name}", value)]
+    outputs = []
+    for name, ways in {"whole": [{}], "stopped": [{"STOP": "1"}, {}]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "rewarding_later.py").write_text(LATER)
+        outputs.append(folder / "out")
+        for env in ways:
+            result = launch(
+                LAUNCHERS[launcher],
+                recipe("grpo"),
+                *["--model_name_or_path", inputs / "model", "--dataset_name", data],
+                *["--eval_dataset_name", held_out, "--output_dir", outputs[-1]],
+                *["--reward_function", "rewarding_later:later", "--max_epochs", 2],
+                *["--resume", "auto", "--report_to", "none", *settings],
+                cwd=folder,
+                env=env,
+                check="STOP" not in env,
+            )
+        assert ("resumed from" in result.stdout) == (name == "stopped")
+    whole, stopped = outputs
+    assert (stopped / "checkpoints/global_step_000000").exists()
+    assert timeless(stopped) == timeless(whole) and samples_of(stopped) == samples_of(whole)
+    assert torch.equal(weights(stopped), weights(whole))
+    assert [line["global_step"] for line in evaluation_lines(stopped)].count(0) == 1
 
 
 def test_progress_counts_rows_where_updates_do_not_tell_them():

@@ -31,6 +31,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from architectures import build
 from common import arguments, batches, checkpoint, export
 from common.models.load import score_model, tokenizer_of
 from common.models.logprobs import LogProbModel, ScoreModel
@@ -367,6 +368,7 @@ def log_probs_of(response: list[int], logits: list[np.ndarray], temperature: flo
     return [step.log_softmax(-1)[token].item() for step, token in zip(scaled, response)]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # what transformers is about to take away
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("batch_size", [4, 100])
 def test_responses_of_a_prompt_share_its_prefill(
@@ -455,6 +457,25 @@ def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
     assert {
         name: getattr(model.generation_config, name) for name in others
     } == others  # it is saved with the actor
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "jetmoe", "llama4"])
+def test_a_router_that_is_asked_for_its_logits_generates_too(accelerator, tokenizer, name):
+    """Prompts of unequal length have a mask, which fits only the tokens of the first step."""
+    model = build(name)
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    prompts = [PROMPTS[0], PROMPTS[0][:2], PROMPTS[1]]
+    found = {}
+    for wanted in (False, True):
+        for config in configs:
+            config.output_router_logits = wanted
+        found[wanted] = generation.generate(accelerator, model, model, tokenizer, prompts, 4, 6)
+    assert found[True] == found[False] and len(set(map(len, prompts))) > 1
+    assert all(config.output_router_logits is True for config in configs)
+    with pytest.raises(ZeroDivisionError), generation.ready_to_generate(accelerator, model, model):
+        assert all(config.output_router_logits is False for config in configs)
+        raise ZeroDivisionError
+    assert all(config.output_router_logits is True for config in configs)
 
 
 def test_sampling_is_the_inverse_of_the_cumulative_probability():

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -113,3 +115,60 @@ def test_a_card_names_what_is_on_the_hub(tmp_path):
     elsewhere.mkdir()
     record.write_card(elsewhere, "peft")
     assert not [*elsewhere.iterdir()]
+
+
+def test_a_line_is_read_once_for_all_cards(tmp_path):
+    """So the card of a run of a million lines costs no more than that of a short one."""
+    file = tmp_path / "metrics.jsonl"
+    numbers = lambda log: [
+        [line["global_step"] for line in part] for part in (log.ends, log.evaluations)
+    ]
+    assert numbers(record.log_of(tmp_path)) == [[], []]
+    first = '{"global_step": 0, "eval/loss": 3}\n'
+    file.write_text(first)
+    assert numbers(record.log_of(tmp_path)) == [[0], [0]]
+    middle = "".join(f'{{"global_step": {step}, "loss": 2}}\n' for step in (1, 2))
+    evaluation = '{"global_step": 2, "eval/loss": 2}\n'
+    file.write_text(first + middle + evaluation)
+    assert numbers(record.log_of(tmp_path)) == [[0, 2], [0, 2]]
+    # What was read is not read again; what is torn counts when it is whole.
+    last = '{"global_step": 3, "loss": 1}\n'
+    read = len(first + middle + evaluation)
+    file.write_text("x" * (read - 1) + "\n" + last[:-9])
+    assert numbers(record.log_of(tmp_path)) == [[0, 2], [0, 2]]
+    file.write_text("x" * (read - 1) + "\n" + last + "no JSON\n")
+    log = record.log_of(tmp_path)
+    assert numbers(log) == [[0, 2], [0, 2]] and log.position == read + len(last + "no JSON\n")
+    file.write_text("x" * (log.position - 1) + "\n" + last)
+    assert numbers(record.log_of(tmp_path)) == [[0, 3], [0, 2]]
+    assert numbers(record.log_of(tmp_path)) == [[0, 3], [0, 2]]  # nothing new
+
+
+def test_a_commit_is_read_without_the_lock_of_the_clone(tmp_path, monkeypatch):
+    """A file whose time alone has changed makes git write its index anew, if it may."""
+    monkeypatch.setattr(record, "REPOSITORY", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert record.commit() is None  # outside of git
+    git = [
+        "git",
+        "-C",
+        str(tmp_path),
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@b",
+        "-c",
+        "commit.gpgsign=false",
+    ]
+    (tmp_path / "file").write_text("one")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout[:40]
+    index = tmp_path / ".git/index"
+    before = (index.stat().st_ino, index.read_bytes())
+    os.utime(tmp_path / "file", (1, 1))
+    (tmp_path / "another").write_text("untracked")
+    assert record.commit() == head
+    (tmp_path / "file").write_text("two")
+    assert record.commit() == f"{head}+"
+    assert (index.stat().st_ino, index.read_bytes()) == before

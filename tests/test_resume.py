@@ -3,6 +3,7 @@
 It ends with the same weights and the same metrics.jsonl.
 """
 
+import datetime
 import errno
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import checkpoint
+from common import checkpoint, folders
 from common.metrics import Metrics
 from common.progress import Progress
 from runs import (
@@ -229,6 +231,156 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch
     assert resumed.metrics.last_update == {"grad_norm": 0.5} and resumed.extra == run.extra
 
 
+def test_the_logs_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    run = run_in_this_process(tmp_path)
+    for file in checkpoint.logs_of(run):
+        file.write_text('{"global_step": 0}\n')
+    done = []
+
+    def note(name, function, path_of):
+        def call(first, *others):
+            done.append((name, path_of(first)))
+            return function(first, *others)
+
+        return call
+
+    fsync = note("flush", os.fsync, lambda handle: os.readlink(f"/proc/self/fd/{handle}"))
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", note("rename", Path.rename, str))
+    writing = run.folder / ".writing"
+    checkpoint.write(run, writing, run.folder / "global_step_000000")
+    renamed = done.index(("rename", str(writing)))
+    # The folder holds the names of the logs, and that of `checkpoints`.
+    for path in (*checkpoint.logs_of(run), tmp_path):
+        assert ("flush", str(path)) in done[:renamed], path
+
+
+def test_random_states_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
+    """accelerate passes over any error there, and the run would draw other dropout without a word."""
+    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    final = tmp_path / "global_step_000000"
+    checkpoint.write(run_in_this_process(tmp_path), tmp_path / ".writing", final)
+    file = final / "engine/random_states_0.pkl"
+    states = torch.load(file, weights_only=False)
+    broken = {**states, "torch_manual_seed": states["torch_manual_seed"][:-1]}
+    without = {name: value for name, value in states.items() if name != "numpy_random_seed"}
+    for damage in (None, broken, without):
+        torch.save(damage, file) if damage else file.write_bytes(b"no pickle")
+        refuses(
+            f"the random states in {file} cannot be read",
+            call=lambda: checkpoint.load(run_in_this_process(tmp_path), final),
+        )
+    # With another number of processes they are not those of any process now.
+    state = checkpoint.read_state(final)
+    state["open_sums"] *= 2
+    (final / "state.json").write_text(json.dumps(state))
+    checkpoint.load(run_in_this_process(tmp_path), final)
+
+
+NESTED = "[" * 100_000
+TAMPERED = {
+    "no object": [],
+    "no arguments": {"arguments": None},
+    "a step of words": {"progress": {"global_step": "ten"}},
+    "a step before the first": {"progress": {"global_step": -1}},
+    "no counters": {"progress": {}},
+    "half a size": {"metrics_bytes": 1.5},
+    "no scheduler": {"scheduler": {}},
+    "no processes": {"open_sums": []},
+    "a number for sums": {"open_sums": [1]},
+    "three sums": {"open_sums": [{"loss": [1.0, 2.0, 3.0]}]},
+    "sums of words": {"open_sums": [{"loss": ["a", "b", "c", "d"]}]},
+    "nested": NESTED,
+}
+
+
+def test_what_somebody_changed_is_named_and_the_checkpoint_before_taken(
+    tmp_path, monkeypatch, capsys
+):
+    """Whoever writes `state.json` anew can write its checksum, too."""
+    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    run = run_in_this_process(tmp_path)
+    run.args.resume = "auto"
+    older, newest = (run.folder / f"global_step_00000{step}" for step in (1, 2))
+    for final in (older, newest):
+        checkpoint.write(run, run.folder / ".writing", final)
+    file = newest / "state.json"
+    whole = json.loads(file.read_text())
+    assert checkpoint.find_checkpoint(run) == newest
+    for name, change in TAMPERED.items():
+        text = change
+        if name != "nested":
+            text = json.dumps({**whole, **change} if isinstance(change, dict) else change)
+        file.write_text(text)
+        (newest / "manifest.json").unlink()
+        folders.write_manifest(newest, folders.describe_files(newest))
+        assert checkpoint.find_checkpoint(run) == older, name
+        assert checkpoint.find_date(run.args) == str(datetime.date.today())
+        said = capsys.readouterr().out
+        assert f"passed over {newest}: state.json cannot be used: " in said, (name, said)
+    for text in (NESTED, "[]", '{"state.json": 1}'):
+        (newest / "manifest.json").write_text(text)
+        assert checkpoint.find_checkpoint(run) == older, text[:20]
+        assert "manifest.json cannot be read: " in capsys.readouterr().out
+
+
+def test_a_date_that_is_none_is_not_taken(tmp_path, monkeypatch):
+    """A template prints what stands there: only a date may."""
+    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    run = run_in_this_process(tmp_path)
+    run.args.resume = "auto"
+    final = run.folder / "global_step_000001"
+    checkpoint.write(run, run.folder / ".writing", final)
+    state = checkpoint.read_state(final)
+    for date, expected in (
+        ("2020-02-29", "2020-02-29"),
+        ("2021-02-29", None),
+        ("{{", None),
+        (7, None),
+    ):
+        state["arguments"]["date"] = date
+        (final / "state.json").write_text(json.dumps(state))
+        assert checkpoint.find_date(run.args) == (expected or str(datetime.date.today()))
+
+
+def test_lost_lines_are_said_and_what_is_whole_stays(inputs, unbroken):
+    """Of a log that was cut in the middle of a line; and the next resume finds a checkpoint that counts what is there."""
+    reference, output = unbroken("dpo", "plain"), inputs / "cut"
+    shutil.copytree(reference, output)
+    log = output / "metrics.jsonl"
+    *first, ninth, _ = log.read_bytes().splitlines(keepends=True)
+    torn = b"".join(first) + ninth[:-20]
+    log.write_bytes(torn)
+    again = [*flags(inputs, "dpo", output), "--save_steps", 0]
+    again += ["--resume", output / "checkpoints/global_step_000010"]
+    kept = output / "left_behind/after_global_step_000010/metrics.jsonl"
+    expected = [line for line in timeless(reference) if line["global_step"] != 9]
+    for is_first in (True, False):
+        said = launch([], recipe("dpo"), *again).stdout
+        lost = (
+            f"lines from before the checkpoint are lost: {log} had {len(torn) + 20} bytes then, of "
+            f"which {len(b''.join(first))} are whole lines now"
+        )
+        assert (lost in said) == is_first
+        assert kept.read_bytes() == ninth[:-20]
+        assert timeless(output) == expected
+    assert torch.equal(weights(output), weights(reference))
+
+
+def test_a_checkpoint_that_was_being_replaced_is_found_again(tmp_path):
+    """Killed between the two renames of `folders.replace`, its name is free."""
+    for name in (".global_step_000002.old", ".global_step_000004.old", "global_step_000004"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "what").write_text(name)
+    folders.put_back(tmp_path)
+    names = {path.name: (path / "what").read_text() for path in folders.by_step(tmp_path)}
+    assert names == {
+        "global_step_000002": ".global_step_000002.old",
+        "global_step_000004": "global_step_000004",
+    }
+
+
 def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
     reference = unbroken("dpo", "plain")
     output = inputs / "damaged"
@@ -241,8 +393,6 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
         "extra.pt",
         "state.json",
     }
-    from common import folders
-
     assert folders.fault_of(newest) is None
     for name in [*manifest, "manifest.json"]:
         whole = (newest / name).read_bytes()
@@ -399,8 +549,6 @@ def test_a_longer_run_has_its_own_rates_from_the_first_update_on(inputs, unbroke
 
 def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
     """On NFS a folder stays while someone reads a file of it."""
-    from common import folders
-
     for name in ("actors/global_step_000001", "actors/.writing"):
         (tmp_path / name).mkdir(parents=True)
     with monkeypatch.context() as busy:

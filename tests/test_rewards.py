@@ -1,21 +1,35 @@
 """Reward functions: what they are given, how their scores are added, and how they may fail."""
 
 import asyncio
+import copy
 import itertools
 import json
 import math
+import os
+import shutil
 import signal
 import sys
 import threading
 import time
 
+import datasets
 import pytest
 import torch
 
-from common.rollout import rewards
+from common.arguments import load_function
+from common.data.mixture import Mixture
+from common.rollout import calls, rewards
 from common.rollout.samples import Samples
-from runs import LAUNCHERS, REPOSITORY, launch, refuses
+from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, write_jsonl
 from test_ppo import alone_in
+
+
+@pytest.fixture(autouse=True)
+def own_loop():
+    """What an async function of one test left behind when it ended the program is not gone on with in the next."""
+    yield
+    calls.event_loop.cache_clear()
+
 
 # Three prompts with two responses each; the third response does not end.
 TEXTS = ["12", "3456", "78", "90", "1", "5555"]
@@ -70,6 +84,48 @@ def test_a_function_is_called_once_with_all_of_its_process(accelerator, tokenize
         "truncated": [False, False, True, False, False, False],
         "step": 7,  # of the run: a column of that name gives way
     }
+
+
+def test_what_a_function_changes_reaches_neither_the_samples_nor_the_next_function(
+    accelerator, tokenizer
+):
+    seen = []
+
+    def meddles(prompts, responses, **columns):
+        seen.append(copy.deepcopy((prompts, responses, columns)))
+        for value in (prompts, *columns["response_ids"], *columns["tests"]):
+            value.pop()
+        responses[:] = ["x"]
+        columns["answer"].clear()
+        columns["tests"][0][0]["in"].append(7)
+        columns["truncated"].reverse()
+        return [1.0] * 6
+
+    async def meddles_later(prompts, responses, tests, response_ids, **columns):
+        await asyncio.sleep(0)
+        return meddles(prompts, responses, tests=tests, response_ids=response_ids, **columns)
+
+    tests = [[{"in": [row]}, {"in": []}] for row in range(3)]
+    samples = samples_of(tokenizer, answer=["a", "b", "c"], tests=tests)
+    before = copy.deepcopy(samples)
+    score(accelerator, tokenizer, judge_of(one=meddles, two=meddles_later, three=meddles), samples)
+    assert (samples.prompts, samples.responses) == (before.prompts, before.responses)
+    assert (samples.row_texts, samples.rows) == (before.row_texts, before.rows)
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[2][1] == TEXTS and seen[2][2]["response_ids"] == before.responses
+
+
+def test_a_function_that_shortens_what_it_is_given_is_measured_by_the_samples(
+    accelerator, tokenizer
+):
+    def shortens(prompts, responses):
+        responses.pop()
+        return [1.0] * len(responses)
+
+    refuses(
+        "expected 6 numbers", "got a list of 5",
+        call=lambda: score(accelerator, tokenizer, judge_of(f=shortens)),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -135,6 +191,17 @@ def test_a_sample_that_nothing_scored_is_refused(accelerator, tokenizer):
     )  # fmt: skip
 
 
+def test_a_sum_that_fp32_does_not_hold_is_refused(accelerator, tokenizer):
+    large = lambda prompts, responses: [0, 0, 3e38, 0, 0, 0]
+    weights = {"large": 2.0, "length": -1.0}
+    refuses(
+        "--reward_weights (2 for large, -1 for length)", "data row 12 is 6e+38", "3.4e+38 (fp32)",
+        call=lambda: score(
+            accelerator, tokenizer, judge_of(large=large, length=length, weights=weights)
+        ),
+    )  # fmt: skip
+
+
 class Scorer(torch.nn.Module):
     """A reward model that gives these scores to the samples, one micro-batch after the other."""
 
@@ -173,7 +240,9 @@ def raises_at(prompts, responses, **columns):
 
 
 def fails_alone(prompts, responses, **columns):
-    raise RuntimeError("the server is gone\nfor good")
+    error = RuntimeError("the server is gone\nfor good")
+    error.__notes__ = ["since Monday"]  # as `add_note` of Python 3.11 does
+    raise error
 
 
 def sleeps_at(prompts, responses, **columns):
@@ -211,6 +280,50 @@ def exits(prompts, responses, **columns):
     sys.exit()
 
 
+def wants_no_program(prompts, responses, **columns):
+    if os.fork() == 0:
+        os._exit(0)  # that is how a process that it forks ends
+    assert os.wait()[1] == 0
+    os._exit(0)
+
+
+async def wants_no_loop(prompts, responses, **columns):
+    await asyncio.sleep(0)
+    os._exit(0)
+
+
+async def cancels_itself(prompts, responses, **columns):
+    for response in responses:
+        if response == "78":
+            asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+
+async def waits_for_a_cancelled_one(prompts, responses, **columns):
+    other = asyncio.ensure_future(asyncio.sleep(60))
+    other.cancel()
+    await other
+
+
+def raises_no_exception(prompts, responses, **columns):
+    raise BaseException("at\nall")
+
+
+async def ends_as_a_generator(prompts, responses, **columns):
+    raise GeneratorExit
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise ValueError
+
+    __repr__ = __str__
+
+
+def says_nothing(prompts, responses, **columns):
+    raise Speechless
+
+
 async def raises_later(prompts, responses, **columns):
     await asyncio.sleep(0)
     return [{}[response] for response in responses]
@@ -224,6 +337,12 @@ WRONG = {
     "a table": (torch.zeros(6, 1), ["got [0.0]", "row 11"]),
     "a dict": ({"score": 1}, ["got a dict"]),
     "a text": (["1"] * 6, ["got '1'", "row 11"]),
+    "two numbers": ([torch.zeros(2)] * 6, ["got tensor([0., 0.])", "row 11"]),
+    "what cannot be shown": ([0, Speechless(), 0, 0, 0, 0], ["got a Speechless", "'3456'"]),
+    "beyond fp32": ([0, 0, 0, -1e39, 0, 0], ["3.4e+38 (fp32)", "got -1e+39", "row 12", "'90'"]),
+    "near the end of fp64": ([0, 0, 0, 0, 0, 1e300], ["got 1e+300", "data row 13", "'5555'"]),
+    "beyond fp64": ([0, 10**400, 0, 0, 0, 0], ["got 1000", "data row 11", "'3456'"]),
+    "beyond what is printed": ([0, 10**9999, 0, 0, 0, 0], ["got a int", "'3456'"]),
     "NaN": ([0, 0, 0, math.nan, 0, 0], ["got nan", "data row 12", "'90'"]),
     "infinite": ([0, 0, 0, 0, 0, -math.inf], ["got -inf", "data row 13", "'5555'"]),
 }
@@ -242,9 +361,16 @@ def test_what_may_not_be_returned(accelerator, tokenizer, kind):
         (raises_at, ["ZeroDivisionError", "data row 13", "'5555'", "test_rewards.py:"]),
         (raises_in_a_library, ["JSONDecodeError", "data row 12", "'78'", "(test_rewards.py:"]),
         (exits, ["SystemExit", "data rows 11 to 13"]),
-        (fails_alone, ["RuntimeError", "server is gone", "data rows 11 to 13"]),
+        (fails_alone, ["RuntimeError: the server is gone for good", "data rows 11 to 13"]),
         (raises_later, ["KeyError", "data row 11", "'12'"]),
         (lambda prompts, responses, answer: [], ["TypeError", "answer"]),
+        (wants_no_program, ["SystemExit: os._exit(0) (test_rewards.py:", "data rows 11 to 13"]),
+        (wants_no_loop, ["SystemExit: os._exit(0) (test_rewards.py:"]),
+        (cancels_itself, ["CancelledError (test_rewards.py:", "data row 12", "'78'"]),
+        (waits_for_a_cancelled_one, ["CancelledError (test_rewards.py:"]),
+        (raises_no_exception, ["BaseException: at all (test_rewards.py:"]),
+        (ends_as_a_generator, ["GeneratorExit (test_rewards.py:"]),
+        (says_nothing, ["Speechless: <exception str() failed> (test_rewards.py:"]),
     ],
 )
 def test_a_function_that_raises(accelerator, tokenizer, function, parts):
@@ -252,6 +378,34 @@ def test_a_function_that_raises(accelerator, tokenizer, function, parts):
     refuses(
         "--reward_function mine raised", *parts, call=lambda: score(accelerator, tokenizer, judge)
     )
+
+
+def test_ctrl_c_is_the_users_unless_a_run_handles_it(accelerator, tokenizer, monkeypatch):
+    """Where a run handles it, nothing but the function itself raises KeyboardInterrupt."""
+
+    def interrupts(prompts, responses):
+        raise KeyboardInterrupt
+
+    async def interrupts_later(prompts, responses):
+        raise KeyboardInterrupt  # the loop does not go on after it
+
+    pressed = lambda prompts, responses: signal.raise_signal(signal.SIGINT) or [1.0] * 6
+    for function in (interrupts, interrupts_later, pressed):
+        with pytest.raises(KeyboardInterrupt):
+            score(accelerator, tokenizer, judge_of(f=function))
+    got = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
+    try:
+        for function in (interrupts, interrupts_later):
+            calls.event_loop.cache_clear()
+            refuses(
+                "--reward_function f raised KeyboardInterrupt (test_rewards.py:",
+                call=lambda function=function: score(accelerator, tokenizer, judge_of(f=function)),
+            )
+        assert score(accelerator, tokenizer, judge_of(f=pressed)).total.tolist() == [1] * 6
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert got == [signal.SIGINT]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +463,9 @@ def test_async_functions_share_one_event_loop(accelerator, tokenizer):
 
 
 def load(tokenizer, functions, weights=None, timeout=600.0):
-    return rewards.load_judge(None, tokenizer, None, functions, weights, False, timeout, None)
+    return rewards.load_judge(
+        None, tokenizer, None, functions, weights, False, timeout, None, ["a"]
+    )
 
 
 def test_functions_are_loaded_with_their_names_and_weights(tokenizer, tmp_path, monkeypatch):
@@ -320,6 +476,7 @@ def test_functions_are_loaded_with_their_names_and_weights(tokenizer, tmp_path, 
     judge = load(tokenizer, names)
     assert judge.parts == list(judge.weights) == ["good", "answer_reward"]
     assert list(judge.weights.values()) == [1.0, 1.0] and judge.timeout == 600
+    assert judge.columns == ["a"]
     judge = load(
         tokenizer, ["one_of_test:good", "two_of_test:good", "two_of_test:reward_model"], [1, 0, 2]
     )
@@ -336,6 +493,161 @@ def test_functions_are_loaded_with_their_names_and_weights(tokenizer, tmp_path, 
         )  # fmt: skip
 
 
+MODULES = {
+    "brief_of_test": "def brief(prompts, responses): ...\nclass Brief: ...\nlimit = 3\n",
+    "exits_of_test": "import sys\nsys.exit(0)\n",
+    "ends_of_test": "import os\nos._exit(0)\n",
+    "fails_of_test": "def f(): ...\n1 / 0\n",
+    "lacks_of_test": "import no_such_library\n",
+}
+
+
+@pytest.mark.parametrize("name, parts", [
+    ("brief_of_test:breif", ["brief_of_test.py) has no breif; did you mean brief?", "MODULE:NAME"]),
+    ("brief_of_test:other", ["brief_of_test.py) has no other (expected MODULE:NAME"]),
+    ("brief_of_tset:brief", ["No module named 'brief_of_tset'; did you mean brief_of_test?"]),
+    ("brief_of_test.py:brief", ["which is no path: brief_of_test:brief"]),
+    ("../rf:nan", ["which is no path: rf:nan, with PYTHONPATH=.."]),
+    ("/home/me/rf.py:nan", ["which is no path: rf:nan, with PYTHONPATH=/home/me"]),
+    ("brief", ["no MODULE:NAME (expected MODULE:NAME, the module installed or in "]),
+    ("brief_of_test:", ["no MODULE:NAME"]),
+    (".rf:nan", ["no MODULE:NAME"]),
+    ("brief_of_test:Brief", ["expected a function, found a class"]),
+    ("brief_of_test:limit", ["expected a function, found a int"]),
+    ("exits_of_test:f", ["importing exits_of_test raised SystemExit: 0", "exits_of_test.py:2)"]),
+    ("ends_of_test:f", ["importing ends_of_test raised SystemExit: os._exit(0)"]),
+    ("fails_of_test:f", ["raised ZeroDivisionError: division by zero", "fails_of_test.py:2)"]),
+    ("lacks_of_test:f", ["raised ModuleNotFoundError: No module named 'no_such_library'", "lacks_of_test.py:1)"]),
+])  # fmt: skip
+def test_a_function_that_cannot_be_loaded(tmp_path, monkeypatch, name, parts):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for module, text in MODULES.items():
+        (tmp_path / f"{module}.py").write_text(text)
+    call = lambda: load_function("reward_function", name)
+    refuses(f"--reward_function {name}: ", *parts, call=call)
+
+
+def test_ctrl_c_while_a_module_is_imported_is_ctrl_c(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "slow_of_test.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_function("reward_function", "slow_of_test:f")
+
+
+# ---------------------------------------------------------------------------------------------- signatures
+
+
+def sets_of(*sets: list[dict]) -> tuple[datasets.Dataset, Mixture]:
+    """Rows of several data sets, as `dataset.load_mixture` returns them."""
+    texts = [json.dumps({"prompt": "p", **row}) for rows in sets for row in rows]
+    return datasets.Dataset.from_dict({"columns": texts}), Mixture(
+        tuple(map(len, sets)), (1.0,) * len(sets)
+    )
+
+
+def check_signature(function, *rows: dict, held_out: dict | None = None) -> list[str]:
+    """Checks a function against a mixture of sets with such rows, and against a held-out set."""
+    train_set, mixture = sets_of(*[[row] * 3 for row in rows or ({"answer": "1", "level": 2},)])
+    eval_sets = {} if held_out is None else {"eval/": sets_of([held_out])[0]}
+    return rewards.check_signatures({"mine": function}, train_set, mixture, eval_sets)
+
+
+def of_trl(completions, answer, **kwargs): ...
+def of_trl_too(prompts, completions, **kwargs): ...
+def wants_soluton(prompts, responses, soluton): ...
+def wants_anser(prompts, responses, *, anser, **columns): ...
+def swapped(responses, prompts): ...
+def second_is_a_column(prompts, answer): ...
+def takes_one(prompts): ...
+def takes_names(*, prompts, responses): ...
+
+
+@pytest.mark.parametrize("function, parts", [
+    (wants_soluton, ["mine wants `soluton`; the columns of the training data are answer, level;", "response_ids, truncated, step are passed, too"]),
+    (wants_anser, ["mine wants `anser`; did you mean answer?; the columns"]),
+    (of_trl, ["mine takes (completions, answer, **kwargs): completions are TRL's", "docs/ppo.md"]),
+    (swapped, ["mine takes (responses, prompts)", "prompts and responses, in this order"]),
+    (second_is_a_column, ["mine takes (prompts, answer)", "multiple values for argument 'answer'"]),
+    (takes_one, ["mine takes (prompts)", "too many positional arguments"]),
+    (takes_names, ["mine takes (*, prompts, responses)", "too many positional arguments"]),
+    (os.system, ["mine takes (command)", "too many positional arguments"]),
+    (lambda prompts, responses, prompt: 0, ["mine wants `prompt`"]),
+])  # fmt: skip
+def test_a_signature_that_cannot_take_what_there_is(function, parts):
+    refuses(f"--reward_function {parts[0]}", *parts, call=lambda: check_signature(function))
+
+
+@pytest.mark.parametrize("function", [
+    length, raises_at, waits_at, of_trl_too, rewards.answer_reward, rewards.format_reward, math.hypot,
+    lambda p, r, step, level=None, other=0: 0, lambda *everything, **columns: 0,
+    lambda prompts, responses, truncated, response_ids, answer: 0,
+])  # fmt: skip
+def test_a_signature_that_can_take_it(function):
+    assert check_signature(function) == ["prompt", "answer", "level"]
+
+
+def test_completions_are_texts_only_where_prompts_are():
+    """In TRL they are messages where the prompts are, so such a function would fail later."""
+    messages = {"prompt": [{"role": "user", "content": "p"}]}
+    call = lambda: check_signature(of_trl_too, messages)
+    refuses("mine takes (prompts, completions, **kwargs): completions are TRL's", call=call)
+    both = lambda prompts, completions=None, responses=None, **columns: 0
+    assert check_signature(both, messages) == ["prompt"]
+
+
+def test_the_columns_of_a_mixture_are_those_of_all_its_sets(accelerator, tokenizer):
+    """A call may have rows of one set alone. It gets None for what only the others have."""
+    seen = []
+
+    def function(prompts, responses, answer, level, other="default"):
+        seen.append((answer, level, other))
+        return [0.0] * len(responses)
+
+    sets = [{"answer": "1"}, {"level": 2, "other": 3}]
+    columns = check_signature(function, *sets)
+    assert columns == ["prompt", "answer", "level", "other"]
+    judge = judge_of(f=function)
+    judge.columns = columns
+    score(accelerator, tokenizer, judge, samples_of(tokenizer, answer=["a", "b", "c"]))
+    assert seen == [(["a", "a", "b", "b", "c", "c"], [None] * 6, "default")]
+    # Of a held-out set nothing is filled in: it would be scored as if it had no answers.
+    refuses(
+        "mine wants `level`; the columns of eval are answer;", "(`level=None`",
+        call=lambda: check_signature(function, *sets, held_out={"answer": "1"}),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_signature_is_checked_before_a_model_is_loaded(tmp_path, name):
+    """The folder of the model has no weights."""
+    shutil.copytree(ASSETS / "model", tmp_path / "model", ignore=shutil.ignore_patterns("*.safe*"))
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "a", "answer": "b"}])
+    (tmp_path / "misspelt.py").write_text("def f(prompts, responses, anser): ...\n")
+    done = launch(
+        [], recipe(name), "--model_name_or_path", "model", "--dataset_name", "prompts.jsonl",
+        "--reward_function", "misspelt:f", cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert "f wants `anser`; did you mean answer?" in done.stdout.strip().splitlines()[-1]
+
+
+def test_a_function_that_ends_the_program_does_not_end_the_run_as_done(tmp_path):
+    (tmp_path / "ends.py").write_text("import os\ndef f(prompts, responses):\n    os._exit(0)\n")
+    output = tmp_path / "output"
+    done = launch(
+        [], recipe("grpo"), ASSETS / "grpo.yaml", "--reward_function", "ends:f", "--max_steps", 1,
+        "--rollout_batch_size", 32, "--max_new_tokens", 4, "--eval_dataset_name=", "--report_to", "none",
+        "--output_dir", output, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and not (output / "actor").exists()
+    assert "--reward_function f raised SystemExit: os._exit(0) (ends.py:3)" in done.stdout
+
+
 # ---------------------------------------------------------------------------------------------- two processes
 
 TWO = """
@@ -344,7 +656,7 @@ sys.path[:0] = [{tests!r}, {repository!r}]
 import os, time
 from accelerate import Accelerator
 from transformers import AutoTokenizer
-from common.rollout import rewards
+from common.rollout import calls, rewards
 import test_rewards
 
 def on_the_second(prompts, responses, **columns):
@@ -364,6 +676,7 @@ BODIES = {
     "sleep": ("time.sleep(60)", "took longer than --reward_timeout 3 seconds for 2 responses"),
     "shape": ("[1.0]", "expected 2 numbers"),
     "none": ("[None] * len(responses)", "no reward for data row 13"),
+    "exit": ("os._exit(0)", "raised SystemExit: os._exit(0)"),
 }
 
 

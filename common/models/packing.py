@@ -108,6 +108,7 @@ class Packer:
             targets: their ids, `[targets]`, answer after answer.
             before: the place of the token that predicts each target, `[targets]`.
             last: the place of each answer's last token, `[answers]`.
+            tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
 
         Raises:
             ValueError: the first token of an answer to an empty prompt is to be a target.
@@ -124,6 +125,7 @@ class Packer:
             "targets": batches.send(of_targets(answers, scored), self.device),
             "before": batches.send(of_targets(layout.before, scored), self.device),
             "last": batches.send(layout.last, self.device),
+            "tokens": sum(map(length_of, rows)),
         }
 
     def arrange(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[Pieces]:

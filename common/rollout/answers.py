@@ -1,8 +1,10 @@
 """Whether a response gives the right answer, and the share that does over a held-out set."""
 
 import re
+import sys
 from decimal import Decimal
 
+from common.models import architecture
 from common.rollout import generation
 from common.run import Run
 
@@ -107,6 +109,37 @@ def as_text(text: str) -> str:
     return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
 
 
+def rows_with_answer(eval_set) -> dict[str, list]:
+    """Returns `row prompt_ids answer` of the rows that have an answer."""
+    answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
+    return eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
+
+
+def check_room(run: Run) -> None:
+    """Refuses held-out prompts whose answers may go beyond a model's table of positions.
+
+    A prompt of SFT may even be longer than --max_length, which cuts only what is learned.
+
+    Raises:
+        SystemExit: naming the longest prompt.
+    """
+    max_new_tokens = run.args.max_new_tokens
+    limit = architecture.positions_of(run.unwrapped.model)
+    for prefix, eval_set in run.data.eval_sets.items():
+        if limit is None or "answer" not in eval_set.column_names:
+            continue
+        rows = rows_with_answer(eval_set)
+        longest, row = max((len(ids), row) for ids, row in zip(rows["prompt_ids"], rows["row"]))
+        room = limit - longest + 1  # nothing reads the last new token
+        if max_new_tokens > room:
+            shorter = f"give --max_new_tokens {room}, or " if room > 0 else ""
+            sys.exit(
+                f"--max_new_tokens {max_new_tokens}: {run.args.model_name_or_path!r} has a table "
+                f"of {limit} positions, and the prompt of row {row} of {prefix.rstrip('/')} has "
+                f"{longest} tokens: {shorter}leave the answers of such rows empty"
+            )
+
+
 def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
     """Answers the prompts of a held-out set by greedy decoding. All processes must call it.
 
@@ -120,8 +153,7 @@ def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list
     """
     if "answer" not in eval_set.column_names:
         return {}, []
-    answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
-    rows = eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
+    rows = rows_with_answer(eval_set)
     prompts = rows["prompt_ids"]
     responses = generation.generate(
         run, prompts, run.args.max_new_tokens, batch_size=8 * run.args.micro_train_batch_size

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import inspect
 import json
@@ -17,10 +18,17 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import numpy as np
+
+from common import arguments
 from common.rollout.samples import Samples
 
-# What a function is given whatever the data holds. Columns of these names are not passed.
-OWN_NAMES = ("prompt", "prompts", "responses", "response_ids", "truncated", "step")
+# What a function is given by name whatever the data holds.
+OWN_KEYWORDS = ("response_ids", "truncated", "step")
+# Columns of these names are not passed.
+OWN_NAMES = ("prompt", "prompts", "responses", *OWN_KEYWORDS)
+# The largest score that fp32 holds.
+LARGEST = float(np.finfo(np.float32).max)
 # An async function is cancelled in time. Only one that also blocks is interrupted, so much later.
 GRACE_SECONDS = 1.0
 
@@ -44,14 +52,16 @@ class Given:
     Attributes:
         prompts: as the data has them, strings or lists of messages.
         responses: texts, without special tokens.
-        keywords: the columns of the data and our own by name, see `OWN_NAMES`.
+        keywords: the columns of the data and our own by name, see `OWN_KEYWORDS`.
         rows: the number of each prompt's row in the data, for messages.
+        columns: those that the training data have, though perhaps not these rows of a mixture.
     """
 
     prompts: list
     responses: list[str]
     keywords: dict[str, Any]
     rows: list[int]
+    columns: Sequence[str] = ()
 
     def describe(self, samples: Sequence[int]) -> str:
         """Returns the rows and the response of samples that have the same one, for messages."""
@@ -59,25 +69,37 @@ class Given:
         return f"data row {rows}, response {cut(self.responses[samples[0]])}"
 
 
-def cut(value: Any, most: int = 200) -> str:
+def cut(value: Any) -> str:
     """Returns a value in Python's notation, as one line of limited length."""
-    text = " ".join(repr(value).split())
+    try:
+        return one_line(repr(value))
+    except Exception:  # of the user's class, or a whole number of thousands of digits
+        return f"a {type(value).__name__}"
+
+
+def one_line(text: str, most: int = 200) -> str:
+    """Returns a text as one line of limited length."""
+    text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def collect(tokenizer, samples: Samples, mine: list[int], step: int) -> Given:
+def collect(
+    tokenizer, samples: Samples, mine: list[int], step: int, columns: Sequence[str] = ()
+) -> Given:
     """Collects what reward functions are given of some samples.
 
     Args:
         mine: the numbers of these samples.
         step: `global_step`.
+        columns: see `Given`.
     """
     rows = [json.loads(samples.row_texts[number]) for number in mine]
     response_ids = [samples.responses[number] for number in mine]
     # Mixed data sets may have different columns.
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = [name for name in names if name not in OWN_NAMES]
-    keywords: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
+    keywords: dict[str, Any] = {
+        name: [row.get(name) for row in rows] for name in names if name not in OWN_NAMES
+    }
     keywords["response_ids"] = response_ids
     keywords["truncated"] = [not samples.ended[number].item() for number in mine]
     keywords["step"] = step
@@ -86,13 +108,15 @@ def collect(tokenizer, samples: Samples, mine: list[int], step: int) -> Given:
         responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
         keywords=keywords,
         rows=[samples.rows[number] for number in mine],
+        columns=columns,
     )
 
 
 def call(name: str, function: Callable, given: Given, timeout: float) -> list[float]:
     """Calls a reward function `(prompts, responses, **columns) -> scores`, which may be async.
 
-    Columns that its signature does not name are not passed, unless it takes `**columns`.
+    Columns that its signature does not name are not passed, unless it takes `**columns`. It gets
+    copies, so what it changes reaches neither the samples that are trained on nor other functions.
 
     Args:
         name: for messages.
@@ -102,64 +126,179 @@ def call(name: str, function: Callable, given: Given, timeout: float) -> list[fl
         A score for each sample, NaN where the function returned None.
 
     Raises:
-        SystemExit: it raised, took too long, or returned something else than one finite number or
-            None for each response. The message names the function and, where it is known, the
-            sample.
+        SystemExit: it raised, took too long, wanted to end the program, or returned something else
+            than one number that fp32 holds or None for each response. The message names the
+            function and, where it is known, the sample.
+        KeyboardInterrupt: the user's Ctrl-C, where no run handles it.
     """
     try:
-        keywords = accepted(function, given.keywords)
-        with time_limit(timeout):
-            scores = function(given.prompts, given.responses, **keywords)
-        if inspect.isawaitable(scores):
-            with time_limit(timeout and timeout + GRACE_SECONDS):
-                scores = event_loop().run_until_complete(finish(scores, timeout))
+        keywords = keywords_for(function, given)
+        # Strings are shared by the copies: `samples_in` looks for the very same ones.
+        prompts, responses, keywords = copy.deepcopy((given.prompts, given.responses, keywords))
+        with arguments.no_silent_end():
+            with time_limit(timeout):
+                scores = function(prompts, responses, **keywords)
+            if inspect.isawaitable(scores):
+                with time_limit(timeout and timeout + GRACE_SECONDS):
+                    scores = event_loop().run_until_complete(finish(scores, timeout))
     except OutOfTime as error:
         sys.exit(
             f"--reward_function {name} took longer than --reward_timeout {timeout:g} seconds for "
             f"{len(given.responses)} responses{culprit(error, given)}"
         )
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        said = one_line("".join(traceback.format_exception_only(error)))
         sys.exit(
-            f"--reward_function {name} raised {type(error).__name__}: {cut(str(error))} "
+            f"--reward_function {name} raised {said} "
             f"({place_of(error, function)}){culprit(error, given)}"
         )
     return check(name, scores, given)
 
 
-def accepted(function: Callable, keywords: dict[str, Any]) -> dict[str, Any]:
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether an error may be the user's Ctrl-C.
+
+    A run handles Ctrl-C by itself, see `checkpoint.install_signals`. So in a run a
+    KeyboardInterrupt is the function's own: it failed, and the other processes must learn of it.
+    """
+    is_handled = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    return isinstance(error, KeyboardInterrupt) and not is_handled
+
+
+def keywords_for(function: Callable, given: Given) -> dict[str, Any]:
     """Returns the keyword arguments that a function's signature takes."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # a built-in without a signature
-        return keywords
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return keywords
-    return {name: value for name, value in keywords.items() if name in parameters}
+    signature = signature_of(function)
+    keywords = accepted(signature, given.keywords)
+    for name in wanted_columns(signature):
+        # These rows of a mixture are all of data sets that lack the column.
+        if name in given.columns:
+            keywords.setdefault(name, [None] * len(given.responses))
+    return keywords
 
 
 def check(name: str, scores: Any, given: Given) -> list[float]:
     """Returns what a function returned as a list of numbers, NaN where it returned None.
 
     Raises:
-        SystemExit: it is something else than one finite number or None for each response.
+        SystemExit: it is something else than one number that fp32 holds or None for each response.
     """
-    if hasattr(scores, "tolist"):  # of torch or numpy
-        scores = scores.tolist()
-    expected = f"expected {len(given.responses)} numbers, one for each response (None: no score)"
+    scores = as_plain(scores, "tolist")  # of torch or numpy
+    expected = (
+        f"expected {len(given.responses)} numbers, one for each response (None: no score), "
+        f"none beyond {LARGEST:.3g} (fp32)"
+    )
     if not isinstance(scores, (list, tuple)) or len(scores) != len(given.responses):
         kind = type(scores).__name__
         length = f" of {len(scores)}" if isinstance(scores, (list, tuple)) else ""
         sys.exit(f"--reward_function {name}: {expected}, got a {kind}{length}: {cut(scores)}")
-    for sample, value in enumerate(scores):
-        value = value.item() if hasattr(value, "item") else value
+    values = [as_plain(value, "item") for value in scores]
+    for sample, value in enumerate(values):
         if value is None:
             continue
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        is_number = isinstance(value, numbers.Real)
+        # Compared, not converted: a whole number may be too large even for fp64.
+        if not is_number or not abs(value) <= LARGEST:
             sys.exit(
                 f"--reward_function {name}: {expected}, got {cut(value)} for "
                 f"{given.describe([sample])}"
             )
-    return [math.nan if value is None else float(value) for value in scores]
+    return [math.nan if value is None else float(value) for value in values]
+
+
+def as_plain(value: Any, method: str) -> Any:
+    """Returns what `tolist` or `item` of a value gives; the value itself without such a method.
+
+    It is also returned if the method fails, as `item` of a tensor of several numbers does.
+    """
+    try:
+        return getattr(value, method)()
+    except Exception:
+        return value
+
+
+# ============================================================ signatures
+
+
+def check_signature(
+    name: str, function: Callable, data: str, columns: Sequence[str], has_messages: bool
+) -> None:
+    """Refuses a function that cannot be called with the columns of some data, see `call`.
+
+    Args:
+        name: for messages, as `data` is.
+        has_messages: whether the prompts are lists of messages.
+
+    Raises:
+        SystemExit: with what the function wants, and what there is.
+    """
+    signature = signature_of(function)
+    given = [column for column in columns if column not in OWN_NAMES]
+    passed = dict.fromkeys([*given, *OWN_KEYWORDS])
+    keywords = accepted(signature, passed)
+    wanted = wanted_columns(signature)
+
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
+    takes = f"--reward_function {name} takes {inspect.Signature(bare)}"
+    is_called = "it is called with prompts and responses, in this order, and columns by name"
+    first, second, *_ = [*signature.parameters, "", ""]
+    if is_of_trl(signature, has_messages):
+        sys.exit(
+            f"{takes}: completions are TRL's; {is_called}. The responses are texts. "
+            "docs/ppo.md shows how to wrap it (Rewards)"
+        )
+    if first == "responses" or second == "prompts":
+        sys.exit(f"{takes}: {is_called}")
+    try:
+        signature.bind([], [], **(dict.fromkeys(wanted) | keywords))
+    except TypeError as error:
+        sys.exit(f"{takes}: {is_called}: {error}")
+    for column in wanted:
+        if column not in keywords:
+            hint = arguments.did_you_mean(column, passed)
+            sys.exit(
+                f"--reward_function {name} wants `{column}`{hint}; the columns of {data} are "
+                f"{', '.join(given) or 'prompt alone'}; {', '.join(OWN_KEYWORDS)} are passed, too "
+                f"(`{column}=None` would make it optional)"
+            )
+
+
+def is_of_trl(signature: inspect.Signature, has_messages: bool) -> bool:
+    """Whether a function wants TRL's `completions`: by that name, and messages where prompts are.
+
+    In the place of the responses, and with prompts that are texts, they mean the same.
+    """
+    parameter = signature.parameters.get("completions")
+    if parameter is None or parameter.default is not parameter.empty:
+        return False
+    return has_messages or list(signature.parameters)[1:2] != ["completions"]
+
+
+def signature_of(function: Callable) -> inspect.Signature:
+    """Returns a function's signature; that of one which takes anything where it has none."""
+    try:
+        return inspect.signature(function)
+    except ValueError:  # a built-in
+        return inspect.signature(lambda *places, **names: None)
+
+
+def accepted(signature: inspect.Signature, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments that a function takes."""
+    parameters = signature.parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(keywords)
+    return {name: value for name, value in keywords.items() if name in parameters}
+
+
+def wanted_columns(signature: inspect.Signature) -> list[str]:
+    """Returns what a function must be given besides prompts and responses."""
+    return [
+        parameter.name
+        for parameter in list(signature.parameters.values())[2:]
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
 
 
 # ============================================================ time limits

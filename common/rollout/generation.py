@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import batches, distributed, engine, zero
 from common.data import tokens
-from common.models import checks
+from common.models import architecture, checks
 from common.rollout.samples import Samples
 from common.run import Run
 
@@ -20,6 +21,8 @@ CACHE_BYTES = 8 * 2**30
 # A batch drops its ended rows after every 16 tokens. Without that, it would compute ended rows
 # until the last row ends; dropping them after every token would copy the cache too often.
 TOKENS_AT_ONCE = 16
+# What `generate` calls the cache that it takes and returns: transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 
 class Response(NamedTuple):
@@ -173,11 +176,12 @@ def generate_batch(
         output = model.generate(
             ids,
             attention_mask=mask_of(ids, padding[going]),
-            past_key_values=cache,
             generation_config=settings,
             logits_processor=[draw] if draw else [],
             synced_gpus=False,
+            **{CACHE: cache},
         )
+        cache = getattr(output, CACHE)
         logps = draw.logps_so_far() if draw else [[] for _ in going]
         for row, response, new_logps in zip(
             going, output.sequences[:, prompt_length:].tolist(), logps
@@ -189,9 +193,8 @@ def generate_batch(
         # Rows of `ids`.
         kept = [i for i, row in enumerate(going) if goes_on(responses[row], stops, max_new_tokens)]
         if 0 < len(kept) < len(going):
-            output.past_key_values.reorder_cache(torch.tensor(kept))
+            cache.reorder_cache(torch.tensor(kept))
         ids = output.sequences[kept]
-        cache = output.past_key_values
         going = [going[index] for index in kept]
     return responses
 
@@ -233,7 +236,7 @@ def read_prompts_once(
         generation_config=settings,
         synced_gpus=False,
     )
-    cache = output.past_key_values
+    cache = getattr(output, CACHE)
     cache.reorder_cache(torch.tensor(owners))  # this repeats rows, too
     return cache
 
@@ -306,11 +309,30 @@ def ready_to_generate(run: Run):
         # the kind of cache ... None of that may change what is drawn here.
         undo.callback(setattr, model, "generation_config", model.generation_config)
         model.generation_config = GenerationConfig()
+        undo.enter_context(without_router_logits(model))
         if zero.stage(run.accelerator) == 3:
             undo.enter_context(zero.gathered_for_generation(run.model, model))
         elif run.accelerator.is_fsdp2:
             undo.enter_context(unsharded(run.model, model))
         yield
+
+
+@contextlib.contextmanager
+def without_router_logits(model):
+    """Keeps a mixture of experts from returning its router's logits, inside the block.
+
+    If its config asks for them `transformers` also computes the auxiliary loss, even where it only
+    generates. With a mask of padded prompts that fails: it covers the tokens in the cache, too.
+    """
+    configs = [module.config for module in model.modules() if architecture.has_config(module)]
+    asking = [config for config in configs if getattr(config, "output_router_logits", False)]
+    for config in asking:  # a config that modules share may stand here several times
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        for config in asking:
+            config.output_router_logits = True
 
 
 @contextlib.contextmanager

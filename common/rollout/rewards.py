@@ -1,5 +1,6 @@
 """Scores responses by a reward model, by reward functions or by both; two functions are here."""
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from common import arguments, distributed
+from common.data.dataset import Data
 from common.models import load, prepare
 from common.models.logprobs import ScoreModel
 from common.models.packing import Packer
@@ -48,7 +50,7 @@ def check_settings(args) -> None:
         sys.exit(
             "--normalize_reward is for a reward model's scores: give --reward_model_name_or_path"
         )
-    load_functions(args.reward_function or [])  # a wrong name is refused
+    weights_by_part(args)
 
 
 class Judge:
@@ -58,26 +60,20 @@ class Judge:
         model: a prepared `ScoreModel`, or None.
         functions: reward functions by the names of their parts, see `calls.call`.
         weights: of each part of the score, by its name; the reward model's is `reward_model`.
+        columns: of the training data; None is passed of those that a function wants and none of
+            the rows of a call has.
     """
 
     def __init__(self, run: Run):
         """Loads what the arguments name, and adds the reward model's fingerprint to the run.
 
         Raises:
-            SystemExit: one of them cannot be loaded, the weights are not as many, or the model's
-                config lacks what normalises.
+            SystemExit: one of them cannot be loaded, or the model's config lacks what normalises.
         """
         args = run.args
-        self.functions = load_functions(args.reward_function or [])
-        names = [OF_MODEL] if args.reward_model_name_or_path else []
-        names += self.functions
-        weights = [1.0] * len(names) if args.reward_weights is None else args.reward_weights
-        if len(weights) != len(names) or not np.isfinite(weights).all():
-            sys.exit(
-                f"--reward_weights {' '.join(map(str, weights))}: expected {len(names)} finite "
-                f"numbers, one for each of {', '.join(names)}"
-            )
-        self.weights = dict(zip(names, weights))
+        self.functions = load_functions(args.reward_function)
+        self.weights = weights_by_part(args)
+        self.columns = columns_of(first_rows(run.data)["the training data"])
         self.model: nn.Module | None = None
         # The model's scores are normalised by them.
         self.mean = 0.0
@@ -105,7 +101,8 @@ class Judge:
 
         Raises:
             SystemExit: on every process, if a function fails on any of them, see `calls.call`; if a
-                score of the reward model is not finite; if a sample got no score at all.
+                score of the reward model, or a sum, is not finite in fp32; if a sample got no
+                score.
         """
         parts = {}
         if self.model is not None:
@@ -115,9 +112,10 @@ class Judge:
         values = np.array([parts[name] for name in self.weights])
         weights = np.array([[weight] for weight in self.weights.values()])
         there = ~np.isnan(values)
-        main = run.accelerator.is_main_process
-        distributed.all_or_none(run.accelerator, main, self.check_all_scored, samples, there)
         total = np.where(there, values * weights, 0.0).sum(0)
+        main = run.accelerator.is_main_process
+        check = self.check_totals
+        distributed.all_or_none(run.accelerator, main, check, samples, there, total)
         return Scores(
             total=torch.tensor(total, dtype=torch.float32),
             parts={name: torch.tensor(parts[name], dtype=torch.float32) for name in self.weights},
@@ -160,17 +158,20 @@ class Judge:
         """Returns for each function its scores of this process's samples."""
         if not mine:
             return [[] for _ in self.functions]
-        given = calls.collect(run.tokenizer, samples, mine, run.progress.global_step)
+        given = calls.collect(
+            run.tokenizer, samples, mine, step=run.progress.global_step, columns=self.columns
+        )
         return [
             calls.call(name, function, given, run.args.reward_timeout)
             for name, function in self.functions.items()
         ]
 
-    def check_all_scored(self, samples: Samples, there: np.ndarray) -> None:
-        """Refuses a sample that no part scored.
+    def check_totals(self, samples: Samples, there: np.ndarray, total: np.ndarray) -> None:
+        """Refuses a sample that no part scored, or whose weighted sum fp32 does not hold.
 
         Args:
             there: bool `[parts, samples]`, which scores there are.
+            total: `[samples]`.
         """
         for number, is_scored in enumerate(there.any(0)):
             if not is_scored:
@@ -178,14 +179,23 @@ class Judge:
                     f"no reward for data row {samples.rows[number]}: "
                     f"{', '.join(self.weights)} returned None for one of its responses"
                 )
+            if not abs(total[number]) <= calls.LARGEST:
+                weights = ", ".join(
+                    f"{weight:g} for {part}" for part, weight in self.weights.items()
+                )
+                sys.exit(
+                    f"--reward_weights ({weights}): the reward of data row {samples.rows[number]} "
+                    f"is {total[number]:g}, expected none beyond {calls.LARGEST:.3g} (fp32)"
+                )
 
 
-def load_functions(names: list[str]) -> dict[str, Callable]:
+def load_functions(names: list[str] | None) -> dict[str, Callable]:
     """Loads reward functions; returns them by their own names, or by MODULE:NAME if those collide.
 
     Raises:
         SystemExit: a function cannot be loaded, or is given twice.
     """
+    names = names or []
     own_names = [name.partition(":")[2] for name in names]
     functions = {}
     for name, own_name in zip(names, own_names):
@@ -197,13 +207,62 @@ def load_functions(names: list[str]) -> dict[str, Callable]:
     return functions
 
 
+def weights_by_part(args) -> dict[str, float]:
+    """Returns the weight of each part of the score, the reward model's first; default 1 each.
+
+    Raises:
+        SystemExit: the weights are not as many, or not finite; a function cannot be loaded.
+    """
+    names = [OF_MODEL] if args.reward_model_name_or_path else []
+    names += load_functions(args.reward_function)
+    weights = [1.0] * len(names) if args.reward_weights is None else args.reward_weights
+    if len(weights) != len(names) or not np.isfinite(weights).all():
+        sys.exit(
+            f"--reward_weights {' '.join(map(str, weights))}: expected {len(names)} finite "
+            f"numbers, one for each of {', '.join(names)}"
+        )
+    return dict(zip(names, weights))
+
+
+def check_signatures(args, data: Data) -> None:
+    """Refuses functions that cannot take what the data have, before a model is loaded.
+
+    Raises:
+        SystemExit: see `calls.check_signature`.
+    """
+    for name_of_data, rows in first_rows(data).items():
+        has_messages = any(not isinstance(row["prompt"], str) for row in rows)
+        for name, function in load_functions(args.reward_function).items():
+            calls.check_signature(
+                name, function, name_of_data, columns_of(rows), has_messages=has_messages
+            )
+
+
+def first_rows(data: Data) -> dict[str, list[dict]]:
+    """Returns the first row of each set of some data by the data's name, for messages.
+
+    It tells the columns of its set: one that a row lacks is None in it.
+    """
+    starts = np.cumsum((0, *data.mixture.sizes[:-1])).tolist()
+    texts = {"the training data": data.train[starts]["columns"]}
+    texts |= {
+        prefix.rstrip("/"): eval_set[:1]["columns"] for prefix, eval_set in data.eval_sets.items()
+    }
+    return {name: [json.loads(row) for row in rows] for name, rows in texts.items()}
+
+
+def columns_of(rows: list[dict]) -> list[str]:
+    """Returns the names of the columns of some rows."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
 def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None:
     """Refuses scores of the reward model that are not finite.
 
     Raises:
         SystemExit: naming the first such sample, with the statistics of all scores.
     """
-    is_finite = np.isfinite(scores)
+    is_finite = np.abs(scores) <= calls.LARGEST
     if is_finite.all():
         return
     first = int(np.argmin(is_finite))
