@@ -139,7 +139,7 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         folders.write_manifest(temporary, entries)
         # The state counts their bytes. After a power failure they must be there as it is.
         logs = [file for file in logs_of(run) if file.exists()]
-        folders.flush(*logs, run.folder.parent)
+        folders.flush(*logs, run.checkpoints.parent)
         folders.replace(temporary, final, run.args.save_total_limit)
     accelerator.wait_for_everyone()
 

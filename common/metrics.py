@@ -416,7 +416,6 @@ class Metrics:
         All processes must call it.
         """
         self.log()
-        self.log_rollouts()
         for tracker in self.trackers:
             tracker.finish()
         self.bar.close()
