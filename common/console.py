@@ -114,10 +114,9 @@ def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str
     Lines of training are not called before and after, since each is of other samples. Nothing where
     the first is the last.
     """
-    lines = record.lines_of(output_dir)
-    evaluations = [line for line in lines if record.is_evaluation(line)]
-    shown = evaluations or lines
-    titles = ("before", "after") if evaluations else ("first line", "last line")
+    log = record.log_of(output_dir)
+    shown = log.evaluations or log.ends
+    titles = ("before", "after") if log.evaluations else ("first line", "last line")
     if len(shown) < 2:
         return []
     patterns = [board.pattern_of(tags) for tags in charts.values()]

@@ -1,6 +1,7 @@
 """What a run records of itself: its arguments, its surroundings, and a card for its model."""
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -170,26 +171,64 @@ def card(output_dir: Path, library: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def lines_of(output_dir: Path) -> list[dict]:
-    """Returns the lines of `metrics.jsonl`; those that are none of ours are left out."""
-    file = output_dir / "metrics.jsonl"
-    if not file.is_file():
-        return []
-    lines = []
-    for text in file.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(text))
-    return lines
+class Log:
+    """The first and the last lines of a run's `metrics.jsonl`.
+
+    A run may have millions of lines, and each checkpoint has a card. So each line is read once, and
+    those in between are not kept.
+
+    Attributes:
+        ends: the first and the last line, or the only one.
+        evaluations: likewise of the lines of evaluations.
+    """
+
+    def __init__(self, output_dir: Path):
+        self.file = output_dir / "metrics.jsonl"
+        self.ends: list[dict] = []
+        self.evaluations: list[dict] = []
+        self.position = 0  # the bytes that are read
+
+    def read_on(self) -> None:
+        """Reads the lines that were written since the last call."""
+        if not self.file.is_file():
+            return
+        last = b""
+        with open(self.file, "rb") as lines:
+            lines.seek(self.position)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break  # torn
+                self.position += len(line)
+                if self.ends:
+                    last = line
+                else:
+                    keep(self.ends, line)
+                if b'"eval/' in line:
+                    keep(self.evaluations, line)
+        keep(self.ends, last)
 
 
-def is_evaluation(line: dict) -> bool:
-    """Whether a line of `metrics.jsonl` is one of an evaluation."""
-    return any(name.startswith("eval/") for name in line)
+def keep(ends: list[dict], line: bytes) -> None:
+    """Makes a line the last of these, unless it is none of ours."""
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(line)
+        if isinstance(values, dict):
+            ends[1:] = [values]
+
+
+the_log = functools.cache(Log)
+
+
+def log_of(output_dir: Path) -> Log:
+    """Returns the `Log` of the run that this process writes, as it stands now."""
+    log = the_log(output_dir.absolute())
+    log.read_on()
+    return log
 
 
 def figures(output_dir: Path) -> str:
     """Returns a table of the held-out figures before training and now; empty without any."""
-    evaluations = [line for line in lines_of(output_dir) if is_evaluation(line)]
+    evaluations = log_of(output_dir).evaluations
     if not evaluations:
         return ""
     first = evaluations[0]["global_step"]

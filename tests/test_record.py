@@ -113,3 +113,30 @@ def test_a_card_names_what_is_on_the_hub(tmp_path):
     elsewhere.mkdir()
     record.write_card(elsewhere, "peft")
     assert not [*elsewhere.iterdir()]
+
+
+def test_a_line_is_read_once_for_all_cards(tmp_path):
+    """So the card of a run of a million lines costs no more than that of a short one."""
+    file = tmp_path / "metrics.jsonl"
+    numbers = lambda log: [
+        [line["global_step"] for line in part] for part in (log.ends, log.evaluations)
+    ]
+    assert numbers(record.log_of(tmp_path)) == [[], []]
+    first = '{"global_step": 0, "eval/loss": 3}\n'
+    file.write_text(first)
+    assert numbers(record.log_of(tmp_path)) == [[0], [0]]
+    middle = "".join(f'{{"global_step": {step}, "loss": 2}}\n' for step in (1, 2))
+    evaluation = '{"global_step": 2, "eval/loss": 2}\n'
+    file.write_text(first + middle + evaluation)
+    assert numbers(record.log_of(tmp_path)) == [[0, 2], [0, 2]]
+    # What was read is not read again; what is torn counts when it is whole.
+    last = '{"global_step": 3, "loss": 1}\n'
+    read = len(first + middle + evaluation)
+    file.write_text("x" * (read - 1) + "\n" + last[:-9])
+    assert numbers(record.log_of(tmp_path)) == [[0, 2], [0, 2]]
+    file.write_text("x" * (read - 1) + "\n" + last + "no JSON\n")
+    log = record.log_of(tmp_path)
+    assert numbers(log) == [[0, 2], [0, 2]] and log.position == read + len(last + "no JSON\n")
+    file.write_text("x" * (log.position - 1) + "\n" + last)
+    assert numbers(record.log_of(tmp_path)) == [[0, 3], [0, 2]]
+    assert numbers(record.log_of(tmp_path)) == [[0, 3], [0, 2]]  # nothing new
