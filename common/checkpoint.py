@@ -121,11 +121,10 @@ def find_date(args) -> str:
         candidates = [Path(args.resume)]
     for path in candidates:
         # A torn checkpoint is refused later. Here another one of the same run will do.
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            date = state["arguments"]["date"]
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            date = folders.read_json(path / "state.json")["arguments"]["date"]
             if date is not None:
-                return date
+                return str(datetime.date.fromisoformat(date))  # a template prints it: only a date
     return datetime.date.today().isoformat()
 
 
@@ -226,6 +225,45 @@ def state_beside_engine(run: Run) -> dict:
 def size_of(file: Path) -> int:
     """Returns the bytes of a file; 0 if it is not there."""
     return file.stat().st_size if file.exists() else 0
+
+
+def read_state(path: Path) -> dict:
+    """Returns the content of a checkpoint's `state.json`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not what `state_beside_engine` returns. The manifest does not tell that:
+            it finds what storage damages, not what somebody has written anew.
+    """
+    state = folders.read_json(path / "state.json")
+    for name in ("arguments", "progress", "scheduler", "last_update"):
+        check_kind(state, name, dict)
+    check_kind(state, "open_sums", list)
+    for name in ("base_lrs", "lr_lambdas"):
+        check_kind(state["scheduler"], name, list)
+    # Older runs wrote no samples, and did not count sequences.
+    counts = {"samples_bytes": 0, "sequences": 0, **state, **state["progress"]}
+    counts["last_epoch"] = state["scheduler"].get("last_epoch")
+    for name in ("metrics_bytes", "samples_bytes", "last_epoch", *COUNTERS):
+        check_kind(counts, name, int)
+        if counts[name] < 0:
+            raise ValueError(f"{name} is {counts[name]}")
+    processes = state["open_sums"]
+    if not processes or not all(isinstance(sums, dict) for sums in processes):
+        raise ValueError("open_sums are not those of each process")
+    for sums in processes:
+        for name in sums:
+            check_kind(sums, name, list)
+            if len(sums[name]) != 4 or not all(isinstance(x, float | int) for x in sums[name]):
+                raise ValueError(f"the sums of {name} are {sums[name]}")
+    return state
+
+
+def check_kind(values: Any, name: str, kind: type) -> None:
+    """Raises a ValueError if a JSON value is no object with a member of this name and kind."""
+    found = values.get(name) if isinstance(values, dict) else None
+    if not isinstance(found, kind):
+        raise ValueError(f"{name} is {str(found)[:40]}, not of the type {kind.__name__}")
 
 
 def choose_engine_state(run: Run) -> None:
@@ -377,8 +415,7 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
     most_gib = (saved * BYTES_PER_PARAMETER + BYTES_BESIDE) / 2**30
     there = folders.by_step(run.folder)
     if resumes_from:
-        state = json.loads((resumes_from / "state.json").read_text(encoding="utf-8"))
-        step = state["progress"]["global_step"]
+        step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
         there = [path for path in there if folders.step_of(path) <= step]
     still_to_come = max(run.args.save_total_limit + 1 - len(there), 1)
     if free_gib < still_to_come * most_gib:
@@ -402,7 +439,7 @@ def find_checkpoint(run: Run) -> Path | None:
     else:
         candidates = [Path(run.args.resume)]
     for path in candidates:
-        fault = folders.fault_of(path)
+        fault = folders.fault_of(path) or fault_of_state(path)
         if fault is None:
             return path
         run.accelerator.print(f"passed over {path}: {fault}")
@@ -417,6 +454,15 @@ def find_checkpoint(run: Run) -> Path | None:
     if (run.folder.parent / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.folder.parent} has ended and left no checkpoint")
     run.accelerator.print(f"no checkpoint in {run.folder}: starting from the beginning")
+    return None
+
+
+def fault_of_state(path: Path) -> str | None:
+    """Says what keeps a checkpoint's `state.json` from being used; None if nothing does."""
+    try:
+        read_state(path)
+    except (OSError, ValueError) as error:
+        return f"state.json cannot be used: {error}"
     return None
 
 
@@ -482,7 +528,7 @@ def load(run: Run, path: Path) -> dict:
         SystemExit: it is of other data, of other settings, or of a world whose state this one
             cannot load.
     """
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = read_state(path)
     refuse_another_run(run, path, state["arguments"])
     load_engine(run, path / "engine")
     load_schedule(run, state["scheduler"])

@@ -69,7 +69,7 @@ def check_free(out: Path) -> None:
 def named_in_manifest(checkpoint: Path) -> list[str]:
     """The names in a checkpoint's manifest; none if it cannot be read, see `folders.fault_of`."""
     try:
-        return list(json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8")))
+        return list(folders.read_json(checkpoint / "manifest.json"))
     except (OSError, ValueError, TypeError):
         return []
 
@@ -206,13 +206,15 @@ def universal(checkpoint: Path, out: Path) -> None:
     unnamed = unnamed_files(checkpoint, source, names)
     if unnamed:
         sys.exit(f"{checkpoint}: its manifest does not name {unnamed[0]}: remove it")
+    fault = checkpoints.fault_of_state(checkpoint)
+    if fault:
+        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
     temporary = make_temporary(out)
     others = [name for name in names if not name.startswith("engine/pytorch_model/")]
     copy_files(checkpoint, others, temporary)
     convert_engine(source, temporary / "engine" / "pytorch_model")
 
-    state_file = temporary / "state.json"
-    state = json.loads(state_file.read_text(encoding="utf-8"))
+    state = checkpoints.read_state(temporary)
     world = checkpoints.universal_world(state["arguments"]["world"])
     if world.startswith("DeepSpeed ZeRO-3"):
         steps = step_counts(temporary)
@@ -225,7 +227,7 @@ def universal(checkpoint: Path, out: Path) -> None:
             )
     state["arguments"]["world"] = world
     state["metrics_bytes"] = 0  # of the folder that it will be in
-    state_file.write_text(json.dumps(state, indent=1), encoding="utf-8")
+    (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
     folders.write_manifest(temporary, folders.describe_files(temporary))
     folders.replace(temporary, out)

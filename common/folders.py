@@ -5,6 +5,7 @@ import os
 import shutil
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,27 @@ def flush(*paths: Path) -> None:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file whole, or leaves the one that was there."""
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> Any:
+    """Returns what a JSON file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or nested so deeply that Python cannot read it.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def step_of(folder: Path) -> int | None:
@@ -91,7 +113,7 @@ def write_manifest(folder: Path, entries: dict[str, list[int]]) -> None:
 def fault_of(path: Path) -> str | None:
     """Says what keeps a folder from being a whole checkpoint; None if nothing does."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_json(path / "manifest.json")
         for name, (size, crc) in manifest.items():
             file = path / name
             found_size = file.stat().st_size

@@ -165,12 +165,12 @@ def read_writers(output_dir: Path) -> list | None:
     file = output_dir / WRITERS
     if not file.is_file():
         return None
-    return json.loads(file.read_text(encoding="utf-8"))
+    try:
+        return [[int(step), str(settings)] for step, settings in folders.read_json(file)]
+    except (ValueError, TypeError):
+        return [[0, "unknown"]]  # no run's own: all lines are kept
 
 
 def write_writers(output_dir: Path, writers: list) -> None:
     """Replaces the record as a whole."""
-    temporary = output_dir / f"{WRITERS}.writing"
-    temporary.write_text(json.dumps(writers), encoding="utf-8")
-    folders.flush(temporary)
-    os.replace(temporary, output_dir / WRITERS)
+    folders.replace_file(output_dir / WRITERS, json.dumps(writers))

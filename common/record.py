@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from common import REPOSITORY, counted, engine
+from common import REPOSITORY, counted, engine, folders
 
 ARGUMENTS_FILE = "run.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -43,9 +43,9 @@ def write(accelerator, args) -> None:
     """
     output_dir = Path(args.output_dir)
     repeated = {name: value for name, value in vars(args).items() if name not in NOT_REPEATED}
-    replace(output_dir / ARGUMENTS_FILE, yaml.safe_dump(repeated, sort_keys=False))
+    folders.replace_file(output_dir / ARGUMENTS_FILE, yaml.safe_dump(repeated, sort_keys=False))
     starts = [*starts_of(output_dir), describe_start(accelerator, args)]
-    replace(output_dir / ENVIRONMENT_FILE, json.dumps(starts, indent=1) + "\n")
+    folders.replace_file(output_dir / ENVIRONMENT_FILE, json.dumps(starts, indent=1) + "\n")
 
 
 def plain_settings(args) -> dict[str, bool | int | float | str]:
@@ -62,7 +62,7 @@ def plain_settings(args) -> dict[str, bool | int | float | str]:
 def starts_of(output_dir: Path) -> list[dict]:
     """Returns the entries of `environment.json`; none if it cannot be read."""
     try:
-        return json.loads((output_dir / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
+        return folders.read_json(output_dir / ENVIRONMENT_FILE)
     except (OSError, ValueError):
         return []
 
@@ -118,13 +118,6 @@ def commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
-
-
-def replace(path: Path, text: str) -> None:
-    """Writes a file whole, or leaves the one that was there."""
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 # ============================================================ the card of a model

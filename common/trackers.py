@@ -7,6 +7,8 @@ from pathlib import Path
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
+from common import folders
+
 # Which run of each tracker this is, so that a resumed run goes on in it.
 FILE = "trackers.json"
 # TensorBoard has a room of its own, `common/board.py`.
@@ -52,7 +54,7 @@ def start(report_to: list[str], output_dir: Path, settings: dict) -> list[Genera
             tracker.store_init_configuration(settings)  # mlflow refuses another value later
             ids[name] = id_of(tracker)
         trackers.append(tracker)
-    file.write_text(json.dumps(ids, indent=1) + "\n", encoding="utf-8")
+    folders.replace_file(file, json.dumps(ids, indent=1) + "\n")
     return trackers
 
 

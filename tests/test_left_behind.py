@@ -117,6 +117,14 @@ def test_lines_are_cut_only_where_they_will_be_written_again(tmp_path, writers, 
     assert left_behind.writers_beyond(left_behind.read_writers(tmp_path), 2) == [A]
 
 
+def test_a_record_of_writers_that_cannot_be_read_leaves_all_lines(tmp_path):
+    """It is as if others had written them: they are moved, not cut."""
+    for text in ("{", "[1]", '{"a": 1}', "[" * 100_000, "null"):
+        (tmp_path / left_behind.WRITERS).write_text(text)
+        writers = left_behind.read_writers(tmp_path)
+        assert set(left_behind.writers_beyond(writers, 2)) == {"unknown"}, text[:9]
+
+
 @pytest.mark.parametrize("settings", [A, B])
 def test_killed_at_any_instant_of_the_move_nothing_is_lost(tmp_path, monkeypatch, settings):
     """The process is killed before its n-th change of the disk; the next one resumes from the newest checkpoint that is there."""

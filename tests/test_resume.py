@@ -3,6 +3,7 @@
 It ends with the same weights and the same metrics.jsonl.
 """
 
+import datetime
 import errno
 import json
 import os
@@ -18,7 +19,7 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import checkpoint
+from common import checkpoint, folders
 from common.metrics import Metrics
 from common.progress import Progress
 from runs import (
@@ -229,6 +230,72 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch
     assert resumed.metrics.last_update == {"grad_norm": 0.5} and resumed.extra == run.extra
 
 
+NESTED = "[" * 100_000
+TAMPERED = {
+    "no object": [],
+    "no arguments": {"arguments": None},
+    "a step of words": {"progress": {"global_step": "ten"}},
+    "a step before the first": {"progress": {"global_step": -1}},
+    "no counters": {"progress": {}},
+    "half a size": {"metrics_bytes": 1.5},
+    "no scheduler": {"scheduler": {}},
+    "no processes": {"open_sums": []},
+    "a number for sums": {"open_sums": [1]},
+    "three sums": {"open_sums": [{"loss": [1.0, 2.0, 3.0]}]},
+    "sums of words": {"open_sums": [{"loss": ["a", "b", "c", "d"]}]},
+    "nested": NESTED,
+}
+
+
+def test_what_somebody_changed_is_named_and_the_checkpoint_before_taken(
+    tmp_path, monkeypatch, capsys
+):
+    """Whoever writes `state.json` anew can write its checksum, too."""
+    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    run = run_in_this_process(tmp_path)
+    run.args.resume = "auto"
+    older, newest = (run.folder / f"global_step_00000{step}" for step in (1, 2))
+    for final in (older, newest):
+        checkpoint.write(run, run.folder / ".writing", final)
+    file = newest / "state.json"
+    whole = json.loads(file.read_text())
+    assert checkpoint.find_checkpoint(run) == newest
+    for name, change in TAMPERED.items():
+        text = change
+        if name != "nested":
+            text = json.dumps({**whole, **change} if isinstance(change, dict) else change)
+        file.write_text(text)
+        (newest / "manifest.json").unlink()
+        folders.write_manifest(newest, folders.describe_files(newest))
+        assert checkpoint.find_checkpoint(run) == older, name
+        assert checkpoint.find_date(run.args) == str(datetime.date.today())
+        said = capsys.readouterr().out
+        assert f"passed over {newest}: state.json cannot be used: " in said, (name, said)
+    for text in (NESTED, "[]", '{"state.json": 1}'):
+        (newest / "manifest.json").write_text(text)
+        assert checkpoint.find_checkpoint(run) == older, text[:20]
+        assert "manifest.json cannot be read: " in capsys.readouterr().out
+
+
+def test_a_date_that_is_none_is_not_taken(tmp_path, monkeypatch):
+    """A template prints what stands there: only a date may."""
+    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    run = run_in_this_process(tmp_path)
+    run.args.resume = "auto"
+    final = run.folder / "global_step_000001"
+    checkpoint.write(run, run.folder / ".writing", final)
+    state = checkpoint.read_state(final)
+    for date, expected in (
+        ("2020-02-29", "2020-02-29"),
+        ("2021-02-29", None),
+        ("{{", None),
+        (7, None),
+    ):
+        state["arguments"]["date"] = date
+        (final / "state.json").write_text(json.dumps(state))
+        assert checkpoint.find_date(run.args) == (expected or str(datetime.date.today()))
+
+
 def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
     reference = unbroken("dpo", "plain")
     output = inputs / "damaged"
@@ -241,8 +308,6 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
         "extra.pt",
         "state.json",
     }
-    from common import folders
-
     assert folders.fault_of(newest) is None
     for name in [*manifest, "manifest.json"]:
         whole = (newest / name).read_bytes()
@@ -399,8 +464,6 @@ def test_a_longer_run_has_its_own_rates_from_the_first_update_on(inputs, unbroke
 
 def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
     """On NFS a folder stays while someone reads a file of it."""
-    from common import folders
-
     for name in ("actors/global_step_000001", "actors/.writing"):
         (tmp_path / name).mkdir(parents=True)
     with monkeypatch.context() as busy:
