@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -14,9 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import accelerate
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, set_seed
+from accelerate.utils.constants import RNG_STATE_NAME
 from safetensors import SafetensorError
 from torch import nn
 
@@ -531,6 +535,8 @@ def load(run: Run, path: Path) -> dict:
     state = read_state(path)
     refuse_another_run(run, path, state["arguments"])
     load_engine(run, path / "engine")
+    if len(state["open_sums"]) == run.accelerator.num_processes:
+        distributed.all_or_none(run.accelerator, True, load_random_states, run, path / "engine")
     load_schedule(run, state["scheduler"])
     # Older checkpoints do not count sequences: a sample had one.
     counters = {"sequences": state["progress"]["samples"], **state["progress"]}
@@ -680,6 +686,33 @@ def load_engine(run: Run, folder: Path) -> None:
             # In an older checkpoint Adam was not fused, and its step counts were on the CPU.
             if is_fused:
                 moments["step"] = moments["step"].to(parameter.device, torch.float32)
+
+
+def load_random_states(run: Run, folder: Path) -> None:
+    """Sets the random states of this process, once more: accelerate passes over any error there.
+
+    Args:
+        folder: `engine` in a checkpoint of as many processes.
+
+    Raises:
+        SystemExit: they cannot be read.
+    """
+    file = folder / f"{RNG_STATE_NAME}_{run.accelerator.process_index}.pkl"
+    try:
+        states = accelerate.utils.load(file)
+        random.setstate(states["random_state"])
+        np.random.set_state(states["numpy_random_seed"])
+        torch.set_rng_state(states["torch_manual_seed"])
+        # A run that comes from a CPU has none.
+        if run.accelerator.device.type == "cuda" and "torch_cuda_manual_seed" in states:
+            states_of_gpus = states["torch_cuda_manual_seed"]
+            torch.cuda.set_rng_state(states_of_gpus[torch.cuda.current_device()])
+    except Exception as error:  # whatever a pickle of other versions may raise
+        cause = " ".join(str(error).partition(". ")[0].split())[:200]
+        sys.exit(
+            f"--resume: the random states in {file} cannot be read, so dropout would be drawn "
+            f"otherwise ({type(error).__name__}: {cause}). Give --resume an older checkpoint"
+        )
 
 
 def load_schedule(run: Run, state: dict) -> None:

@@ -335,8 +335,8 @@ SAVING = [
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
-            by="load_engine(run, path / 'engine'); set_seed(0, device_specific=True)",
+            "load_schedule(run, state['scheduler'])",
+            by="load_schedule(run, state['scheduler']); set_seed(0, device_specific=True)",
         ),
         RESTORED,
     ),

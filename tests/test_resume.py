@@ -230,6 +230,28 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch
     assert resumed.metrics.last_update == {"grad_norm": 0.5} and resumed.extra == run.extra
 
 
+def test_random_states_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
+    """accelerate passes over any error there, and the run would draw other dropout without a word."""
+    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    final = tmp_path / "global_step_000000"
+    checkpoint.write(run_in_this_process(tmp_path), tmp_path / ".writing", final)
+    file = final / "engine/random_states_0.pkl"
+    states = torch.load(file, weights_only=False)
+    broken = {**states, "torch_manual_seed": states["torch_manual_seed"][:-1]}
+    without = {name: value for name, value in states.items() if name != "numpy_random_seed"}
+    for damage in (None, broken, without):
+        torch.save(damage, file) if damage else file.write_bytes(b"no pickle")
+        refuses(
+            f"the random states in {file} cannot be read",
+            call=lambda: checkpoint.load(run_in_this_process(tmp_path), final),
+        )
+    # With another number of processes they are not those of any process now.
+    state = checkpoint.read_state(final)
+    state["open_sums"] *= 2
+    (final / "state.json").write_text(json.dumps(state))
+    checkpoint.load(run_in_this_process(tmp_path), final)
+
+
 NESTED = "[" * 100_000
 TAMPERED = {
     "no object": [],
