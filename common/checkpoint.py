@@ -199,8 +199,16 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         entries.update(part)
     if accelerator.is_main_process:
         folders.write_manifest(temporary, entries)
+        # The state counts their bytes. After a power failure they must be there as it is.
+        logs = [file for file in logs_of(run) if file.exists()]
+        folders.flush(*logs, run.folder.parent)
         folders.replace(temporary, final, run.args.save_total_limit)
     accelerator.wait_for_everyone()
+
+
+def logs_of(run: Run) -> tuple[Path, Path]:
+    """Returns the files of lines that grow with a run."""
+    return run.metrics.file, run.metrics.output_dir / transcript.FILE
 
 
 def own_file(folder: Path, process_index: int) -> Path:
@@ -215,13 +223,14 @@ def state_beside_engine(run: Run) -> dict:
     them now would change the rounding, and so the log. All processes must call it.
     """
     metrics = run.metrics
+    log, samples = logs_of(run)
     return {
         "arguments": run.identity,
         "progress": {name: getattr(run.progress, name) for name in COUNTERS},
         "scheduler": run.scheduler.state_dict(),
         "last_update": metrics.last_update,
-        "metrics_bytes": size_of(metrics.file),
-        "samples_bytes": size_of(metrics.output_dir / transcript.FILE),
+        "metrics_bytes": size_of(log),
+        "samples_bytes": size_of(samples),
         "open_sums": gather_object([metrics.open.state()]),
     }
 
@@ -386,13 +395,15 @@ def resume(run: Run) -> None:
         state = load(run, path)
         if path.parent.resolve() == run.folder.resolve():
             run.last_saved = run.progress.global_step
-    leave_behind(run, state)
+    lost = leave_behind(run, state)
     distributed.on_main_process(run.accelerator, record.write, run.accelerator, run.args)
     run.metrics.start()
 
     came_from_elsewhere = path is not None and run.last_saved is None
-    if came_from_elsewhere and run.args.save_steps:
-        # The checkpoint is in another run's folder, so this run saves one of its own at once: if it
+    if lost:
+        run.last_saved = None  # it is written again, with the bytes that its logs have now
+    if lost or (came_from_elsewhere and run.args.save_steps):
+        # If the checkpoint is in another run's folder, this run saves one of its own at once: if it
         # were killed before its first, --resume auto would start it anew.
         save(run)
 
@@ -439,6 +450,7 @@ def find_checkpoint(run: Run) -> Path | None:
         SystemExit: there are checkpoints but none is whole; the run has ended and left none.
     """
     if run.args.resume == "auto":
+        folders.put_back(run.folder)
         candidates = folders.by_step(run.folder)[::-1]
     else:
         candidates = [Path(run.args.resume)]
@@ -470,7 +482,7 @@ def fault_of_state(path: Path) -> str | None:
     return None
 
 
-def leave_behind(run: Run, state: dict | None) -> None:
+def leave_behind(run: Run, state: dict | None) -> bool:
     """Moves what lies beyond the resume point to `<output_dir>/left_behind/`, and says so.
 
     Checkpoints, actors and log lines beyond that point belong to the abandoned run. If the run
@@ -479,12 +491,15 @@ def leave_behind(run: Run, state: dict | None) -> None:
 
     Args:
         state: the `state.json` that the run resumes from; None if it starts from the beginning.
+
+    Returns:
+        whether log lines from before that point are lost, which is said.
     """
     now = digest_of_lines(run.identity, run.accelerator.num_processes)
-    distributed.on_main_process(run.accelerator, leave_behind_on_main, run, state, now)
+    return distributed.on_main_process(run.accelerator, leave_behind_on_main, run, state, now)
 
 
-def leave_behind_on_main(run: Run, state: dict | None, now: str) -> None:
+def leave_behind_on_main(run: Run, state: dict | None, now: str) -> bool:
     """See `leave_behind`."""
     output_dir = Path(run.args.output_dir)
     step = None
@@ -499,6 +514,7 @@ def leave_behind_on_main(run: Run, state: dict | None, now: str) -> None:
         if not writers:
             wrote_it = digest_of_lines(state["arguments"], processes=len(state["open_sums"]))
             writers = [[0, wrote_it]]
+    lost = left_behind.lost_lines(dict(zip(logs_of(run), (metrics_bytes, samples_bytes))))
     try:
         said = left_behind.leave(
             output_dir,
@@ -513,8 +529,9 @@ def leave_behind_on_main(run: Run, state: dict | None, now: str) -> None:
             f"what lies beyond the resume point cannot be moved to {output_dir}/left_behind: "
             f"{error}. It is all there still: go on with --resume auto"
         )
-    if said:
-        print(said, flush=True)
+    for line in filter(None, (lost, said)):
+        print(line, flush=True)
+    return lost is not None
 
 
 def digest_of_lines(identity: dict, processes: int) -> str:

@@ -16,7 +16,7 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
     """Flushes a written folder to the disk and puts it in the place of another.
 
     Killed at any instant, this leaves the old folder or the new one whole: at worst the old one
-    under its name with `.old`.
+    under its name with `.old`, see `put_back`.
 
     Args:
         temporary: the written folder, in the same parent folder as `directory`.
@@ -35,6 +35,14 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
         for path in by_step(directory.parent)[:-keep]:
             # On NFS a folder cannot be deleted while someone reads it. It goes the next time.
             shutil.rmtree(path, ignore_errors=True)
+
+
+def put_back(parent: Path) -> None:
+    """Gives the folders their names back that a killed `replace` had just put aside."""
+    for old in parent.glob(f".{STEP_PREFIX}*.old"):
+        directory = parent / old.name[1 : -len(".old")]
+        if not directory.exists():
+            old.rename(directory)
 
 
 def flush(*paths: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import mmap
 import os
 import shutil
 from pathlib import Path
@@ -120,11 +121,12 @@ def leave(
             shutil.copytree(board, left.place_for(board))
         left.moved.append(board.name)
     for file, size in ((samples, samples_bytes), (metrics, metrics_bytes)):
-        if not is_longer(file, size):
+        whole = whole_lines(file, size)
+        if not is_longer(file, whole):
             continue
-        if not same_lines:
-            left.keep_end_of(file, size)
-        os.truncate(file, size)
+        if not same_lines or whole < size:  # what is torn will not be written again
+            left.keep_end_of(file, whole)
+        os.truncate(file, whole)
 
     earlier = [entry for entry in writers if entry[0] < step and not anew]
     if not earlier or earlier[-1][1] != now:
@@ -133,6 +135,47 @@ def leave(
     if not left.moved:
         return None
     return f"left behind in {left.folder}: {', '.join(left.moved)}"
+
+
+def lost_lines(sizes: dict[Path, int]) -> str | None:
+    """Says which files of lines have lost some that a checkpoint counts; None if none has.
+
+    Args:
+        sizes: the bytes that they had at the checkpoint.
+    """
+    lost = []
+    for file, size in sizes.items():
+        whole = whole_lines(file, size)
+        if whole < size:
+            lost.append(f"{file} had {size} bytes then, of which {whole} are whole lines now")
+    if not lost:
+        return None
+    return f"NOTE: lines from before the checkpoint are lost: {'; '.join(lost)}. These stay"
+
+
+def whole_lines(file: Path, size: int) -> int:
+    """Returns how many of a file's first `size` bytes are whole lines of JSON.
+
+    After a power failure the end of a file may be missing, or be zeros. A hand may have cut it.
+    """
+    if not is_longer(file, 0):
+        return 0
+    with open(file, "rb") as lines, mmap.mmap(lines.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        end = text.rfind(b"\n", 0, size) + 1
+        while end > 0:
+            start = text.rfind(b"\n", 0, end - 1) + 1
+            if is_json(text[start:end]):
+                break
+            end = start
+    return end
+
+
+def is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def is_longer(file: Path, size: int) -> bool:

@@ -117,6 +117,33 @@ def test_lines_are_cut_only_where_they_will_be_written_again(tmp_path, writers, 
     assert left_behind.writers_beyond(left_behind.read_writers(tmp_path), 2) == [A]
 
 
+@pytest.mark.parametrize("end, whole", [
+    (b"1\n2\n", 4),  # cut between two lines
+    (b"1\n2\n3", 4),
+    (b"1\n2\n\0\0\0\0", 4),
+    (b"1\n2\n\0\0\0\n", 4),  # whole in form only
+    (b"1\n2\n{\n{\n", 4),
+    (b"{", 0),
+    (b"", 0),
+    (None, 0),  # no file
+])  # fmt: skip
+def test_a_log_that_lost_lines_keeps_what_is_whole(tmp_path, end, whole):
+    """Four lines were there at the checkpoint; those that are torn are no lines for the next one to be glued to."""
+    metrics, samples = tmp_path / "metrics.jsonl", tmp_path / "samples.jsonl"
+    samples.write_bytes(b"1\n2\n3\n4\n5\n")
+    if end is not None:
+        metrics.write_bytes(end)
+    said = left_behind.lost_lines({metrics: 8, samples: 8})
+    assert f"{metrics} had 8 bytes then, of which {whole} are whole lines now" in said
+    assert str(samples) not in said and left_behind.lost_lines({samples: 8}) is None
+    # Also where the same settings wrote the lines: those before the checkpoint are not written again.
+    left_behind.leave(tmp_path, 4, 8, 8, [[0, A]], A)
+    assert samples.read_bytes() == b"1\n2\n3\n4\n"
+    kept = tmp_path / "left_behind/after_global_step_000004/metrics.jsonl"
+    assert (metrics.read_bytes() if end is not None else b"") == (end or b"")[:whole]
+    assert (kept.read_bytes() if kept.exists() else b"") == (end or b"")[whole:]
+
+
 def test_a_record_of_writers_that_cannot_be_read_leaves_all_lines(tmp_path):
     """It is as if others had written them: they are moved, not cut."""
     for text in ("{", "[1]", '{"a": 1}', "[" * 100_000, "null"):

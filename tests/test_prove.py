@@ -285,8 +285,8 @@ with torch.no_grad():
         "common/left_behind.py",
         replace(
             "leave",
-            "is_longer(file, size)",
-            by="file == metrics and is_longer(file, size)",
+            "is_longer(file, whole)",
+            by="file == metrics and is_longer(file, whole)",
         ),
     ),
     "Adam's moments are not restored": Fault(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -230,6 +231,31 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch
     assert resumed.metrics.last_update == {"grad_norm": 0.5} and resumed.extra == run.extra
 
 
+def test_the_logs_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    run = run_in_this_process(tmp_path)
+    for file in checkpoint.logs_of(run):
+        file.write_text('{"global_step": 0}\n')
+    done = []
+
+    def note(name, function, path_of):
+        def call(first, *others):
+            done.append((name, path_of(first)))
+            return function(first, *others)
+
+        return call
+
+    fsync = note("flush", os.fsync, lambda handle: os.readlink(f"/proc/self/fd/{handle}"))
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", note("rename", Path.rename, str))
+    writing = run.folder / ".writing"
+    checkpoint.write(run, writing, run.folder / "global_step_000000")
+    renamed = done.index(("rename", str(writing)))
+    # The folder holds the names of the logs, and that of `checkpoints`.
+    for path in (*checkpoint.logs_of(run), tmp_path):
+        assert ("flush", str(path)) in done[:renamed], path
+
+
 def test_random_states_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
     """accelerate passes over any error there, and the run would draw other dropout without a word."""
     monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
@@ -316,6 +342,43 @@ def test_a_date_that_is_none_is_not_taken(tmp_path, monkeypatch):
         state["arguments"]["date"] = date
         (final / "state.json").write_text(json.dumps(state))
         assert checkpoint.find_date(run.args) == (expected or str(datetime.date.today()))
+
+
+def test_lost_lines_are_said_and_what_is_whole_stays(inputs, unbroken):
+    """Of a log that was cut in the middle of a line; and the next resume finds a checkpoint that counts what is there."""
+    reference, output = unbroken("dpo", "plain"), inputs / "cut"
+    shutil.copytree(reference, output)
+    log = output / "metrics.jsonl"
+    *first, ninth, _ = log.read_bytes().splitlines(keepends=True)
+    torn = b"".join(first) + ninth[:-20]
+    log.write_bytes(torn)
+    again = [*flags(inputs, "dpo", output), "--save_steps", 0]
+    again += ["--resume", output / "checkpoints/global_step_000010"]
+    kept = output / "left_behind/after_global_step_000010/metrics.jsonl"
+    expected = [line for line in timeless(reference) if line["global_step"] != 9]
+    for is_first in (True, False):
+        said = launch([], recipe("dpo"), *again).stdout
+        lost = (
+            f"lines from before the checkpoint are lost: {log} had {len(torn) + 20} bytes then, of "
+            f"which {len(b''.join(first))} are whole lines now"
+        )
+        assert (lost in said) == is_first
+        assert kept.read_bytes() == ninth[:-20]
+        assert timeless(output) == expected
+    assert torch.equal(weights(output), weights(reference))
+
+
+def test_a_checkpoint_that_was_being_replaced_is_found_again(tmp_path):
+    """Killed between the two renames of `folders.replace`, its name is free."""
+    for name in (".global_step_000002.old", ".global_step_000004.old", "global_step_000004"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "what").write_text(name)
+    folders.put_back(tmp_path)
+    names = {path.name: (path / "what").read_text() for path in folders.by_step(tmp_path)}
+    assert names == {
+        "global_step_000002": ".global_step_000002.old",
+        "global_step_000004": "global_step_000004",
+    }
 
 
 def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
