@@ -16,7 +16,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, cpu, distributed, engine, lazily, zero
+from common import arguments, cpu, distributed, engine, lazily, lock, record, zero
 
 datasets = lazily("datasets")
 
@@ -49,8 +49,8 @@ def make_accelerator(args, recipe: str) -> Accelerator:
 
     Raises:
         SystemExit: batch sizes that do not divide, a missing DeepSpeed JSON, settings that would be
-            silently ignored, another number of processes than the launcher's, a non-empty
-            `output_dir` with `--resume never`.
+            silently ignored, another number of processes than the launcher's, an `output_dir` that
+            another run uses, or with `--resume never` one that holds another run.
     """
     launcher = read_environment()
     chosen = arguments.fill_in_micro_batches(args, on_gpu=not launcher.on_cpu)
@@ -189,11 +189,14 @@ def make_output_dir(accelerator: Accelerator, args, recipe: str) -> None:
 def decide_output_dir(args, recipe: str) -> str:
     """Returns the folder that `--output_dir` and `--resume` ask for, made if it is not there.
 
+    From then on it is this run's alone, until this process ends.
+
     Returns:
         `--output_dir`, the folder of the run that is resumed, or `runs/<recipe>/<date-time>`.
 
     Raises:
-        SystemExit: nothing to resume, or a folder that holds another run or cannot be made.
+        SystemExit: nothing to resume, or a folder that holds another run, that another run uses
+            now, or that cannot be made.
     """
     continues = False  # whether the folder is that of the run which goes on
     if args.resume == "never":
@@ -208,18 +211,38 @@ def decide_output_dir(args, recipe: str) -> str:
         path = output_dir_of_checkpoint(args)
         continues = path.resolve() / "checkpoints" == Path(args.resume).resolve().parent
 
-    if not continues and path.is_dir() and any(path.iterdir()):
-        way_on = ": it has no checkpoint to go on from"
-        if any(path.glob("checkpoints/global_step_*")):
-            way_on = ", or --resume auto to go on from its last checkpoint"
-        sys.exit(f"--output_dir {path} already holds another run. Take another{way_on}.")
+    # Where no run was before, the files are somebody's, and the lock must not be added to them.
+    has_files = path.is_dir() and any(path.iterdir())
+    if not continues and has_files and not (path / lock.FILE).exists():
+        refuse_used(path)
     try:
         # A folder named after the time must be new: another run may begin in the same instant.
         path.mkdir(parents=True, exist_ok=bool(args.output_dir) or continues)
+        lock.take(path)
     except OSError as error:  # also a file of that name, or no permission
         sys.exit(f"--output_dir {path} cannot be made: {error}")
     atexit.register(remove_if_empty, path)
+    # A run that failed before its first update has left nothing to be kept from another one.
+    if not continues and has_update(path):
+        refuse_used(path)
     return str(path)
+
+
+def refuse_used(folder: Path) -> None:
+    """Ends the program because the folder of a new run is not free."""
+    way_on = ": it has no checkpoint to go on from"
+    if any(folder.glob("checkpoints/global_step_*")):
+        way_on = ", or --resume auto to go on from its last checkpoint"
+    sys.exit(f"--output_dir {folder} already holds another run. Take another{way_on}.")
+
+
+def has_update(folder: Path) -> bool:
+    """Whether a run's folder holds more than what is written before the first update."""
+    if any(any(folder.glob(f"{name}/*")) for name in ("checkpoints", "actors", "actor")):
+        return True
+    log = record.Log(folder)
+    log.read_on()
+    return any(line.get("global_step") != 0 for line in log.ends)
 
 
 def unused(path: Path) -> Path:
@@ -233,8 +256,10 @@ def unused(path: Path) -> Path:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Removes the folder of a run that was refused before it wrote anything."""
+    """Removes the folder of a run that was refused before it wrote anything but its lock."""
     with contextlib.suppress(OSError):  # it is not empty, or gone
+        if [path.name for path in folder.iterdir()] == [lock.FILE]:
+            (folder / lock.FILE).unlink()
         folder.rmdir()
 
 

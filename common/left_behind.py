@@ -113,7 +113,7 @@ def leave(
         left.moved.append("the final actor")
 
     same_lines = not anew and set(writers_beyond(writers, step)) == {now}
-    if lines_beyond and not same_lines and board.is_dir():
+    if board.is_dir() and (anew or (lines_beyond and not same_lines)):
         if anew:
             left.move(board)
         else:

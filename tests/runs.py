@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common.prove import warm
+from common.prove import bench, warm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
@@ -113,15 +113,15 @@ def workers(process: subprocess.Popen) -> list[int]:
 
 
 def kill(process: subprocess.Popen | warm.Process) -> None:
-    """A launcher and its workers, which are in groups of their own, all at once."""
-    started = workers(process)
+    """A launcher and its workers, which are in groups of their own, all at once; waits until none is there."""
+    started = [psutil.Process(worker) for worker in workers(process)]
     os.killpg(process.pid, signal.SIGKILL)
     for worker in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
     process.wait()
-    if started:
-        time.sleep(0.5)
+    while any(bench.is_alive(worker) for worker in started):
+        time.sleep(0.01)
 
 
 def launch(

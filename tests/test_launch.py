@@ -5,14 +5,21 @@ What cannot be honoured is refused; what is not finite stops.
 
 import argparse
 import datetime
+import errno
 import json
+import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import types
 
 import pytest
 import yaml
 
 import common.launch
+from common import lock
 from runs import (
     CONFIGS,
     LAUNCHERS,
@@ -23,6 +30,7 @@ from runs import (
     launch,
     letters,
     recipe,
+    refuses,
     training_lines,
     weights,
 )
@@ -125,6 +133,7 @@ def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
     datetime.datetime.strptime(output.name, "%Y%m%d-%H%M%S")
     assert sorted(path.name for path in output.iterdir()) == [
         ".metrics_writers.json",
+        ".run.lock",
         "actor",
         "actors",
         "environment.json",
@@ -149,6 +158,103 @@ def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
     args.output_dir = "mine"
     for _ in range(2):  # an empty folder that is named may be there
         assert common.launch.decide_output_dir(args, "dpo") == "mine"
+
+
+# Takes a folder and forks a process that outlives it; says so, and waits to be killed.
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from common import lock
+
+lock.take(Path(sys.argv[1]))
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(1000)
+"""
+
+
+def decide(folder, resume="never"):
+    return common.launch.decide_output_dir(
+        argparse.Namespace(output_dir=str(folder), resume=resume), "dpo"
+    )
+
+
+def test_a_folder_is_one_runs_until_its_process_ends(tmp_path):
+    """Even killed, and though something that it forked goes on, as a pool of a reward function may."""
+    (tmp_path / "run.yaml").write_text("seed: 1\n")
+    command = [sys.executable, "-c", HOLDER, tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY) as holder:
+        child = int(holder.stdout.readline())
+        try:
+            for resume in ("auto", "never"):
+                refuses(
+                    f"--output_dir {tmp_path} is in use by process {holder.pid} on {socket.gethostname()}, "
+                    f"started {datetime.date.today()}",
+                    call=lambda resume=resume: decide(tmp_path, resume),
+                )
+            holder.kill()
+            holder.wait()
+            assert decide(tmp_path) == str(tmp_path)
+            assert f"process {os.getpid()} on " in (tmp_path / ".run.lock").read_text()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_lock_that_was_removed_under_ones_hands_is_taken_again(tmp_path, monkeypatch):
+    """A run that is refused removes its lock with its folder. Who had opened it just before holds nothing."""
+    taken = []
+
+    def lockf(handle, flags):
+        taken.append(os.fstat(handle).st_ino)
+        if len(taken) == 1:
+            (tmp_path / ".run.lock").rename(tmp_path / "removed")
+
+    monkeypatch.setattr(lock.fcntl, "lockf", lockf)
+    lock.take(tmp_path)
+    assert len(taken) == 2 and taken[1] == (tmp_path / ".run.lock").stat().st_ino
+    assert f"process {os.getpid()} on " in (tmp_path / ".run.lock").read_text()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys, number):
+    def lockf(handle, flags):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(lock.fcntl, "lockf", lockf)
+    assert decide(tmp_path / "out") == str(tmp_path / "out")
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and os.strerror(number) in said
+    assert said.startswith(f"NOTE: {tmp_path / 'out'} is on a file system without locks")
+
+
+def test_a_folder_without_an_update_may_be_used_again(tmp_path):
+    """What a run writes before its first update is no reason to refuse another one; all else is."""
+    before = {
+        ".run.lock": "",
+        "run.yaml": "",
+        "metrics.jsonl": '{"global_step": 0, "eval/loss": 3}\n',
+    }
+    more = {
+        "a line": {"metrics.jsonl": before["metrics.jsonl"] + '{"global_step": 1, "loss": 3}\n'},
+        "a checkpoint": {"checkpoints/global_step_000000/manifest.json": "{}"},
+        "an actor on the way": {"actors/global_step_000001/config.json": "{}"},
+        "an actor": {"actor/config.json": "{}"},
+        "no run's": {".run.lock": None},
+    }
+    for name, changes in {"nothing": {}, **more}.items():
+        folder = tmp_path / name
+        for file, text in {**before, **changes}.items():
+            if text is not None:
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                (folder / file).write_text(text)
+        if name == "nothing":
+            assert decide(folder) == str(folder)
+        else:
+            refuses(
+                f"--output_dir {folder} already holds another run",
+                call=lambda folder=folder: decide(folder),
+            )
 
 
 def test_an_output_dir_that_a_process_does_not_see_is_refused(inputs, tmp_path):

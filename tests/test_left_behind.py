@@ -5,6 +5,7 @@ import shutil
 import types
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import checkpoint, folders, left_behind
 from runs import launch, lines, recipe, tiny_inputs, weights
@@ -150,6 +151,35 @@ def test_a_record_of_writers_that_cannot_be_read_leaves_all_lines(tmp_path):
         (tmp_path / left_behind.WRITERS).write_text(text)
         writers = left_behind.read_writers(tmp_path)
         assert set(left_behind.writers_beyond(writers, 2)) == {"unknown"}, text[:9]
+
+
+def test_a_run_that_failed_before_its_first_update_leaves_its_folder_to_the_next(inputs, tmp_path):
+    """Without `--resume`, and that one's curves begin anew."""
+    output = tmp_path / "again"
+    (tmp_path / "failing_of_test.py").write_text(
+        "def reward(prompts, responses, **columns):\n    raise RuntimeError('no such server')\n"
+    )
+    command = [
+        *["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "ppo.jsonl"],
+        *["--output_dir", output, "--rollout_batch_size", 4, "--n_samples_per_prompt", 2],
+        *["--train_batch_size", 8, "--max_new_tokens", 4, "--max_steps", 1],
+        *["--drop_equal_groups", False],
+    ]
+    failing = ["--reward_function", "failing_of_test:reward"]
+    result = launch([], recipe("grpo"), *command, *failing, cwd=tmp_path, check=False)
+    assert result.returncode and "no such server" in result.stdout
+    working = ["--reward_function", "common.rollout.rewards:answer_reward"]
+    result = launch([], recipe("grpo"), *command, *working, cwd=tmp_path)
+    kept = output / "left_behind/after_global_step_000000"
+    assert f"left behind in {kept}: tensorboard\n" in result.stdout
+    assert [line["global_step"] for line in lines(output)] == [1]
+    board = EventAccumulator(str(output / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("loss")] == [1]
+    # They are written once, at the beginning.
+    assert board.PluginTagToContent("custom_scalars") and board.PluginTagToContent("hparams")
+    result = launch([], recipe("grpo"), *command, *working, cwd=tmp_path, check=False)
+    assert result.returncode and "already holds another run" in result.stdout
 
 
 @pytest.mark.parametrize("settings", [A, B])

@@ -502,15 +502,14 @@ def test_where_a_resumed_run_goes(tmp_path):
             "sft",
         )
 
-    assert decide(old) == decide(old, tmp_path / "old") == str(tmp_path / "old") and decide(
-        "auto", used
-    ) == str(used)
+    assert decide(old) == decide(old, tmp_path / "old") == str(tmp_path / "old")
     assert decide(old, tmp_path / "new") == decide(loose, tmp_path / "new") == str(tmp_path / "new")
     refuses(
         f"--output_dir {used} already holds another run",
         "no checkpoint to go on from",
         call=lambda: decide(old, used),
     )
+    assert [path.name for path in used.iterdir()] == ["manifest.json"]  # no lock of ours
     refuses(f"--resume {loose}", "give --output_dir", call=lambda: decide(loose))
     inside = (
         used / "exported/global_step_000004"
@@ -518,3 +517,4 @@ def test_where_a_resumed_run_goes(tmp_path):
     inside.mkdir(parents=True)
     (inside / "manifest.json").write_text("{}")
     refuses(f"--output_dir {used} already holds another run", call=lambda: decide(inside, used))
+    assert decide("auto", used) == str(used)
