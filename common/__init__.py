@@ -9,6 +9,8 @@ from pathlib import Path
 # transformers imports bitsandbytes if it is installed. It warns of kernels that no recipe uses.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
+# Who started this process. It may be gone before this process has imported torch.
+PARENT = os.getppid()
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
 

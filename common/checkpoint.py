@@ -24,7 +24,17 @@ from accelerate.utils.constants import RNG_STATE_NAME
 from safetensors import SafetensorError
 from torch import nn
 
-from common import actor, arguments, distributed, engine, folders, left_behind, record, transcript
+from common import (
+    actor,
+    arguments,
+    distributed,
+    engine,
+    folders,
+    launch,
+    left_behind,
+    record,
+    transcript,
+)
 from common.metrics import Metrics
 from common.models import lora
 from common.progress import Progress
@@ -302,6 +312,8 @@ def choose_engine_state(run: Run) -> None:
 
 # Each ends a run after its update.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Stands for a launcher that is gone. The number is the smallest, so that a signal counts before it.
+LAUNCHER_GONE = signal.SIGHUP
 
 
 def install_signals(run: Run) -> None:
@@ -348,21 +360,27 @@ def keep_handlers_from_forks() -> None:
 
 
 def stop_if_asked(run: Run) -> None:
-    """Saves a checkpoint and ends the run if any process got a signal.
+    """Saves a checkpoint and ends the run if any process got a signal, or has lost its launcher.
 
     All processes must call it, after each update.
 
     Raises:
-        SystemExit: with 128 plus the signal's number.
+        SystemExit: with 128 plus the signal's number; without a launcher with that of SIGHUP.
     """
-    own_signal = torch.tensor(run.stop_signal, device=run.accelerator.device)
+    number = run.stop_signal
+    if number == 0 and launch.launcher_is_gone():
+        number = LAUNCHER_GONE
+    own_signal = torch.tensor(int(number), device=run.accelerator.device)
     number = int(run.accelerator.reduce(own_signal, "max"))
     if number == 0:
         return
     save(run)
     run.metrics.bar.close()
+    cause = signal.Signals(number).name
+    if number == LAUNCHER_GONE:
+        cause = "the end of its launcher"
     run.accelerator.print(
-        f"stopped by {signal.Signals(number).name} after update {run.last_saved}, "
+        f"stopped by {cause} after update {run.last_saved}, "
         f"saved in {run.folder}: go on with --resume auto"
     )
     sys.exit(128 + number)

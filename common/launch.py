@@ -16,13 +16,17 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import arguments, cpu, distributed, engine, lazily, lock, record, zero
+from common import PARENT, arguments, cpu, distributed, engine, lazily, lock, record, zero
 
 datasets = lazily("datasets")
 
 # How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
 # That is too short while one of them tokenises, checks or writes files.
 PATIENCE = datetime.timedelta(hours=12)
+
+# Each launcher sets one of these for what it starts, and nobody else does: torchrun, which
+# accelerate's launcher of several processes is too, accelerate's launcher of one, and deepspeed.
+SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE", "CROSS_SIZE")
 
 
 class Launcher(NamedTuple):
@@ -87,6 +91,16 @@ def read_environment() -> Launcher:
         deepspeed=os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true",
         fsdp=os.environ.get("ACCELERATE_USE_FSDP") == "true",
     )
+
+
+def launcher_is_gone() -> bool:
+    """Whether the launcher that started this process has ended, and has left it behind.
+
+    Launchers wait for what they start, so a launcher that is gone was killed. Whoever starts a
+    recipe without one, such as a shell with `&`, may go.
+    """
+    was_launched = any(name in os.environ for name in SET_BY_LAUNCHERS)
+    return was_launched and os.getppid() != PARENT
 
 
 def refuse_what_would_be_ignored(launcher: Launcher) -> None:

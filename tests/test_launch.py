@@ -257,6 +257,21 @@ def test_a_folder_without_an_update_may_be_used_again(tmp_path):
             )
 
 
+def test_only_a_launcher_that_is_gone_is_missed(monkeypatch):
+    """A shell that started a run in the background may end."""
+    for name in common.launch.SET_BY_LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    is_gone = common.launch.launcher_is_gone
+    monkeypatch.setenv("WORLD_SIZE", "2")  # by hand, or by srun
+    for parent, gone in ((common.launch.PARENT, False), (1, True)):
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        assert not is_gone()
+        for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_MODE", "CROSS_SIZE"):
+            with monkeypatch.context() as launched:
+                launched.setenv(name, "none")
+                assert is_gone() == gone, (name, parent)
+
+
 def test_an_output_dir_that_a_process_does_not_see_is_refused(inputs, tmp_path):
     """Another node's disk, as the processes tell each other."""
     (tmp_path / "unseen.py").write_text(

@@ -15,15 +15,18 @@ import tempfile
 import time
 import types
 
+import psutil
 import pytest
 import torch
 from accelerate.utils import DistributedType
 
 from common import checkpoint, folders
 from common.launch import decide_output_dir
+from common.prove import bench
 from runs import (
     LAUNCHERS,
     REPOSITORY,
+    config_launcher,
     launch,
     lines,
     recipe,
@@ -176,6 +179,57 @@ def test_a_full_disk_leaves_the_checkpoint_before_whole(inputs, unbroken):
     assert names and not [name for name in names if name.startswith(".")]
     assert all(folders.fault_of(path) is None for path in (output / "checkpoints").iterdir())
     assert_goes_on(inputs, "plain", output, unbroken("plain"))
+
+
+@pytest.mark.parametrize(
+    "launcher, fresh",
+    [
+        ("ddp", False),
+        pytest.param("zero2", False, marks=pytest.mark.slow),
+        pytest.param("zero3", False, marks=pytest.mark.slow),
+        pytest.param("ddp", True, marks=pytest.mark.slow),
+        pytest.param("single_gpu", True, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_killed_launcher_leaves_ends_with_a_checkpoint(inputs, launcher, fresh):
+    """Until then no other run gets the folder. Here the first rollout waits for a file `go`."""
+    output, go = inputs / f"left-{launcher}-{fresh}", inputs / f"go-{launcher}-{fresh}"
+    (inputs / "waiting_of_test.py").write_text(
+        "import os, time\n\ndef reward(prompts, responses):\n    open(os.environ['GO'] + '-waiting', 'w')\n"
+        "    while not os.path.exists(os.environ['GO']):\n        time.sleep(0.01)\n"
+        "    return [len(set(text)) / 2 for text in responses]\n"
+    )
+    more = ["--dataset_name", inputs / "prompts.jsonl", "--reward_function", "waiting_of_test:reward", "--rollout_batch_size", 8,
+            "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 4, "--max_steps", 2]  # fmt: skip
+    way = LAUNCHERS[launcher] if launcher in LAUNCHERS else config_launcher(launcher)
+    console = inputs / f"left-{launcher}-{fresh}.txt"
+    with open(console, "w") as file:
+        own = {"stdout": file} if fresh else {"output": str(console)}
+        begin_it = start if fresh else start_warm
+        again = flags(inputs, output, *more)
+        process = begin_it(way, recipe("ppo"), *again, cwd=inputs, env={"GO": str(go)}, **own)
+    try:
+        until(go.with_name(f"{go.name}-waiting").exists, process)
+        left = [psutil.Process(worker) for worker in workers(process)]
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=60)
+        # At once, and with `--resume never`, too.
+        for resume in ("auto", "never"):
+            result = launch(way, recipe("ppo"), *again, "--resume", resume, cwd=inputs, check=False)
+            refusal = f"--output_dir {output} is in use by process "
+            assert result.returncode and refusal in result.stdout
+            named = int(result.stdout.split(refusal)[1].split()[0])
+            assert named in [worker.pid for worker in left]
+        assert all(bench.is_alive(worker) for worker in left)
+    finally:
+        go.touch()
+    while any(bench.is_alive(worker) for worker in left):
+        time.sleep(0.01)
+    assert "stopped by the end of its launcher after update 1, saved in" in console.read_text()
+    assert [path.name for path in (output / "checkpoints").iterdir()] == ["global_step_000001"]
+    result = launch(way, recipe("ppo"), *again, "--resume", "auto", cwd=inputs, env={"GO": str(go)})
+    assert "resumed from" in result.stdout and "done: 2 updates" in result.stdout
+    assert [line["global_step"] for line in lines(output)] == [1, 2]
 
 
 def partial_run(**given):

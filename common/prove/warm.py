@@ -239,6 +239,7 @@ def run_ranks(args) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     os.environ.update(
+        TORCHELASTIC_RUN_ID="none",
         WORLD_SIZE=str(processes),
         LOCAL_WORLD_SIZE=str(processes),
         GROUP_RANK="0",
