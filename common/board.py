@@ -1,5 +1,7 @@
 """What TensorBoard shows of a run: curves, a page of its key charts, samples, hyper-parameters."""
 
+import functools
+import threading
 from pathlib import Path
 
 import torch
@@ -29,6 +31,7 @@ class Board:
         self.is_new = not folder.is_dir()
         # A new run starts at 0, the step of the evaluation before the first update.
         purge_step = global_step + 1 if global_step else 0
+        leave_errors_to_the_run()
         self.writer = SummaryWriter(folder, purge_step=purge_step)
         if self.is_new and charts:
             page = {title: ["Multiline", [pattern_of(tags)]] for title, tags in charts.items()}
@@ -65,6 +68,21 @@ class Board:
         """Adds a text in Markdown."""
         self.writer.add_text(name, text, global_step)
         self.writer.flush()
+
+
+@functools.cache
+def leave_errors_to_the_run() -> None:
+    """Shows no traceback of TensorBoard's thread if it cannot write, because the disk is full.
+
+    The next call of its writer raises the same error, in the run.
+    """
+    show = threading.excepthook
+
+    def show_others(error) -> None:
+        if type(error.thread).__name__ != "_AsyncWriterThread":
+            show(error)
+
+    threading.excepthook = show_others
 
 
 def pattern_of(tags: list[str]) -> str:

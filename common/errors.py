@@ -10,6 +10,14 @@ from collections.abc import Callable
 
 from common import speaks_for_all
 
+# What no run can help, wherever it is noticed.
+OF_DISKS = {
+    errno.ENOSPC: "a disk is full",
+    errno.EDQUOT: "a disk is full",
+    errno.EROFS: "a disk can only be read now",
+    errno.EIO: "a disk fails",
+}
+
 
 def run(main: Callable[[], None]) -> None:
     """Runs a recipe's `main`, and tells the launcher why it ended, if it failed.
@@ -24,8 +32,9 @@ def run(main: Callable[[], None]) -> None:
             refuse(error.code)
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            refuse(f"a disk is full, that of --output_dir or of a cache (HF_HOME): {error}")
+        if isinstance(error, OSError) and error.errno in OF_DISKS:
+            what = OF_DISKS[error.errno]
+            refuse(f"{what}, that of --output_dir or of a cache (HF_HOME): {error}")
         tell_launcher(traceback.format_exc())
         raise
 

@@ -288,3 +288,31 @@ def test_charts_match_their_tags_in_training_and_evaluation():
         assert re.match(pattern, tag), tag
     for tag in ("loss/policy_avg", "policy_loss", "eval/a/b/loss"):
         assert not re.match(pattern, tag), tag
+
+
+FULL = """
+import errno, sys
+from pathlib import Path
+from tensorboard.summary.writer.record_writer import RecordWriter
+from common import board, errors
+
+def write(self, data):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+def main():
+    curves = board.Board(Path(sys.argv[1]), 0, {}, {})
+    RecordWriter.write = write
+    while True:  # the thread that writes fails a little later
+        curves.add_scalars({"loss": 1.0}, 1)
+
+errors.run(main)
+"""
+
+
+def test_a_full_disk_under_tensorboard_is_one_line(tmp_path):
+    """TensorBoard writes in a thread of its own: that one's traceback would come first."""
+    (tmp_path / "full.py").write_text(FULL)
+    result = launch([], tmp_path / "full.py", tmp_path / "tensorboard", check=False)
+    assert result.returncode == 1
+    said = result.stdout.strip().splitlines()
+    assert len(said) == 1 and said[0].startswith("a disk is full, "), result.stdout

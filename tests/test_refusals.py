@@ -1,5 +1,6 @@
 """A user's mistakes, as the console shows them: one message, the last thing on the screen, and the exit status."""
 
+import errno
 import json
 import os
 import signal
@@ -180,6 +181,23 @@ def test_a_full_disk_is_said_in_one_line_wherever_it_is_noticed(tmp_path, capsys
     assert said.startswith("a disk is full, ") and "No space left on device" in said
     with pytest.raises(FileNotFoundError):
         errors.run(lambda: (tmp_path / "none").read_text())
+
+
+@pytest.mark.parametrize(
+    "number, words",
+    [(errno.EROFS, "a disk can only be read now"), (errno.EIO, "a disk fails")],
+)
+def test_a_disk_that_fails_in_mid_run_is_said_in_one_line(capsys, number, words):
+    """A file system becomes read-only after an error: the next log line cannot be written."""
+
+    def write():
+        raise OSError(number, os.strerror(number), "out/metrics.jsonl")
+
+    with pytest.raises(SystemExit) as refusal:
+        errors.run(write)
+    said = capsys.readouterr().err
+    assert refusal.value.code == 1 and said.count("\n") == 1
+    assert said.startswith(f"{words}, ") and "out/metrics.jsonl" in said
 
 
 @pytest.mark.slow
