@@ -361,7 +361,8 @@ def estimate_advantages(
     Args:
         scores: `[samples]`, those of a group side by side.
         is_trained: bool `[samples]`; the others count in their group, but not in the mean and the
-            deviation of the batch. None: all.
+            deviation of the batch. None: all. One alone has no deviation: then the batch takes off
+            no mean, and divides by nothing.
     """
     groups = scores.double().reshape(-1, n_samples)
     if is_trained is None:

@@ -194,8 +194,9 @@ def test_the_deviation_of_the_rollout_is_that_of_what_is_trained_on():
     assert advantages("none", "batch") == pytest.approx(
         [(s - 1) / (deviation + 1e-4) for s in scores.tolist()]
     )
-    # One sample has no deviation.
+    # One sample has no deviation, and would be its own mean: neither is applied.
     assert advantages("group", "batch", torch.arange(6) == 3) == pytest.approx(group)
+    assert advantages("none", "batch", torch.arange(6) == 3) == scores.tolist()
     assert (
         advantages("group", "group")
         == grpo.estimate_advantages(scores, 3, "group", "group").tolist()
