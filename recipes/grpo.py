@@ -1025,13 +1025,14 @@ def main():
     )
     guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
     max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
-    if progress.updates_seen == 0:
+    position = run.extra
+    # Not `updates_seen == 0`: the run may be resumed after rollouts that led to no update.
+    if position["prompts_seen"] == 0:
         metrics.log_evaluation(
             *evaluate(accelerator, model, policy, tokenizer, eval_sets, scores_of, args)
         )
     model.train()
     metrics.start_interval()
-    position = run.extra
     mark_position(progress, position, mixture.samples, args)
     while not progress.finished:
         # If no rollout is left, make one: sample groups, score them, leave out those whose

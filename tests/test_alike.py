@@ -107,6 +107,9 @@ def source(name: str) -> str:
     text = text.replace(
         "            update_sequences,\n", "            update_rows,\n"
     )  # SFT's rows may hold several
+    text = text.replace(
+        'if position["prompts_seen"] == 0:', "if progress.updates_seen == 0:"
+    )  # GRPO's rollouts may hold no update
     evaluations = re.findall(
         r"metrics\.log_evaluation\(.*?\n?.*?\)\n(?=\s+(?:if |model\.train))", text, re.S
     )

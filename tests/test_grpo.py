@@ -17,17 +17,20 @@ from common import batches
 from common.data.mixture import mixture_of
 from common.progress import Progress
 from runs import (
+    LAUNCHERS,
     evaluation_lines,
     launch,
     lines,
     recipe,
     refuses,
+    timeless,
     tiny_llama,
     training_lines,
     weights,
     without_timings,
     write_jsonl,
 )
+from runs import samples as samples_of
 from test_ppo import STOPS, alone
 
 grpo = types.SimpleNamespace(**runpy.run_path(str(recipe("grpo"))))
@@ -474,6 +477,62 @@ def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inpu
     tags = {"scores", "length", "eos_rate", "rewards/once/mean"}
     assert evaluations[0].keys() == {"global_step", *(f"eval/{tag}" for tag in tags)}
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["global_step_000001"]
+
+
+# The first rollout's scores are all equal, those of the others are not.
+LATER = """
+import os, signal
+
+def later(prompts, responses, response_ids, held_out, **columns):
+    if held_out[0]:
+        return [0.0] * len(responses)
+    file = f"sampled-{os.environ.get('RANK', 0)}"
+    if os.path.exists(file):
+        return [float(len(ids) // 2) for ids in response_ids]
+    open(file, "w")
+    if "STOP" in os.environ:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [1.0] * len(responses)
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2", "zero3"))],
+)
+def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
+    inputs, tmp_path, launcher
+):
+    """The evaluation before training is there once."""
+    rows = [{"prompt": "ab3" * (1 + 5 * row % 7), "held_out": False} for row in range(7)]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    asked = [{"prompt": f"{row}+1", "held_out": True} for row in range(3)]
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", asked)
+    settings = [part for name, value in SHARED.items() for part in (f"--{name}", value)]
+    outputs = []
+    for name, ways in {"whole": [{}], "stopped": [{"STOP": "1"}, {}]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "rewarding_later.py").write_text(LATER)
+        outputs.append(folder / "out")
+        for env in ways:
+            result = launch(
+                LAUNCHERS[launcher],
+                recipe("grpo"),
+                *["--model_name_or_path", inputs / "model", "--dataset_name", data],
+                *["--eval_dataset_name", held_out, "--output_dir", outputs[-1]],
+                *["--reward_function", "rewarding_later:later", "--max_epochs", 2],
+                *["--resume", "auto", "--report_to", "none", *settings],
+                cwd=folder,
+                env=env,
+                check="STOP" not in env,
+            )
+        assert ("resumed from" in result.stdout) == (name == "stopped")
+    whole, stopped = outputs
+    assert (stopped / "checkpoints/global_step_000000").exists()
+    assert timeless(stopped) == timeless(whole) and samples_of(stopped) == samples_of(whole)
+    assert torch.equal(weights(stopped), weights(whole))
+    assert [line["global_step"] for line in evaluation_lines(stopped)].count(0) == 1
 
 
 def test_progress_counts_rows_where_updates_do_not_tell_them():
