@@ -35,7 +35,7 @@ def run(config: str, recipe: str, output_dir: Path, *flags: str) -> tuple[dict, 
         json.loads(line)
         for line in (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    evaluations = [line for line in lines if "loss" not in line]
+    evaluations = [line for line in lines if any(name.startswith("eval/") for name in line)]
     return evaluations[0], evaluations[-1], time.time() - start
 
 

@@ -274,6 +274,15 @@ class Metrics:
         self.bar.set_postfix(self.shown_in_bar, refresh=False)
         self.start_interval()
 
+    def log_rollouts(self) -> None:
+        """Writes what rollouts added since the last line, where no update will take it up.
+
+        All processes must call it.
+        """
+        means = self.open.reduce()
+        if means:
+            self.write({"epoch": self.progress.epoch, **means})
+
     def performance(self, elapsed: float) -> dict[str, float]:
         """Returns `perf/*` of the `elapsed` seconds of training since the last line."""
         tokens_per_second = (self.progress.tokens - self.tokens_before) / elapsed
@@ -354,6 +363,7 @@ class Metrics:
         All processes must call it.
         """
         self.log()
+        self.log_rollouts()
         for tracker in self.trackers:
             tracker.finish()
         self.bar.close()

@@ -690,6 +690,7 @@ def skip_rollout(metrics: Metrics, position: dict, n_prompts: int, ends_run: boo
         "(the advantages of all groups are zero, or all responses are cut)"
     )
     if since_update >= n_prompts and not ends_run:
+        metrics.log_rollouts()
         sys.exit(f"{message}, nor from any of the last {since_update} prompts, a whole epoch")
     metrics.warn(message)
 

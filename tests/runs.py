@@ -199,7 +199,7 @@ def training_lines(output_dir: Path) -> list[dict]:
 
 
 def evaluation_lines(output_dir: Path) -> list[dict]:
-    return [line for line in lines(output_dir) if "loss" not in line]
+    return [line for line in lines(output_dir) if any(name.startswith("eval/") for name in line)]
 
 
 def weights(output_dir: Path, folder: str = "actor") -> torch.Tensor:

@@ -419,7 +419,10 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
     assert "done: 0 updates (the model is as it was), 0 skipped" in said
     assert torch.equal(weights(output), weights(inputs, "model"))
     assert training_lines(output) == []
-    assert [line["global_step"] for line in evaluation_lines(output)] == [0]
+    before, of_rollouts = lines(output)
+    assert before["global_step"] == of_rollouts["global_step"] == 0 and "eval/scores" in before
+    assert of_rollouts["epoch"] == of_rollouts["frac_groups_dropped"] == 1
+    assert of_rollouts["rewards/same/mean"] == 1
 
 
 def test_a_policy_that_is_not_finite_stops_the_run_before_its_responses_are_scored(inputs):
@@ -454,6 +457,8 @@ def test_a_whole_epoch_without_an_update_ends_a_run_that_counts_updates(inputs):
     assert result.returncode == 1
     assert "nor from any of the last 7 prompts, a whole epoch" in result.stdout
     assert "Traceback" not in result.stdout
+    (of_rollouts,) = lines(inputs / "endless")  # what the rewards were that taught nothing
+    assert (of_rollouts["global_step"], of_rollouts["reward"]) == (0, 1)
 
 
 def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inputs):
@@ -471,7 +476,15 @@ def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inpu
     settings = dict(SHARED, train_batch_size=12, micro_train_batch_size=3)
     more = ["--reward_function", "rewarding_once:once", "--save_steps", 5, "--report_to", "none"]
     run(inputs, output, settings, *more, "--eval_dataset_name", held_out)
-    assert [line["global_step"] for line in lines(output)] == [0, 1, 1]
+    assert [line["global_step"] for line in lines(output)] == [0, 1, 1, 1]
+    # The rewards of every rollout are in a line.
+    rewarded = [line for line in lines(output) if "reward" in line]
+    assert ["loss" in line for line in rewarded] == [True, False]
+    of_rollouts = [sample for sample in samples_of(output) if sample["source"] == "rollout"]
+    for step, line in enumerate(rewarded):
+        scores = [sample["score"] for sample in of_rollouts if sample["global_step"] == step]
+        assert line["reward"] == pytest.approx(sum(scores) / len(scores)) and len(scores) > 8
+    assert rewarded[-1]["epoch"] == 1
     evaluations = evaluation_lines(output)
     assert [line["global_step"] for line in evaluations] == [0, 1]
     tags = {"scores", "length", "eos_rate", "rewards/once/mean"}

@@ -21,6 +21,7 @@ from runs import (
     LAUNCHERS,
     evaluation_lines,
     launch,
+    lines,
     recipe,
     tiny_llama,
     training_lines,
@@ -353,6 +354,24 @@ def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
     assert second["perf/samples_per_second"] == 16 / 5 and second["perf/tokens_per_second"] == 48.0
     assert not any("paused" in name for line in (first, second) for name in line)
     assert (first["epoch"], second["epoch"]) == (1 / 8, 3 / 8)
+
+
+def test_what_rollouts_added_after_the_last_update_is_a_line_of_its_own(tmp_path):
+    """They led to none, or the engine skipped all of theirs. Else no line would hold their rewards."""
+    metrics = metrics_of_one_process(tmp_path)
+    metrics.accelerator.end_training = metrics.bar.close = lambda: None
+    metrics.open.add({"reward": torch.tensor([2.0, 0.0])}, torch.ones(2))
+    metrics.pending.add({"loss": torch.tensor([3.0])}, torch.ones(1))
+    metrics.progress.update_done(True, samples=8, tokens=9)
+    metrics.update_done(True, grad_norm=1.0)
+    metrics.log()
+    metrics.open.add({"reward": torch.tensor([4.0, 0.0])}, torch.ones(2))
+    metrics.log()  # no update since the last line
+    assert len(lines(tmp_path)) == 1
+    metrics.close()
+    first, last = lines(tmp_path)
+    assert (first["loss"], first["reward"]) == (3.0, 1.0)
+    assert last == {"global_step": 1, "epoch": 1 / 8, "reward": 2.0}
 
 
 @pytest.mark.parametrize("global_step, hidden_from", [(0, 0), (6, 7)])

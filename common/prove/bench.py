@@ -87,7 +87,7 @@ class Finished:
 
     @property
     def training(self) -> list[dict]:
-        return [line for line in self.lines if not is_evaluation(line)]
+        return [line for line in self.lines if "loss" in line]
 
     @property
     def evaluations(self) -> list[dict]:
