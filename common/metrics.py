@@ -86,9 +86,9 @@ class Means:
     def reduce(self) -> dict[str, float]:
         """Returns the means over all processes, by one collective, and forgets the sums.
 
-        A name whose last part is `min` or `max`, or begins with `min_` or `max_`, stands for the
-        minimum or the maximum. A name of which nothing counted is left out. All processes must call
-        it.
+        A name whose last part is `min`, `max` or `sum`, or begins with one of them and `_`, stands
+        for the minimum, the maximum or the sum. A name of which nothing counted is left out. All
+        processes must call it.
         """
         if not self.sums:
             return {}
@@ -109,6 +109,8 @@ class Means:
                 means[name] = smallest[index][MIN]
             elif kind == "max":
                 means[name] = largest[index][MAX]
+            elif kind == "sum":
+                means[name] = totals[index][SUM]
             else:
                 means[name] = totals[index][SUM] / totals[index][COUNT]
         return means
@@ -141,7 +143,7 @@ class Metrics:
         charts: the key metrics, by the title of the chart that shows them together; see
             `board.Board`.
         bar_label: what the bar calls `bar_metric`; by default the last part of its name.
-        flop_per_token: of all models together, see `lora.flop_per_token`; decides `perf/mfu`.
+        flop: the operations for each token and each target, see `lora.flop`; decides `perf/mfu`.
 
     Attributes:
         pending: the means of the current update, until it is applied or skipped.
@@ -156,20 +158,21 @@ class Metrics:
         bar_metric: str,
         charts: dict[str, list[str]] | None = None,
         bar_label: str = "",
-        flop_per_token: int = 0,
+        flop: tuple[float, float] = (0.0, 0.0),
     ):
         self.accelerator = accelerator
         self.progress = progress
         self.bar_metric = bar_metric
         self.bar_label = bar_label or bar_metric.split("/")[-1]
         self.charts = charts or {}
-        self.flop_per_token = flop_per_token
+        self.flop = flop
         self.skip_watch = guards.SkipWatch(accelerator, progress)
 
         self.open = Means(accelerator)
         self.pending = Means(accelerator)
         self.last_update: dict[str, float] = {}  # values of the last applied update alone
         self.seconds: dict[str, float] = {}  # see `timed`
+        self.pending_flop = 0.0  # see `computed`
 
         self.args = args
         self.output_dir = Path(args.output_dir)
@@ -208,6 +211,7 @@ class Metrics:
         self.since = time.perf_counter()
         self.samples_before = self.progress.samples
         self.tokens_before = self.progress.tokens
+        self.open_flop = 0.0  # of this process
         # A name once timed stays in every line, if only as 0.
         self.seconds = dict.fromkeys(self.seconds, 0.0)
 
@@ -220,6 +224,17 @@ class Metrics:
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def computed(self, inputs: dict, weights: torch.Tensor) -> None:
+        """Counts the operations of a micro-batch that was trained on, for `perf/mfu`.
+
+        Args:
+            inputs: of `packing.make_batch`.
+            weights: of its samples, on the CPU. A micro-batch of padding alone counts nothing.
+        """
+        if weights.any():
+            of_token, of_target = self.flop
+            self.pending_flop += of_token * inputs["tokens"] + of_target * len(inputs["targets"])
 
     def update_done(self, applied: bool, **last_update: float | None) -> None:
         """Adds the pending means to the open ones, or drops them if the update was skipped.
@@ -235,12 +250,14 @@ class Metrics:
             guards.check_gradient(self.last_update.get("grad_norm", 0.0), self.progress)
             for name, sums in self.pending.sums.items():
                 self.open.merge(name, sums)
+            self.open_flop += self.pending_flop
             self.bar.update()
         else:
             warning = self.skip_watch.update_skipped(last_update["loss_scale"])
             if warning:
                 self.bar.write(warning)
         self.pending.sums = {}
+        self.pending_flop = 0.0
 
     def log(self) -> None:
         """Writes the training line of this `global_step`. All processes must call it.
@@ -250,7 +267,10 @@ class Metrics:
         if "loss" not in self.open.sums:
             return
         elapsed = time.perf_counter() - self.since - self.seconds.pop("paused", 0.0)
+        # Summed by the same collective. No tensor of the host: a GPU would wait for its copy.
+        self.open.merge("sum_flop", torch.full_like(self.open.sums["loss"], self.open_flop))
         means = self.open.reduce()
+        flop = means.pop("sum_flop", 0.0)
         line = {
             "loss": means.pop("loss"),
             **self.last_update,
@@ -260,7 +280,7 @@ class Metrics:
             **({"sequences": self.progress.sequences} if self.progress.counts_sequences else {}),
             "tokens": self.progress.tokens,
             "skipped_steps": self.progress.skipped_steps,
-            **self.performance(elapsed),
+            **self.performance(elapsed, flop),
         }
         self.write(line)
         labels = {
@@ -283,12 +303,15 @@ class Metrics:
         if means:
             self.write({"epoch": self.progress.epoch, **means})
 
-    def performance(self, elapsed: float) -> dict[str, float]:
-        """Returns `perf/*` of the `elapsed` seconds of training since the last line."""
-        tokens_per_second = (self.progress.tokens - self.tokens_before) / elapsed
+    def performance(self, elapsed: float, flop: float) -> dict[str, float]:
+        """Returns `perf/*` of the `elapsed` seconds of training since the last line.
+
+        Args:
+            flop: the operations of all processes in these seconds; 0 if they are not known.
+        """
         values = {
             "perf/samples_per_second": (self.progress.samples - self.samples_before) / elapsed,
-            "perf/tokens_per_second": tokens_per_second,
+            "perf/tokens_per_second": (self.progress.tokens - self.tokens_before) / elapsed,
         }
         for name, seconds in self.seconds.items():
             values[f"perf/{name}_seconds"] = seconds
@@ -296,9 +319,9 @@ class Metrics:
         if self.accelerator.device.type == "cuda":
             values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
             peak_of_one = PEAK_FLOPS.get(torch.cuda.get_device_name())
-            if peak_of_one:
-                used = self.flop_per_token * tokens_per_second
-                values["perf/mfu"] = used / (peak_of_one * self.accelerator.num_processes)
+            if peak_of_one and flop:
+                peak = peak_of_one * self.accelerator.num_processes
+                values["perf/mfu"] = flop / elapsed / peak
         return values
 
     def log_rollout(self, scores: torch.Tensor, examples: list[dict]) -> None:

@@ -444,7 +444,7 @@ def main():
             "chosen against rejected": ["rewards/chosen", "rewards/rejected"],
             "log-probs": ["logps/chosen", "logps/rejected"],
         },
-        flop_per_token=lora.flop_per_token(policy),
+        flop=lora.flop(policy),
     )
     run = Run(
         accelerator=accelerator,
@@ -511,6 +511,7 @@ def main():
                 optimizer.zero_grad()
             for values, value_weights in logged:
                 metrics.pending.add(values, value_weights)
+            metrics.computed(inputs, micro_batch.weights)
 
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(

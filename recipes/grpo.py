@@ -994,7 +994,7 @@ def main():
             "entropy, KL to the reference": ["entropy", "kl"],
             "length": ["completions/mean_length", "length"],
         },
-        flop_per_token=lora.flop_per_token(policy),
+        flop=lora.flop(policy),
     )
     run = Run(
         accelerator=accelerator,
@@ -1166,6 +1166,7 @@ def main():
                 optimizer.zero_grad()
             for values, value_weights in logged:
                 metrics.pending.add(values, value_weights)
+            metrics.computed(inputs, micro_batch.weights)
 
         position["update"] += 1
         if position["update"] == updates_of(rollout, args):

@@ -948,7 +948,7 @@ def main():
             "entropy": ["objective/entropy"],
             "length": ["responses/length", "length"],
         },
-        flop_per_token=lora.flop_per_token(policy),
+        flop=lora.flop(policy),
     )
     run = Run(
         accelerator=accelerator,
@@ -1077,6 +1077,7 @@ def main():
                 optimizer.zero_grad()
             for values, value_weights in logged:
                 metrics.pending.add(values, value_weights)
+            metrics.computed(inputs, micro_batch.weights)
 
         if position.ends_rollout:
             run.extra["rollout"] = None

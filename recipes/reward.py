@@ -337,7 +337,7 @@ def main():
             "margin": ["margin"],
             "scores": ["mean_reward", "min_reward", "max_reward"],
         },
-        flop_per_token=lora.flop_per_token(scorer),
+        flop=lora.flop(scorer),
     )
     run = Run(
         accelerator=accelerator,
@@ -404,6 +404,7 @@ def main():
                 optimizer.zero_grad()
             for values, value_weights in logged:
                 metrics.pending.add(values, value_weights)
+            metrics.computed(inputs, micro_batch.weights)
 
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(

@@ -424,7 +424,7 @@ def main():
             "right tokens": ["mean_token_accuracy"],
             "right answers": ["exact_match"],
         },
-        flop_per_token=lora.flop_per_token(policy),
+        flop=lora.flop(policy),
     )
     run = Run(
         accelerator=accelerator,
@@ -490,6 +490,7 @@ def main():
                 optimizer.zero_grad()
             for values, value_weights in logged:
                 metrics.pending.add(values, value_weights)
+            metrics.computed(inputs, micro_batch.weights)
 
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(

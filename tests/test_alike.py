@@ -88,6 +88,7 @@ LOOP = """
                 optimizer.zero_grad()
             for values, value_weights in logged:
                 metrics.pending.add(values, value_weights)
+            metrics.computed(inputs, micro_batch.weights)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         if applied:
             scheduler.step()

@@ -78,6 +78,7 @@ def test_all_layers_share_one_mask(precision, monkeypatch):
     prompts, answers = numbered([(90, [20, 17, 20, 23])])
     batch = packing.make_batch(prompts, answers, True, "cpu")
     *_, length = batch["inputs"]["attention_mask"].shape
+    assert batch["tokens"] == 90 + 20 + 17 + 20 + 23
 
     def learn() -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
         masks = {}
@@ -221,6 +222,7 @@ def test_flash_attention_reads_packed_sequences_as_each_alone(flash):
     assert inputs["input_ids"].shape == (1, 6 + 4 + 6 + 7 + 3 + 9 + 5 + 2)
     assert "attention_mask" not in inputs
     assert inputs["cu_seq_lens_q"].tolist() == [0, 10, 23, 35, 42]
+    assert batch["tokens"] == 42  # no prompt is shared
     torch.testing.assert_close(found[True], found[False], rtol=1e-4, atol=1e-4)
     assert (gradients[True] - gradients[False]).norm() <= 1e-5 * gradients[False].norm()
 

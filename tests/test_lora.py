@@ -220,15 +220,29 @@ def test_the_draw_follows_from_the_seed_alone(inputs):
     assert 0.8 < matrix.abs().max() * math.sqrt(64) <= 1
 
 
-def test_flop_per_token_by_hand(inputs):
+def test_the_operations_of_training_by_hand(inputs):
+    """Embeddings take none; the output layer computes targets alone; of experts a token visits some."""
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
-    everything = sum(p.numel() for p in model.parameters())
-    assert lora.flop_per_token(LogProbModel(model)) == 6 * everything
+    head = model.lm_head.weight.numel()
+    layers = sum(p.numel() for p in model.parameters()) - head
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    layers -= 0 if tied else model.model.embed_tokens.weight.numel()
+    assert lora.flop(LogProbModel(model)) == (6 * layers, 6 * head)
     wrapper = adapted(
         AutoModelForCausalLM.from_pretrained(inputs / "model"), lora_target_modules=["q_proj"]
     )
     adapters = 2 * 2 * 4 * 32  # layers, A and B, rank, width
-    assert lora.flop_per_token(wrapper) == 4 * everything + 6 * adapters
+    assert lora.flop(wrapper) == (4 * layers + 6 * adapters, 4 * head)
+
+    mixture = architectures.build("mixtral")
+    layers = sum(p.numel() for name, p in mixture.named_parameters() if ".layers." in name)
+    experts = sum(p.numel() for name, p in mixture.named_parameters() if ".experts." in name)
+    norm = mixture.model.norm.weight.numel()
+    visited = layers - experts + experts * 2 / 4 + norm
+    assert lora.flop(LogProbModel(mixture)).of_token == 6 * visited
+    experts = dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16)
+    another_name = architectures.build("gemma4_text", **experts)
+    assert lora.flop(LogProbModel(another_name)) == (0, 0)
 
 
 # ============================================================ the base

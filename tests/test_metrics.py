@@ -9,6 +9,7 @@ import runpy
 import shutil
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -277,25 +278,33 @@ def test_preference_losses(kind, smoothing):
     ],
 )
 def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
-    """Two processes, a billion parameters, 989e12 x 2 x 0.4 / 6e9 tokens a second; no number where the GPU's peak is not known."""
+    """Two processes, 6e9 operations a token and 2e9 a target, in a second; no number where the GPU's peak is not known."""
     accelerator = types.SimpleNamespace(
         device=torch.device("cuda"),
         num_processes=2,
         is_main_process=True,
-        gather=lambda table: table,
+        gather=lambda table: torch.cat([table, table]),  # both did the same
     )
     progress = Progress(64, 8, 1, 0)
     args = types.SimpleNamespace(output_dir=tmp_path, report_to=["none"])
-    metrics = Metrics(accelerator, args, progress, "loss", flop_per_token=6 * 10**9)
+    metrics = Metrics(accelerator, args, progress, "loss", flop=(6e9, 2e9))
     metrics.bar = types.SimpleNamespace(
         update=lambda: None, set_postfix=lambda *args, **kwargs: None
     )
+    metrics.skip_watch = types.SimpleNamespace(update_skipped=lambda loss_scale: None)
     metrics.start_interval()
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
-    metrics.pending.add({"loss": torch.ones(8)}, torch.ones(8))
-    progress.update_done(True, 8, tokens=int(989e12 * 2 * 0.4 / 6e9))
-    metrics.update_done(True, grad_norm=1.0)
+    of_one = 989e12 * 0.4
+    tokens = 50_000
+    targets = [0] * int((of_one - 6e9 * tokens) / 2e9)
+    padding = {"tokens": 10**9, "targets": targets}
+    for applied in (False, True):  # what a skipped update computed does not count, like its tokens
+        metrics.pending.add({"loss": torch.ones(8)}, torch.ones(8))
+        metrics.computed({"tokens": tokens, "targets": targets}, torch.ones(8))
+        metrics.computed(padding, torch.zeros(1))
+        progress.update_done(applied, 8, tokens=10**6)
+        metrics.update_done(applied, grad_norm=1.0, loss_scale=1.0)
     clock = iter([metrics.since + 1.0, metrics.since + 1.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     metrics.log()
@@ -304,6 +313,30 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
         line.get("perf/mfu") == (share and pytest.approx(share, rel=1e-4))
         and line["perf/peak_memory_gib"] == 1.5
     )
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_operations_of_updates_on_two_processes(inputs, brute_force, share):
+    """A shared prompt counts once, the padding row of the last update and the reference not at all."""
+    output = inputs / f"operations-{share}"
+    launch(
+        LAUNCHERS["ddp"], Path(__file__).with_name("working.py"), recipe("dpo"),
+        "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "train.jsonl", "--output_dir", output,
+        "--train_batch_size", BATCH, "--micro_train_batch_size", 2, "--logging_steps", EVERY, "--max_length", 128,
+        "--report_to", "none", "--share_prompts", share,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    of_target = 6 * model.lm_head.weight.numel()
+    of_token = 6 * sum(
+        p.numel() for p in [*model.model.layers.parameters(), model.model.norm.weight]
+    )
+    for line, rows in zip(training_lines(output), log_intervals(), strict=True):
+        pairs = [brute_force["train"][row] for row in rows]
+        targets = sum(len(p[f"nll/{answer}"]) for p in pairs for answer in ("chosen", "rejected"))
+        tokens = sum(p["tokens/chosen"] + p["tokens/rejected"] for p in pairs)
+        prompts = sum(p["tokens/chosen"] - len(p["nll/chosen"]) for p in pairs)
+        computed = tokens - share * prompts
+        assert line["perf/flop"] == of_token * computed + of_target * targets
 
 
 def metrics_of_one_process(folder, report_to=("none",)) -> Metrics:

@@ -233,17 +233,31 @@ def attention_equals_rest(models: list[PreTrainedModel]) -> int:
 
 def parameters_a_token_meets(model: PreTrainedModel) -> float:
     """Counts the numbers in the weights of the layers; of experts only the part that is visited."""
-    config = model.config.get_text_config()
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = max(getattr(config, name, None) or 1 for name in names)
-    visited = (getattr(config, "num_experts_per_tok", None) or 1) / experts
+    experts, visited = experts_of(model)
     embeddings = model.get_input_embeddings().weight
     total = 0.0
     for parameter in model.get_decoder().parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
         if parameter is not embeddings:
-            total += engine.size_of(parameter) * (visited if len(shape) == 3 else 1.0)
+            share = (visited or 1) / experts if holds_experts(parameter) else 1.0
+            total += engine.size_of(parameter) * share
     return total
+
+
+def experts_of(model: PreTrainedModel) -> tuple[int, int | None]:
+    """Returns how many experts a layer has, 1 without a mixture, and how many a token visits.
+
+    The second is None where the config does not say it by the usual name.
+    """
+    config = model.config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = max(getattr(config, name, None) or 1 for name in names)
+    return experts, getattr(config, "num_experts_per_tok", None)
+
+
+def holds_experts(parameter: nn.Parameter) -> bool:
+    """Whether a parameter holds the matrices of all experts of a layer, one after the other."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 empties the parameter
+    return len(shape) == 3
 
 
 # ============================================================ what text reaches

@@ -10,6 +10,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -300,20 +301,46 @@ def fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
     return found
 
 
-def flop_per_token(wrapper: nn.Module) -> int:
-    """Returns the operations that training takes for each token: the products with weights alone.
+class Flop(NamedTuple):
+    """The operations of training; both are 0 where they are not known.
+
+    Attributes:
+        of_token: for each token that the layers compute.
+        of_target: for each token whose log-prob the output layer computes.
+    """
+
+    of_token: float = 0.0
+    of_target: float = 0.0
+
+
+def flop(wrapper: nn.Module) -> Flop:
+    """Returns the operations that training takes: the products with weights alone.
 
     For each trained parameter these are 2 in the forward and 4 in the backward pass; for each
-    frozen one below an adapter 2 and 2, since it needs no gradient of its own.
+    frozen one below an adapter 2 and 2, since it needs no gradient of its own. Embeddings take
+    none: they are looked up. A score head, a single row, is not counted. Of a mixture's experts a
+    token visits some; where the config does not say how many, nothing is known.
     """
-    operations = 6 * engine.count_trained_parameters(wrapper)
+    of_token = 0.0
+    of_target = 0.0
     for model in architecture.whole_models(wrapper).values():
-        if has_adapter(model):
-            unread = architecture.parameters_of_other_senses(model)
-            for name, parameter in model.named_parameters():
-                if not parameter.requires_grad and name not in unread:
-                    operations += 4 * engine.size_of(parameter)
-    return operations
+        experts, visited = architecture.experts_of(model)
+        if experts > 1 and visited is None:
+            return Flop()
+        visited_share = visited / experts if experts > 1 else 1.0
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        looked_up = {id(table.weight) for table in tables}
+        of_frozen = 4 if has_adapter(model) else 0
+        for parameter in model.get_decoder().parameters():
+            if id(parameter) not in looked_up:
+                share = visited_share if architecture.holds_experts(parameter) else 1.0
+                for_each = 6 if parameter.requires_grad else of_frozen
+                of_token += for_each * engine.size_of(parameter) * share
+        head = model.get_output_embeddings()
+        if head is not None:
+            for_each = 6 if head.weight.requires_grad else of_frozen
+            of_target += for_each * engine.size_of(head.weight)
+    return Flop(of_token, of_target)
 
 
 # ============================================================ their weights

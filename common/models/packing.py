@@ -112,6 +112,7 @@ def make_batch(
         targets: their ids, `[targets]`, answer after answer.
         before: the place of the token that predicts each target, `[targets]`.
         last: the place of each answer's last token, `[answers]`.
+        tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
 
     Raises:
         ValueError: the first token of an answer to an empty prompt is to be a target.
@@ -147,6 +148,7 @@ def make_batch(
         "targets": batches.send(of_targets(answers, scored), device),
         "before": batches.send(of_targets(layout.before, scored), device),
         "last": batches.send(layout.last, device),
+        "tokens": sum(map(length_of, rows)),
     }
 
 
