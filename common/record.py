@@ -111,8 +111,21 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Returns the commit of this repository, with a `+` if files differ; None outside of git."""
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    """Returns the commit of this repository, with a `+` if files differ; None outside of git.
+
+    It takes no lock, so that it never is in the way of a user's own git command. `describe --dirty`
+    would take that of the index, whatever the option says.
+    """
+    described = git("describe", "--always", "--abbrev=40")
+    if described is None:
+        return None
+    differs = git("status", "--porcelain", "--untracked-files=no")
+    return f"{described}+" if differs else described
+
+
+def git(*words: str) -> str | None:
+    """Returns what a git command prints about this repository; None if it prints nothing."""
+    command = ["git", "--no-optional-locks", "-C", str(REPOSITORY), *words]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -140,3 +142,33 @@ def test_a_line_is_read_once_for_all_cards(tmp_path):
     file.write_text("x" * (log.position - 1) + "\n" + last)
     assert numbers(record.log_of(tmp_path)) == [[0, 3], [0, 2]]
     assert numbers(record.log_of(tmp_path)) == [[0, 3], [0, 2]]  # nothing new
+
+
+def test_a_commit_is_read_without_the_lock_of_the_clone(tmp_path, monkeypatch):
+    """A file whose time alone has changed makes git write its index anew, if it may."""
+    monkeypatch.setattr(record, "REPOSITORY", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert record.commit() is None  # outside of git
+    git = [
+        "git",
+        "-C",
+        str(tmp_path),
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@b",
+        "-c",
+        "commit.gpgsign=false",
+    ]
+    (tmp_path / "file").write_text("one")
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout[:40]
+    index = tmp_path / ".git/index"
+    before = (index.stat().st_ino, index.read_bytes())
+    os.utime(tmp_path / "file", (1, 1))
+    (tmp_path / "another").write_text("untracked")
+    assert record.commit() == head
+    (tmp_path / "file").write_text("two")
+    assert record.commit() == f"{head}+"
+    assert (index.stat().st_ino, index.read_bytes()) == before
