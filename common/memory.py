@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common import REPOSITORY, show_any_text
-from common.models import lora, rounding
+from common.models import load, lora, rounding
 from common.models.logprobs import LogProbModel
 from common.zero import read_json
 
@@ -437,9 +437,12 @@ def build(name: str) -> PreTrainedModel:
     """Builds a causal language model without weights; see `count_parameters`."""
     try:
         with torch.device("meta"):
-            config = AutoConfig.from_pretrained(name)
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
     except Exception as error:  # whatever transformers and the hub raise
+        load.refuse_own_code(name, error)
         reason = str(error).strip().splitlines()[0]
         sys.exit(f"no causal language model could be built from the config of {name!r}: {reason}")
 
@@ -604,7 +607,7 @@ def main() -> None:
     setup = setup._replace(accumulates=args.accumulation_steps > 1)
     parameters, unit, buffer_bytes = count_parameters(args.model)
     if setup.bucket == -1:
-        hidden_size = AutoConfig.from_pretrained(args.model).hidden_size
+        hidden_size = AutoConfig.from_pretrained(args.model, trust_remote_code=False).hidden_size
         setup = setup._replace(bucket=hidden_size**2)
 
     adapter = packed = rounded = 0

@@ -4,17 +4,22 @@ The error names the value, where it stands, and what would do instead.
 """
 
 import argparse
+import ast
 import concurrent.futures
 import dataclasses
 import gzip
+import io
 import json
 import re
 import runpy
 import shutil
 import socket
+import sys
 import time
+from pathlib import Path
 
 import datasets
+import peft
 import pytest
 import torch
 from huggingface_hub import constants
@@ -23,7 +28,7 @@ from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
 import architectures
-from common import hub
+from common import hub, memory
 from common.arguments import (
     NAMES_ELSEWHERE,
     accumulation_steps,
@@ -34,9 +39,10 @@ from common.arguments import (
 from common.data import dataset, files, formats
 from common.data.pairs import preference_row
 from common.launch import quiet
-from common.models import checks, load
+from common.models import checks, load, merge
 from common.models.logprobs import LogProbModel
-from runs import ASSETS, LAUNCHERS, launch, recipe, refuses, tiny_llama, write_jsonl
+from common.prove import plain
+from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, tiny_llama, write_jsonl
 from test_alike import NAMES as RECIPES
 from test_alike import load as load_recipe
 
@@ -505,6 +511,104 @@ def test_models(model, tmp_path, monkeypatch):
         call=lambda: load.causal_lm(str(model), tokenizer, None),
     )
     assert len(tokenizer) > 264 and llama.dtype == torch.float32
+
+
+CODE = """
+from pathlib import Path
+
+Path({trace!r}).touch()
+
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+class Config(LlamaConfig):
+    model_type = "own"
+
+
+class Model(LlamaForCausalLM):
+    config_class = Config
+
+
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+OF_MODEL = {
+    "AutoConfig": "own.Config",
+    "AutoModelForCausalLM": "own.Model",
+    "AutoModelForSequenceClassification": "own.Model",
+}
+
+
+@pytest.fixture
+def own(model, tmp_path, monkeypatch):
+    """Folders whose model, whose tokenizer, and whose adapter's base need a file that leaves a trace; `y` in a pipe."""
+    trace = tmp_path / "trace"
+    folders = {name: tmp_path / f"own {name}" for name in ("model", "tokenizer", "adapter")}
+    copy(model, folders["model"], model_type="own", architectures=["Model"], auto_map=OF_MODEL)
+    copy(model, folders["tokenizer"], model_type="own")
+    auto_map = {"AutoTokenizer": ["own.Tokenizer", "own.Tokenizer"]}
+    file = folders["tokenizer"] / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"tokenizer_class": "Own", "auto_map": auto_map}
+    file.write_text(json.dumps(settings))
+    folders["adapter"].mkdir()
+    for folder in folders.values():
+        (folder / "own.py").write_text(CODE.format(trace=str(trace)))
+    adapter = peft.LoraConfig(
+        base_model_name_or_path=str(folders["model"]), task_type="CAUSAL_LM", inference_mode=True
+    )
+    adapter.save_pretrained(folders["adapter"])
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    answers = io.StringIO("y\n" * 20)
+    monkeypatch.setattr(sys, "stdin", answers)
+    yield {name: str(folder) for name, folder in folders.items()}
+    assert not trace.exists() and answers.tell() == 0
+
+
+NEVER_RUN = ("needs Python code of its own", "never run", "SECURITY.md")
+
+
+def test_code_that_a_model_brings_along_is_not_run(own, model, tmp_path):
+    """Not even if a pipe says `y` where transformers would ask."""
+    tokenizer = load.tokenizer_of(str(model))
+    refusals = {
+        "policy or reference": ("model", lambda: load.causal_lm(own["model"], tokenizer, None)),
+        "reward model": ("model", lambda: load.score_model(own["model"], tokenizer, None)),
+        "tokenizer": ("tokenizer", lambda: load.tokenizer_of(own["tokenizer"])),
+        "base": ("model", lambda: merge.write(own["adapter"], tmp_path / "merged")),
+        "estimate": ("model", lambda: memory.build(own["model"])),
+    }
+    for name, call in refusals.values():
+        refuses(repr(own[name]), *NEVER_RUN, call=call)
+    in_plain = [
+        lambda: plain.load(Path(own["model"])),
+        lambda: plain.load(Path(own["adapter"])),
+        lambda: plain.lost_files(Path(own["model"]), tokenizer, Path(own["tokenizer"])),
+        lambda: merge.load_base(own["model"], "SEQ_CLS"),
+        lambda: merge.tokenizer_of(own["tokenizer"], own["tokenizer"]),
+    ]
+    for call in in_plain:
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            call()
+    # A reference without a tokenizer that can be read is taken as it is.
+    load.refuse_another_vocabulary(own["tokenizer"], tokenizer)
+
+
+def test_no_load_may_ask_whether_to_run_code():
+    """Every call that could says that it may not. What is left out reads JSON, or is given its model."""
+    reads_no_code = {"PeftConfig", "config", "GenerationConfig", "PeftModel", "load"}
+    places = []
+    for path in [*REPOSITORY.glob("common/**/*.py"), *REPOSITORY.glob("recipes/*.py")]:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            owner = ast.unparse(call.func.value).rpartition(".")[2]
+            loads = call.func.attr in ("from_pretrained", "from_config")
+            if loads and owner not in reads_no_code:
+                settings = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+                assert settings.get("trust_remote_code") == "False", f"{path.name}:{call.lineno}"
+                places.append(f"{path.name} {owner}")
+    assert {"load.py auto_class", "merge.py AutoTokenizer", "memory.py AutoConfig"} <= set(places)
 
 
 def test_a_folder_without_a_tokenizer_and_one_that_holds_an_actor(tmp_path):

@@ -123,7 +123,7 @@ def refuse_another_vocabulary(name: str, tokenizer) -> None:
     has: a pad token, for example, that was added to the policy's tokenizer.
     """
     try:
-        own_tokenizer = AutoTokenizer.from_pretrained(name)
+        own_tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception:  # whatever says that there is none
         return
     own_tokens = {token_id: token for token, token_id in own_tokenizer.get_vocab().items()}
@@ -300,7 +300,11 @@ def holds_tokenizer(folder: Path) -> bool:
 
 
 def from_pretrained(auto_class, kind: str, name: str, **settings):
-    """Calls `auto_class.from_pretrained`, and exits with the first line of its error."""
+    """Calls `auto_class.from_pretrained`, and exits with the first line of its error.
+
+    Code that a model brings along is never run. By default transformers would ask on standard
+    input whether it may, and take the first line of a pipe for the answer.
+    """
     expected = "(expected a Hugging Face folder or a hub name)"
     folder = Path(name)
     if folder.is_file():
@@ -320,10 +324,20 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
             sys.exit(f"no {kind} could be loaded from {name!r}: there is no such folder {expected}")
         hub.reach()
     try:
-        return auto_class.from_pretrained(name, **settings)
+        return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
+        refuse_own_code(name, error)
         first_line = str(error).strip().splitlines()[0]
         sys.exit(f"no {kind} could be loaded from {name!r}: {first_line} {expected}")
+
+
+def refuse_own_code(name: str, error: Exception) -> None:
+    """Refuses a model that needs Python code of its own, if this is what the error says."""
+    if "trust_remote_code" in str(error):
+        sys.exit(
+            f"{name!r} needs Python code of its own (auto_map in its JSON files), which is never "
+            "run (SECURITY.md): take a model whose architecture and tokenizer transformers has"
+        )
 
 
 def read_on_main_process(auto_class, kind: str, name: str, **settings) -> tuple:
@@ -347,7 +361,9 @@ def read_on_main_process(auto_class, kind: str, name: str, **settings) -> tuple:
     config, generation_config, info = broadcast_object_list([known])[0]
     if not state.is_main_process:
         with torch.device("meta"):
-            model = auto_class.from_config(config, dtype=settings["dtype"]).eval()
+            model = auto_class.from_config(
+                config, dtype=settings["dtype"], trust_remote_code=False
+            ).eval()
         if generation_config is not None:
             model.generation_config = generation_config
     return model, info

@@ -141,6 +141,7 @@ def write(adapter: str | Path, out: Path) -> None:
         merged.save_pretrained(out)
         tokenizer.save_pretrained(out)
     except Exception as error:  # whatever peft and transformers raise
+        load.refuse_own_code(base_name or adapter, error)
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         sys.exit(f"the adapter {adapter!r} of {base_name!r} cannot be merged: {reason}")
 
@@ -151,10 +152,12 @@ def load_base(name: str, task_type: str):
         raise ValueError("the base is an adapter itself: merge that one first")
     if task_type == "SEQ_CLS":
         base = AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=1, dtype=torch.float32
+            name, num_labels=1, dtype=torch.float32, trust_remote_code=False
         )
     else:
-        base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, trust_remote_code=False
+        )
     if getattr(base, "hf_quantizer", None) is not None:
         raise ValueError(
             "the base holds quantized weights: name the model that they were made of as "
@@ -172,9 +175,9 @@ def moments_of(adapter: str) -> dict[str, float]:
 def tokenizer_of(adapter: str, base: str):
     """Returns the tokenizer beside an adapter, or else that of its base."""
     try:
-        return AutoTokenizer.from_pretrained(adapter)
+        return AutoTokenizer.from_pretrained(adapter, trust_remote_code=False)
     except Exception:  # whatever says that there is none
-        return AutoTokenizer.from_pretrained(base)
+        return AutoTokenizer.from_pretrained(base, trust_remote_code=False)
 
 
 def generation_config_of(adapter: str, base) -> GenerationConfig:

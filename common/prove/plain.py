@@ -20,14 +20,16 @@ def load(folder: Path):
 
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         if config.get("task_type") == "SEQ_CLS":
-            return AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1), {}
-        return AutoPeftModelForCausalLM.from_pretrained(folder), {}
+            return AutoPeftModelForSequenceClassification.from_pretrained(
+                folder, num_labels=1, trust_remote_code=False
+            ), {}
+        return AutoPeftModelForCausalLM.from_pretrained(folder, trust_remote_code=False), {}
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     is_classifier = "SequenceClassification" in (config.get("architectures") or [""])[0]
     model_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
-    return model_class.from_pretrained(folder, output_loading_info=True)
+    return model_class.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
 
 
 def lost_files(folder: Path, tokenizer, start: Path) -> list[str]:
@@ -39,7 +41,7 @@ def lost_files(folder: Path, tokenizer, start: Path) -> list[str]:
     from transformers import AutoTokenizer
 
     lost = []
-    had_template = bool(AutoTokenizer.from_pretrained(start).chat_template)
+    had_template = bool(AutoTokenizer.from_pretrained(start, trust_remote_code=False).chat_template)
     if had_template and not tokenizer.chat_template:
         lost.append("chat template")
     is_adapter = (folder / "adapter_config.json").is_file()  # peft saves no generation config
@@ -55,7 +57,7 @@ def main() -> None:
 
     folder, start = map(Path, sys.argv[1:])
     model, info = load(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     ids = torch.tensor([tokenizer("12").input_ids])
     with torch.no_grad():
         output = model.float()(ids).logits
