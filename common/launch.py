@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import logging
 import os
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -66,6 +67,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     )
     quiet()
     refuse_what_would_be_ignored(launcher)
+    stay_on_this_machine()
     accelerator = build(args, launcher, accumulation)
     check_built(accelerator, launcher, accumulation)
     if launcher.fsdp:
@@ -120,6 +122,18 @@ def refuse_what_would_be_ignored(launcher: Launcher) -> None:
             "fp16 without DeepSpeed needs a GPU (accelerate would run fp32 in silence): "
             "use ds_fp16.yaml or cpu.yaml"
         )
+
+
+def stay_on_this_machine() -> None:
+    """Lets gloo listen on the loopback interface alone, where one machine runs all processes.
+
+    By default it listens at the address that the host's name resolves to, which the network may
+    reach. What else listens, and why that cannot be changed here: SECURITY.md.
+    """
+    processes = os.environ.get("WORLD_SIZE")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if processes and processes == os.environ.get("LOCAL_WORLD_SIZE") and "lo" in interfaces:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def build(args, launcher: Launcher, accumulation: int) -> Accelerator:

@@ -84,6 +84,24 @@ def test_a_copy_of_a_recipe_runs_from_any_directory_with_the_yaml_of_the_reposit
     )
 
 
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "lo"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, None),  # two nodes
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
+        ({}, None),
+    ],
+)
+def test_processes_of_one_machine_listen_on_loopback(monkeypatch, environment, expected):
+    """Unless the user names an interface: gloo would take the address of the host's name, which others may reach."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", {**os.environ, **environment})
+    common.launch.stay_on_this_machine()
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
 def test_another_common_is_refused(inputs, tmp_path):
     for part in ("recipes", "common"):
         shutil.copytree(REPOSITORY / part, tmp_path / "clone" / part)
