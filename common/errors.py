@@ -3,12 +3,16 @@
 import errno
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
-from common import speaks_for_all
+LAUNCHER = os.getppid()  # or whoever else started this process
+# How long a process waits for its launcher to end it, before it ends by itself.
+PATIENCE_SECONDS = 30
 
 # What no run can help, wherever it is noticed.
 OF_DISKS = {
@@ -20,52 +24,97 @@ OF_DISKS = {
 
 
 def run(main: Callable[[], None]) -> None:
-    """Runs a recipe's `main`, and tells the launcher why it ended, if it failed.
+    """Runs a recipe's `main`. If it fails, says why, once, as the last thing on the screen.
 
-    A launcher of several processes prints its own report below all that they wrote. What
-    `tell_launcher` wrote stands at the end of that report.
+    A launcher of several processes prints its own report below all that they wrote. There the
+    message stands at the end, see `tell_launcher`, so the process itself prints nothing.
     """
     try:
         main()
     except SystemExit as error:
         if isinstance(error.code, str):
             refuse(error.code)
+        close_bars()
+        if error.code:
+            wait_for_launcher()
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in OF_DISKS:
             what = OF_DISKS[error.errno]
             refuse(f"{what}, that of --output_dir or of a cache (HF_HOME): {error}")
-        tell_launcher(traceback.format_exc())
+        close_bars()
+        if tell_launcher(traceback.format_exc()):
+            sys.exit(1)
+        if error_file():  # another process failed before, and this is mostly a consequence
+            traceback.print_exc()
+            wait_for_launcher()
+            sys.exit(1)
         raise
 
 
 def refuse(message: str, status: int = 1) -> None:
-    """Ends this process with a message; several processes with the same one print it once.
+    """Ends this process with a message, which the launcher shows if there is one.
 
     Raises:
         SystemExit: with `status`.
     """
-    told = tell_launcher(message)
-    if not told or speaks_for_all():
+    close_bars()
+    if not error_file():
         print(message, file=sys.stderr, flush=True)
+    elif not tell_launcher(message):
+        wait_for_launcher()
     sys.exit(status)
+
+
+def close_bars() -> None:
+    """Ends the lines of all progress bars. Python would draw them again below the message."""
+    tqdm = sys.modules.get("tqdm")
+    for bar in list(tqdm.tqdm._instances) if tqdm else []:
+        bar.close()
+
+
+def error_file() -> Path | None:
+    """Returns the file that torch's launcher reads if this process fails; None without one."""
+    file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    # It is `.../attempt_0/<local rank>/error.json`. A process may inherit the variable from one
+    # that a launcher started.
+    is_mine = file.parent.name == os.environ.get("LOCAL_RANK")
+    launcher_lives = os.getppid() == LAUNCHER
+    return file if is_mine and launcher_lives else None
 
 
 def tell_launcher(message: str) -> bool:
     """Writes why this process ends to the file that torch's launcher reads, if there is one.
 
-    The launcher shows the message of the process that failed first. The first message of a process
+    The launcher shows the messages of all processes that have failed when it looks. So only the
+    first of a node writes one, and the others wait to be ended. The first message of a process
     stays, since what follows is its consequence.
 
     Returns:
-        whether there is such a launcher.
+        whether the launcher shows a message of this process.
     """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    file = error_file()
     if not file:
         return False
-    if not os.path.exists(file):
-        # The launcher prints `py_callstack`, with or without a call stack in it.
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with open(file, "w", encoding="utf-8") as report:
-            json.dump({"message": {"message": message, "extraInfo": extra}}, report)
+    try:
+        with open(file.parent.parent / "first_failure", "x", encoding="utf-8"):
+            pass
+    except FileExistsError:
+        return file.exists()
+    # The launcher prints `py_callstack`, with or without a call stack in it.
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    report = {"message": {"message": message, "extraInfo": extra}}
+    file.write_text(json.dumps(report), encoding="utf-8")
     return True
+
+
+def wait_for_launcher() -> None:
+    """Waits to be ended, if another process of this node has told the launcher why.
+
+    The launcher ends all processes once one has failed. One that fails in the meantime would stand
+    in its report, too, maybe below the message, and so would one that its signal ends.
+    """
+    file = error_file()
+    if file and not file.exists() and (file.parent.parent / "first_failure").exists():
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(PATIENCE_SECONDS)

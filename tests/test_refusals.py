@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from tqdm import tqdm
 
 from common import errors
 from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe
@@ -140,31 +141,102 @@ def test_a_mistake_is_one_message_and_a_status(folder, name, flags, status, part
     assert not list((folder / "runs").glob("*/*"))
 
 
-def test_the_launcher_is_told_the_first_message(tmp_path, monkeypatch, capsys):
-    """Each process writes the file that torch's launcher reads; one of them prints."""
-    monkeypatch.setenv("RANK", "1")
-    for told in (False, True):
-        file = tmp_path / "error.json"
-        if told:
-            monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        with pytest.raises(SystemExit) as refusal:
-            errors.run(lambda: sys.exit("--beta 0: expected more"))
-        assert refusal.value.code == 1
-        # Without such a launcher nobody else would say it.
-        assert capsys.readouterr().err == ("" if told else "--beta 0: expected more\n")
+class Waits(Exception):
+    """A process waits for its launcher to end it."""
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Lets the test be one of the two processes of a launcher, whose files have the places that torch gives them."""
+
+    def become(rank: int):
+        folder = tmp_path / f"attempt_0/{rank}"
+        folder.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        return folder / "error.json"
+
+    def sleep(seconds):
+        assert signal.getsignal(signal.SIGTERM) is not before  # the run's own would go on with it
+        raise Waits
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(time, "sleep", sleep)
+    yield become
+    signal.signal(signal.SIGTERM, before)
+
+
+def divide():
+    return 1 / 0
+
+
+def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
+    """That of the first. It stands at the end of the launcher's report, so the process does not print it."""
+    file = worker(1)
+    with pytest.raises(SystemExit) as refusal:
+        errors.run(lambda: sys.exit("--beta 0: expected more"))
+    assert refusal.value.code == 1
     message = json.loads(file.read_text())["message"]
     assert message["message"] == message["extraInfo"]["py_callstack"] == "--beta 0: expected more"
     errors.tell_launcher("a consequence")
     assert json.loads(file.read_text())["message"] == message
-    file.unlink()
-    with pytest.raises(ZeroDivisionError):
-        errors.run(lambda: 1 / 0)
-    assert "in <lambda>" in json.loads(file.read_text())["message"]["message"]
-    monkeypatch.setenv("RANK", "0")
-    file.unlink()
+
+    # The others tell nothing, and wait: a process that fails too would be in the report.
+    other = worker(0)
+    for main in (lambda: sys.exit("--beta 0: expected more"), lambda: sys.exit(1)):
+        with pytest.raises(Waits):
+            errors.run(main)
+    assert capsys.readouterr().err == "" and not other.exists()
+    with pytest.raises(Waits):
+        errors.run(divide)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("ZeroDivisionError")
+    with pytest.raises(SystemExit) as stopped:
+        errors.run(lambda: sys.exit(0))
+    assert stopped.value.code == 0
+
+
+def test_the_launcher_is_told_an_error_of_ours(worker, capsys):
+    file = worker(0)
+    with pytest.raises(SystemExit) as failed:
+        errors.run(divide)
+    assert failed.value.code == 1 and capsys.readouterr().err == ""
+    assert "in divide" in json.loads(file.read_text())["message"]["message"]
+
+
+def test_without_a_launcher_of_its_own_a_process_says_it_itself(worker, monkeypatch, capsys):
+    """Nor does a signal that stops a run make it wait."""
+    file = worker(0)
+    with pytest.raises(SystemExit) as stopped:
+        errors.run(lambda: sys.exit(128 + signal.SIGTERM))
+    assert stopped.value.code == 143 and not file.exists()
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(os, "getppid", lambda: 1)  # the launcher is gone
+        errors.run(lambda: sys.exit("said"))
+    monkeypatch.delenv("LOCAL_RANK")  # started by a process that a launcher started
     with pytest.raises(SystemExit):
         errors.run(lambda: sys.exit("said"))
-    assert capsys.readouterr().err == "said\n"
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    with pytest.raises(SystemExit):
+        errors.run(lambda: sys.exit("said"))
+    assert capsys.readouterr().err == "said\n" * 3 and not file.exists()
+    with pytest.raises(ZeroDivisionError):
+        errors.run(divide)
+
+
+@pytest.mark.parametrize("wrong", [lambda: sys.exit("--beta 0: expected more"), divide])
+def test_bars_end_before_the_message(capsys, wrong):
+    """They would be drawn again below it when Python ends; redirected, it would stand on their line."""
+    bar = tqdm(total=20, desc="update", mininterval=0)
+    bar.update(3)
+    with pytest.raises((SystemExit, ZeroDivisionError)):
+        errors.run(wrong)
+    drawn = capsys.readouterr().err
+    assert drawn.endswith("\n") and "3/20" in drawn
+    if wrong is not divide:  # then Python shows the traceback
+        assert drawn.splitlines()[-1] == "--beta 0: expected more"
+    bar.close()  # as Python does at its end
+    assert capsys.readouterr().err == ""
 
 
 def test_a_full_disk_is_said_in_one_line_wherever_it_is_noticed(tmp_path, capsys):
@@ -207,10 +279,12 @@ def test_a_disk_that_fails_in_mid_run_is_said_in_one_line(capsys, number, words)
     ([*MODEL, "--dataset_name", "none.jsonl"], "data file 'none.jsonl' does not exist"),
 ])  # fmt: skip
 def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(folder, flags, message):
+    """And is there once: both processes refuse, the launcher reports one."""
     result = launch(LAUNCHERS["ddp"], recipe("dpo"), *flags, cwd=folder, check=False, fresh=True)
     assert result.returncode != 0
     *_, last, border = result.stdout.strip().splitlines()
     assert set(border) == {"="} and message in last, result.stdout
+    assert result.stdout.count(message) == 1 and "<NO_OTHER_FAILURES>" in result.stdout
 
 
 def test_ctrl_c_while_importing_is_one_line():
