@@ -368,6 +368,7 @@ def log_probs_of(response: list[int], logits: list[np.ndarray], temperature: flo
     return [step.log_softmax(-1)[token].item() for step, token in zip(scaled, response)]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # what transformers is about to take away
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("batch_size", [4, 100])
 def test_responses_of_a_prompt_share_its_prefill(

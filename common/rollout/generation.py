@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import batches, distributed, engine, zero
 from common.data import tokens
@@ -16,6 +17,8 @@ from common.rollout.samples import Samples
 # A batch drops its ended rows after every 16 tokens. Without that, it would compute ended rows
 # until the last row ends; dropping them after every token would copy the cache too often.
 TOKENS_AT_ONCE = 16
+# What `generate` calls the cache that it takes and returns: transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 
 class Response(NamedTuple):
@@ -169,11 +172,12 @@ def generate_batch(
         output = model.generate(
             ids,
             attention_mask=mask_of(ids, padding[going]),
-            past_key_values=cache,
             generation_config=settings,
             logits_processor=[draw] if draw else [],
             synced_gpus=False,
+            **{CACHE: cache},
         )
+        cache = getattr(output, CACHE)
         logps = draw.logps_so_far() if draw else [[] for _ in going]
         for row, response, new_logps in zip(
             going, output.sequences[:, prompt_length:].tolist(), logps
@@ -185,9 +189,8 @@ def generate_batch(
         # Rows of `ids`.
         kept = [i for i, row in enumerate(going) if goes_on(responses[row], stops, max_new_tokens)]
         if 0 < len(kept) < len(going):
-            output.past_key_values.reorder_cache(torch.tensor(kept))
+            cache.reorder_cache(torch.tensor(kept))
         ids = output.sequences[kept]
-        cache = output.past_key_values
         going = [going[index] for index in kept]
     return responses
 
@@ -229,7 +232,7 @@ def read_prompts_once(
         generation_config=settings,
         synced_gpus=False,
     )
-    cache = output.past_key_values
+    cache = getattr(output, CACHE)
     cache.reorder_cache(torch.tensor(owners))  # this repeats rows, too
     return cache
 
