@@ -85,8 +85,9 @@ $(VENV)/installed $(VENV)/installed-test: pyproject.toml $(CONSTRAINTS)
 	$(call environment,$(VENV))
 	$(call install,$(VENV),$(CONSTRAINTS:%=-c %) -e '.$(if $(findstring test,$(@F)),$(TEST_EXTRAS))')
 
-# `name>=1.2` of pyproject.toml becomes `name==1.2`. What builds this package is not installed by it.
+# `name>=1.2` of pyproject.toml becomes `name==1.2`, also where more is said of a name. What builds this package is not
+# installed by it.
 $(MINIMUM_VENV)/installed-minimum: pyproject.toml
 	$(call environment,$(MINIMUM_VENV))
-	@sed '/^requires/d' pyproject.toml | grep -oE '"[a-z0-9-]+>=[0-9.]+"' | tr -d '"' | sed 's/>=/==/' > $(MINIMUM_VENV)/minimum.txt
+	@sed '/^requires/d' pyproject.toml | grep -oE '"[a-z0-9-]+>=[0-9.]+' | tr -d '"' | sed 's/>=/==/' > $(MINIMUM_VENV)/minimum.txt
 	$(call install,$(MINIMUM_VENV),-c $(MINIMUM_VENV)/minimum.txt -e '.$(TEST_EXTRAS)')

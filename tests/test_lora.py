@@ -12,6 +12,7 @@ import types
 import peft
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import (
@@ -98,6 +99,13 @@ def test_alpha_is_twice_the_rank():
 def test_a_library_that_is_not_installed_is_named():
     refuses("--lora_r 4 needs no_such_library", "pip install -e '.[lora]'",
             call=lambda: lora.import_library("no_such_library", "--lora_r 4", "lora"))  # fmt: skip
+
+
+def test_a_peft_that_transformers_finds_too_old_is_refused(monkeypatch):
+    """In one line before long work: transformers says it only as it adds an adapter to a loaded model."""
+    monkeypatch.setattr(lora, "MIN_PEFT_VERSION", "99.0")
+    refuses("--lora_r 4", f"transformers {transformers.__version__} needs peft 99.0", peft.__version__, "pip install -e '.[lora]'",
+            call=lambda: lora.check_settings(Accelerator(cpu=True), arguments_of()))  # fmt: skip
 
 
 @pytest.mark.parametrize("target, reason", [

@@ -7,15 +7,18 @@ model starts as its base. With a 4-bit base: Dettmers et al. 2023, arXiv:2305.14
 
 import contextlib
 import importlib
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 from transformers.pytorch_utils import Conv1D
 
 from common import engine, zero
@@ -46,6 +49,14 @@ def check_settings(accelerator, args, samples: bool = False) -> None:
         refuse_without_adapters(args)
         return
     import_library("peft", needed_by=f"--lora_r {args.lora_r}", extra="lora")
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError:
+        sys.exit(
+            f"--lora_r {args.lora_r}: transformers {transformers.__version__} needs peft "
+            f"{MIN_PEFT_VERSION} or newer, and {importlib.metadata.version('peft')} is installed: "
+            "pip install -e '.[lora]' finds versions that fit"
+        )
     if args.lora_alpha is None:
         args.lora_alpha = 2.0 * args.lora_r
     if args.lora_alpha <= 0:
