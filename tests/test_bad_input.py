@@ -719,6 +719,14 @@ def test_rows_longer_than_the_table_of_positions(name, limit):
         model(torch.zeros(1, 65, dtype=torch.long), use_cache=False)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # what transformers is about to take away
+def test_checkpointing_is_asked_for_by_its_present_name(model):
+    tokenizer = load.tokenizer_of(str(model))
+    for wanted in (False, True):
+        loaded = load.causal_lm(str(model), tokenizer, None, gradient_checkpointing=wanted)
+        assert loaded.model.gradient_checkpointing == wanted
+
+
 def test_weights_that_are_not_loaded_are_named(tmp_path, capsys):
     """Llama 4's causal language model leaves the tower of its folder behind."""
     folder = tiny_llama(tmp_path)

@@ -265,7 +265,10 @@ def load(
     if quantization is not None:
         keep_packing(model)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers renamed it, warns of the old name, and will take that away in version 6.
+        new_name = "activation_checkpointing_enable"
+        enable = new_name if hasattr(model, new_name) else "gradient_checkpointing_enable"
+        getattr(model, enable)({"use_reentrant": False})
     return model, set(info["missing_keys"]), set(info["unexpected_keys"])
 
 
