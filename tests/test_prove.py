@@ -285,8 +285,8 @@ with torch.no_grad():
         "common/left_behind.py",
         replace(
             "leave",
-            "is_longer(file, size)",
-            by="file == metrics and is_longer(file, size)",
+            "is_longer(file, whole)",
+            by="file == metrics and is_longer(file, whole)",
         ),
     ),
     "Adam's moments are not restored": Fault(
@@ -973,7 +973,8 @@ def test_the_first_line_and_metric_beyond_its_bound_is_named():
 )
 def test_learning_rates_of_a_linear_schedule(tmp_path, rates, green):
     lines = [
-        {"global_step": step, "learning_rate": rate} for step, rate in enumerate(rates, start=1)
+        {"global_step": step, "loss": 1.0, "learning_rate": rate}
+        for step, rate in enumerate(rates, start=1)
     ]
     write_jsonl(tmp_path / "metrics.jsonl", lines)
     made = bench.Bench(Path("x.py"), [], tmp_path, quick=True)
@@ -1274,7 +1275,7 @@ def test_rows_that_cannot_be_used_are_not_expected(tmp_path):
         "data /x/held_out_5_0.jsonl: 4 usable rows\n"
     )
     for samples, wrong in ((40, 0), (33, 7)):
-        lines = [{"global_step": 4, "samples": samples}]
+        lines = [{"global_step": 4, "loss": 1.0, "samples": samples}]
         write_jsonl(tmp_path / "metrics.jsonl", lines)
         assert promises.of_counts(bench.Finished("", tmp_path, console)).measured == wrong
 
