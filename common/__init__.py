@@ -47,6 +47,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
 
 
+def in_one_line(error: BaseException, most: int = 300) -> str:
+    """Returns what an error says as one line of limited length; its kind if it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def speaks_for_all() -> bool:
     """Whether this process prints what concerns all, where there is no Accelerator to ask yet."""
     return os.environ.get("RANK", "0") == "0"

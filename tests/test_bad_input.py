@@ -365,6 +365,12 @@ def test_a_hub_that_cannot_be_reached_is_given_up_at_once(no_network, capsys):
     )
 
 
+def test_an_estimate_of_memory_gives_the_hub_up_at_once_too(no_network, capsys):
+    refuses("could be built from the config of 'someone/model'", call=lambda: memory.build("someone/model"))  # fmt: skip
+    assert no_network == [(("huggingface.co", 443), hub.SECONDS)]
+    assert "cannot be reached" in capsys.readouterr().out
+
+
 def test_behind_a_proxy_the_hub_is_not_tried(no_network, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     hub.reach()
