@@ -11,6 +11,9 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 # Who started this process. It may be gone before this process has imported torch.
 PARENT = os.getppid()
+# By which a recipe knows its own `common` from a package of somebody else's.
+PROJECT = "preference-recipes"
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
 
