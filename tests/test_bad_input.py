@@ -232,8 +232,8 @@ def test_help_with_a_percent_sign(capsys):
 
 def test_yaml_of_defaults(capsys, tmp_path):
     path = tmp_path / "defaults.yaml"
-    text = "model_name_or_path: m\ndataset_name: '{assets}/d'\neval_dataset_name: [x, y]\nbeta: 0.3\nlearning_rate: 1e-4\ngradient_checkpointing: true\n"
-    expected = Args("m", f"{ASSETS}/d", ["x", "y"], 0.3, None, 1e-4, True)
+    text = "model_name_or_path: m\ndataset_name: '{assets}/sft_eval.jsonl'\neval_dataset_name: [x, y]\nbeta: 0.3\nlearning_rate: 1e-4\ngradient_checkpointing: true\n"
+    expected = Args("m", f"{ASSETS}/sft_eval.jsonl", ["x", "y"], 0.3, None, 1e-4, True)
     assert parse_yaml(path, text) == expected
     overridden = parse_yaml(
         path, text, "--beta", "0.7", "--gradient_checkpointing", "false", "--eval_dataset_name", "z"
@@ -327,6 +327,26 @@ def test_torn_files_and_missing_ones(tmp_path):
     shutil.copy(good, folder / "a.jsonl")
     (folder / "b.csv").write_text("prompt\na\n")
     refuses(folder, "['csv', 'json']", "one kind", call=lambda: files.load(str(folder), "train"))
+
+
+def test_both_halves_are_a_character_and_an_escaped_half_is_none(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": "\\ud83d\\ude00 \\\\ud83d"}\n')
+    rows = files.load(str(path), "train")
+    assert rows.row(rows.table[0]) == {"a": "\U0001f600 \\ud83d"}
+
+
+def test_data_that_are_not_there_are_missed_before_any_are_read(tmp_path, monkeypatch):
+    """The held-out ones as well, though they are read after the training data are tokenised."""
+    monkeypatch.chdir(tmp_path)
+    there = str(write_jsonl(tmp_path / "there.jsonl", [PAIR]))
+    asked = ["--model_name_or_path", "m", "--dataset_name", there, "--eval_dataset_name"]
+    read = lambda *names: parse(Args, ASSETS / "sft.yaml", [*asked, *names])
+    assert read(there, "owner/set", "set", str(tmp_path)).eval_dataset_name[1] == "owner/set"
+    refuses("data file 'gone.jsonl' does not exist", call=lambda: read(there, "gone.jsonl"))
+    for name in (f"{tmp_path}/gone", "./gone", "gone/with/parts"):
+        refuses(f"data folder {name!r} does not exist", call=lambda name=name: read(name))
+    refuses("'gone.csv' does not exist", call=lambda: parsed("--dataset_name", "gone.csv"))
 
 
 @pytest.fixture

@@ -115,13 +115,20 @@ def as_rows(name: str, split: str, table: datasets.Dataset, is_json: bool) -> Ro
 
 # ============================================================ which files
 def data_files(name: str) -> list[Path]:
-    """Returns the data files that a local name stands for; none for a data set on the hub."""
+    """Returns the data files that a local name stands for; none for a data set on the hub.
+
+    Raises:
+        SystemExit: nothing is there, or no file that could be data.
+    """
     path = Path(name)
     if path.is_dir():
         return [file for file in path.rglob("*") if is_data_file(file)]
     if not is_data_file(path):
         if path.is_file():
             sys.exit(f"data file {name!r} must end in {' '.join(READERS)}, or one of them and .gz")
+        has_parts = name.partition(":")[0].count("/") > 1 and not name.startswith("buckets/")
+        if name.startswith(("/", "./", "../", "~")) or has_parts:  # no name of the hub
+            sys.exit(f"data folder {name!r} does not exist (looked in {Path.cwd()})")
         return []
     if not path.is_file():
         sys.exit(f"data file {name!r} does not exist (looked in {Path.cwd()})")
