@@ -36,7 +36,7 @@ from common.arguments import (
     load_function,
     parse,
 )
-from common.data import dataset, files, formats
+from common.data import dataset, files, formats, ids
 from common.data.pairs import preference_row
 from common.launch import quiet
 from common.models import checks, load, merge
@@ -285,6 +285,8 @@ GOOD = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     ("a.jsonl", GOOD + b'{"prompt": \n', ["a.jsonl, row 2", "malformed JSON", "Expecting value"]),
     ("a.jsonl.gz", GOOD * 2 + b'{"prompt" "a"}\n', ["a.jsonl.gz, row 3", "malformed JSON", "delimiter"]),
     ("a.json", b'[{"a": 1},\n {"a": }]', ["a.json", "malformed JSON", "line 2"]),
+    ("a.jsonl", GOOD + b'{"prompt": "\\ud83d\\ude00", "b": "\\uDE00"}\n', ["row 2", "'\\ude00' is one half of a character"]),
+    ("a.json", b'[{"a": 1}, {"\\ud800": 2}]', ["row 2", "'\\ud800' is one half of a character, without the other"]),
     ("a.jsonl", GOOD + b"[1, 2]\n", ["row 2", "JSON object", "[1, 2]"]),
     ("a.jsonl", b'"text"\n' + GOOD, ["row 1", "JSON object", "text"]),
     ("a.json", b'[{"a": 1}, 2]', ["row 2", "JSON object", "found 2"]),
@@ -437,7 +439,7 @@ def test_rows_that_do_not_fit(accelerator, model, tmp_path, recipe_name, rows, p
         refuses(path, *parts, call=call)
 
 
-def test_other_refusals_of_the_data(accelerator, model, tmp_path):
+def test_other_refusals_of_the_data(accelerator, model, tmp_path, monkeypatch):
     path, tokenizer = (
         str(write_jsonl(tmp_path / "rows.jsonl", [PAIR])),
         AutoTokenizer.from_pretrained(model),
@@ -468,6 +470,17 @@ def test_other_refusals_of_the_data(accelerator, model, tmp_path):
     )
     tokenizer.chat_template = None
     refuses(path, "row 1", "no chat template", "tokenizer.chat_template", call=load)
+    path = str(write_jsonl(tmp_path / "long.jsonl", [PAIR, {**PAIR, "chosen": "b" * 101}]))
+    monkeypatch.setattr(ids, "MOST_CHARACTERS", 100)
+    said = "row 2: a text of 102 characters, where at most 100 are read: split or remove it"
+    refuses(path, said, call=load)
+    # What a row holds as a JSON text may hold half of a character, too.
+    call = {"from": "function_call", "value": '{"name": "\\ud83d"}'}
+    turns = [[{"from": "human", "value": "a"}], [call], [{"from": "gpt", "value": "b"}]]
+    row = dict(zip(("conversations", "chosen", "rejected"), turns))
+    path = str(write_jsonl(tmp_path / "calls.jsonl", [row]))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ (m.tool_calls or [{'function': {}}])[0].function.name }}{% endfor %}"
+    refuses(path, "row 1: a text holds one half of a character", call=load)
     path = str(tmp_path / "latin.jsonl")
     with open(path, "wb") as file:
         file.write('{"prompt": "é", "chosen": "b", "rejected": "c"}'.encode("latin-1"))

@@ -20,7 +20,7 @@ import transformers
 from tqdm import tqdm
 
 from common import distributed, lazily
-from common.data import formats, tokens, workers
+from common.data import cache, formats, templates, tokens, workers
 from common.data.formats import BadRow
 from common.data.mixture import Mixture
 
@@ -268,7 +268,7 @@ class Converter:
         try:
             row = formats.standard(row, bool(as_messages))
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
-        except BadRow as error:
+        except (BadRow, templates.TooMuch) as error:
             raise BadRow(f"row {index + 1}: {error}") from None
         notes = values.pop("notes", [])
         # None: the caller has no such setting.

@@ -15,7 +15,8 @@ import datasets
 import pandas
 from datasets.data_files import DataFilesDict, get_data_patterns
 
-from common import hub
+from common import hub, in_one_line
+from common.data import cache
 
 # The `datasets` builder for each file suffix. JSON has a reader of our own, see `JsonRows`.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -24,6 +25,9 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 CHUNK = 2**20
 
 WHITE_SPACE = re.compile(r"\s*")
+
+# JSON may write a character as two halves of these numbers.
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Rows(NamedTuple):
@@ -256,6 +260,8 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
                 if not isinstance(row, dict):
                     found = json.dumps(row, ensure_ascii=False)[:60]
                     sys.exit(f"{path}, row {number}: expected a JSON object, found {found}")
+                if HALF_CHARACTER.search(text):
+                    check_characters(row)
                 yield text, row
                 number += 1
     except UnicodeDecodeError as error:
@@ -264,6 +270,15 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
         sys.exit(f"{path}, row {number}: malformed JSON: {error}")
     except (OSError, EOFError, zlib.error) as error:
         sys.exit(f"{path}, row {number}, cannot be read: {error}")
+
+
+def check_characters(row: dict) -> None:
+    """Raises a ValueError if a row holds half of a character: no file or tokenizer takes that."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{half!a} is one half of a character, without the other") from None
 
 
 def first_character(file: io.TextIOBase) -> str:
@@ -338,7 +353,7 @@ def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
 # ============================================================ refusals
 def refuse(name: str, split: str, error: Exception) -> NoReturn:
     """Exits with the reason why a data set could not be read."""
-    why = " ".join(str(error.__cause__ or error).split())[:300]
+    why = in_one_line(error.__cause__ or error)
     no_rows = (
         isinstance(error, (StopIteration, pandas.errors.EmptyDataError))
         or "corresponds to no data" in why
