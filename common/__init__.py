@@ -11,6 +11,9 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 # Who started this process. It may be gone before this process has imported torch.
 PARENT = os.getppid()
+# By which a recipe knows its own `common` from a package of somebody else's.
+PROJECT = "preference-recipes"
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
 
@@ -45,6 +48,11 @@ def counted(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
+
+
+def in_one_line(error: BaseException, most: int = 300) -> str:
+    """Returns what an error says as one line of limited length; its kind if it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def speaks_for_all() -> bool:

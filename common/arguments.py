@@ -16,8 +16,10 @@ from types import ModuleType
 import transformers
 import yaml
 
-from common import ASSETS, counted, errors, show_any_text, speaks_for_all, trackers
+from common import ASSETS, counted, errors, lazily, show_any_text, speaks_for_all, trackers
 from common.shared_args import Bounds
+
+files = lazily("common.data.files")
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
@@ -188,7 +190,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
 
     Raises:
         SystemExit: unknown argument, wrong type, YAML file missing or not a flat mapping. The
-            message names the argument.
+            message names the argument. Also if local data are missing.
     """
     show_any_text()
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -220,6 +222,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
     for name, value in vars(args).items():
         if value == [""]:  # as in --reward_function= to take away what a YAML names
             setattr(args, name, None)
+    check_data(args)
     # One data set is recorded by its name alone, as it always was.
     if isinstance(args.dataset_name, list) and len(args.dataset_name) == 1:
         (args.dataset_name,) = args.dataset_name
@@ -262,6 +265,18 @@ def check_numbers(args, parser: Parser) -> None:
             parser.error(
                 f"--{name} {value}: expected 0, a share below 1, or a whole number of updates"
             )
+
+
+def check_data(args) -> None:
+    """Refuses local data that are missing: held-out ones are read after the training data are.
+
+    Raises:
+        SystemExit: with the name.
+    """
+    for argument in ("dataset_name", "eval_dataset_name"):
+        names = getattr(args, argument, None) or []
+        for name in [names] if isinstance(names, str) else names:
+            files.data_files(name)
 
 
 def make_parser(args_class: type) -> Parser:

@@ -53,11 +53,20 @@ def check(checkpoint: Path, out: Path) -> list[str]:
             )
     fault = folders.fault_of(checkpoint)
     if fault:
-        newest = folders.by_step(checkpoint / "checkpoints")[-1:]
-        hint = f". It is a run, whose last checkpoint is {newest[0]}" if newest else ""
-        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}{hint}")
+        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}{hint_of_newest(checkpoint)}")
     check_free(out)
     return names
+
+
+def hint_of_newest(path: Path) -> str:
+    """Names the newest other checkpoint of the run that a path belongs to; "" if there is none."""
+    # The path may be of a run, of its checkpoints, or of what it no longer has, or not yet.
+    run_folders = (path, path / "checkpoints", path.parent, path.parent / "checkpoints")
+    for folder in run_folders:
+        others = [found for found in folders.by_step(folder) if found != path]
+        if others:
+            return f". Take {others[-1]} instead, the newest of this run"
+    return ""
 
 
 def check_free(out: Path) -> None:

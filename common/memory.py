@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common import REPOSITORY, show_any_text
+from common import REPOSITORY, hub, in_one_line, show_any_text
 from common.models import load, lora, rounding
 from common.models.logprobs import LogProbModel
 from common.zero import read_json
@@ -435,6 +435,8 @@ def count_parameters(name: str) -> tuple[int, int, int]:
 
 def build(name: str) -> PreTrainedModel:
     """Builds a causal language model without weights; see `count_parameters`."""
+    if not Path(name).exists():
+        hub.reach()
     try:
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -443,7 +445,7 @@ def build(name: str) -> PreTrainedModel:
             )
     except Exception as error:  # whatever transformers and the hub raise
         load.refuse_own_code(name, error)
-        reason = str(error).strip().splitlines()[0]
+        reason = in_one_line(error)
         sys.exit(f"no causal language model could be built from the config of {name!r}: {reason}")
 
 
@@ -607,8 +609,7 @@ def main() -> None:
     setup = setup._replace(accumulates=args.accumulation_steps > 1)
     parameters, unit, buffer_bytes = count_parameters(args.model)
     if setup.bucket == -1:
-        hidden_size = AutoConfig.from_pretrained(args.model, trust_remote_code=False).hidden_size
-        setup = setup._replace(bucket=hidden_size**2)
+        setup = setup._replace(bucket=build(args.model).config.hidden_size ** 2)
 
     adapter = packed = rounded = 0
     if args.lora_r > 0:

@@ -24,7 +24,8 @@ Every argument, every metric: docs/grpo.md
 # ============================================================ imports
 import common
 
-if not hasattr(common, "check_recipe"):  # somebody else's package of this name was found first
+# Somebody else's package of this name may be found first.
+if getattr(common, "PROJECT", None) != "preference-recipes":
     raise SystemExit(
         f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
         "rename it, or keep the recipe in another folder, and `pip install -e` its repository"

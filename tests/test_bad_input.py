@@ -36,7 +36,7 @@ from common.arguments import (
     load_function,
     parse,
 )
-from common.data import dataset, files, formats
+from common.data import dataset, files, formats, ids
 from common.data.pairs import preference_row
 from common.launch import quiet
 from common.models import checks, load, merge
@@ -232,8 +232,8 @@ def test_help_with_a_percent_sign(capsys):
 
 def test_yaml_of_defaults(capsys, tmp_path):
     path = tmp_path / "defaults.yaml"
-    text = "model_name_or_path: m\ndataset_name: '{assets}/d'\neval_dataset_name: [x, y]\nbeta: 0.3\nlearning_rate: 1e-4\ngradient_checkpointing: true\n"
-    expected = Args("m", f"{ASSETS}/d", ["x", "y"], 0.3, None, 1e-4, True)
+    text = "model_name_or_path: m\ndataset_name: '{assets}/sft_eval.jsonl'\neval_dataset_name: [x, y]\nbeta: 0.3\nlearning_rate: 1e-4\ngradient_checkpointing: true\n"
+    expected = Args("m", f"{ASSETS}/sft_eval.jsonl", ["x", "y"], 0.3, None, 1e-4, True)
     assert parse_yaml(path, text) == expected
     overridden = parse_yaml(
         path, text, "--beta", "0.7", "--gradient_checkpointing", "false", "--eval_dataset_name", "z"
@@ -285,6 +285,8 @@ GOOD = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     ("a.jsonl", GOOD + b'{"prompt": \n', ["a.jsonl, row 2", "malformed JSON", "Expecting value"]),
     ("a.jsonl.gz", GOOD * 2 + b'{"prompt" "a"}\n', ["a.jsonl.gz, row 3", "malformed JSON", "delimiter"]),
     ("a.json", b'[{"a": 1},\n {"a": }]', ["a.json", "malformed JSON", "line 2"]),
+    ("a.jsonl", GOOD + b'{"prompt": "\\ud83d\\ude00", "b": "\\uDE00"}\n', ["row 2", "'\\ude00' is one half of a character"]),
+    ("a.json", b'[{"a": 1}, {"\\ud800": 2}]', ["row 2", "'\\ud800' is one half of a character, without the other"]),
     ("a.jsonl", GOOD + b"[1, 2]\n", ["row 2", "JSON object", "[1, 2]"]),
     ("a.jsonl", b'"text"\n' + GOOD, ["row 1", "JSON object", "text"]),
     ("a.json", b'[{"a": 1}, 2]', ["row 2", "JSON object", "found 2"]),
@@ -329,6 +331,26 @@ def test_torn_files_and_missing_ones(tmp_path):
     refuses(folder, "['csv', 'json']", "one kind", call=lambda: files.load(str(folder), "train"))
 
 
+def test_both_halves_are_a_character_and_an_escaped_half_is_none(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": "\\ud83d\\ude00 \\\\ud83d"}\n')
+    rows = files.load(str(path), "train")
+    assert rows.row(rows.table[0]) == {"a": "\U0001f600 \\ud83d"}
+
+
+def test_data_that_are_not_there_are_missed_before_any_are_read(tmp_path, monkeypatch):
+    """The held-out ones as well, though they are read after the training data are tokenised."""
+    monkeypatch.chdir(tmp_path)
+    there = str(write_jsonl(tmp_path / "there.jsonl", [PAIR]))
+    asked = ["--model_name_or_path", "m", "--dataset_name", there, "--eval_dataset_name"]
+    read = lambda *names: parse(Args, ASSETS / "sft.yaml", [*asked, *names])
+    assert read(there, "owner/set", "set", str(tmp_path)).eval_dataset_name[1] == "owner/set"
+    refuses("data file 'gone.jsonl' does not exist", call=lambda: read(there, "gone.jsonl"))
+    for name in (f"{tmp_path}/gone", "./gone", "gone/with/parts"):
+        refuses(f"data folder {name!r} does not exist", call=lambda name=name: read(name))
+    refuses("'gone.csv' does not exist", call=lambda: parsed("--dataset_name", "gone.csv"))
+
+
 @pytest.fixture
 def no_network(monkeypatch):
     """The hub is not cut off by settings, but cannot be reached."""
@@ -363,6 +385,12 @@ def test_a_hub_that_cannot_be_reached_is_given_up_at_once(no_network, capsys):
         said
         == "huggingface.co cannot be reached (Name or service not known): only what was downloaded before is used\n"
     )
+
+
+def test_an_estimate_of_memory_gives_the_hub_up_at_once_too(no_network, capsys):
+    refuses("could be built from the config of 'someone/model'", call=lambda: memory.build("someone/model"))  # fmt: skip
+    assert no_network == [(("huggingface.co", 443), hub.SECONDS)]
+    assert "cannot be reached" in capsys.readouterr().out
 
 
 def test_behind_a_proxy_the_hub_is_not_tried(no_network, monkeypatch):
@@ -411,7 +439,7 @@ def test_rows_that_do_not_fit(accelerator, model, tmp_path, recipe_name, rows, p
         refuses(path, *parts, call=call)
 
 
-def test_other_refusals_of_the_data(accelerator, model, tmp_path):
+def test_other_refusals_of_the_data(accelerator, model, tmp_path, monkeypatch):
     path, tokenizer = (
         str(write_jsonl(tmp_path / "rows.jsonl", [PAIR])),
         AutoTokenizer.from_pretrained(model),
@@ -442,6 +470,17 @@ def test_other_refusals_of_the_data(accelerator, model, tmp_path):
     )
     tokenizer.chat_template = None
     refuses(path, "row 1", "no chat template", "tokenizer.chat_template", call=load)
+    path = str(write_jsonl(tmp_path / "long.jsonl", [PAIR, {**PAIR, "chosen": "b" * 101}]))
+    monkeypatch.setattr(ids, "MOST_CHARACTERS", 100)
+    said = "row 2: a text of 102 characters, where at most 100 are read: split or remove it"
+    refuses(path, said, call=load)
+    # What a row holds as a JSON text may hold half of a character, too.
+    call = {"from": "function_call", "value": '{"name": "\\ud83d"}'}
+    turns = [[{"from": "human", "value": "a"}], [call], [{"from": "gpt", "value": "b"}]]
+    row = dict(zip(("conversations", "chosen", "rejected"), turns))
+    path = str(write_jsonl(tmp_path / "calls.jsonl", [row]))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ (m.tool_calls or [{'function': {}}])[0].function.name }}{% endfor %}"
+    refuses(path, "row 1: a text holds one half of a character", call=load)
     path = str(tmp_path / "latin.jsonl")
     with open(path, "wb") as file:
         file.write('{"prompt": "é", "chosen": "b", "rejected": "c"}'.encode("latin-1"))

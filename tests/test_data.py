@@ -7,8 +7,11 @@ import csv
 import gzip
 import json
 import os
+import pwd
 import runpy
+import threading
 import types
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -23,7 +26,8 @@ from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
 from common.data.tokens import stop_tokens
 from common.models.load import causal_lm
-from runs import recipe, refuses, write_jsonl
+from runs import LAUNCHERS, recipe, refuses, tiny_inputs, write_jsonl
+from runs import launch as launch_script
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 reward_row = runpy.run_path(str(recipe("reward")))["reward_row"]
@@ -890,6 +894,133 @@ def test_an_array_that_one_process_does_not_see_is_computed_by_all(accelerator, 
     monkeypatch.setattr(cache, "gather_object", lambda mine: [*mine, False])
     cache.array(accelerator, ["seen by one"], compute)
     assert len(computed) == 2
+
+
+def damage(file: Path, how: str) -> None:
+    content = bytearray(file.read_bytes())
+    if how == "a flipped bit":
+        content[len(content) // 2] ^= 4
+    size = {"a flipped bit": len(content), "cut": len(content) // 2, "emptied": 0}[how]
+    file.write_bytes(content[:size])
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "cut", "emptied"])
+def test_what_is_damaged_in_the_cache_is_made_again_and_said(accelerator, tmp_path, capsys, how):
+    """What `datasets` keeps of a file as well as what is tokenised."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "aa", "completion": "bb cc"}] * 300)
+    root = tmp_path / "cache"
+
+    def load() -> tuple[dict, int, str]:
+        before = len(CALLS)
+        data = dataset.load(
+            accelerator, str(path), "train", counted, make_tokenizer(), {}, max_length=9, loss_on="all"
+        )  # fmt: skip
+        return data[:], len(CALLS) - before, capsys.readouterr().out
+
+    rows, calls, said = load()
+    assert calls == 300 and load() == (rows, 0, said)
+    for pattern, calls in [
+        ("files/**/files-train.arrow", 0), ("files/**/dataset_info.json", 0), ("tokenised/*.arrow", 300),
+    ]:  # fmt: skip
+        (file,) = root.glob(pattern)
+        damage(file, how)
+        assert load() == (rows, calls, f"NOTE: {file} is damaged, so it is made again\n{said}")
+        assert load() == (rows, 0, said)
+    # Without their record nobody knows whether the rows are what was written, or half of it.
+    for record in (root / "checksums").glob("*.json"):
+        damage(record, how)
+    assert load()[::2] == (rows, said)
+    assert load() == (rows, 0, said)
+
+
+def test_a_damaged_array_is_computed_again_and_said(accelerator, tmp_path, capsys):
+    compute = lambda: np.arange(1000.0)
+    for how in ("a flipped bit", "cut", "emptied"):
+        expected = cache.array(accelerator, ["damaged"], compute)
+        (file,) = (tmp_path / "cache/computed").iterdir()
+        damage(file, how)
+        capsys.readouterr()
+        assert (cache.array(accelerator, ["damaged"], compute) == expected).all()
+        assert capsys.readouterr().out == f"NOTE: {file} is damaged, so it is made again\n"
+        assert (cache.array(accelerator, ["damaged"], lambda: None) == expected).all()
+
+
+def test_a_record_that_names_files_elsewhere_is_none(tmp_path):
+    """What it names would be removed."""
+    (tmp_path / "mine").write_text("mine")
+    kept = cache.Kept("name")
+    kept.write([tmp_path / "mine"])
+    assert kept.state() == cache.UNKNOWN and kept.files() == []
+
+
+def test_one_run_makes_what_another_waits_for(tmp_path, monkeypatch):
+    kept = cache.Kept("name")
+    file = tmp_path / "cache/file"
+    somebody_waits = threading.Event()
+    states = []
+    monkeypatch.setattr(cache, "print", lambda *_, **__: somebody_waits.set(), raising=False)
+
+    def another_run():
+        with kept.alone():
+            states.append(kept.state())
+
+    thread = threading.Thread(target=another_run)
+    with kept.alone():
+        thread.start()
+        assert somebody_waits.wait(60) and states == []
+        file.write_text("made")
+        kept.write([file])
+    thread.join()
+    assert states == [cache.WHOLE]
+
+
+# A process that has imported `datasets` no longer reads its environment.
+RUN_WITH_A_CACHE = """
+import runpy, sys, datasets
+datasets.config.HF_DATASETS_CACHE = sys.argv[1]
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_two_processes_make_damage_good_once(tmp_path):
+    """And train on the same rows with the same reference as those that made all of it."""
+    inputs = tiny_inputs(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(RUN_WITH_A_CACHE)
+    root = tmp_path / "caches"
+
+    def first_line(output: Path) -> tuple[dict, str]:
+        done = launch_script(
+            LAUNCHERS["ddp"], script, root, recipe("dpo"), "--model_name_or_path", inputs / "model", "--dataset_name",
+            inputs / "dpo.jsonl", "--output_dir", output, "--train_batch_size", 4, "--micro_train_batch_size", 2,
+            "--max_steps", 1, "--precompute_ref_log_probs", "--report_to", "none",
+        )  # fmt: skip
+        return json.loads((output / "metrics.jsonl").read_text().splitlines()[0]), done.stdout
+
+    expected, said = first_line(tmp_path / "first")
+    assert "damaged" not in said
+    kinds = ("files/**/*.arrow", "tokenised/*.arrow", "computed/*.npy")
+    damaged = [file for kind in kinds for file in root.glob(kind)]
+    assert len(damaged) == 3
+    for file in damaged:
+        damage(file, "a flipped bit")
+    found, said = first_line(tmp_path / "second")
+    assert [said.count(f"NOTE: {file} is damaged") for file in damaged] == [1, 1, 1], said
+    for name in ("loss", "logps/chosen", "logps/rejected"):
+        assert found[name] == expected[name]
+
+
+def test_a_cache_that_cannot_be_written_is_said_with_the_way_out(accelerator, monkeypatch):
+    call = lambda: dataset.load(accelerator, "x.jsonl", "train", sft_row, make_tokenizer(), {}, max_length=9)  # fmt: skip
+    nowhere = Path("/dev/null/cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", nowhere)
+    refuses(nowhere, "cannot be written (Not a directory)", "set", "HF_HOME", call=call)
+    # A user without a HOME, and without an entry in the system's list, as in some containers.
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("~/.cache"))
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}["nobody"])
+    refuses("cannot be written (there is no HOME)", "HF_HOME", call=call)
 
 
 # ---------------------------------------------------------------------------------------------- the samples of an update

@@ -120,14 +120,14 @@ def test_another_common_is_refused(inputs, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["folder", "package", "module", "on PYTHONPATH"])
+@pytest.mark.parametrize("kind", ["folder", "package", "module", "like ours", "on PYTHONPATH"])
 def test_somebody_elses_common_is_named(tmp_path, kind):
     """Beside a copied recipe, or found first by PYTHONPATH: one line, not an ImportError."""
     place = tmp_path / "elsewhere" if kind == "on PYTHONPATH" else tmp_path
     file = place / ("common.py" if kind == "module" else "common/__init__.py")
     file.parent.mkdir(parents=True, exist_ok=True)
     if kind != "folder":  # a folder without it is a package, too
-        file.write_text("actor = 1\n")
+        file.write_text("actor = 1\n" + "check_recipe = print\n" * (kind == "like ours"))
     copy = shutil.copy(recipe("sft"), tmp_path / "mine.py")
     environment = {"PYTHONPATH": str(place)} if kind == "on PYTHONPATH" else None
     result = launch([], copy, "--help", cwd=tmp_path, env=environment, check=False, fresh=True)
@@ -137,6 +137,18 @@ def test_somebody_elses_common_is_named(tmp_path, kind):
     found = file.parent if kind == "folder" else file
     for part in (f"'common' is {found},", "rename", "another folder", "pip install -e"):
         assert part in result.stdout, result.stdout
+
+
+def test_a_command_finds_its_own_common_beside_another(tmp_path):
+    """`python -m` looks into the current directory first, and then where PYTHONPATH says. With -I it does not."""
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/__init__.py").touch()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    for flags, found in (([], tmp_path), (["-I"], REPOSITORY)):
+        command = [sys.executable, *flags, "-c", "import common; print(common.__file__)"]
+        said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
+        assert said.strip() == str(found / "common/__init__.py")
+    assert "python -I -m common.export" in (REPOSITORY / "docs/checkpoints.md").read_text()
 
 
 def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):

@@ -18,7 +18,7 @@ from common.memory import (
     table,
 )
 from common.prove import warm
-from runs import CONFIGS, REPOSITORY
+from runs import CONFIGS, REPOSITORY, refuses
 
 spec = importlib.util.spec_from_file_location(
     "benchmark_of_memory", REPOSITORY / "benchmarks/memory.py"
@@ -334,3 +334,15 @@ def test_a_model_that_is_not_there(tmp_path):
         f"no causal language model could be built from the config of {str(tmp_path)!r}: "
     )
     assert "\n" not in str(error.value)
+
+
+def test_code_beside_a_config_is_not_run_whoever_says_yes(tmp_path, monkeypatch):
+    """transformers would ask on standard input, where a script's own input may begin with a y."""
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    (tmp_path / "mine.py").write_text(
+        f"from transformers import LlamaConfig as Mine\nopen({str(tmp_path / 'ran')!r}, 'w')\n"
+    )
+    text = json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}})
+    (tmp_path / "config.json").write_text(text)
+    refuses("could be built from the config", "code", call=lambda: count_parameters(str(tmp_path)))
+    assert not (tmp_path / "ran").exists()

@@ -281,6 +281,20 @@ def test_workflows_run_targets_that_exist():
     assert PROJECT["requires-python"] == f">={pythons[0]}"
 
 
+def test_workflows_run_foreign_code_by_its_hash_and_keep_no_token():
+    """A tag can be moved to other code; a token in the clone's settings can be read by what is tested."""
+    used = set()
+    for path in sorted((REPOSITORY / ".github/workflows").glob("*.yml")):
+        used |= set(re.findall(r"uses: (.*)", path.read_text()))
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            checkouts = [
+                step for step in job["steps"] if "actions/checkout" in step.get("uses", "")
+            ]
+            assert [step["with"]["persist-credentials"] for step in checkouts] == [False], path
+    pinned = [re.fullmatch(r"actions/(\S+)@[0-9a-f]{40} # v6\.\d+\.\d+", action) for action in used]
+    assert all(pinned) and sorted(match[1] for match in pinned) == ["checkout", "setup-python"]
+
+
 def test_commits_are_checked_by_the_same_ruff():
     config = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())
     (ruff,) = config["repos"]

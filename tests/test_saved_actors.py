@@ -116,15 +116,25 @@ def test_export_copies_what_the_manifest_names_and_nothing_else(checkpoint, tmp_
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
 
 
-def test_a_run_in_the_place_of_its_checkpoint_is_refused_with_the_last_one(tmp_path):
-    last = tmp_path / "run/checkpoints/global_step_000012"
-    for folder in (last, last.with_name("global_step_000008")):
+def test_where_there_is_no_whole_checkpoint_the_newest_is_named(tmp_path):
+    """In the place of a checkpoint: its run, the folder of all, one that was deleted, one that is torn."""
+    run = tmp_path / "run"
+    last = run / "checkpoints/global_step_000012"
+    torn = run / "checkpoints/global_step_000104"
+    for folder in (last, last.with_name("global_step_000008"), torn):
         folder.mkdir(parents=True)
-    refuses(
-        f"not a whole checkpoint: {tmp_path / 'run/manifest.json'} is missing. It is a run, whose "
-        f"last checkpoint is {last}",
-        call=lambda: export.export(tmp_path / "run", tmp_path / "out"),
-    )
+    deleted = last.with_name("global_step_000004")
+    for path, newest in [
+        (run, torn), (run / "checkpoints", torn), (deleted, torn), (run / "actor", torn), (torn, last),
+    ]:  # fmt: skip
+        refuses(
+            f"{path} is not a whole checkpoint: {path / 'manifest.json'} is missing. "
+            f"Take {newest} instead, the newest of this run",
+            call=lambda: export.export(path, tmp_path / "out"),  # noqa: B023
+        )
+    with pytest.raises(SystemExit) as error:
+        export.export(tmp_path / "nothing/near", tmp_path / "out")
+    assert str(error.value).endswith("near/manifest.json is missing")
 
 
 def test_export_follows_no_link_of_the_manifest(checkpoint, tmp_path):

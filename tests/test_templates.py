@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 import templates
 from common.data import dataset, thoughts, tokens
+from common.data import templates as chat
 from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
 from common.data.tokens import stop_tokens
@@ -538,6 +539,46 @@ def test_bad_templates_and_variables_are_refused(tmp_path):
             part,
             call=lambda text=text: load.tokenizer_of(folder, None, text),
         )
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# What a template may write, and what the run says of it.
+PROGRAMS = {
+    "an error of several lines": ("{{ raise_exception('no\\n  such\\nrole') }}", "refuses the messages: no such role"),
+    "endless": (LOOPS, "the chat template computes for more than 0.2 seconds"),
+    "endless for some": ("{{ messages[0].content }}{% if messages[0].content == 'two' %}" + LOOPS + "{% endif %}",
+                         "the chat template computes for more than 0.2 seconds"),
+    "a constant of 2 GB": ("{{ 'x' * 2000000000 }}", "the chat template takes more than 256 MiB of memory"),
+    "2 GB that are computed": ("{{ 'x' * (2000000000 * messages | length) }}",
+                               "the chat template takes more than 256 MiB of memory"),
+    "a text that doubles": ("{% set ns = namespace(x='ab') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+                            "the chat template takes more than 256 MiB of memory"),
+    "20 MB": ("{{ 'x' * (20000000 * messages | length) }}", "a text of 20,000,000 characters, where at most 10,000,000 are read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_template_that_errs_or_computes_too_much_is_said_in_one_line(
+    accelerator, tmp_path, monkeypatch, kind
+):
+    template, said = PROGRAMS[kind]
+    monkeypatch.setattr(chat, "MOST_BYTES", 2**28)
+    if "endless" in kind:
+        monkeypatch.setattr(chat, "MOST_SECONDS", 0.2)
+    tokenizer = templates.tokenizer("qwen2_5")
+    tokenizer.chat_template = template
+    say = lambda text: {"prompt": [message("user", text)], "completion": [message("assistant", "a")]}  # fmt: skip
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [say("one"), say("two")]))
+    settings = {"max_length": 64, "loss_on": "assistant"}
+    row = 2 if "some" in kind else 1
+    refuses(
+        f"data set {path!r}, row {row}: ",
+        said,
+        call=lambda: dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, **settings),
+    )
+    if kind in ("endless", "a constant of 2 GB"):
+        (tmp_path / "own.jinja").write_text(template)
+        refuses("--chat_template ", said, call=lambda: chat.read(str(tmp_path / "own.jinja")))
 
 
 # ---------------------------------------------------------------------------------------------- the date

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import math
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -20,7 +21,7 @@ import transformers
 from tqdm import tqdm
 
 from common import distributed, lazily
-from common.data import formats, tokens, workers
+from common.data import cache, formats, templates, tokens, workers
 from common.data.formats import BadRow
 from common.data.mixture import Mixture
 
@@ -50,6 +51,9 @@ ROWS_AT_ONCE = 1_000
 
 # Fewer are converted in half a minute.
 ROWS_WITH_BAR = 20_000
+
+# Longer than this no run is silent.
+PATIENCE_SECONDS = 5
 
 # A temporary column: each row's checksum, from which the fingerprint is made. Do not rename it:
 # removing a column adds its name to the fingerprint, and older checkpoints would be refused.
@@ -130,14 +134,27 @@ def load(
         SystemExit: a row that fits no format (row number, column, expectation), or nothing usable
             left. On all processes.
     """
-    task = (name, split, function, tokenizer, columns, settings)
-    # One process of each machine fills the cache, then the others read it.
+    # One process of each machine checks and fills the cache, then the others read it.
     is_first = accelerator.is_local_main_process
-    of_first = distributed.all_or_none(accelerator, is_first, tokenise, *task)
-    of_others = distributed.all_or_none(accelerator, not is_first, tokenise, *task)
+    task = (name, split, function, tokenizer, columns, settings, is_first)
+    with word_of_patience(accelerator, f"reading and tokenising {name} ..."):
+        of_first = distributed.all_or_none(accelerator, is_first, tokenise, *task)
+        of_others = distributed.all_or_none(accelerator, not is_first, tokenise, *task)
     usable, notes = of_first if is_first else of_others
     accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *notes]))
     return usable
+
+
+@contextlib.contextmanager
+def word_of_patience(accelerator, text: str) -> Iterator[None]:
+    """Prints a text if the block takes longer than a user waits without one."""
+    timer = threading.Timer(PATIENCE_SECONDS, accelerator.print, [text], {"flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def load_mixture(
@@ -208,9 +225,19 @@ def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
 
 # ============================================================ one process tokenises
 def tokenise(
-    name: str, split: str, function, tokenizer, columns: dict[str, str], settings: dict
+    name: str,
+    split: str,
+    function,
+    tokenizer,
+    columns: dict[str, str],
+    settings: dict,
+    check: bool = True,
 ) -> tuple[datasets.Dataset, list[str]]:
     """Does the work of `load` on one process.
+
+    Args:
+        check: look for damage in what is cached, and make it again. Another process of this machine
+            has done so otherwise.
 
     Returns:
         the usable rows, and notes on what was left out or cut.
@@ -220,12 +247,13 @@ def tokenise(
             f"--max_length {settings['max_length']}: expected at least 2, "
             "a token of the prompt and one of the answer"
         )
-    rows = files.load(name, split)
+    cache.check_root()
+    rows = files.load(name, split, check)
     check_columns(name, rows, columns)
     converter = Converter(rows, function, tokenizer, columns, settings)
     key = cache_key(rows, function, tokenizer, columns, settings)
     try:
-        converted = convert(converter, key)
+        converted = convert_checked(converter, key) if check else convert(converter, key)
     except BadRow as error:
         sys.exit(f"data set {name!r}, {error}")
     except UnicodeDecodeError as error:
@@ -242,15 +270,29 @@ def tokenise(
     return usable, notes
 
 
-def convert(converter: Converter, key: str) -> datasets.Dataset:
+def convert_checked(converter: Converter, key: str) -> datasets.Dataset:
+    """Does the work of `convert`, but takes from the cache only what is as it was written."""
+    kept = cache.Kept(key)
+    with kept.alone():
+        is_whole = kept.state() == cache.WHOLE
+        converted = convert(converter, key, from_cache=is_whole)
+        if not is_whole:
+            kept.write([Path(file["filename"]) for file in converted.cache_files])
+    return converted
+
+
+def convert(converter: Converter, key: str, from_cache: bool = True) -> datasets.Dataset:
     """Returns all rows as the converter makes them, from the cache if they are there.
+
+    Args:
+        from_cache: False makes them again.
 
     Raises:
         BadRow, UnicodeDecodeError, BrokenProcessPool: see `Converter` and `workers.each`.
     """
     table = converter.rows.table
     # Not beside the data: a folder of `save_to_disk` is the user's own, and may be read-only.
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "tokenised"
+    folder = cache.root() / "tokenised"
     folder.mkdir(parents=True, exist_ok=True)
     spans = [
         range(start, min(start + ROWS_AT_ONCE, len(table)))
@@ -266,6 +308,7 @@ def convert(converter: Converter, key: str) -> datasets.Dataset:
             batch_size=ROWS_AT_ONCE,
             remove_columns=table.column_names,
             cache_file_name=str(folder / f"{key}.arrow"),
+            load_from_cache_file=from_cache,
             new_fingerprint=key,
         )
 
@@ -316,7 +359,7 @@ class Converter:
         try:
             row = formats.standard(row, bool(as_messages))
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
-        except BadRow as error:
+        except (BadRow, templates.TooMuch) as error:
             raise BadRow(f"row {index + 1}: {error}") from None
         notes = values.pop("notes", [])
         # None: the caller has no such setting.

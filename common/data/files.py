@@ -7,7 +7,8 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -15,7 +16,8 @@ import datasets
 import pandas
 from datasets.data_files import DataFilesDict, get_data_patterns
 
-from common import hub
+from common import hub, in_one_line
+from common.data import cache
 
 # The `datasets` builder for each file suffix. JSON has a reader of our own, see `JsonRows`.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -24,6 +26,9 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 CHUNK = 2**20
 
 WHITE_SPACE = re.compile(r"\s*")
+
+# JSON may write a character as two halves of these numbers.
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class Rows(NamedTuple):
@@ -72,13 +77,16 @@ class JsonRows(datasets.GeneratorBasedBuilder):
                 number += 1
 
 
-def load(name: str, split: str) -> Rows:
+def load(name: str, split: str, check: bool = True) -> Rows:
     """Loads a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
     Files are `.jsonl .json .csv`, also gzipped, and `.parquet`. A single file is the split `train`.
     As on the hub, the file names in a folder say the split (`train*`, `test*` ...); if none does,
     all files are `train`. A folder may also be one that `save_to_disk` wrote. The name of a file or
     a folder is never a pattern. The cells of a CSV are text.
+
+    Args:
+        check: look for damage in what `datasets` has cached, and make it again.
 
     Raises:
         SystemExit: nothing there, malformed JSON (with the row), no rows.
@@ -91,11 +99,13 @@ def load(name: str, split: str) -> Rows:
         sys.exit(f"folder {name!r} mixes {sorted(kinds)} files: give a folder of one kind")
     try:
         if files or Path(name).is_dir():
-            table = read_files(split, kinds, split_files(Path(name)))
+            table = read_files(split, kinds, split_files(Path(name)), check=check)
         else:
             hub_name, _, config = name.partition(":")
             hub.reach()
-            table = datasets.load_dataset(hub_name, config or None, split=split)
+            source = (hub_name, config or None)
+            make = partial(datasets.load_dataset_builder, *source)
+            table = read(split, make, source, check=check)
     except Exception as error:  # each reader raises what its library does
         refuse(name, split, error)
     return as_rows(name, split, table, is_json=kinds == {"json"})
@@ -115,13 +125,20 @@ def as_rows(name: str, split: str, table: datasets.Dataset, is_json: bool) -> Ro
 
 # ============================================================ which files
 def data_files(name: str) -> list[Path]:
-    """Returns the data files that a local name stands for; none for a data set on the hub."""
+    """Returns the data files that a local name stands for; none for a data set on the hub.
+
+    Raises:
+        SystemExit: nothing is there, or no file that could be data.
+    """
     path = Path(name)
     if path.is_dir():
         return [file for file in path.rglob("*") if is_data_file(file)]
     if not is_data_file(path):
         if path.is_file():
             sys.exit(f"data file {name!r} must end in {' '.join(READERS)}, or one of them and .gz")
+        has_parts = name.partition(":")[0].count("/") > 1 and not name.startswith("buckets/")
+        if name.startswith(("/", "./", "../", "~")) or has_parts:  # no name of the hub
+            sys.exit(f"data folder {name!r} does not exist (looked in {Path.cwd()})")
         return []
     if not path.is_file():
         sys.exit(f"data file {name!r} does not exist (looked in {Path.cwd()})")
@@ -170,8 +187,8 @@ def split_files(path: Path) -> DataFilesDict:
     return DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
 
 
-def read_files(split: str, kinds: set[str], files: DataFilesDict) -> datasets.Dataset:
-    """Returns the rows of one split of local files, all of one kind."""
+def read_files(split: str, kinds: set[str], files: DataFilesDict, check: bool) -> datasets.Dataset:
+    """Returns the rows of one split of local files, all of one kind; see `read`."""
     if kinds == {"json"}:
         json_files = {
             part: datasets.data_files.DataFilesList(
@@ -179,13 +196,9 @@ def read_files(split: str, kinds: set[str], files: DataFilesDict) -> datasets.Da
             )
             for part, paths in files.items()
         }
-        source = Path(__file__).read_text("utf-8")
-        builder = JsonRows(
-            data_files=DataFilesDict(json_files),
-            hash=datasets.fingerprint.Hasher.hash(source),
-        )
-        builder.download_and_prepare()
-        return builder.as_dataset(split)
+        version = datasets.fingerprint.Hasher.hash(Path(__file__).read_text("utf-8"))
+        make = partial(JsonRows, data_files=DataFilesDict(json_files), hash=version)
+        return read(split, make, (kinds, files, version), check=check)
 
     escaped = {
         part: [glob.escape(file) for file in paths if is_data_file(Path(file))]
@@ -195,7 +208,39 @@ def read_files(split: str, kinds: set[str], files: DataFilesDict) -> datasets.Da
     if kinds == {"csv"}:
         first_split = next(iter(files.values()))
         options = csv_options(Path(first_split[0]))
-    return datasets.load_dataset(*kinds, data_files=escaped, split=split, **options)
+    make = partial(datasets.load_dataset_builder, *kinds, data_files=escaped, **options)
+    return read(split, make, (kinds, files, options), check=check)
+
+
+def read(
+    split: str, make: Callable[[], datasets.DatasetBuilder], source: tuple, check: bool
+) -> datasets.Dataset:
+    """Returns the rows of one split, which `datasets` caches.
+
+    Args:
+        make: makes the builder of `datasets` that reads the source.
+        source: what the rows are read from.
+        check: make again what is damaged in the cache. Else it was checked a moment ago.
+    """
+    if not check:
+        builder = make()
+        builder.download_and_prepare()
+        return builder.as_dataset(split)
+
+    kept = cache.Kept(datasets.fingerprint.Hasher.hash([source, split]))
+    with kept.alone():
+        state = kept.state()
+        if state == cache.DAMAGED:
+            kept.remove()
+        # After that, because a builder reads of the cache as soon as it is made.
+        builder = make()
+        builder.download_and_prepare()
+        table = builder.as_dataset(split)
+        read_from = [Path(file["filename"]) for file in table.cache_files]
+        described = [Path(builder.cache_dir) / "dataset_info.json"]
+        if state != cache.WHOLE or kept.files() != described + read_from:
+            kept.write(described + read_from)
+    return table
 
 
 def csv_options(path: Path) -> dict:
@@ -249,6 +294,8 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
                 if not isinstance(row, dict):
                     found = json.dumps(row, ensure_ascii=False)[:60]
                     sys.exit(f"{path}, row {number}: expected a JSON object, found {found}")
+                if HALF_CHARACTER.search(text):
+                    check_characters(row)
                 yield text, row
                 number += 1
     except UnicodeDecodeError as error:
@@ -257,6 +304,15 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
         sys.exit(f"{path}, row {number}: malformed JSON: {error}")
     except (OSError, EOFError, zlib.error) as error:
         sys.exit(f"{path}, row {number}, cannot be read: {error}")
+
+
+def check_characters(row: dict) -> None:
+    """Raises a ValueError if a row holds half of a character: no file or tokenizer takes that."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{half!a} is one half of a character, without the other") from None
 
 
 def first_character(file: io.TextIOBase) -> str:
@@ -331,7 +387,7 @@ def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
 # ============================================================ refusals
 def refuse(name: str, split: str, error: Exception) -> NoReturn:
     """Exits with the reason why a data set could not be read."""
-    why = " ".join(str(error.__cause__ or error).split())[:300]
+    why = in_one_line(error.__cause__ or error)
     no_rows = (
         isinstance(error, (StopIteration, pandas.errors.EmptyDataError))
         or "corresponds to no data" in why

@@ -1,7 +1,16 @@
 """Token ids and texts: the plain ways from one to the other, and what ids have in common."""
 
 import functools
+import re
 from typing import NamedTuple
+
+from common.data.formats import BadRow
+
+# Twice what the longest context of a model takes. Tokenising so much takes some ten seconds.
+MOST_CHARACTERS = 10_000_000
+
+# A surrogate: JSON may write a character as two of them.
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 class Beginning(NamedTuple):
@@ -18,14 +27,33 @@ class Beginning(NamedTuple):
     kept_characters: int
 
 
+def encoding_of(tokenizer, text: str):
+    """What the tokenizer makes of a text, without the special tokens that it puts around texts.
+
+    Raises:
+        BadRow: the text is too long, or holds half of a character.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise BadRow(
+            f"a text of {len(text):,} characters, where at most {MOST_CHARACTERS:,} are read: "
+            "split or remove it"
+        )
+    try:
+        return tokenizer(text, add_special_tokens=False)
+    except TypeError:  # which does not say what is wrong
+        if HALF_CHARACTER.search(text):
+            raise BadRow("a text holds one half of a character, without the other") from None
+        raise
+
+
 def encode_text(tokenizer, text: str) -> list[int]:
-    """Token ids of a text, without the special tokens that the tokenizer puts around texts."""
-    return tokenizer(text, add_special_tokens=False).input_ids
+    """Token ids of a text, see `encoding_of`."""
+    return encoding_of(tokenizer, text).input_ids
 
 
 def encode_beginning(tokenizer, text: str) -> Beginning:
     """Token ids of a text that longer ones begin with, see `encode_longer`."""
-    encoding = tokenizer(text, add_special_tokens=False)
+    encoding = encoding_of(tokenizer, text)
     ids = encoding.input_ids
     cuts = cut_tokens(tokenizer)
     for place in range(len(ids) - 1, -1, -1):

@@ -6,13 +6,16 @@ import functools
 import json
 import os
 import re
+import resource
+import signal
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jinja2
 import transformers.utils.chat_template_utils as template_utils
 
+from common import in_one_line
 from common.data import formats, ids, thoughts
 from common.data.formats import BadRow
 
@@ -23,8 +26,19 @@ DROPS_ROLE = "messages that the chat template does not write"
 DROPS_TOOLS = "tools that the chat template does not write"
 
 
+# What a template may take for one conversation. Those that people use take less than a thousandth.
+MOST_SECONDS = 5
+MOST_BYTES = 2**30
+
 # What every template is given anyway.
 GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
+
+
+class TooMuch(SystemExit):
+    """A chat template takes too much time or memory; the message says so.
+
+    It is no `Exception`, because the template did not refuse what it was given.
+    """
 
 
 class Conventions(NamedTuple):
@@ -50,13 +64,17 @@ def read(path: str) -> str:
     """The chat template in a file.
 
     Raises:
-        SystemExit: no such file, not UTF-8, or no Jinja template.
+        SystemExit: no such file, not UTF-8, no Jinja template, or one that computes without end.
     """
     try:
         template = Path(path).read_text(encoding="utf-8")
-        template_utils.render_jinja_template([[]], chat_template=template)
+        with time_limit(), memory_limit():
+            template_utils.render_jinja_template([[]], chat_template=template)
     except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as error:
-        sys.exit(f"--chat_template {path}: expected a file with a Jinja template: {error}")
+        reason = in_one_line(error)
+        sys.exit(f"--chat_template {path}: expected a file with a Jinja template: {reason}")
+    except TooMuch as error:
+        sys.exit(f"--chat_template {path}: {error}")
     except Exception:  # it is a template, though it wants messages
         pass
     return template
@@ -141,20 +159,80 @@ def render(
         return apply_template(tokenizer, messages, add_generation_prompt, schemas)
     except Exception as error:  # a template raises what it likes, such as that roles must alternate
         given = "messages or tools" if tools else "messages"
-        raise BadRow(f"the tokenizer's chat template refuses the {given}: {error}") from None
+        reason = in_one_line(error)
+        raise BadRow(f"the tokenizer's chat template refuses the {given}: {reason}") from None
 
 
 def apply_template(
     tokenizer, messages: list[dict], add_generation_prompt: bool, schemas: list | None = None
 ) -> str:
-    """What `apply_chat_template` writes; a date that it prints is that of the run."""
-    with clock_at(getattr(tokenizer, "chat_date", None)):
+    """What `apply_chat_template` writes; a date that it prints is that of the run.
+
+    Raises:
+        TooMuch: see `time_limit`.
+    """
+    with clock_at(getattr(tokenizer, "chat_date", None)), time_limit():
         return tokenizer.apply_chat_template(
             messages,
             schemas,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
+
+
+@contextlib.contextmanager
+def time_limit():
+    """Limits what a template may compute: it is a program, and anyone may have written it.
+
+    The time is that of the CPU, so a machine that is busy or asleep changes nothing. The block must
+    run in the main thread, which alone takes signals.
+
+    Raises:
+        TooMuch: the block takes more than `MOST_SECONDS`.
+    """
+    take_alarms()
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+@functools.cache
+def take_alarms() -> None:
+    """Lets the alarm of `time_limit` interrupt this process. No library of ours uses that one."""
+    signal.signal(signal.SIGVTALRM, interrupt)
+
+
+def interrupt(*_) -> NoReturn:
+    raise TooMuch(f"the chat template computes for more than {MOST_SECONDS} seconds")
+
+
+@contextlib.contextmanager
+def memory_limit():
+    """Limits what a template may hold, on Linux. That takes as long as to render, so it is rare.
+
+    Raises:
+        TooMuch: the block takes more than `MOST_BYTES`.
+    """
+    counted = Path("/proc/self/statm")
+    if not counted.exists():
+        yield
+        return
+    held = int(counted.read_text().split()[5]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = held + MOST_BYTES
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    except MemoryError:
+        raise TooMuch(
+            f"the chat template takes more than {MOST_BYTES >> 20} MiB of memory"
+        ) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 @contextlib.contextmanager
@@ -209,11 +287,16 @@ def find_conventions(tokenizer, template: str, eos: int, date: str | None) -> Co
         template, eos, date: of the tokenizer, for the cache alone.
     """
     user = {"role": "user", "content": "zqz"}
+
+    def rendered(messages: list[dict], add_generation_prompt: bool) -> str:
+        with memory_limit():
+            return apply_template(tokenizer, messages, add_generation_prompt)
+
     wants_parts = False
     with contextlib.suppress(Exception):
-        wants_parts = user["content"] in apply_template(tokenizer, [with_parts(user)], True)
+        wants_parts = user["content"] in rendered([with_parts(user)], True)
     with contextlib.suppress(Exception):
-        takes_string = user["content"] in apply_template(tokenizer, [user], True)
+        takes_string = user["content"] in rendered([user], True)
         wants_parts = wants_parts and not takes_string
 
     def behind_answers(following: list[dict]) -> tuple[list[int], str]:
@@ -223,7 +306,7 @@ def find_conventions(tokenizer, template: str, eos: int, date: str | None) -> Co
             messages = [user, {"role": "assistant", "content": content}, *following]
             if wants_parts:
                 messages = [with_parts(message) for message in messages]
-            texts.append(apply_template(tokenizer, messages, False))
+            texts.append(rendered(messages, False))
         first, second = (ids.encode_text(tokenizer, text) for text in texts)
         reversed_texts = [text[::-1] for text in texts]
         return (

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common import REPOSITORY, distributed, folders, hub
+from common import REPOSITORY, distributed, folders, hub, in_one_line
 from common.models import load, lora
 
 # What a merged model was made of.
@@ -142,7 +142,7 @@ def write(adapter: str | Path, out: Path) -> None:
         tokenizer.save_pretrained(out)
     except Exception as error:  # whatever peft and transformers raise
         load.refuse_own_code(base_name or adapter, error)
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = in_one_line(error)
         sys.exit(f"the adapter {adapter!r} of {base_name!r} cannot be merged: {reason}")
 
 
