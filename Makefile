@@ -42,7 +42,7 @@ test-all: $(VENV)/installed-test  ## both
 
 test-minimum: $(MINIMUM_VENV)/installed-minimum  ## some tests with the oldest versions that pyproject.toml allows
 	$(MINIMUM_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
-		$(MINIMUM_TESTS:%=tests/test_%.py) $(ARGS)
+		$(MINIMUM_TESTS:%=tests/*/test_%.py) $(ARGS)
 
 mutations: $(VENV)/installed-test  ## tests of the tests: each planted fault must make one fail
 	$(VENV)/bin/python tests/mutations.py $(ARGS)

@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py
 
-The tables stand between `<!-- tables of results -->` and `<!-- end of tables -->`. `tests/test_benchmarks.py` compares both.
+The tables stand between `<!-- tables of results -->` and `<!-- end of tables -->`. `tests/repository/test_benchmarks.py` compares both.
 """
 
 import json

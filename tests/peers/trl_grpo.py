@@ -3,7 +3,7 @@
     python tests/peers/trl_grpo.py            # needs `pip install -e '.[peers]'`
     python tests/peers/trl_grpo.py OTHER.json
 
-Without an argument it writes trl_grpo.json beside this file. tests/test_grpo_values.py compares
+Without an argument it writes trl_grpo.json beside this file. tests/rollout/test_grpo_values.py compares
 recipes/grpo.py with that. Losses come from `GRPOTrainer._compute_loss`, which is given log-probs,
 advantages and masks in place of a model. Advantages come from one step of each trainer.
 """

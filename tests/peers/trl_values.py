@@ -3,7 +3,7 @@
     python tests/peers/trl_values.py            # needs `pip install -e '.[peers]'`
     python tests/peers/trl_values.py OTHER.json
 
-Without an argument it writes trl_values.json beside this file. tests/test_references.py compares
+Without an argument it writes trl_values.json beside this file. tests/contracts/test_references.py compares
 the recipes with that. Make it again when the rows or settings below change, or the embedded model.
 
 The settings are those at which TRL's numbers are exact: one process, no dropout, and the samples of

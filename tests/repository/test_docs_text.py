@@ -12,7 +12,7 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import HfArgumentParser
 
 from runs import REPOSITORY
-from test_alike import NAMES, load
+from recipes import NAMES, load
 
 PAGES = [
     REPOSITORY / "README.md",

@@ -19,7 +19,7 @@ from common import actor
 from common.models import load as loading
 from common.models import lora
 from runs import ASSETS, evaluation_lines, recipe, tiny_llama
-from test_alike import load
+from recipes import load
 from test_waits import DATA, SETTINGS, Ended
 
 ROWS = 8

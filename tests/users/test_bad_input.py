@@ -43,8 +43,8 @@ from common.models import checks, load, merge
 from common.models.logprobs import LogProbModel
 from common.prove import plain
 from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, tiny_llama, write_jsonl
-from test_alike import NAMES as RECIPES
-from test_alike import load as load_recipe
+from recipes import NAMES as RECIPES
+from recipes import load as load_recipe
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
 

@@ -7,14 +7,13 @@ sections, the arguments that all recipes share, and the lines of the loop that b
 import ast
 import dataclasses
 import difflib
-import importlib.util
 import re
 
 import pytest
 
+from recipes import NAMES, load
 from runs import REPOSITORY, recipe
 
-NAMES = ["sft", "reward", "dpo", "ppo", "grpo"]
 BANNER = "# " + "=" * 60 + " "
 
 # Arguments whose default, or whose help, belongs to the algorithm. All others must be alike.
@@ -93,13 +92,6 @@ LOOP = """
         if applied:
             scheduler.step()
 """
-
-
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"alike_{name}", recipe(name))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def source(name: str) -> str:

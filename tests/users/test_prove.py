@@ -26,7 +26,7 @@ from common.prove import bench, compare, promises
 from mutations import copy_repository
 from planting import Plant, drop_call, replace, together
 from runs import ASSETS, OFFLINE, REPOSITORY, recipe, write_jsonl
-from test_alike import NAMES
+from recipes import NAMES
 
 FORKS = REPOSITORY / "docs/forks"
 NAMES_OF_PROMISES = [promise.name for promise in promises.PROMISES]

@@ -19,6 +19,7 @@ from common import batches
 from common.metrics import Metrics
 from common.progress import Progress
 from runs import (
+    REPOSITORY,
     LAUNCHERS,
     evaluation_lines,
     launch,
@@ -320,7 +321,7 @@ def test_the_operations_of_updates_on_two_processes(inputs, brute_force, share):
     """A shared prompt counts once, the padding row of the last update and the reference not at all."""
     output = inputs / f"operations-{share}"
     launch(
-        LAUNCHERS["ddp"], Path(__file__).with_name("working.py"), recipe("dpo"),
+        LAUNCHERS["ddp"], REPOSITORY / "tests/working.py", recipe("dpo"),
         "--model_name_or_path", inputs / "model", "--dataset_name", inputs / "train.jsonl", "--output_dir", output,
         "--train_batch_size", BATCH, "--micro_train_batch_size", 2, "--logging_steps", EVERY, "--max_length", 128,
         "--report_to", "none", "--share_prompts", share,

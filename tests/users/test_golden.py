@@ -3,7 +3,7 @@
 An upgrade of a dependency that moves a number is seen here. When a number should move, because a
 recipe, its demo or the embedded model was changed with intent, write the file again and look at it:
 
-    python tests/test_golden.py
+    python tests/users/test_golden.py
     git diff tests/golden.json
 
 The settings are those of the demos, in fp32. There is no evaluation, and only the first rows of the

@@ -11,7 +11,7 @@ from common.models.logprobs import LogProbModel
 from common.rollout import answers, generation, rewards
 from runs import launch, recipe, refuses, write_jsonl
 
-GSM8K = Path(__file__).resolve().parents[2] / "shared/data/gsm8k_train.jsonl"
+GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k_train.jsonl"
 
 # What a response says, the column `answer`, and whether the response is right.
 TABLE = [

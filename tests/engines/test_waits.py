@@ -18,7 +18,7 @@ import pretended
 from common import actor, batches, engine
 from common.models import logprobs, packing
 from runs import ASSETS, recipe, tiny_llama
-from test_alike import load
+from recipes import load
 
 ROWS = 16
 PER_UPDATE = 8  # waits that an update may have, however many micro-batches it consists of
