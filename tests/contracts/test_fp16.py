@@ -100,7 +100,7 @@ def test_what_overflows_leaves_no_trace(inputs, name, stage, processes):
     ]
     result = launch(
         launcher,
-        TESTS / "poison.py",
+        TESTS / "overflowing_recipe.py",
         "overflow",
         bad,
         recipe(name),
@@ -109,7 +109,7 @@ def test_what_overflows_leaves_no_trace(inputs, name, stage, processes):
     assert "done: 7 updates, 5 skipped" in result.stdout
     launch(
         launcher,
-        TESTS / "poison.py",
+        TESTS / "overflowing_recipe.py",
         "lack",
         bad,
         recipe(name),
@@ -135,7 +135,7 @@ def test_a_rollout_ends_with_its_last_update_though_that_is_skipped(inputs):
     more = ["--rollout_batch_size", 24, "--logging_steps", 1]
     result = launch(
         launcher,
-        TESTS / "poison.py",
+        TESTS / "overflowing_recipe.py",
         "overflow",
         "5",
         recipe("ppo"),
@@ -163,7 +163,7 @@ def test_losses_are_those_of_fp32(inputs, name):
             *(["--num_epochs_per_rollout", 34, "--critic_learning_rate", 1e-3] if name == "ppo" else [])]  # fmt: skip
     launch(
         config_launcher("ds_fp16"),
-        TESTS / "poison.py",
+        TESTS / "overflowing_recipe.py",
         mode,
         "none",
         recipe(name),
@@ -174,7 +174,7 @@ def test_losses_are_those_of_fp32(inputs, name):
     skipped = sorted(set(range(applied[-1])) - set(applied))
     launch(
         [],
-        TESTS / "poison.py",
+        TESTS / "overflowing_recipe.py",
         f"{mode}_lack",
         ",".join(map(str, skipped)) or "none",
         recipe(name),
@@ -195,7 +195,7 @@ def test_losses_are_those_of_fp32(inputs, name):
 def test_no_update_is_halved_where_the_scale_grows(tmp_path, stage):
     """DeepSpeed 0.19.8 halves it. Where the last assertion fails, a newer one does not, and `zero.delay_scale_growth` can go."""
     launcher = fp16_launcher(tmp_path, stage, 1, initial_scale_power=4, loss_scale_window=2)
-    output = launch(launcher, TESTS / "growth.py", tmp_path / "out").stdout
+    output = launch(launcher, TESTS / "growing_loss_scale.py", tmp_path / "out").stdout
     guarded, unguarded = (
         ast.literal_eval(re.search(rf"^{name} (.*)$", output, re.MULTILINE)[1])
         for name in ("guarded", "unguarded")
@@ -212,7 +212,7 @@ def test_a_run_that_skips_too_often_is_warned_and_one_without_remedy_ends(inputs
     bad = "2,4,6,8,10,12,14,20,21"
     result = launch(
         launcher,
-        TESTS / "poison.py",
+        TESTS / "overflowing_recipe.py",
         "overflow",
         bad,
         recipe("sft"),
@@ -399,9 +399,11 @@ def test_until_an_update_is_applied_the_policy_has_not_moved(inputs):
     launcher = fp16_launcher(inputs, 2, 2, initial_scale_power=8, hysteresis=100)
     arguments = ["--model_name_or_path", inputs / "still", "--dataset_name", inputs / "ppo.jsonl", "--output_dir", output, "--train_batch_size", 8,
                  "--micro_train_batch_size", 2, "--learning_rate", 0.01, "--warmup_steps", 0, "--report_to", "none", "--max_steps", 8,
-                 "--reward_function", "tests.ties:ties", "--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--max_new_tokens", 6,
+                 "--reward_function", "tests.tied_rewards:ties", "--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--max_new_tokens", 6,
                  "--drop_equal_groups", False, "--score_batch_size", 3]  # fmt: skip
-    result = launch(launcher, TESTS / "poison.py", "overflow", "0,1,7", recipe("grpo"), *arguments)
+    result = launch(
+        launcher, TESTS / "overflowing_recipe.py", "overflow", "0,1,7", recipe("grpo"), *arguments
+    )
     assert "done: 8 updates, 3 skipped" in result.stdout
     found = training_lines(output)
     # Rollouts begin after 0, 4 and 8 updates seen: their first applied ones are the updates 1, 3 and 6.

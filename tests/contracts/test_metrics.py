@@ -9,7 +9,6 @@ import runpy
 import shutil
 import time
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +18,8 @@ from common import batches
 from common.metrics import Metrics
 from common.progress import Progress
 from runs import (
-    REPOSITORY,
     LAUNCHERS,
+    REPOSITORY,
     evaluation_lines,
     launch,
     lines,

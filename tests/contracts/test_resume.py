@@ -47,7 +47,7 @@ PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_b
        "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--critic_learning_rate", 0.01, "--kl_target", 1]  # fmt: skip
 
 # Rollouts of 6 groups; those of equal scores are replaced once or left out, so a rollout has 1 to 3 updates.
-GRPO = ["--reward_function", "tests.ties:ties", "--rollout_batch_size", 6, "--n_samples_per_prompt", 4, "--generate_batch_size", 8,
+GRPO = ["--reward_function", "tests.tied_rewards:ties", "--rollout_batch_size", 6, "--n_samples_per_prompt", 4, "--generate_batch_size", 8,
         "--score_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--refill_rounds", 1]  # fmt: skip
 MORE = {"ppo": PPO, "grpo": GRPO}
 DATA = {"grpo": "ppo"}

@@ -175,7 +175,7 @@ def test_a_yaml_as_it_is_gives_the_numbers_of_fp32(request, inputs, name):
         request.getfixturevalue("cpu_adam")
     output, found = inputs / name, inputs / f"{name}.json"
     launcher = config_launcher(name, 2 if engine else 1)
-    script = [REPOSITORY / "tests/probe.py", recipe("sft")] if engine else [recipe("sft")]
+    script = [REPOSITORY / "tests/engine_probe.py", recipe("sft")] if engine else [recipe("sft")]
     result = launch(
         launcher, *script, *flags(inputs, output), env={"PROBE": str(found)}, fresh=True
     )

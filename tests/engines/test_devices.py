@@ -1,4 +1,4 @@
-"""Whole runs on a pretended device: no tensor of the host meets one of the device, see pretended.py.
+"""Whole runs on a pretended device: no tensor of the host meets one of the device, see pretended_device.py.
 
 test_waits.py shows this of updates and rollouts. Here are evaluations and reward models, and what tells machines with a
 GPU from those without.
@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-import pretended
+import pretended_device
 from common import actor
 from common.models import load as loading
 from common.models import lora
-from runs import ASSETS, evaluation_lines, recipe, tiny_llama
 from recipes import load
+from runs import ASSETS, evaluation_lines, recipe, tiny_llama
 from test_waits import DATA, SETTINGS, Ended
 
 ROWS = 8
@@ -75,7 +75,7 @@ def test_no_tensor_of_the_host_meets_one_of_the_device(name, tmp_path, monkeypat
     def publish(*args, **kwargs):
         raise Ended
 
-    with monkeypatch.context() as patch, pretended.device(patch):
+    with monkeypatch.context() as patch, pretended_device.device(patch):
         patch.setattr(actor, "publish", publish)
         with pytest.raises(Ended):
             module.main()

@@ -1,7 +1,7 @@
 """How often the host waits for the device within an update: no more often the more micro-batches it has.
 
 A wait leaves a GPU without work until the host has answered, so it costs most where it is repeated. What one update
-costs once (a check of its losses, its gradient norm) may stay. There is no GPU here: see pretended.py.
+costs once (a check of its losses, its gradient norm) may stay. There is no GPU here: see pretended_device.py.
 """
 
 import gzip
@@ -14,11 +14,11 @@ import torch
 from torch.utils._device import _device_constructors
 from transformers import LlamaForCausalLM
 
-import pretended
+import pretended_device
 from common import actor, batches, engine
 from common.models import logprobs, packing
-from runs import ASSETS, recipe, tiny_llama
 from recipes import load
+from runs import ASSETS, recipe, tiny_llama
 
 ROWS = 16
 PER_UPDATE = 8  # waits that an update may have, however many micro-batches it consists of
@@ -85,7 +85,7 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
     module = load(name)
     updates = []
 
-    with monkeypatch.context() as patch, pretended.device(patch) as device:
+    with monkeypatch.context() as patch, pretended_device.device(patch) as device:
 
         def begin_update(accelerator, model, micro_batches):
             updates.append(len(micro_batches))
@@ -120,10 +120,10 @@ def test_no_micro_batch_waits(case, tmp_path, monkeypatch):
 
 def test_the_pretended_device_notes_each_wait(monkeypatch):
     """What a GPU waits for is counted; what it does not wait for is not."""
-    with pretended.device(monkeypatch) as device:
-        there = torch.arange(6.0).to(pretended.DEVICE).requires_grad_()
+    with pretended_device.device(monkeypatch) as device:
+        there = torch.arange(6.0).to(pretended_device.DEVICE).requires_grad_()
         mask = there > 2
-        places = batches.send([3, 4, 5], pretended.DEVICE)
+        places = batches.send([3, 4, 5], pretended_device.DEVICE)
 
         def waits(action) -> int:
             before = len(device.waits)
@@ -132,9 +132,11 @@ def test_the_pretended_device_notes_each_wait(monkeypatch):
 
         free = [
             lambda: there.index_select(0, places).sum().backward(),
-            lambda: there.detach().index_copy(0, places, torch.ones(3, device=pretended.DEVICE)),
+            lambda: there.detach().index_copy(
+                0, places, torch.ones(3, device=pretended_device.DEVICE)
+            ),
             lambda: torch.where(mask, there, 0.0).sum() * 3 / 7,
-            lambda: batches.send(np.ones(3), pretended.DEVICE),
+            lambda: batches.send(np.ones(3), pretended_device.DEVICE),
         ]
         costly = [
             lambda: float(there.sum()),
@@ -144,10 +146,10 @@ def test_the_pretended_device_notes_each_wait(monkeypatch):
             lambda: there[mask],
             lambda: there.masked_select(mask),
             lambda: mask.nonzero(),
-            lambda: torch.ones(3).to(pretended.DEVICE),
-            lambda: torch.ones(3).to(pretended.DEVICE, non_blocking=True),
-            lambda: torch.ones(3).pin_memory().to(pretended.DEVICE),
-            lambda: torch.tensor([1.0], device=pretended.DEVICE),
+            lambda: torch.ones(3).to(pretended_device.DEVICE),
+            lambda: torch.ones(3).to(pretended_device.DEVICE, non_blocking=True),
+            lambda: torch.ones(3).pin_memory().to(pretended_device.DEVICE),
+            lambda: torch.tensor([1.0], device=pretended_device.DEVICE),
             lambda: torch.zeros_like(there).masked_scatter(mask, there).sum().backward(),
         ]
         assert [waits(action) for action in free] == [0] * len(free)
@@ -162,7 +164,7 @@ def test_a_model_read_beside_the_pretended_device_has_all_its_values(tmp_path, m
     """In a process that has used no other device before: buffers that no file holds were left as the memory was."""
     folder = tiny_llama(tmp_path)
     _device_constructors.cache_clear()
-    with pretended.device(monkeypatch):
+    with pretended_device.device(monkeypatch):
         model = LlamaForCausalLM.from_pretrained(folder)
     expected = [10000 ** (-number / 8) for number in range(8)]
     assert model.model.rotary_emb.inv_freq.tolist() == pytest.approx(expected)

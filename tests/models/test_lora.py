@@ -275,7 +275,7 @@ def test_switched_off_they_change_nothing_even_after_an_error(inputs):
 BASE_RUNS = [("dpo", "plain"), ("dpo", "zero3"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
     ("dpo", "fsdp2"), ("dpo", "zero2"), ("ppo", "zero3"), ("grpo", "fsdp2")])]  # fmt: skip
 MORE = {"dpo": [], "ppo": ["--kl_coef", 0.5], "grpo": [
-    "--kl_coef", 0.5, "--reward_function", "tests.ties:ties", "--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--generate_batch_size", 8,
+    "--kl_coef", 0.5, "--reward_function", "tests.tied_rewards:ties", "--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--generate_batch_size", 8,
     "--score_batch_size", 8, "--max_new_tokens", 6]}  # fmt: skip
 
 

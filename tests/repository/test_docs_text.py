@@ -11,8 +11,8 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from transformers import HfArgumentParser
 
-from runs import REPOSITORY
 from recipes import NAMES, load
+from runs import REPOSITORY
 
 PAGES = [
     REPOSITORY / "README.md",

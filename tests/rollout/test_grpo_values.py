@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-import bias
+import expected_gradients
 from peers import trl_grpo
 from runs import REPOSITORY, recipe
 
@@ -95,19 +95,19 @@ def test_two_settings_without_bias_and_the_one_of_a_known_factor():
     That is 1 / max_new_tokens, as Dr. GRPO divides sums over tokens by it. A baseline that holds the sample itself takes
     another factor of (n - 1) / n, at n = 2 one half.
     """
-    analytic = bias.analytic_gradient() / bias.MAX_NEW_TOKENS
+    analytic = expected_gradients.analytic_gradient() / expected_gradients.MAX_NEW_TOKENS
     for baseline, factor in {"none": 1, "rloo": 1, "group": 1 / 2}.items():
-        expected = bias.expected_gradient(grpo, 2, baseline, "none", "constant")
+        expected = expected_gradients.expected_gradient(grpo, 2, baseline, "none", "constant")
         assert (expected - factor * analytic).abs().max() < 1e-10, baseline
         # With another average the gradient points elsewhere: the test can tell.
-        other = bias.expected_gradient(grpo, 2, baseline, "none", "sequence")
-        assert bias.bias(other, analytic)[1] > 10
+        other = expected_gradients.expected_gradient(grpo, 2, baseline, "none", "sequence")
+        assert expected_gradients.bias(other, analytic)[1] > 10
 
 
 @pytest.mark.slow
 def test_the_tables_of_biases_in_the_docs_are_what_enumeration_gives():
     lines = (REPOSITORY / "docs/grpo.md").read_text().splitlines()
-    rows = bias.table_rows(grpo)
+    rows = expected_gradients.table_rows(grpo)
     assert len(rows) == 18 + 15
     assert [row for row in rows if row not in lines] == []
 
@@ -116,7 +116,7 @@ def test_any_deviation_cancels_the_factor_of_rloo():
     """So the tables need no rows for it."""
     for std in ("group", "batch"):
         of_group, of_rloo = (
-            bias.expected_gradient(grpo, 2, baseline, std, "constant")
+            expected_gradients.expected_gradient(grpo, 2, baseline, std, "constant")
             for baseline in ("group", "rloo")
         )
         # Up to what is added to the deviation.
@@ -147,7 +147,7 @@ def test_the_kl_terms_have_the_gradient_of_the_kl_at_any_ratio():
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_at_the_first_update(ratio, estimator):
     """By enumeration of all responses, short and long: the ratio of a sequence weights the policy loss alone."""
-    found, exact = bias.kl_gradients(grpo, ratio, estimator)
+    found, exact = expected_gradients.kl_gradients(grpo, ratio, estimator)
     assert exact.abs().max() > 0.01
     assert (found - exact).abs().max() < 1e-10
 

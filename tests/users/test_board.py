@@ -35,7 +35,7 @@ KEY = {
     "ppo": "objective/scores",
     "grpo": "reward",
 }
-SAMPLERS = ["--reward_function", "tests.ties:ties", "--rollout_batch_size", 4, "--generate_batch_size", 8,
+SAMPLERS = ["--reward_function", "tests.tied_rewards:ties", "--rollout_batch_size", 4, "--generate_batch_size", 8,
             "--score_batch_size", 8, "--max_new_tokens", 4]  # fmt: skip
 NAMES = ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in KEY if name != "ppo")]
 

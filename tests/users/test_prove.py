@@ -25,8 +25,8 @@ from common.prove import __main__ as command
 from common.prove import bench, compare, promises
 from mutations import copy_repository
 from planting import Plant, drop_call, replace, together
-from runs import ASSETS, OFFLINE, REPOSITORY, recipe, write_jsonl
 from recipes import NAMES
+from runs import ASSETS, OFFLINE, REPOSITORY, recipe, write_jsonl
 
 FORKS = REPOSITORY / "docs/forks"
 NAMES_OF_PROMISES = [promise.name for promise in promises.PROMISES]

@@ -1,7 +1,7 @@
 """Runs a recipe some of whose windows overflow in fp16, or whose data lack these windows: what is left must be the same run.
 
-    python tests/poison.py overflow 0,4,6 recipes/sft.py --argument ...     on process 0 alone: all must skip
-    python tests/poison.py lack 0,4,6 recipes/sft.py --argument ...
+    python tests/overflowing_recipe.py overflow 0,4,6 recipes/sft.py --argument ...     on process 0 alone: all must skip
+    python tests/overflowing_recipe.py lack 0,4,6 recipes/sft.py --argument ...
 
 Of PPO these are windows of the first rollout. `fixed` in place of numbers gives every prompt the same response, whatever the precision.
 """
