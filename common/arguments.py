@@ -318,6 +318,8 @@ def describe_flag(action: argparse.Action) -> None:
     if action.const is False:  # --no_share_prompts
         action.help = argparse.SUPPRESS
         return
+    if bounds := getattr(action, "bounds", None):
+        action.help += f" [{bounds.describe()}]"
     if action.const is True and action.default is True:
         action.help += f". Off: --no_{action.dest}"
     elif action.default is not None and "default:" not in action.help:
