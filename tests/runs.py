@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common.prove import bench, warm
+from common.prove import processes, warm
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
@@ -120,7 +120,7 @@ def kill(process: subprocess.Popen | warm.Process) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()
     process.wait()
-    while any(bench.is_alive(worker) for worker in started):
+    while any(processes.is_alive(worker) for worker in started):
         time.sleep(0.01)
 
 

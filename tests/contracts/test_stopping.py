@@ -22,7 +22,7 @@ from accelerate.utils import DistributedType
 
 from common import checkpoint, folders
 from common.launch import decide_output_dir
-from common.prove import bench
+from common.prove import processes
 from runs import (
     LAUNCHERS,
     REPOSITORY,
@@ -220,10 +220,10 @@ def test_what_a_killed_launcher_leaves_ends_with_a_checkpoint(inputs, launcher, 
             assert result.returncode and refusal in result.stdout
             named = int(result.stdout.split(refusal)[1].split()[0])
             assert named in [worker.pid for worker in left]
-        assert all(bench.is_alive(worker) for worker in left)
+        assert all(processes.is_alive(worker) for worker in left)
     finally:
         go.touch()
-    while any(bench.is_alive(worker) for worker in left):
+    while any(processes.is_alive(worker) for worker in left):
         time.sleep(0.01)
     assert "stopped by the end of its launcher after update 1, saved in" in console.read_text()
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["global_step_000001"]

@@ -206,7 +206,10 @@ def test_every_argument_is_documented():
         name: sorted(fields(name)) for name in NAMES
     }
     # A default and a meaning as they stand in the recipe.
-    assert "| `--beta` | `0.1` | number, above 0 | strength of the pull towards the reference |" in page
+    assert (
+        "| `--beta` | `0.1` | number, above 0 | strength of the pull towards the reference |"
+        in page
+    )
 
 
 @pytest.mark.parametrize("words", [
