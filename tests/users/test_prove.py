@@ -108,8 +108,8 @@ FAULTS = {
         "common/metrics.py",
         replace(
             "Means.add",
-            "torch.stack([total, weights.sum(), smallest, largest])",
-            by="torch.stack([total / weights.sum().clamp(min=1), counts.any().double(), smallest, largest])",
+            "torch.stack([number, weights.sum()])",
+            by="torch.stack([number / weights.sum().clamp(min=1), counts.any().double()])",
         ),
     ),
     "the metric of rank 0": Fault(
@@ -140,8 +140,8 @@ FAULTS = {
         "recipes/reward.py",
         replace(
             "main",
-            "optimizer = optim.adamw(accelerator, parameter_groups, args)",
-            by="optimizer = optim.adamw(accelerator, parameter_groups, args)\n"
+            "scheduler = optim.scheduler(optimizer, args, progress.total_steps)",
+            by="scheduler = optim.scheduler(optimizer, args, progress.total_steps)\n"
             "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
             "scorer, ['model.score.weight'])",
         ),
@@ -152,8 +152,8 @@ FAULTS = {
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
-            by="states = torch.get_rng_state(); load_engine(run, path / 'engine'); torch.set_rng_state(states)",
+            "load_schedule(run, state['scheduler'])",
+            by="load_schedule(run, state['scheduler']); torch.manual_seed(7 + run.accelerator.process_index)",
         ),
     ),
     "a checkpoint is written in place": Fault(
@@ -186,19 +186,11 @@ FAULTS = {
         "sft",
         "recipes/sft.py",
         together(
+            replace("main", "actor.publish(run)", by="pass"),
             replace(
                 "main",
-                "actor.publish(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)",
-                by="pass",
-            ),
-            replace(
-                "main",
-                "micro_batches = batches.split(accelerator, update_sequences, lengths, "
-                "args.micro_train_batch_size, args.micro_train_tokens)",
-                by="""
-micro_batches = batches.split(accelerator, update_sequences, lengths, args.micro_train_batch_size, args.micro_train_tokens)
-actor.publish(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor", dtype=args.save_dtype)
-""",
+                "loss_scale = engine.loss_scale(run)",
+                by="loss_scale = engine.loss_scale(run); actor.publish(run)",
             ),
         ),
     ),
@@ -265,8 +257,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "batches.rows_of_update(mixture, args.train_batch_size, args.seed, progress.updates_seen)",
-            by="batches.rows_of_update(mixture, args.train_batch_size, args.seed, progress.global_step)",
+            "batches.rows_of_update(data.mixture, args.train_batch_size, args.seed, progress.updates_seen)",
+            by="batches.rows_of_update(data.mixture, args.train_batch_size, args.seed, progress.global_step)",
         ),
     ),
     "old checkpoints are deleted before the next one is written": Fault(
@@ -347,8 +339,8 @@ with torch.no_grad():
         together(
             replace(
                 "main",
-                "metrics.start_interval()",
-                by="metrics.start_interval()\nfactor = 1.0",
+                "guard = guards.FiniteLosses(run)",
+                by="guard = guards.FiniteLosses(run)\nfactor = 1.0",
             ),
             replace(
                 "main",
@@ -369,8 +361,8 @@ with torch.no_grad():
         replace(
             "main",
             "if accelerator.sync_gradients:\n"
-            "    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)",
-            by="grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)",
+            "    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)",
+            by="grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)",
         ),
     ),
     "one process alone clips": Fault(
@@ -379,7 +371,7 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "args.max_grad_norm if args.max_grad_norm > 0 else math.inf",
+            "args.max_grad_norm or math.inf",
             by="args.max_grad_norm if accelerator.num_processes == 1 and args.max_grad_norm else math.inf",
         ),
     ),
@@ -390,7 +382,7 @@ with torch.no_grad():
         replace(
             "main",
             "metrics.update_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale)",
-            by="metrics.update_done(applied, grad_norm=min(grad_norm, max_grad_norm), "
+            by="metrics.update_done(applied, grad_norm=min(grad_norm, args.max_grad_norm or math.inf), "
             "learning_rate=learning_rate, loss_scale=loss_scale)",
         ),
     ),
@@ -400,8 +392,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "evaluate",
-            "compare(output, inputs['mask'], weights)",
-            by="compare(output, inputs['mask'], torch.ones_like(weights))",
+            "compare(output, batch['mask'], weights)",
+            by="compare(output, batch['mask'], torch.ones_like(weights))",
         ),
     ),
     "an evaluation stops after its first micro-batch": Fault(
@@ -410,8 +402,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "evaluate",
-            "for values, value_weights in logged:\n    means.add(values, value_weights)",
-            by="for values, value_weights in logged:\n    means.add(values, value_weights)\nbreak",
+            "means.add(logged)",
+            by="means.add(logged); break",
         ),
     ),
     "padding tokens count in metrics": Fault(
@@ -420,15 +412,15 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "metrics.pending.add(values, value_weights)",
-            by="metrics.pending.add(values, torch.ones_like(value_weights))",
+            "metrics.pending.add(logged)",
+            by="metrics.pending.add([each._replace(weights=torch.ones_like(each.weights)) for each in logged])",
         ),
     ),
     "evaluation leaves dropout on": Fault(
         "evaluation",
         "sft",
         "recipes/sft.py",
-        replace("evaluate", "checks.evaluation_mode(model)", by="torch.no_grad()"),
+        replace("evaluate", "checks.evaluation_mode(run.model)", by="torch.no_grad()"),
     ),
     "the model stays in evaluation mode": Fault(
         "evaluation",
@@ -450,8 +442,8 @@ with torch.no_grad():
         "recipes/dpo.py",
         replace(
             "main",
-            "reference = prepare.frozen(accelerator, reference)",
-            by="reference = prepare.frozen(accelerator, reference).train()",
+            "reference = Reference(run)",
+            by="reference = Reference(run); reference.model.train()",
         ),
     ),
     "the learning rate is logged an update late": Fault(
@@ -474,9 +466,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "args.save_steps and progress.due(args.save_steps)",
-            by="args.save_steps and progress.due(args.save_steps) "
-            "and progress.samples % args.train_batch_size == 0",
+            "progress.due(args.save_steps)",
+            by="progress.due(args.save_steps) and progress.samples % args.train_batch_size == 0",
         ),
     ),
     "nothing is evaluated at the end": Fault(
@@ -485,7 +476,7 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "progress.due(args.eval_steps)",
+            "progress.evaluation_due(args.eval_steps)",
             by="args.eval_steps and progress.global_step % args.eval_steps == 0",
         ),
     ),
@@ -496,7 +487,7 @@ with torch.no_grad():
         replace(
             "main",
             "progress.due(args.save_steps)",
-            by="progress.global_step % args.save_steps == 0",
+            by="args.save_steps and progress.global_step % args.save_steps == 0",
         ),
     ),
     "old checkpoints stay": Fault(
@@ -525,12 +516,12 @@ with torch.no_grad():
         "recipes/dpo.py",
         replace(
             "main",
-            "divisor = engine.begin_update(accelerator, model, micro_batches)",
+            "divisor = engine.begin_update(run, micro_batches)",
             by="""
 full = args.micro_train_batch_size * accelerator.num_processes
 update_rows = update_rows[: max(len(update_rows) // full * full, 1)]
-micro_batches = batches.split(accelerator, update_rows, lengths, args.micro_train_batch_size, args.micro_train_tokens)
-divisor = engine.begin_update(accelerator, model, micro_batches)
+micro_batches = batches.split_update(run, update_rows, lengths)
+divisor = engine.begin_update(run, micro_batches)
 """,
         ),
     ),
@@ -558,9 +549,9 @@ divisor = engine.begin_update(accelerator, model, micro_batches)
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
+            "load_schedule(run, state['scheduler'])",
             by="""
-load_engine(run, path / 'engine')
+load_schedule(run, state['scheduler'])
 from accelerate.utils import broadcast
 torch.set_rng_state(broadcast(torch.get_rng_state()))
 """,
@@ -583,8 +574,8 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "recipes/dpo.py",
         replace(
             "main",
-            "reference = prepare.frozen(accelerator, reference)",
-            by="reference = policy",
+            "reference = Reference(run)",
+            by="reference = Reference(run); reference.model = model",
         ),
     ),
     "advantages are whitened in each micro-batch": Fault(
@@ -610,8 +601,8 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "recipes/grpo.py",
         replace(
             "main",
-            "position['update'] += 1",
-            by="position['update'] += not accelerator.optimizer_step_was_skipped",
+            "state.position.update += 1",
+            by="state.position.update += not accelerator.optimizer_step_was_skipped",
         ),
     ),
 }
@@ -671,7 +662,7 @@ def test_every_diff_fits_its_recipe(tmp_path):
     assert not list(tmp_path.glob("*.rej")) + list(tmp_path.glob("*.orig"))
     # No reference is loaded, read or kept.
     words = set(re.findall(r"\w+", (tmp_path / "my_simpo.py").read_text()))
-    assert not words & {"ref_name", "ref_logps", "reference_logps", "ref_model_name_or_path"}
+    assert not words & {"Reference", "ref_logps", "answer_logps", "ref_model_name_or_path"}
 
 
 @pytest.mark.slow
@@ -715,7 +706,7 @@ def test_an_average_that_a_resume_begins_anew_is_red(tmp_path):
     """What `Run.own` is for."""
     file = fork(tmp_path, "sft", "ema")
     text = file.read_text()
-    kept = "    checkpoint.resume(run)\n"
+    kept = "    checkpoint.begin(run)\n"
     lost = kept + (
         "    if not accelerator.is_main_process or args.resume != 'never':\n"
         "        run.own = {n: p.float().clone() for n, p in shards.parts_of(policy).items()}\n"
@@ -729,25 +720,34 @@ def test_an_average_that_a_resume_begins_anew_is_red(tmp_path):
 # ============================================================ the command
 
 
+def without_flag(folder: Path, name: str, value: str) -> tuple[Path, Path]:
+    """A copy of the repository that has dropped an argument, and its SFT, which has a fixed value in its place."""
+    repository = folder / "repository"
+    copy_repository(repository)
+    shared = repository / "common/shared_args.py"
+    text = shared.read_text()
+    (field,) = re.findall(rf"    {name}: \w+ = arg\(.*?\)\n(?=    \w|\n)", text, re.S)
+    shared.write_text(text.replace(field, ""))
+    file = repository / "recipes/sft.py"
+    file.write_text(file.read_text().replace(f"args.{name}", value))
+    return repository, file
+
+
 @pytest.mark.slow
 def test_a_fork_without_a_flag_is_told_what_could_not_be_checked(tmp_path):
-    text = recipe("sft").read_text()
-    flag = re.search(r"    weight_decay: float = HfArg\(.*?\)\n", text)[0]
-    file = tmp_path / "my_sft.py"
-    file.write_text(text.replace(flag, "").replace("args.weight_decay", "0.0"))
-    report, output = prove(file, tmp_path, "--quick", "--only", "still", "--only", "last-update")
+    repository, file = without_flag(tmp_path, "weight_decay", "0.0")
+    flags = ["--quick", "--only", "still", "--only", "last-update"]
+    report, output = prove(file, tmp_path, *flags, repository=repository)
     assert of_status(report, "unchecked") == ["still"] and of_status(report, "red") == [], output
     assert re.search(r"^- +still +the recipe has no --weight_decay", output, re.M), output
 
 
 @pytest.mark.slow
 def test_a_fork_that_always_makes_one_epoch_is_not_red(tmp_path):
-    text = recipe("sft").read_text()
-    flag = re.search(r"    max_epochs: \w+ = HfArg\(.*?\)\n", text, re.S)[0]
-    file = tmp_path / "my_sft.py"
-    file.write_text(text.replace(flag, "").replace("args.max_epochs", "1"))
+    repository, file = without_flag(tmp_path, "max_epochs", "1")
     names = ("means", "log-lines", "seed", "still")
-    report, output = prove(file, tmp_path, "--quick", *(f"--only={name}" for name in names))
+    flags = ["--quick", *(f"--only={name}" for name in names)]
+    report, output = prove(file, tmp_path, *flags, repository=repository)
     assert of_status(report, "red") == [] and of_status(report, "green") == ["still"], output
     assert of_status(report, "unchecked") == ["means", "log-lines", "seed"]
     assert "the recipe makes one pass over the data" in output
