@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from common import checkpoint, folders
 from common.metrics import Metrics
 from common.progress import Progress
+from recipes import RECIPES
 from runs import (
     LAUNCHERS,
     kill,
@@ -39,18 +40,11 @@ from runs import (
 )
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.
-CASES = [("dpo", "plain"), pytest.param("sft", "ddp", marks=pytest.mark.slow), ("dpo", "growing"), pytest.param("sft", "zero3", marks=pytest.mark.slow), pytest.param("dpo", "fsdp2", marks=pytest.mark.slow), ("reward", "plain"), ("ppo", "zero3"), ("grpo", "plain"),
-         pytest.param("grpo", "zero2", marks=pytest.mark.slow),
-         pytest.param("sft", "offload", marks=pytest.mark.slow)]  # fmt: skip
-# Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
-PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2,
-       "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--critic_learning_rate", 0.01, "--kl_target", 1]  # fmt: skip
-
-# Rollouts of 6 groups; those of equal scores are replaced once or left out, so a rollout has 1 to 3 updates.
-GRPO = ["--reward_function", "tests.tied_rewards:ties", "--rollout_batch_size", 6, "--n_samples_per_prompt", 4, "--generate_batch_size", 8,
-        "--score_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--refill_rounds", 1]  # fmt: skip
-MORE = {"ppo": PPO, "grpo": GRPO}
-DATA = {"grpo": "ppo"}
+CASES = [
+    pytest.param(name, launcher, marks=[pytest.mark.slow] * (launcher in of_recipe.resume_on_slow))
+    for name, of_recipe in RECIPES.items()
+    for launcher in (*of_recipe.resume_on, *of_recipe.resume_on_slow)
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +53,9 @@ def inputs(tmp_path_factory):
 
 
 def flags(inputs, name, output):
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{DATA.get(name, name)}.jsonl", "--output_dir", output,
+    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{name}.jsonl", "--output_dir", output,
             "--train_batch_size", 8, "--micro_train_batch_size", 2, "--max_epochs", 2, "--learning_rate", 0.01, "--logging_steps", 3,
-            "--save_steps", 2, "--save_total_limit", 2, *MORE.get(name, [])]  # fmt: skip
+            "--save_steps", 2, "--save_total_limit", 2, *RECIPES[name].resume_flags]  # fmt: skip
 
 
 def kill_when(inputs, name, launcher, output, ready, *more):
@@ -108,7 +102,10 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
     )
     assert "resumed from" in result.stdout
     assert timeless(output) == timeless(reference)
-    assert samples(output) == samples(reference) and bool(samples(reference)) == (name in MORE)
+    assert (
+        samples(output) == samples(reference)
+        and bool(samples(reference)) == RECIPES[name].generates
+    )
     assert torch.equal(weights(output), weights(reference))
     if (
         name == "grpo"
@@ -136,7 +133,7 @@ LORA_CASES = [("dpo", "plain"), *(pytest.param(*case, marks=pytest.mark.slow) fo
 
 @pytest.mark.parametrize("name, launcher", LORA_CASES)
 def test_with_adapters_killed_and_resumed_is_the_run_never_killed(inputs, name, launcher):
-    more = LORA_OF_SAMPLERS if name in MORE else LORA
+    more = LORA_OF_SAMPLERS if RECIPES[name].generates else LORA
     reference, output = (
         inputs / f"lora-{name}-{launcher}",
         inputs / f"lora-killed-{name}-{launcher}",

@@ -42,7 +42,7 @@ from common.launch import quiet
 from common.models import checks, load, merge
 from common.models.logprobs import LogProbModel
 from common.prove import plain
-from recipes import NAMES as RECIPES
+from recipes import RECIPES
 from recipes import load as load_recipe
 from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, tiny_llama, write_jsonl
 

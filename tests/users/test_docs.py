@@ -10,6 +10,7 @@ import shlex
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from recipes import RECIPES
 from runs import (
     ASSETS,
     REPOSITORY,
@@ -26,31 +27,19 @@ GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 ELSEWHERE = {"eval/avg_at_<k>", "eval/pass_at_<k>"}
 
 
-@pytest.fixture(scope="module", params=["sft", "dpo", "reward", "ppo", "grpo"])
+@pytest.fixture(scope="module", params=RECIPES)
 def demo(request, tmp_path_factory):
-    output = tmp_path_factory.mktemp("docs") / request.param
-    held_out = {"sft": "sft", "ppo": "prompts", "grpo": "prompts"}.get(
-        request.param, "preferences"
-    ) + "_eval.jsonl"
-    few = first_rows(output.with_name(held_out), ASSETS / held_out, 20)
-    more = [
-        "--max_steps",
-        2,
-        "--logging_steps",
-        1,
-        "--micro_train_batch_size",
-        16,
-        "--eval_dataset_name",
-        few,
-    ]
-    if held_out.startswith(
-        "preferences"
-    ):  # to tokenise all pairs would be most of the run, and test_strategies.py does it
-        more = [ASSETS / f"{request.param}.yaml", "--dataset_name", ASSETS / held_out, *more]
-    if request.param == "grpo":
-        more += ["--kl_coef", 0.01]
-    launch(config_launcher("ds_fp16"), recipe(request.param), *more, "--output_dir", output)
-    return request.param, output
+    name = request.param
+    output = tmp_path_factory.mktemp("docs") / name
+    held_out = ASSETS / RECIPES[name].held_out_file
+    few = first_rows(output.with_name(held_out.name), held_out, 20)
+    more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16]
+    more += ["--eval_dataset_name", few, *RECIPES[name].glossary_flags]
+    if RECIPES[name].data == "preferences":
+        # To tokenise all pairs would be most of the run, and test_strategies.py does it.
+        more = [ASSETS / f"{name}.yaml", "--dataset_name", held_out, *more]
+    launch(config_launcher("ds_fp16"), recipe(name), *more, "--output_dir", output)
+    return name, output
 
 
 def test_the_glossary_is_the_list_of_logged_tags(demo):
