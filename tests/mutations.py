@@ -297,7 +297,7 @@ ORDER = [
     ),
     Fault(
         "gathered_as_they_come",
-        "what the processes gather stands in their order, not in that of the rows",
+        "what the processes gather is in their order, not in that of the rows",
         "common/distributed.py",
         replace(
             "gather_rows",
@@ -323,7 +323,7 @@ ORDER = [
 SAVING = [
     Fault(
         "random_states_lost",
-        "a resumed run draws its dropout as if it began anew",
+        "a resumed run draws its dropout as if it had just begun",
         "common/checkpoint.py",
         replace(
             "load",
@@ -595,7 +595,7 @@ TOKENS = [
     ),
     Fault(
         "what_follows_the_end_learned",
-        "an answer ends with what the template writes behind the last turn only",
+        "an answer ends with what the template writes after the last turn only",
         "common/data/templates.py",
         replace("place_of_stop", "(shared, tail)", by="(tail,)"),
         "data/test_templates.py::test_two_answers_without_thinking[phi3]",
@@ -656,7 +656,7 @@ TOKENS = [
     ),
     Fault(
         "positions_of_the_row",
-        "the positions of an answer count what stands before it in its row",
+        "the positions of an answer count what is before it in its row",
         "common/models/packing.py",
         replace("lay_out", "np.arange(end - start) + piece.position", by="np.arange(start, end)"),
         PACKED,
@@ -695,7 +695,7 @@ ROLLOUTS = [
     ),
     Fault(
         "gae_over_padding",
-        "the values behind the end of a response count in its advantages",
+        "the values after the end of a response count in its advantages",
         "recipes/ppo.py",
         drop("gae", "values = torch.where(mask, values, 0.0)"),
         "rollout/test_ppo.py::test_advantages[1.0-0.95]",

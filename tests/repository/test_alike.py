@@ -17,7 +17,7 @@ from runs import REPOSITORY, recipe
 
 BANNER = "# " + "=" * 60 + " "
 
-# In this order. What stands in brackets is in some recipes only.
+# In this order. Those in brackets are in some recipes only.
 SECTIONS = """
 imports
 arguments
@@ -33,7 +33,7 @@ the loop
 evaluation
 [refusals]
 """
-# Lines of `main`, in this order. Between them stands what belongs to the algorithm.
+# Lines of `main`, in this order. What belongs to the algorithm is between them.
 MAIN = """
 args = arguments.parse(Args, demo=common.ASSETS / "NAME.yaml")
 accelerator = launch.make_accelerator(args, "NAME")
@@ -125,7 +125,7 @@ def lines_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sections_stand_in_the_same_order(name):
+def test_sections_are_in_the_same_order(name):
     text = recipe(name).read_text()
     banners = [line.strip() for line in text.splitlines() if line.strip().startswith(BANNER)]
     found = [banner.removeprefix(BANNER) for banner in banners]
@@ -134,7 +134,7 @@ def test_sections_stand_in_the_same_order(name):
         section for section in (line.strip("[]") for line in listed) if section in found
     ]
     assert {line for line in listed if not line.startswith("[")} <= set(found)
-    # The docstring says how to start the recipe, and where more of it is said.
+    # The docstring says how to start the recipe, and where to read more about it.
     docstring = ast.get_docstring(ast.parse(text))
     titles = [line for line in docstring.splitlines() if re.fullmatch(r"\w.*:", line)]
     assert titles[-4:] == ["Demo, offline:", "One GPU:", "N GPUs:", "DeepSpeed fp16:"]
@@ -142,7 +142,7 @@ def test_sections_stand_in_the_same_order(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_lines_of_main_stand_in_the_same_order(name):
+def test_the_lines_of_main_are_in_the_same_order(name):
     lines = lines_of(name)
     rest = iter(lines[lines.index("def main():") :])
     for expected in MAIN.strip().splitlines():

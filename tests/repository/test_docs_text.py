@@ -1,4 +1,4 @@
-"""What README and the docs say of files, commands, flags and defaults is true. Nothing is trained here."""
+"""What README and the docs say about files, commands, flags and defaults is true. Nothing is trained here."""
 
 import dataclasses
 import re
@@ -205,7 +205,7 @@ def test_every_argument_is_documented():
     assert {name: sorted(found) for name, found in documented.items()} == {
         name: sorted(fields(name)) for name in NAMES
     }
-    # A default and a meaning as they stand in the recipe.
+    # A default, a range and a meaning, as they are in the recipe.
     assert (
         "| `--beta` | `0.1` | number, above 0 | strength of the pull towards the reference |"
         in page

@@ -1,4 +1,4 @@
-"""What the repository says of itself is true: packages, versions, the lock, make's targets, CI. Nothing is trained here."""
+"""What the repository says about itself is true: packages, versions, the lock, make's targets, CI. Nothing is trained here."""
 
 import ast
 import itertools

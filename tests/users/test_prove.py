@@ -531,7 +531,7 @@ divisor = engine.begin_update(run, micro_batches)
         "common/batches.py",
         replace("epoch_order", "np.append(seed, epoch)", by="np.append(seed, 0)"),
     ),
-    "the schedule begins anew": Fault(
+    "the schedule starts again": Fault(
         "resume",
         "sft",
         "common/checkpoint.py",
@@ -702,7 +702,7 @@ def test_a_new_reward_keeps_every_promise(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_average_that_a_resume_begins_anew_is_red(tmp_path):
+def test_an_average_that_a_resume_starts_again_is_red(tmp_path):
     """What `Run.own` is for."""
     file = fork(tmp_path, "sft", "ema")
     text = file.read_text()
@@ -1246,7 +1246,7 @@ def test_a_run_is_killed_at_its_first_checkpoint_and_at_the_next_new_one(tmp_pat
     assert interrupted.kill_twice(made, "too-late", "plain") is None
 
 
-def test_a_run_that_cannot_be_killed_is_begun_anew(tmp_path, monkeypatch):
+def test_a_run_that_cannot_be_killed_is_begun_again(tmp_path, monkeypatch):
     reference = finished(tmp_path / "whole", {"global_step": 1, "x": 1}, {"global_step": 6, "x": 1})
     names = []
 
