@@ -37,6 +37,20 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def unused(path: Path, separator: str) -> Path:
+    """Returns this path; if it is taken, the first free one of `...-2`, `...-3` and so on.
+
+    Args:
+        separator: what stands before the number, here `-`.
+    """
+    free = path
+    number = 1
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}{separator}{number}")
+    return free
+
+
 def put_back(parent: Path) -> None:
     """Gives the folders their names back that a killed `replace` had just put aside."""
     for old in parent.glob(f".{STEP_PREFIX}*.old"):
