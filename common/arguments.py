@@ -52,20 +52,6 @@ MAY_CHANGE = {
 # What a micro-batch holds on a GPU, where the user leaves it open.
 TOKENS_ON_GPU = 16_384
 
-# What decides no line of metrics.jsonl, not even in its last digit.
-NOT_IN_LINES = {
-    "output_dir",
-    "resume",
-    "report_to",
-    "save_steps",
-    "save_total_limit",
-    "save_actor_steps",
-    "save_actor_limit",
-    "save_dtype",
-    "debug_overflow",
-    "dataset_name",  # compared by its content
-}
-
 # How a word begins that is a number and no flag. argparse itself knows -1e-5 from Python 3.14 on.
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 
