@@ -75,7 +75,7 @@ def begin(run: Run) -> None:
 def find_checkpoint(run: Run) -> Path | None:
     """Finds the checkpoint that `--resume` names; with `auto` the newest whole one of this run.
 
-    Prints which ones are passed over, and why. Returns None if the run begins anew. For the main
+    Prints which ones are passed over, and why. Returns None if the run begins at 0. For the main
     process.
 
     Raises:
@@ -99,7 +99,7 @@ def find_checkpoint(run: Run) -> Path | None:
     if found:
         sys.exit(
             f"--resume {run.args.resume}: none of the {len(found)} checkpoints is whole and named "
-            "as written; to start anew take another --output_dir"
+            "as written; to start from the beginning take another --output_dir"
         )
     if (run.output_dir / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.output_dir} has ended and left no checkpoint")
@@ -147,7 +147,7 @@ def leave_behind(run: Run, path: Path | None, state: dict | None) -> bool:
     All processes must call it.
 
     Args:
-        path, state: the checkpoint that the run resumes from; None if it begins anew.
+        path, state: the checkpoint that the run resumes from; None if it begins at 0.
 
     Returns:
         Whether log lines from before that point are lost.
@@ -167,7 +167,8 @@ def keep_as_own(run: Run, path: Path, lines_are_lost: bool) -> None:
     """Saves what the run resumed from in its own folder, unless it is there as it should be.
 
     If it is in another run's folder and this run is killed before its first checkpoint,
-    `--resume auto` would begin anew. If log lines are lost, it counts more bytes than there are.
+    `--resume auto` would start from the beginning. If log lines are lost, the checkpoint counts
+    more bytes than there are.
     """
     if is_own(run, path) and not lines_are_lost:
         run.last_saved = run.progress.global_step
@@ -225,7 +226,7 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     # This also waits until every process has written its files.
-    actor.save(run, temporary / "actor", beside=run.beside_actor)
+    actor.save_all(run, temporary)
 
     # Every process flushes everything: each node holds back what was written on it.
     folders.flush(*temporary.rglob("*"), temporary)
@@ -250,7 +251,7 @@ def logs_of(run: Run) -> list[Path]:
 
 
 def own_file(folder: Path, process_index: int) -> Path:
-    """Where a checkpoint holds what one process alone carries, see `Run.own`."""
+    """Returns the file in which a checkpoint holds what one process carries, see `Run.own`."""
     return folder / f"own_{process_index}.pt"
 
 
@@ -327,7 +328,7 @@ def size_of(file: Path) -> int:
 def fault_of_state(path: Path) -> str | None:
     """Says what keeps a checkpoint's `state.json` from being used; None if nothing does.
 
-    The manifest does not tell: it finds what storage damages, not what somebody has written anew.
+    The manifest does not tell: it finds what storage damages, not what somebody rewrote.
     """
     try:
         read_state(path)
@@ -520,7 +521,7 @@ def load_open_sums(run: Run, sums_by_process: list[dict[str, list[float]]]) -> N
     """Restores the sums of the log line that was not yet written when the checkpoint was.
 
     Each process takes the sums that it had. If the number of processes has changed, the first one
-    takes them all; the data order still goes on exactly, but random states cannot.
+    takes them all; the data order still continues exactly, but random states cannot.
 
     Args:
         sums_by_process: sum, count, minimum and maximum by name, of each process that wrote the

@@ -1,4 +1,4 @@
-"""What a run says before its first update and after its last one, a block each."""
+"""What a run prints before its first update and after its last one, a block each."""
 
 import re
 import time
@@ -71,7 +71,7 @@ def describe_update(run: Run) -> str:
 
 
 def end(run: Run) -> None:
-    """Prints what came of it, and how to use the model. All processes may call it."""
+    """Prints the result, and how to use the model. All processes may call it."""
     if not run.accelerator.is_main_process:
         return
     seconds = time.monotonic() - run.metrics.started

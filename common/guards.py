@@ -1,4 +1,4 @@
-"""Stops runs that cannot go on, because of values that are not finite or overflows without end."""
+"""Stops runs that cannot go on: values are not finite, or overflows do not end."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def read_environment() -> Launcher:
 
 
 def launcher_is_gone() -> bool:
-    """Whether the launcher that started this process has ended, and has left it behind.
+    """Whether the launcher that started this process has ended before it.
 
     Launchers wait for what they start, so a launcher that is gone was killed. Whoever starts a
     recipe without one, such as a shell with `&`, may go.
@@ -204,7 +204,7 @@ def emulate_half_precision(accelerator: Accelerator) -> None:
 
 
 def is_no_load_report(record: logging.LogRecord) -> bool:
-    """Whether a message of `transformers` is something else than its table of a model's weights."""
+    """Whether a message of `transformers` is not its table of a model's weights."""
     return "LOAD REPORT" not in record.getMessage()
 
 
@@ -213,7 +213,7 @@ def quiet() -> None:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # it also logs the errors that it raises
     transformers.logging.disable_progress_bar()
-    # What a model lacks, or has too much of, is said or refused by `common.models.load`.
+    # `common.models.load` itself reports what a model lacks, or has too much of.
     logging.getLogger("transformers.modeling_utils").addFilter(is_no_load_report)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     # It warns of tied weights, which are saved once.

@@ -69,8 +69,8 @@ def leave(output_dir: Path, step: int | None, log_bytes: dict[str, int]) -> bool
     process.
 
     Args:
-        step: `global_step` of the checkpoint that the run resumes from; None if it begins anew.
-        log_bytes: by name, the size at that point of each file of lines that the run goes on with.
+        step: `global_step` of the checkpoint that the run resumes from; None if it begins at 0.
+        log_bytes: by name, the size at that point of each file of lines that the run continues.
 
     Returns:
         Whether lines from before that point are lost, which is printed, too.
@@ -86,7 +86,7 @@ def leave(output_dir: Path, step: int | None, log_bytes: dict[str, int]) -> bool
     except OSError as error:
         sys.exit(
             f"what lies beyond the resume point cannot be moved to {output_dir}/left_behind: "
-            f"{error}. It is all there still: go on with --resume auto"
+            f"{error}. Nothing is lost: continue with --resume auto"
         )
     if left.moved:
         print(f"left behind in {left.folder}: {', '.join(left.moved)}", flush=True)
@@ -97,9 +97,9 @@ def move_beyond(output_dir: Path, step: int | None, log_bytes: dict[str, int]) -
     """Does the moves of `leave`.
 
     It may be killed at any instant: the metrics come last, so the next resume finds either the same
-    point or an earlier one, and goes on with what is still to be moved.
+    point or an earlier one, and moves the rest.
     """
-    begins_anew = step is None
+    begins_at_0 = step is None
     left = LeftBehind(output_dir, step or 0)
     metrics = output_dir / "metrics.jsonl"
     samples = output_dir / transcript.FILE
@@ -115,8 +115,8 @@ def move_beyond(output_dir: Path, step: int | None, log_bytes: dict[str, int]) -
     if actor.is_dir() and (checkpoints or has_lines_beyond):
         left.move(actor)
         left.moved.append("the final actor")
-    # A run that goes on adds to these files: TensorBoard hides in them what was logged later.
-    if board.is_dir() and begins_anew:
+    # A run that continues adds to these files: TensorBoard hides in them what was logged later.
+    if board.is_dir() and begins_at_0:
         left.move(board)
         left.moved.append(board.name)
     for file in (samples, metrics):
@@ -127,7 +127,7 @@ def move_beyond(output_dir: Path, step: int | None, log_bytes: dict[str, int]) -
 
 
 def lost_lines(output_dir: Path, log_bytes: dict[str, int]) -> str:
-    """Says which files of lines have lost some that a checkpoint counts; "" if none has."""
+    """Returns which files of lines have lost some that a checkpoint counts; "" if none has."""
     lost = []
     for name, size in log_bytes.items():
         file = output_dir / name

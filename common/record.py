@@ -1,4 +1,4 @@
-"""What a run records of itself: its arguments, its surroundings, and a card for its model."""
+"""What a run records about itself: arguments, surroundings, and a card for its model."""
 
 import contextlib
 import functools
@@ -19,7 +19,7 @@ from common import REPOSITORY, counted, distributed, engine, folders
 
 ARGUMENTS_FILE = "run.yaml"
 ENVIRONMENT_FILE = "environment.json"
-# Where a run writes, and whether it goes on from a checkpoint, is no part of what it computes.
+# Where a run writes, and whether it resumes, does not belong to what it computes.
 NOT_REPEATED = ("output_dir", "resume")
 PACKAGES = (
     "torch",
@@ -75,7 +75,7 @@ def find_date(args) -> str:
     elif args.resume != "never":
         candidates = [Path(args.resume)]
     for path in candidates:
-        # A torn checkpoint is refused later. Here another one of the same run will do.
+        # A torn checkpoint is refused later. Here another one of the same run is as good.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             day = folders.read_json(path / "state.json")["arguments"]["date"]
             if day is not None:
@@ -137,8 +137,8 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """Returns the commit of this repository, with a `+` if files differ; None outside of git.
 
-    It takes no lock, so that it never is in the way of a user's own git command. `describe --dirty`
-    would take that of the index, whatever the option says.
+    It takes no lock, so that it never blocks a user's own git command. `describe --dirty` would
+    lock the index, whatever the option says.
     """
     described = git("describe", "--always", "--abbrev=40")
     if described is None:
@@ -159,7 +159,7 @@ def git(*words: str) -> str | None:
 
 # ============================================================ the card of a model
 def write_card(folder: Path, library: str) -> None:
-    """Writes a model card beside a saved actor, from what its run has recorded so far.
+    """Writes a model card into the folder of an actor, from what its run has recorded so far.
 
     Args:
         folder: somewhere below the run's `output_dir`. Without a run above it there is no card.
@@ -250,7 +250,7 @@ the_log = functools.cache(Log)
 
 
 def log_of(output_dir: Path) -> Log:
-    """Returns the `Log` of the run that this process writes, as it stands now."""
+    """Returns the `Log` of the run that this process writes, up to its last line."""
     log = the_log(output_dir.absolute())
     log.read_on()
     return log

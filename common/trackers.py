@@ -10,7 +10,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common import folders
 
-# Which run of each tracker this is, so that a resumed run goes on in it.
+# Which run of each tracker this is, so that a resumed run continues it.
 FILE = "trackers.json"
 # TensorBoard has a room of its own, `common/board.py`.
 OWN = ("tensorboard", "none")
