@@ -106,9 +106,7 @@ def has_update(folder: Path) -> bool:
     """Whether a run's folder holds more than what is written before the first update."""
     if any(any(folder.glob(f"{name}/*")) for name in ("checkpoints", "actors", "actor")):
         return True
-    log = record.Log(folder)
-    log.read_on()
-    return any(line.get("global_step") != 0 for line in log.ends)
+    return any(line.get("global_step") != 0 for line in record.ends_of_log(folder).lines)
 
 
 def remove_if_empty(folder: Path) -> None:
