@@ -63,6 +63,7 @@ def begin(run: Run) -> None:
     set_seed(run.args.seed, device_specific=True)
     stopping.listen(run)
     path = distributed.on_main_process(run.accelerator, find_checkpoint, run)
+    distributed.on_main_process(run.accelerator, remove_half_written, run)
     distributed.on_main_process(run.accelerator, check_disk, run, path)
     state = load(run, path) if path else None
     lines_are_lost = leave_behind(run, path, state)
@@ -107,13 +108,20 @@ def find_checkpoint(run: Run) -> Path | None:
     return None
 
 
-def check_disk(run: Run, resumes_from: Path | None = None) -> None:
-    """Refuses a run whose checkpoints, or whose actor at the end, will not fit on the disk.
+def remove_half_written(run: Run) -> None:
+    """Removes what a run left of checkpoints when it was killed while it wrote or replaced them.
 
-    Before it measures, it removes what a killed run left half written. For the main process.
+    For the main process, after `find_checkpoint` has put back what had been replaced.
     """
     for leftover in run.checkpoints.glob(".global_step_*"):
         shutil.rmtree(leftover)
+
+
+def check_disk(run: Run, resumes_from: Path | None = None) -> None:
+    """Refuses a run whose checkpoints, or whose actor at the end, will not fit on the disk.
+
+    For the main process.
+    """
     free_gib = shutil.disk_usage(run.output_dir).free / GIB
     if run.args.save_steps:
         number = checkpoints_to_come(run, resumes_from)

@@ -21,9 +21,7 @@ class Bounds(NamedTuple):
     def describe(self) -> str:
         """Returns the range in words, such as `at least 0 and below 1`."""
         named = {name.replace("_", " "): limit for name, limit in self._asdict().items()}
-        return " and ".join(
-            f"{name} {limit:g}" for name, limit in named.items() if limit is not None
-        )
+        return " and ".join(f"{name} {limit}" for name, limit in named.items() if limit is not None)
 
     def hold(self, value: float) -> bool:
         """Whether a value is in the range."""

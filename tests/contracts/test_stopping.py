@@ -501,10 +501,10 @@ def saving_run(folder, **more):
     )
 
 
-def test_what_a_killed_save_left_is_cleared_before_the_disk_is_measured(tmp_path):
+def test_what_a_killed_save_left_is_removed(tmp_path):
     for name in (".global_step_000004.writing", ".global_step_000002.old", "global_step_000002"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    checkpoint.check_disk(saving_run(tmp_path))
+    checkpoint.remove_half_written(saving_run(tmp_path))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["global_step_000002"]
 
 
