@@ -77,11 +77,11 @@ def save(
     Args:
         dtype: floating-point weights are converted to it. None: they stay as they are.
     """
-    weights = {**gather_weights(run), **(weights or {})}
+    of_run = gather_weights(run)
     written = None
     if run.accelerator.is_main_process:
         model = run.unwrapped.model
-        state_dict = weights_of(model, weights, run.unwrapped)
+        state_dict = weights_of(model, {**of_run, **(weights or {})}, run.unwrapped)
         if dtype is not None:
             state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
         write(model, state_dict, run.tokenizer, directory, keep=keep, card=True)
@@ -176,10 +176,11 @@ def write_dtype(folder: Path, dtype: str) -> None:
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def gather_weights(run: Run) -> dict[str, torch.Tensor]:
+def gather_weights(run: Run) -> dict[str, torch.Tensor] | None:
     """Returns the whole weights on the main process, by their names in `run.unwrapped`.
 
-    With adapters they are those of the adapters alone. All processes must call it.
+    With adapters they are those of the adapters alone. What other processes get has no meaning. All
+    processes must call it.
     """
     engine.reshard(run.model)
     if lora.has_adapter(run.unwrapped):

@@ -273,8 +273,7 @@ class Metrics:
         """Returns what is logged after an update, and forgets the open means."""
         elapsed = self.speed.elapsed()  # before processes wait for each other
         # By the same collective. Filled on the device, because a GPU would wait for a copy.
-        device = self.accelerator.device
-        flop = torch.full((1,), self.speed.flop, dtype=torch.float64, device=device)
+        flop = torch.full_like(self.open.sums["loss"].numbers[:1], self.speed.flop)
         self.open.add([Logged({"flop": flop}, torch.ones_like(flop))])
         means = self.open.reduce()
         flop_of_process = means.pop("flop")
