@@ -247,28 +247,16 @@ METRICS = [
         "common/metrics.py",
         replace(
             "Means.add",
-            "torch.stack([total, weights.sum(), smallest, largest])",
-            by="torch.stack([total / weights.sum().clamp(min=1), weights.any().double(),"
-            " smallest, largest])",
+            "torch.stack([number, weights.sum()])",
+            by="torch.stack([number / weights.sum().clamp(min=1), weights.any().double()])",
         ),
         f"{TOKEN_MEANS}[plain]",
-    ),
-    Fault(
-        "norms_of_one_shard",
-        "the norms of actor and critic are those of one process's shards",
-        "common/engine.py",
-        replace(
-            "record_group_norms.group_norms",
-            "accelerator.reduce(table).sqrt()",
-            by="table.sqrt()",
-        ),
-        f"{ALL_SPLITS}[zero2-tokens-ppo]",
     ),
     Fault(
         "log_not_cut",
         "a resumed run keeps the lines that the killed one wrote after its checkpoint",
         "common/left_behind.py",
-        drop_call("leave", "os.truncate"),
+        drop_call("LeftBehind.move_end_of", "os.truncate"),
         "test_resume.py::test_going_back_leaves_behind_what_came_after",
     ),
 ]
@@ -346,8 +334,8 @@ SAVING = [
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
-            by="load_engine(run, path / 'engine'); run.optimizer.state.clear()",
+            "engine_state.load(run, path / 'engine')",
+            by="engine_state.load(run, path / 'engine'); run.optimizer.state.clear()",
         ),
         RESTORED,
     ),
@@ -362,7 +350,7 @@ SAVING = [
         "open_sums_not_saved",
         "the log line that is open at a checkpoint loses what it has so far",
         "common/checkpoint.py",
-        replace("state_beside_engine", "metrics.open.state()", by="{}"),
+        replace("state_besides_engine", "run.metrics.open.state()", by="{}"),
         RESTORED,
     ),
     Fault(
@@ -378,8 +366,8 @@ SAVING = [
         "common/checkpoint.py",
         replace(
             "save",
-            "earlier = folders.by_step(run.folder)",
-            by="earlier = folders.by_step(run.folder)\n"
+            "earlier = folders.by_step(run.checkpoints)",
+            by="earlier = folders.by_step(run.checkpoints)\n"
             "for path in earlier: shutil.rmtree(path, ignore_errors=True)",
         ),
         "test_stopping.py::test_only_the_main_process_removes_what_failed",
@@ -422,8 +410,8 @@ SAVING = [
     Fault(
         "one_process_hears",
         "a signal ends the process that got it, and the others wait for it",
-        "common/checkpoint.py",
-        replace("stop_if_asked", "run.accelerator.reduce(own_signal, 'max')", by="run.stop_signal"),
+        "common/stopping.py",
+        replace("signal_of_any", "run.accelerator.reduce(number, 'max')", by="mine"),
         "test_stopping.py::test_a_signal_ends_the_run_with_a_checkpoint[zero2-SIGUSR1]",
     ),
     Fault(
@@ -448,7 +436,7 @@ MODELS = [
         "actor_from_one_shard",
         "the saved actor holds one process's part of the weights",
         "common/actor.py",
-        return_instead("gather_weights", "unwrapped.state_dict()"),
+        return_instead("gather_weights", "run.unwrapped.state_dict()"),
         # Not SFT's: without generation, DeepSpeed holds weights this small on every process.
         f"{ALL_SPLITS}[zero3-tokens-ppo]",
     ),
@@ -632,8 +620,8 @@ TOKENS = [
     Fault(
         "date_of_today",
         "a resumed run reads the date of the day on which it is resumed",
-        "common/checkpoint.py",
-        replace("find_date", "date is not None", by="False"),
+        "common/record.py",
+        replace("find_date", "day is not None", by="False"),
         "test_sequences.py::test_the_date_is_that_of_the_newest_checkpoint",
     ),
     Fault(
@@ -884,9 +872,9 @@ ROLLOUTS = [
         "the shortest response is logged as the mean length",
         "common/metrics.py",
         replace(
-            "Means.reduce",
-            "means[name] = smallest[index][MIN]",
-            by="means[name] = totals[index][SUM] / totals[index][COUNT]",
+            "Means.add",
+            "counted.amin()",
+            by="(counted * weights).sum() / weights.sum()",
         ),
         PPO_RUN,
     ),
@@ -909,9 +897,9 @@ ROLLOUTS = [
         "what is saved as the critic is the actor",
         "common/actor.py",
         replace(
-            "save",
-            "weights_of(model, weights, unwrapped)",
-            by="weights_of(unwrapped.model, weights, unwrapped)",
+            "save_all",
+            "weights_of(model, weights, run.unwrapped)",
+            by="weights_of(run.unwrapped.model, weights, run.unwrapped)",
         ),
         "test_ppo.py::test_the_critic_is_taken_out_of_a_checkpoint[kl in the reward plain]",
     ),

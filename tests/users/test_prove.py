@@ -108,8 +108,8 @@ FAULTS = {
         "common/metrics.py",
         replace(
             "Means.add",
-            "torch.stack([total, weights.sum(), smallest, largest])",
-            by="torch.stack([total / weights.sum().clamp(min=1), counts.any().double(), smallest, largest])",
+            "torch.stack([number, weights.sum()])",
+            by="torch.stack([number / weights.sum().clamp(min=1), counts.any().double()])",
         ),
     ),
     "the metric of rank 0": Fault(
@@ -152,8 +152,8 @@ FAULTS = {
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
-            by="states = torch.get_rng_state(); load_engine(run, path / 'engine'); torch.set_rng_state(states)",
+            "engine_state.load(run, path / 'engine')",
+            by="states = torch.get_rng_state(); engine_state.load(run, path / 'engine'); torch.set_rng_state(states)",
         ),
     ),
     "a checkpoint is written in place": Fault(
@@ -284,7 +284,7 @@ with torch.no_grad():
         "ppo",
         "common/left_behind.py",
         replace(
-            "leave",
+            "move_beyond",
             "is_longer(file, whole)",
             by="file == metrics and is_longer(file, whole)",
         ),
@@ -295,8 +295,8 @@ with torch.no_grad():
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
-            by="load_engine(run, path / 'engine'); run.optimizer.state.clear()",
+            "engine_state.load(run, path / 'engine')",
+            by="engine_state.load(run, path / 'engine'); run.optimizer.state.clear()",
         ),
     ),
     "the last rows of an epoch are dropped": Fault(
@@ -558,9 +558,9 @@ divisor = engine.begin_update(accelerator, model, micro_batches)
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
+            "engine_state.load(run, path / 'engine')",
             by="""
-load_engine(run, path / 'engine')
+engine_state.load(run, path / 'engine')
 from accelerate.utils import broadcast
 torch.set_rng_state(broadcast(torch.get_rng_state()))
 """,
