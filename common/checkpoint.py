@@ -212,8 +212,8 @@ def save(run: Run) -> None:
         with run.metrics.timed("paused"):
             write(run, temporary, final)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
-        # Only the main process removes it: another process might delete it while the main process
-        # renames it.
+        # Only the main process removes it: another one might do so while the main process renames
+        # it.
         if run.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
         way_on = "There is none before it."
@@ -246,7 +246,7 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         entries.update(part)
     if accelerator.is_main_process:
         folders.write_manifest(temporary, entries)
-        # The state counts their bytes. After a power failure they must be there as it is.
+        # The state counts their bytes: after a power failure they must be on the disk, too.
         logs = [file for file in logs_of(run) if file.exists()]
         folders.flush(*logs, run.output_dir)
         folders.replace(temporary, final, run.args.save_total_limit)
@@ -272,7 +272,7 @@ def stop_if_asked(run: Run) -> None:
     All processes must call it, after each update.
 
     Raises:
-        SystemExit: with 128 plus the signal's number; without a launcher with that of SIGHUP.
+        SystemExit: with 128 plus the signal's number, or that of SIGHUP if the launcher is gone.
     """
     number = stopping.signal_of_any(run)
     if number == 0:
@@ -413,8 +413,8 @@ def load(run: Run, path: Path) -> dict:
     """Reads a whole checkpoint into the run and returns its `state.json`.
 
     Raises:
-        SystemExit: it is of other data, of other settings, or of a world whose state this one
-            cannot load.
+        SystemExit: the run that wrote it had other data or other settings, or a world whose state
+            this one cannot load.
     """
     state = read_state(path)
     refuse_another_run(run, path, state["arguments"])
@@ -438,7 +438,7 @@ def load(run: Run, path: Path) -> dict:
 
 
 def read_tensors(run: Run, file: Path) -> Any:
-    """Reads tensors onto this process's own device; those that were on the CPU stay there."""
+    """Reads a file of `torch.save` onto this process's device; what was on the CPU stays there."""
 
     def place(storage, location: str):
         if location == "cpu":
@@ -468,7 +468,8 @@ def load_own(run: Run, path: Path) -> None:
         if engine.is_sharded(accelerator):
             sys.exit(
                 f"--resume: {path} holds the running values of {len(files)} processes, now there "
-                f"are {accelerator.num_processes}: {engine.describe(accelerator)} cuts them anew"
+                f"are {accelerator.num_processes}, and {engine.describe(accelerator)} would cut "
+                "them differently"
             )
         index = 0  # where nothing is sharded all have the same
     run.own = read_tensors(run, own_file(path, index))
@@ -525,15 +526,14 @@ def load_schedule(run: Run, state: dict) -> None:
         group["lr"] = learning_rate
 
 
-def load_open_sums(run: Run, sums_by_process: list[dict[str, list[float]]]) -> None:
+def load_open_sums(run: Run, sums_by_process: list[dict[str, list]]) -> None:
     """Restores the sums of the log line that was not yet written when the checkpoint was.
 
     Each process takes the sums that it had. If the number of processes has changed, the first one
     takes them all; the data order still continues exactly, but random states cannot.
 
     Args:
-        sums_by_process: sum, count, minimum and maximum by name, of each process that wrote the
-            checkpoint.
+        sums_by_process: what `Means.state` returned in each process that wrote the checkpoint.
     """
     accelerator = run.accelerator
     processes_before = len(sums_by_process)
@@ -544,5 +544,5 @@ def load_open_sums(run: Run, sums_by_process: list[dict[str, list[float]]]) -> N
     if not same_number:
         accelerator.print(
             f"note: {processes_before} processes before, {accelerator.num_processes} now: "
-            "dropout, if any, is drawn anew"
+            "dropout, if any, is drawn again"
         )
