@@ -256,7 +256,7 @@ METRICS = [
         "log_not_cut",
         "a resumed run keeps the lines that the killed one wrote after its checkpoint",
         "common/left_behind.py",
-        drop_call("leave", "os.truncate"),
+        drop_call("LeftBehind.move_end_of", "os.truncate"),
         "contracts/test_resume.py::test_going_back_leaves_behind_what_came_after",
     ),
 ]
@@ -338,8 +338,8 @@ SAVING = [
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
-            by="load_engine(run, path / 'engine'); run.optimizer.state.clear()",
+            "engine_state.load(run, path / 'engine')",
+            by="engine_state.load(run, path / 'engine'); run.optimizer.state.clear()",
         ),
         RESTORED,
     ),
@@ -354,7 +354,7 @@ SAVING = [
         "open_sums_not_saved",
         "the log line that is open at a checkpoint loses what it has so far",
         "common/checkpoint.py",
-        replace("state_beside_engine", "metrics.open.state()", by="{}"),
+        replace("state_besides_engine", "run.metrics.open.state()", by="{}"),
         RESTORED,
     ),
     Fault(
@@ -414,8 +414,8 @@ SAVING = [
     Fault(
         "one_process_hears",
         "a signal ends the process that got it, and the others wait for it",
-        "common/checkpoint.py",
-        replace("stop_if_asked", "run.accelerator.reduce(own_signal, 'max')", by="run.stop_signal"),
+        "common/stopping.py",
+        replace("signal_of_any", "run.accelerator.reduce(number, 'max')", by="mine"),
         "contracts/test_stopping.py::test_a_signal_ends_the_run_with_a_checkpoint[zero2-SIGUSR1]",
     ),
     Fault(
@@ -440,7 +440,7 @@ MODELS = [
         "actor_from_one_shard",
         "the saved actor holds one process's part of the weights",
         "common/actor.py",
-        return_instead("gather_weights", "unwrapped.state_dict()"),
+        return_instead("gather_weights", "run.unwrapped.state_dict()"),
         # Not SFT's: without generation, DeepSpeed holds weights this small on every process.
         f"{ALL_SPLITS}[zero3-tokens-ppo]",
     ),
@@ -905,9 +905,9 @@ ROLLOUTS = [
         "what is saved as the critic is the actor",
         "common/actor.py",
         replace(
-            "save",
+            "save_all",
             "weights_of(model, weights, run.unwrapped)",
-            by="weights_of(actor, weights, run.unwrapped)",
+            by="weights_of(run.unwrapped.model, weights, run.unwrapped)",
         ),
         "rollout/test_ppo.py::test_the_critic_is_taken_out_of_a_checkpoint[kl in the reward plain]",
     ),

@@ -20,8 +20,9 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import checkpoint, folders
-from common.metrics import Metrics
+import recipes
+from common import checkpoint, folders, record
+from common.metrics import Logged, Metrics
 from common.progress import Progress
 from recipes import RECIPES
 from runs import (
@@ -110,8 +111,13 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
     if (
         name == "grpo"
     ):  # the checkpoint that was resumed is within a rollout; some groups were left out
-        state = torch.load(reference / "checkpoints/global_step_000010/extra.pt", weights_only=True)
-        assert state["rollouts_seen"] >= 3 and state["rollout"] is not None and state["update"] > 0
+        module = recipes.load(name)
+        own = [(getattr(module, kind), f"__main__.{kind}") for kind in ("State", "Rollout")]
+        with torch.serialization.safe_globals(own):
+            file = reference / "checkpoints/global_step_000010/extra.pt"
+            state = torch.load(file, weights_only=True)
+        assert state.rollout is not None
+        assert state.position.rollouts_seen >= 3 and state.position.update > 0
         dropped = [line["frac_groups_dropped"] for line in lines(reference) if "reward" in line]
         assert min(dropped) > 0 and max(dropped) < 1
     board = EventAccumulator(str(output / "tensorboard"))
@@ -186,15 +192,15 @@ def run_in_this_process(folder) -> checkpoint.Run:
             optimizer.optimizer, lambda step: 1 / (1 + step)
         ),
         tokenizer=None,
+        data=types.SimpleNamespace(fingerprint="d"),
         progress=progress,
         metrics=Metrics(accelerator, args, progress, "loss"),
-        data_fingerprint="d",
     )
 
 
 def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch):
     """Weights, moments, rates, random states, counters, the open log line, the recipe's own values."""
-    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)
     run = run_in_this_process(tmp_path)
     for applied in (True, True, False, True):
         run.model(torch.randn(4, 2)).sum().backward()
@@ -202,7 +208,9 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch
             run.optimizer.step()
             run.scheduler.step()
         run.progress.update_done(applied, samples=4, tokens=9)
-    run.metrics.open.add({"loss": torch.tensor([2.0, 5.0])}, torch.ones(2))
+    both = {"loss": torch.tensor([2.0, 5.0])}
+    run.metrics.open.add([Logged(both, torch.ones(2))])
+    run.metrics.open.add([Logged({"longest": torch.tensor([3.0, 4.0])}, torch.ones(2), "max")])
     run.metrics.last_update = {"grad_norm": 0.5}
     run.extra = {"kl_coef": 0.3, "rollout": {"rows": [3, 1]}}
     final = tmp_path / "global_step_000003"
@@ -223,13 +231,15 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch
     assert resumed.scheduler.get_last_lr() == run.scheduler.get_last_lr() == [0.025]
     assert resumed.optimizer.param_groups[0]["lr"] == 0.025
     assert (
-        resumed.metrics.open.state() == run.metrics.open.state() == {"loss": [7.0, 2.0, 2.0, 5.0]}
+        resumed.metrics.open.state()
+        == run.metrics.open.state()
+        == {"loss": ["mean", 7.0, 2.0], "longest": ["max", 4.0, 2.0]}
     )
     assert resumed.metrics.last_update == {"grad_norm": 0.5} and resumed.extra == run.extra
 
 
 def test_the_logs_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)
     run = run_in_this_process(tmp_path)
     for file in checkpoint.logs_of(run):
         file.write_text('{"global_step": 0}\n')
@@ -245,8 +255,8 @@ def test_the_logs_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_pat
     fsync = note("flush", os.fsync, lambda handle: os.readlink(f"/proc/self/fd/{handle}"))
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", note("rename", Path.rename, str))
-    writing = run.folder / ".writing"
-    checkpoint.write(run, writing, run.folder / "global_step_000000")
+    writing = run.checkpoints / ".writing"
+    checkpoint.write(run, writing, run.checkpoints / "global_step_000000")
     renamed = done.index(("rename", str(writing)))
     # The folder holds the names of the logs, and that of `checkpoints`.
     for path in (*checkpoint.logs_of(run), tmp_path):
@@ -255,7 +265,7 @@ def test_the_logs_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_pat
 
 def test_random_states_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
     """accelerate passes over any error there, and the run would draw other dropout without a word."""
-    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)
     final = tmp_path / "global_step_000000"
     checkpoint.write(run_in_this_process(tmp_path), tmp_path / ".writing", final)
     file = final / "engine/random_states_0.pkl"
@@ -282,12 +292,15 @@ TAMPERED = {
     "a step of words": {"progress": {"global_step": "ten"}},
     "a step before the first": {"progress": {"global_step": -1}},
     "no counters": {"progress": {}},
-    "half a size": {"metrics_bytes": 1.5},
+    "half a size": {"log_bytes": {"metrics.jsonl": 1.5}},
+    "no sizes": {"log_bytes": 7},
     "no scheduler": {"scheduler": {}},
     "no processes": {"open_sums": []},
     "a number for sums": {"open_sums": [1]},
-    "three sums": {"open_sums": [{"loss": [1.0, 2.0, 3.0]}]},
-    "sums of words": {"open_sums": [{"loss": ["a", "b", "c", "d"]}]},
+    "a sum too few": {"open_sums": [{"loss": ["mean", 1.0]}]},
+    "sums of words": {"open_sums": [{"loss": ["mean", "a", "b"]}]},
+    "sums of no kind": {"open_sums": [{"loss": ["median", 1.0, 2.0]}]},
+    "sums of lists": {"open_sums": [{"loss": [[], 1.0, 2.0]}]},
     "nested": NESTED,
 }
 
@@ -296,12 +309,12 @@ def test_what_somebody_changed_is_named_and_the_checkpoint_before_taken(
     tmp_path, monkeypatch, capsys
 ):
     """Whoever writes `state.json` anew can write its checksum, too."""
-    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)
     run = run_in_this_process(tmp_path)
     run.args.resume = "auto"
-    older, newest = (run.folder / f"global_step_00000{step}" for step in (1, 2))
+    older, newest = (run.checkpoints / f"global_step_00000{step}" for step in (1, 2))
     for final in (older, newest):
-        checkpoint.write(run, run.folder / ".writing", final)
+        checkpoint.write(run, run.checkpoints / ".writing", final)
     file = newest / "state.json"
     whole = json.loads(file.read_text())
     assert checkpoint.find_checkpoint(run) == newest
@@ -313,9 +326,17 @@ def test_what_somebody_changed_is_named_and_the_checkpoint_before_taken(
         (newest / "manifest.json").unlink()
         folders.write_manifest(newest, folders.describe_files(newest))
         assert checkpoint.find_checkpoint(run) == older, name
-        assert checkpoint.find_date(run.args) == str(datetime.date.today())
+        assert record.find_date(run.args) == str(datetime.date.today())
         said = capsys.readouterr().out
         assert f"passed over {newest}: state.json cannot be used: " in said, (name, said)
+    # One of another version is refused, since it is whole.
+    file.write_text(json.dumps({**whole, "format": 1}))
+    (newest / "manifest.json").unlink()
+    folders.write_manifest(newest, folders.describe_files(newest))
+    refuses(
+        f"{newest} was written by another version of `common`",
+        call=lambda: checkpoint.find_checkpoint(run),
+    )
     for text in (NESTED, "[]", '{"state.json": 1}'):
         (newest / "manifest.json").write_text(text)
         assert checkpoint.find_checkpoint(run) == older, text[:20]
@@ -324,11 +345,11 @@ def test_what_somebody_changed_is_named_and_the_checkpoint_before_taken(
 
 def test_a_date_that_is_none_is_not_taken(tmp_path, monkeypatch):
     """A template prints what stands there: only a date may."""
-    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)
     run = run_in_this_process(tmp_path)
     run.args.resume = "auto"
-    final = run.folder / "global_step_000001"
-    checkpoint.write(run, run.folder / ".writing", final)
+    final = run.checkpoints / "global_step_000001"
+    checkpoint.write(run, run.checkpoints / ".writing", final)
     state = checkpoint.read_state(final)
     for date, expected in (
         ("2020-02-29", "2020-02-29"),
@@ -338,7 +359,7 @@ def test_a_date_that_is_none_is_not_taken(tmp_path, monkeypatch):
     ):
         state["arguments"]["date"] = date
         (final / "state.json").write_text(json.dumps(state))
-        assert checkpoint.find_date(run.args) == (expected or str(datetime.date.today()))
+        assert record.find_date(run.args) == (expected or str(datetime.date.today()))
 
 
 def test_lost_lines_are_said_and_what_is_whole_stays(inputs, unbroken):

@@ -4,12 +4,14 @@ Every logged tag is in its recipe's glossary and no other, every command in a do
 """
 
 import ast
+import dataclasses
 import re
 import shlex
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import recipes
 from recipes import RECIPES
 from runs import (
     ASSETS,
@@ -79,13 +81,8 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(demo):
     "path", sorted((REPOSITORY / "recipes").glob("*.py")), ids=lambda path: path.stem
 )
 def test_every_command_in_a_docstring_parses(path):
-    tree = ast.parse(path.read_text())
-    docstring = ast.get_docstring(tree)
-    fields = {
-        node.target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    fields = {field.name for field in dataclasses.fields(recipes.load(path.stem).Args)}
     commands = re.findall(r"(?:accelerate launch|python) .*", docstring)
     assert len(commands) == 4
     for command in commands:

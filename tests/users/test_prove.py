@@ -276,7 +276,7 @@ with torch.no_grad():
         "ppo",
         "common/left_behind.py",
         replace(
-            "leave",
+            "move_beyond",
             "is_longer(file, whole)",
             by="file == metrics and is_longer(file, whole)",
         ),
@@ -287,8 +287,8 @@ with torch.no_grad():
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
-            by="load_engine(run, path / 'engine'); run.optimizer.state.clear()",
+            "engine_state.load(run, path / 'engine')",
+            by="engine_state.load(run, path / 'engine'); run.optimizer.state.clear()",
         ),
     ),
     "the last rows of an epoch are dropped": Fault(
