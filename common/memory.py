@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common import REPOSITORY, hub, in_one_line, show_any_text
-from common.models import load, lora, rounding
+from common.models import load, lora, prepare
 from common.models.logprobs import LogProbModel
 from common.zero import read_json
 
@@ -468,10 +468,10 @@ def count_rounded(name: str, device_type: str = "cuda") -> int:
     """Counts the parameters that a frozen model holds in half precision where autocast is used.
 
     Args:
-        device_type: see `rounding.rounded_by_autocast`.
+        device_type: see `prepare.rounded_by_autocast`.
     """
     wrapper = LogProbModel(build(name))
-    rounded = rounding.rounded_by_autocast(wrapper, device_type)
+    rounded = prepare.rounded_by_autocast(wrapper, device_type)
     return count(wrapper.get_parameter(path) for path in rounded)
 
 

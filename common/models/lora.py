@@ -37,12 +37,17 @@ MOMENTS_FILE = "reward_moments.json"
 def check_settings(accelerator, args) -> None:
     """Refuses settings of the adapters that would be ignored, or cannot work, and fills in alpha.
 
+    Also refuses an adapter as any model of the run, before data are read.
+
     Args:
         args: `SharedArgs`.
 
     Raises:
         SystemExit: with the argument and its value; also if peft or bitsandbytes is not installed.
     """
+    for name, value in vars(args).items():
+        if name.endswith("model_name_or_path") and value is not None:
+            load.refuse_adapter(value)
     if args.lora_r == 0:
         refuse_without_adapters(args)
         return
