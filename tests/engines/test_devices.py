@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 import pretended_device
 from common import actor
 from common.models import load as loading
-from common.models import lora
 from recipes import RECIPES, load
 from runs import ASSETS, evaluation_lines, recipe, tiny_llama
 from test_waits import Ended
@@ -92,9 +91,7 @@ def test_with_cpu_yaml_a_machine_with_a_gpu_packs_weights_on_the_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(loading, "from_pretrained", read)
-    args = SimpleNamespace(load_in_4bit=True)
+    args = SimpleNamespace(load_in_4bit=True, attn_implementation=None)
     with pytest.raises(Ended):
-        loading.causal_lm(
-            tokenizer.name_or_path, tokenizer, None, quantization=lora.in_4bit(accelerator, args)
-        )
+        loading.causal_lm(tokenizer.name_or_path, tokenizer, args)
     assert given["device_map"] == {"": "cpu"}

@@ -353,21 +353,17 @@ def test_more_processes_under_cpu_yaml_are_more_processes(inputs, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["plain", "zero2"])
 def test_one_argument_rules_the_clipping(inputs, tmp_path, launcher):
-    """`--max_grad_norm 0` or less is no clipping, also under DeepSpeed; the norm that is logged is the one before clipping."""
+    """`--max_grad_norm 0` is no clipping, also under DeepSpeed; the norm that is logged is the one before clipping."""
     runs = {}
-    for norm in (0, 1e-3, -1):
+    for norm in (0, 1e-3):
         runs[norm] = tmp_path / f"clip-{norm}"
         # Adam forgets the gradient's size, but not beside an epsilon of its order.
         launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, runs[norm], "--max_grad_norm", norm, "--adam_epsilon", 1.0, "--max_steps", 1,
                                                           "--learning_rate", 1.0))  # fmt: skip
     start = weights(inputs, "model")
     moved = {norm: (weights(run) - start).norm().item() for norm, run in runs.items()}
-    free, clipped, below = (training_lines(run)[0]["grad_norm"] for run in runs.values())
-    assert (
-        free == below == pytest.approx(clipped, rel=1e-6)
-        and free > 0.1
-        and weights(runs[0]).equal(weights(runs[-1]))
-    )
+    free, clipped = (training_lines(run)[0]["grad_norm"] for run in runs.values())
+    assert free == pytest.approx(clipped, rel=1e-6) and free > 0.1
     assert moved[0] == pytest.approx(free, rel=0.3)  # lr * g / (|g| + 1)
     assert moved[1e-3] == pytest.approx(1e-3, rel=0.01)
 

@@ -59,10 +59,10 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
 
     with monkeypatch.context() as patch, pretended_device.device(patch) as device:
 
-        def begin_update(accelerator, model, micro_batches):
+        def begin_update(run, micro_batches):
             updates.append(len(micro_batches))
             device.waits.clear()
-            return begin_update.original(accelerator, model, micro_batches)
+            return begin_update.original(run, micro_batches)
 
         def publish(*args, **kwargs):
             raise Ended
@@ -143,9 +143,9 @@ def test_a_model_read_beside_the_pretended_device_has_all_its_values(tmp_path, m
 def test_values_stand_where_the_mask_says(longest):
     """Bitwise what `masked_scatter` makes of them, forward and backward, with answers of no targets, too."""
     scored = [[False, True, False, True, True][:longest], [False], [True][:1]]
-    batch = packing.make_batch(
-        [[2], [], [3]], [[4] * len(flags) for flags in scored], True, "cpu", scored
-    )
+    answers = [[4] * len(flags) for flags in scored]
+    packer = packing.Packer(torch.device("cpu"), share=True)
+    batch = packer.make_batch([[2], [], [3]], answers, scored)
     values = torch.randn(sum(map(sum, scored)), requires_grad=True)
     weights = torch.randn(batch["mask"].shape)
     found = logprobs.by_answer(values, batch)
