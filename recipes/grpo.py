@@ -806,6 +806,7 @@ def skip_rollout(run: Run) -> None:
     )
     since_update = position.prompts_seen - run.extra.prompts_seen_at_update
     if since_update >= run.data.mixture.samples and not run.progress.finished:
+        run.metrics.log()  # the rewards that taught nothing
         sys.exit(f"{message}, nor from any of the last {since_update} prompts, a whole epoch")
     run.metrics.warn(message)
 

@@ -24,8 +24,8 @@ def check_settings(args) -> None:
     """
     if args.eval_samples > 1 and args.eval_temperature == 0:
         sys.exit(
-            f"--eval_samples {args.eval_samples} at --eval_temperature 0: greedy responses to one "
-            "prompt are all the same"
+            f"--eval_samples {args.eval_samples} needs --eval_temperature above 0: greedy responses "
+            "to one prompt are all the same"
         )
 
 
