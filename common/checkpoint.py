@@ -206,7 +206,7 @@ def read_state(path: Path) -> dict:
     for sums in processes:
         for name in sums:
             check_kind(sums, name, list)
-            if len(sums[name]) != 4 or not all(isinstance(x, float | int) for x in sums[name]):
+            if len(sums[name]) != 3 or not all(isinstance(x, float | int) for x in sums[name][1:]):
                 raise ValueError(f"the sums of {name} are {sums[name]}")
     return state
 
