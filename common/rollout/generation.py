@@ -15,7 +15,7 @@ from common.models import architecture, checks
 from common.rollout.samples import Samples
 from common.run import Run
 
-# What the keys and values of the responses that a process generates at once may take, where
+# The memory for keys and values of the responses that a process generates at once, if
 # `--generate_batch_size` is 0. While it grows, a cache takes up to twice as much.
 CACHE_BYTES = 8 * 2**30
 # A batch drops its ended rows after every 16 tokens. Without that, it would compute ended rows
@@ -343,8 +343,8 @@ def ready_to_generate(run: Run):
     model = run.unwrapped.model
     with contextlib.ExitStack() as undo:  # undoes in the reverse order
         undo.enter_context(checks.evaluation_mode(model))
-        # A call takes from the model's own config what it does not say itself: temperature, top-k,
-        # the kind of cache ... None of that may change what is drawn here.
+        # What a call does not set comes from the model's own config: temperature, top-k, the kind
+        # of cache ... None of that may change what is drawn here.
         undo.callback(setattr, model, "generation_config", model.generation_config)
         model.generation_config = GenerationConfig()
         undo.enter_context(without_router_logits(model))
@@ -359,12 +359,13 @@ def ready_to_generate(run: Run):
 def without_router_logits(model):
     """Keeps a mixture of experts from returning its router's logits, inside the block.
 
-    If its config asks for them `transformers` also computes the auxiliary loss, even where it only
-    generates. With a mask of padded prompts that fails: it covers the tokens in the cache, too.
+    If its config asks for them, `transformers` also computes the auxiliary loss, even when it only
+    generates. With padded prompts that fails, because their mask also covers the tokens in the
+    cache.
     """
     configs = [module.config for module in model.modules() if architecture.has_config(module)]
     asking = [config for config in configs if getattr(config, "output_router_logits", False)]
-    for config in asking:  # a config that modules share may stand here several times
+    for config in asking:  # modules may share a config, which is then in the list several times
         config.output_router_logits = False
     try:
         yield
@@ -377,7 +378,7 @@ def without_router_logits(model):
 def unsharded(prepared, model):
     """Unshards the weights of `model`, and keeps a forward pass from sharding them again.
 
-    What else `prepared` holds, such as PPO's critic, stays in shards.
+    Whatever else `prepared` holds, such as PPO's critic, stays in shards.
     """
     generates = {prepared, *model.modules()}
     prepared.set_reshard_after_forward(False)
