@@ -140,8 +140,8 @@ def responses_that_fit(run: Run) -> int:
 def generate_batch(rows: "Rows", max_new_tokens: int) -> list[Response]:
     """Generates one response to each prompt of a batch, on this process alone.
 
-    All rows get some more tokens, those with a finished response are dropped, and so on with the
-    others. For example, three prompts, four tokens at once, at most six, and the stop token 1:
+    Each round adds some tokens to all rows, and then drops the rows whose responses are finished.
+    For example, three prompts, four tokens at once, at most six, and the stop token 1:
 
         prompt    four tokens       two more
         0         row 0: 7 7 7 7    row 0: 7 7 7 7 7 7    finished: six tokens
@@ -152,7 +152,7 @@ def generate_batch(rows: "Rows", max_new_tokens: int) -> list[Response]:
     n_prompts = len(rows.numbers)
     responses = {}
     rows.read_prompts()
-    while len(responses) < n_prompts:
+    while True:
         rows.extend(min(at_once, max_new_tokens - rows.n_new))
         unfinished = []
         for row, (number, new_ids) in enumerate(zip(rows.numbers, rows.new_ids.tolist())):
@@ -161,8 +161,9 @@ def generate_batch(rows: "Rows", max_new_tokens: int) -> list[Response]:
                 responses[number] = Response(ids, rows.logps_of(row)[: len(ids)])
             else:
                 unfinished.append(row)
+        if not unfinished:
+            return [responses[number] for number in range(n_prompts)]
         rows.keep(unfinished)
-    return [responses[number] for number in range(n_prompts)]
 
 
 class Rows:
@@ -262,8 +263,8 @@ class Rows:
 
     def keep(self, rows: list[int]) -> None:
         """Drops all other rows."""
-        if not rows or len(rows) == len(self.numbers):
-            return  # none is left to go on with, or none is dropped
+        if len(rows) == len(self.numbers):
+            return  # without a copy of the cache
         self.numbers = [self.numbers[row] for row in rows]
         self.ids = self.ids[rows]
         self.padding = self.padding[rows]
