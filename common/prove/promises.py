@@ -91,7 +91,7 @@ def check_packed(bench: Bench) -> Iterator[Check]:
 
 
 def same_run(bench: Bench, what: str, found: Finished) -> Iterator[Check]:
-    """Compares a run with that of one process: the weights, and what its lines say of updates."""
+    """Compares a run with that of one process: its weights, and its lines as far as `OF_UPDATE`."""
     expected = runs.one_process(bench)
     of_lines = compare.lines(expected.training, found.training, only=OF_UPDATE)
     yield Check(f"{what}: log lines", of_lines)
@@ -118,43 +118,49 @@ def check_last_update(bench: Bench) -> Iterator[Check]:
 
 # ============================================================ what is logged
 def check_means(bench: Bench) -> Iterator[Check]:
-    """At learning rate 0 a line over a whole pass is one mean, however its samples were split."""
+    """A logged metric is the mean over all samples, however they are split."""
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
-    missing = []
     # The first update has a line of its own. So only the second pass has a line over all of it.
-    if in_parts.last_step < 2 * runs.updates_of_a_pass(bench):
-        missing.append("the recipe makes one pass over the data, a line over a whole one needs two")
-    else:
-        expected = means_of_last_pass(at_once)
-        found = means_of_last_pass(in_parts)
-        expected["global_step"] = found["global_step"] = in_parts.last_step
-        yield Check("training lines", compare.lines([expected], [found]))
-        if len(in_parts.training) > 2:
-            # The second line ends the first pass, and the first update is not in it. So it must
-            # differ from the mean over that pass, in one metric at least.
-            unlike = compare.unlike([in_parts.training[1]], [expected])
-            yield Check("since the last line alone", unlike)
+    has_whole_pass = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
+    if has_whole_pass:
+        yield from means_of_a_pass(at_once, in_parts)
     if bench.has("max_grad_norm"):
-        expected_line = runs.one_process(bench).training[:1]
-        found_line = runs.unclipped(bench).training[:1]
-        of_norm = compare.lines(expected_line, found_line, only={"grad_norm"})
-        yield Check("grad_norm before clipping", of_norm)
-    if at_once.evaluations or in_parts.evaluations:
+        clipped = runs.one_process(bench).training[:1]
+        unclipped = runs.unclipped(bench).training[:1]
+        norm = compare.lines(clipped, unclipped, only={"grad_norm"})
+        yield Check("grad_norm before clipping", norm)
+    has_evaluations = bool(at_once.evaluations or in_parts.evaluations)
+    if has_evaluations:
         first = compare.lines(at_once.evaluations[:1], in_parts.evaluations[:1])
         yield Check("evaluations", first)
         # Five held-out rows in micro-batches of one: one process has a padding row.
-        expected_line = runs.one_process(bench).evaluations[:1]
-        found_line = runs.two_processes(bench).evaluations[:1]
-        yield Check("evaluations, a row at a time", compare.lines(expected_line, found_line))
-    else:
-        missing.append("the recipe logs no evaluation")
-    if missing:
-        raise Unchecked("; ".join(missing))
+        alone = runs.one_process(bench).evaluations[:1]
+        in_ones = runs.two_processes(bench).evaluations[:1]
+        yield Check("evaluations, a row at a time", compare.lines(alone, in_ones))
+    if not has_whole_pass:
+        raise Unchecked(
+            "the recipe makes one pass over the data, a line over a whole one needs two"
+        )
+    if not has_evaluations:
+        raise Unchecked("the recipe logs no evaluation")
 
 
-def means_of_last_pass(run: Finished) -> dict:
-    """Returns the metrics of a run's last line, and those that only its first one has."""
+def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
+    """Compares the last lines of two runs, each over one whole pass with the same weights."""
+    expected = means_of_last_line(at_once)
+    found = means_of_last_line(in_parts)
+    expected["global_step"] = found["global_step"] = in_parts.last_step
+    yield Check("training lines", compare.lines([expected], [found]))
+    if len(in_parts.training) > 2:
+        # The second line ends the first pass, and the first update is not in it. So it must differ
+        # from the mean over that pass, in one metric at least.
+        second = in_parts.training[1]
+        yield Check("since the last line alone", compare.unlike([second], [expected]))
+
+
+def means_of_last_line(run: Finished) -> dict:
+    """Returns the means of a run's last line, and those that only its first one has."""
     line = {**run.training[0], **run.training[-1]}
     return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}
 
@@ -162,44 +168,46 @@ def means_of_last_pass(run: Finished) -> dict:
 def check_log_lines(bench: Bench) -> Iterator[Check]:
     """Whatever is logged, evaluated or saved is where the flags say."""
     bench.need("logging_steps")
-    in_parts = runs.pass_in_parts(bench)
-    interval_of_parts = runs.updates_of_a_pass(bench)
-    intervals = {
-        "1, one process": (runs.one_process(bench), 1),
-        "1, two processes": (runs.two_processes(bench), 1),
-        "4": (runs.uninterrupted(bench), 4),
-        f"{interval_of_parts}": (in_parts, interval_of_parts),
-    }
+    one_process = runs.one_process(bench)
+    two_processes = runs.two_processes(bench)
+    yield logged_where_due("1, one process", one_process, 1)
+    yield logged_where_due("1, two processes", two_processes, 1)
+    yield logged_where_due("4", runs.uninterrupted(bench), 4)
+    interval = runs.updates_of_a_pass(bench)
+    yield logged_where_due(f"{interval}", runs.pass_in_parts(bench), interval)
     if bench.has("seed"):
         other = runs.other_seed(bench)
         if bench.generates:
-            intervals["2"] = (other, 2)
+            yield logged_where_due("2", other, 2)
         else:
-            intervals["half of all"] = (other, math.ceil(0.5 * other.last_step))
-    for what, (run, interval) in intervals.items():
-        yield Check(f"logging_steps {what}", log_steps(run, interval))
+            yield logged_where_due("half of all", other, math.ceil(0.5 * other.last_step))
     if bench.has("eval_steps"):
-        run = runs.one_process(bench)
-        due = sorted({0, *multiples(EVAL_STEPS, run.last_step), run.last_step})
-        found = [line["global_step"] for line in run.evaluations]
-        yield Check(f"eval_steps {EVAL_STEPS}", compare.lists(due, found, "lines"))
-    yield from saved_where_due(bench, interval_of_parts + 1)
-    yield from linear_schedule(bench, "1 process", runs.one_process(bench))
-    yield from linear_schedule(bench, "2 processes", runs.two_processes(bench))
+        expected = due(EVAL_STEPS, one_process.last_step, 0)
+        found = [line["global_step"] for line in one_process.evaluations]
+        yield Check(f"eval_steps {EVAL_STEPS}", compare.lists(expected, found, "lines"))
+    yield from saved_where_due(bench, interval + 1)
+    yield from linear_schedule(bench, "1 process", one_process)
+    yield from linear_schedule(bench, "2 processes", two_processes)
     if not bench.generates:
         bench.need("max_epochs")
-        yield Check("updates and samples of 2 epochs", rows_in_epochs(runs.one_process(bench)))
+        yield Check("updates and samples of 2 epochs", rows_in_epochs(one_process))
 
 
-def multiples(interval: int, total: int) -> range:
-    """Returns the multiples of an interval up to the number of updates."""
-    return range(interval, total + 1, interval)
+def due(interval: int, last: int, *first: int) -> list[int]:
+    """Returns the steps at which something is due: `due(4, 6, 0)` is `[0, 4, 6]`.
+
+    Args:
+        last: the last step, at which it is always due.
+        first: a step before the first multiple of the interval, if it is due there, too.
+    """
+    return sorted({*first, *range(interval, last + 1, interval), last})
 
 
-def log_steps(run: Finished, interval: int) -> Difference:
+def logged_where_due(what: str, run: Finished, interval: int) -> Check:
     """Whether lines are at the first update, at every multiple of `interval`, and at the last."""
-    due = sorted({1, *multiples(interval, run.last_step), run.last_step})
-    return compare.lists(due, [line["global_step"] for line in run.training], "lines")
+    expected = due(interval, run.last_step, 1)
+    found = [line["global_step"] for line in run.training]
+    return Check(f"logging_steps {what}", compare.lists(expected, found, "lines"))
 
 
 def saved_where_due(bench: Bench, interval: int) -> Iterator[Check]:
@@ -210,11 +218,11 @@ def saved_where_due(bench: Bench, interval: int) -> Iterator[Check]:
     """
     keeps_all = runs.pass_in_parts(bench)
     keeps_one = runs.uninterrupted(bench)
-    due = sorted({*multiples(interval, keeps_all.last_step), keeps_all.last_step})
+    expected = due(interval, keeps_all.last_step)
     for folder, (steps, limit) in SAVED.items():
         if bench.has(steps):
             saved = saved_steps(keeps_all, folder)
-            yield Check(f"{steps} {interval}", compare.lists(due, saved, folder))
+            yield Check(f"{steps} {interval}", compare.lists(expected, saved, folder))
         if bench.has(steps, limit):
             saved = saved_steps(keeps_one, folder)
             yield Check(f"{limit} 1", compare.lists([keeps_one.last_step], saved, folder))
@@ -252,16 +260,12 @@ def rows_in_epochs(run: Finished) -> Difference:
             rows += int(usable)
     if rows == 0:
         raise Unchecked("the recipe prints no line `data NAME: N usable rows`")
-    last = run.training[-1]
-    updates = last["global_step"]
-    samples = last.get("samples", 2 * rows)
-    if (updates, samples) == (2 * updates_in(rows), 2 * rows):
-        return Difference(0, 0)
-    return Difference(
-        abs(samples - 2 * rows) or 1,
-        0,
-        f"{updates} updates of {samples} samples, expected {2 * updates_in(rows)} of {2 * rows}",
-    )
+    expected_samples = 2 * rows
+    expected_updates = 2 * updates_in(rows)
+    samples = run.training[-1].get("samples", expected_samples)
+    wrong = abs(samples - expected_samples) + abs(run.last_step - expected_updates)
+    found = f"{run.last_step} updates of {samples} samples"
+    return Difference(wrong, 0, f"{found}, expected {expected_updates} of {expected_samples}")
 
 
 def check_evaluation(bench: Bench) -> Iterator[Check]:
