@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -273,19 +272,15 @@ class Bench:
         """Returns a copy of the model with this dropout in its config; an adapter as it is."""
         if self.model_config is None:
             return self.model_source
-        changed = dict.fromkeys(self.dropout_settings, dropout)
+        config = {**self.model_config, **dict.fromkeys(self.dropout_settings, dropout)}
         copy = self.folder / f"model_{dropout:g}"
         with self.lock:
             if not copy.exists():
-                temporary = self.folder / ".model"
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir()
+                copy.mkdir()
                 for path in self.model_source.iterdir():
-                    (temporary / path.name).symlink_to(path.resolve())
-                (temporary / "config.json").unlink()
-                text = json.dumps({**self.model_config, **changed}, indent=1)
-                (temporary / "config.json").write_text(text, encoding="utf-8")
-                temporary.rename(copy)
+                    if path.name != "config.json":
+                        (copy / path.name).symlink_to(path.resolve())
+                (copy / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         return copy
 
     # ------------------------------------------------------------ its flags
