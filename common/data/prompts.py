@@ -3,6 +3,8 @@
 import json
 
 from common.data import formats, templates, tokens
+from common.data.ids import encode_text
+from common.data.messages import as_messages
 
 
 def prompt_row(
@@ -22,11 +24,11 @@ def prompt_row(
         (prompt,) = formats.as_turns(prompt)
     notes = []
     if isinstance(prompt, str):
-        ids = tokens.encode(tokenizer, [prompt, ""], plain=True)[0]
+        (ids,) = tokens.encode_plain(tokenizer, prompt)
     else:
-        messages = formats.as_messages(prompt, "user")
-        text = templates.render(tokenizer, messages, True, row.get("tools"))
-        ids = tokens.encode(tokenizer, [text])[0]
+        messages = as_messages(prompt, "user")
+        text = templates.render(tokenizer, messages, row.get("tools"), add_generation_prompt=True)
+        ids = encode_text(tokenizer, text)
         notes = templates.unwritten_parts(tokenizer, messages, row.get("tools"))
     reason = ""  # why the row cannot be used
     if not formats.has_text(prompt):

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from common.data import cache, dataset, formats, templates
-from common.data.formats import BadRow
+from common.data import cache, conversion, dataset, formats, templates
+from common.data.messages import BadRow
 from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
 from common.data.tokens import stop_tokens
@@ -299,10 +299,10 @@ def test_the_last_of_the_markers_that_end_every_answer_ends_it():
     tokenizer.eos_token = "<pad>"
     first, second = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     place = templates.place_of_stop
-    assert place(tokenizer, [first, second], earlier_tail=[first, second]) == 1
-    assert place(tokenizer, [first, second], earlier_tail=[first, 9]) == 0
-    assert place(tokenizer, [first, second], earlier_tail=[9]) == 0
-    assert place(tokenizer, [9, 8], earlier_tail=[9, 8]) is None
+    assert place(tokenizer, [first, second], earlier_ending=[first, second]) == 1
+    assert place(tokenizer, [first, second], earlier_ending=[first, 9]) == 0
+    assert place(tokenizer, [first, second], earlier_ending=[9]) == 0
+    assert place(tokenizer, [9, 8], earlier_ending=[9, 8]) is None
 
 
 def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
@@ -858,7 +858,7 @@ def test_the_cache_knows_the_source_of_what_a_row_function_calls(tmp_path):
         path.write_text(source)
         rows = types.SimpleNamespace(table=types.SimpleNamespace(_fingerprint="rows"))
         function = runpy.run_path(str(path))["row_of"]
-        return dataset.cache_key(rows, function, tokenizer, {}, {})
+        return conversion.cache_key(rows, conversion.Converter(function, tokenizer, {}, {}))
 
     tokenizer = make_tokenizer()
     first = key("first", end=".", other="2")
@@ -948,30 +948,32 @@ def test_a_damaged_array_is_computed_again_and_said(accelerator, tmp_path, capsy
 def test_a_record_that_names_files_elsewhere_is_none(tmp_path):
     """What it names would be removed."""
     (tmp_path / "mine").write_text("mine")
-    kept = cache.Kept("name")
-    kept.write([tmp_path / "mine"])
-    assert kept.state() == cache.UNKNOWN and kept.files() == []
+    record = cache.Record("name")
+    record.write([tmp_path / "mine"])
+    assert not record.is_true() and record.entries() == {}
+    record.remove_files()
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_one_run_makes_what_another_waits_for(tmp_path, monkeypatch):
-    kept = cache.Kept("name")
+    record = cache.Record("name")
     file = tmp_path / "cache/file"
     somebody_waits = threading.Event()
     states = []
     monkeypatch.setattr(cache, "print", lambda *_, **__: somebody_waits.set(), raising=False)
 
     def another_run():
-        with kept.alone():
-            states.append(kept.state())
+        with record.locked():
+            states.append(record.is_true())
 
     thread = threading.Thread(target=another_run)
-    with kept.alone():
+    with record.locked():
         thread.start()
         assert somebody_waits.wait(60) and states == []
         file.write_text("made")
-        kept.write([file])
+        record.write([file])
     thread.join()
-    assert states == [cache.WHOLE]
+    assert states == [True]
 
 
 # A process that has imported `datasets` no longer reads its environment.

@@ -1,4 +1,4 @@
-"""What README and the docs say of files, commands, flags and defaults is true. Nothing is trained here."""
+"""What README and the docs say about files, commands, flags and defaults is true. Nothing is trained here."""
 
 import dataclasses
 import re
@@ -9,8 +9,8 @@ import sys
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from transformers import HfArgumentParser
 
+from common.arguments import Parser
 from recipes import NAMES, load
 from runs import REPOSITORY
 
@@ -36,7 +36,7 @@ def fields(name: str) -> dict:
 
 @pytest.fixture(scope="module")
 def recipe_flags() -> dict[str, set[str]]:
-    return {name: set(HfArgumentParser(load(name).Args)._option_string_actions) for name in NAMES}
+    return {name: set(Parser(load(name).Args)._option_string_actions) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +205,11 @@ def test_every_argument_is_documented():
     assert {name: sorted(found) for name, found in documented.items()} == {
         name: sorted(fields(name)) for name in NAMES
     }
-    # A default and a meaning as they stand in the recipe.
-    assert "| `--beta` | `0.1` | number | strength of the pull towards the reference |" in page
+    # A default, a range and a meaning, as they are in the recipe.
+    assert (
+        "| `--beta` | `0.1` | number, above 0 | strength of the pull towards the reference |"
+        in page
+    )
 
 
 @pytest.mark.parametrize("words", [

@@ -1,4 +1,4 @@
-"""What the repository says of itself is true: packages, versions, the lock, make's targets, CI. Nothing is trained here."""
+"""What the repository says about itself is true: packages, versions, the lock, make's targets, CI. Nothing is trained here."""
 
 import ast
 import itertools
@@ -260,7 +260,36 @@ def test_an_interrupted_installation_is_done_again(environment):
     assert (folder / "installed").exists()
 
 
+def test_the_tables_of_tests_have_each_file_once():
+    """Under the name of its folder, and no more than ten to a folder."""
+    listed = []
+    for section in (REPOSITORY / "tests/README.md").read_text().split("\n## ")[1:]:
+        folder = section.splitlines()[0]
+        rows = [line.split(" | ")[1] for line in section.splitlines() if line.startswith("| ")]
+        names = [f"{folder}/{name}" for row in rows for name in re.findall(r"test_\w+\.py", row)]
+        assert len(names) <= 10, folder
+        listed += names
+    found = sorted((REPOSITORY / "tests").glob("*/test_*.py"))
+    assert sorted(listed) == [str(path.relative_to(REPOSITORY / "tests")) for path in found]
+
+
 # ============================================================ CI
+def checks_in(file: str) -> list[str]:
+    """The commands of make in a workflow or a script, without those that install."""
+    text = (REPOSITORY / file).read_text()
+    found = re.findall(r"^ *(?:- run: )?(make [a-z-]+(?: CONSTRAINTS=)?)", text, re.MULTILINE)
+    return sorted(command for command in found if "install" not in command)
+
+
+def test_contributing_says_what_ci_runs():
+    section = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("CI runs:")[2]
+    table = section.partition("\n\n`python")[0]
+    said = {}
+    for commands, file in re.findall(r"^\| .* \| (.*) \| `(\S+)` \|$", table, re.MULTILINE):
+        said[file] = sorted(re.findall(r"`(make [^`]+)`", commands))
+    workflows = (REPOSITORY / ".github/workflows").glob("*.yml")
+    files = [".ci/run", *(str(path.relative_to(REPOSITORY)) for path in workflows)]
+    assert said == {file: checks_in(file) for file in files}
 
 
 def test_workflows_run_targets_that_exist():
