@@ -290,8 +290,9 @@ ORDER = [
         "recipes/ppo.py",
         replace(
             "make_rollout",
-            "draw_uniforms(args, len(prompt_rows), position.rollouts_seen)",
-            by="draw_uniforms(args, len(prompt_rows), run.accelerator.process_index)",
+            "position.draw_uniforms(args, len(prompts_of_rollout['row']))",
+            by="position.draw_uniforms(args, len(prompts_of_rollout['row']), "
+            "run.accelerator.process_index)",
         ),
         f"{ALL_SPLITS}[ddp-tokens-ppo]",
     ),
@@ -705,7 +706,7 @@ ROLLOUTS = [
         "advantages are whitened by response, not over the whole rollout",
         "recipes/ppo.py",
         replace(
-            "estimate_advantages",
+            "make_rollout",
             "whiten(advantages, mask)",
             by="torch.stack([whiten(*row) for row in zip(advantages, mask)])",
         ),
@@ -717,8 +718,8 @@ ROLLOUTS = [
         "recipes/ppo.py",
         replace(
             "make_rollout",
-            "logged['objective/kl'].mean().item()",
-            by="logged['objective/kl']"
+            "kl.sum(1).mean().item()",
+            by="kl.sum(1)"
             "[run.accelerator.process_index::run.accelerator.num_processes].mean().item()",
         ),
         f"{ALL_SPLITS}[ddp-tokens-ppo]",
@@ -743,8 +744,8 @@ ROLLOUTS = [
         "recipes/grpo.py",
         replace(
             "sample_groups",
-            "draw_uniforms(args, len(prompt_rows), position.rollouts_seen, round_number)",
-            by="draw_uniforms(args, len(prompt_rows), position.rollouts_seen, 0)",
+            "position.draw_uniforms(args, len(prompts_of_round['row']), round_number)",
+            by="position.draw_uniforms(args, len(prompts_of_round['row']), 0)",
         ),
         f"{GRPO_RUN}[refilled]",
     ),
@@ -752,7 +753,7 @@ ROLLOUTS = [
         "grpo_tokens_divided_by_samples",
         "GRPO's mean over tokens is divided by the number of samples",
         "recipes/grpo.py",
-        replace("main", "args.average == 'token'", by="False"),
+        replace("total_weight", "args.average == 'token'", by="False"),
         f"{GRPO_RUN}[defaults]",
     ),
     Fault(
@@ -798,25 +799,25 @@ ROLLOUTS = [
         "first_ratio_from_scoring",
         "the first update compares with log-probs that another pass rounded",
         "recipes/ppo.py",
-        drop("main", "old['logps'] = now"),
+        drop("main", "old['logps'] = output['logps'].detach()"),
         PPO_RUN,
     ),
     Fault(
         "prefill_of_the_first",
         "all responses of a batch begin with the cache of its first prompts",
         "common/rollout/generation.py",
-        replace("read_prompts_once", "torch.tensor(owners)", by="torch.tensor(owners) * 0"),
+        replace(
+            "Rows.read_prompts",
+            "torch.from_numpy(copies)",
+            by="torch.from_numpy(copies) * 0",
+        ),
         f"{SHARED_PREFILL}[4-llama]",
     ),
     Fault(
         "prefill_for_each",
         "a prompt is read once for each of its responses",
         "common/rollout/generation.py",
-        replace(
-            "generate_batch",
-            "read_prompts_once(model, prompts, ids, padding, settings)",
-            by="None",
-        ),
+        drop_call("generate_batch", "rows.read_prompts"),
         f"{SHARED_PREFILL}[100-llama]",
     ),
     Fault(
@@ -825,8 +826,8 @@ ROLLOUTS = [
         "common/rollout/generation.py",
         replace(
             "SampleByUniform.__call__",
-            "(scaled.gather(1, token) - scaled.logsumexp(-1, keepdim=True))[:, 0]",
-            by="scores.float().log_softmax(-1).gather(1, token)[:, 0]",
+            "scaled.gather(1, token) - scaled.logsumexp(-1, keepdim=True)",
+            by="scores.float().log_softmax(-1).gather(1, token)",
         ),
         f"{SHARED_PREFILL}[4-llama]",
     ),
@@ -863,7 +864,7 @@ ROLLOUTS = [
         "a function that catches everything is interrupted once and then goes on",
         "common/rollout/calls.py",
         replace("time_limit.watch", "pause = 1.0", by="return"),
-        f"{TOO_LONG}[catches_all-parts1]",
+        f"{TOO_LONG}[catches_all]",
     ),
     Fault(
         "evaluation_draws_anew",
@@ -876,7 +877,7 @@ ROLLOUTS = [
         "bias_not_explained",
         "a critic that is off by a constant explains less of the returns",
         "recipes/ppo.py",
-        replace("explained_variance", "errors.var(unbiased=False)", by="(errors**2).mean()"),
+        replace("explained_variance", "residuals.var(unbiased=False)", by="(residuals**2).mean()"),
         "rollout/test_ppo.py::test_explained_variance",
     ),
     Fault(
