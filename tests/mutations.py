@@ -291,8 +291,8 @@ ORDER = [
         replace(
             "make_rollout",
             "position.draw_uniforms(args, len(prompts_of_rollout['row']))",
-            by="Position(rollouts_seen=run.accelerator.process_index).draw_uniforms("
-            "args, len(prompts_of_rollout['row']))",
+            by="position.draw_uniforms(args, len(prompts_of_rollout['row']), "
+            "run.accelerator.process_index)",
         ),
         f"{ALL_SPLITS}[ddp-tokens-ppo]",
     ),
@@ -723,8 +723,8 @@ ROLLOUTS = [
         replace(
             "make_rollout",
             "kl.sum(1).mean().item()",
-            by="kl.sum(1)[run.accelerator.process_index::run.accelerator.num_processes]"
-            ".mean().item()",
+            by="kl.sum(1)"
+            "[run.accelerator.process_index::run.accelerator.num_processes].mean().item()",
         ),
         f"{ALL_SPLITS}[ddp-tokens-ppo]",
     ),
@@ -746,7 +746,11 @@ ROLLOUTS = [
         "grpo_same_draws_again",
         "a refill of GRPO's draws by the numbers of the first round",
         "recipes/grpo.py",
-        replace("sample_groups", "round_number", by="0"),
+        replace(
+            "sample_groups",
+            "position.draw_uniforms(args, len(prompts_of_round['row']), round_number)",
+            by="position.draw_uniforms(args, len(prompts_of_round['row']), 0)",
+        ),
         f"{GRPO_RUN}[refilled]",
     ),
     Fault(
@@ -806,14 +810,18 @@ ROLLOUTS = [
         "prefill_of_the_first",
         "all responses of a batch begin with the cache of its first prompts",
         "common/rollout/generation.py",
-        replace("Rows.read_prompts", "torch.from_numpy(copies)", by="torch.from_numpy(copies) * 0"),
+        replace(
+            "Rows.read_prompts",
+            "torch.from_numpy(copies)",
+            by="torch.from_numpy(copies) * 0",
+        ),
         f"{SHARED_PREFILL}[4-llama]",
     ),
     Fault(
         "prefill_for_each",
         "a prompt is read once for each of its responses",
         "common/rollout/generation.py",
-        drop("generate_batch", "rows.read_prompts()"),
+        drop_call("generate_batch", "rows.read_prompts"),
         f"{SHARED_PREFILL}[100-llama]",
     ),
     Fault(
@@ -860,7 +868,7 @@ ROLLOUTS = [
         "a function that catches everything is interrupted once and then goes on",
         "common/rollout/calls.py",
         replace("time_limit.watch", "pause = 1.0", by="return"),
-        f"{TOO_LONG}[catches_all-parts1]",
+        f"{TOO_LONG}[catches_all]",
     ),
     Fault(
         "evaluation_draws_anew",
