@@ -283,7 +283,10 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
         "do_sample": False,
     }  # as published, though transformers would not let it be made
     (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
-    model = causal_lm(str(tmp_path / "model"), tokenizer, None)
+    args = types.SimpleNamespace(
+        load_in_4bit=False, attn_implementation=None, gradient_checkpointing=False
+    )
+    model = causal_lm(str(tmp_path / "model"), tokenizer, args)
     assert model.generation_config.eos_token_id == sorted([9, *ids(*stops)]) and stop_tokens(
         tokenizer, model
     ) == {9, *ids(*stops)}
