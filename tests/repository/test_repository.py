@@ -36,7 +36,12 @@ PINS = [
 PYTHONS = ["3.10", "3.11", "3.13"]
 # Packages that are imported by another name than they are installed by.
 INSTALLED_AS = {"yaml": "pyyaml"}
-OURS = {"common", *(path.stem for path in REPOSITORY.glob("*/*.py")), "peers", "trl_values"}
+OURS = {
+    "common",
+    "peers",
+    *(path.stem for path in REPOSITORY.glob("*/*.py")),
+    *(path.stem for path in REPOSITORY.glob("tests/*/*.py")),
+}
 
 
 def imported(*folders: str) -> dict[str, Path]:
@@ -125,23 +130,15 @@ def test_the_lock_is_of_this_project_and_names_public_places_only():
     assert hosts == {"pypi.org", "files.pythonhosted.org"}
 
 
-def test_readme_has_a_line_for_each_room_of_common():
-    """A folder's own line stands for its `__init__` and `__main__`."""
-    section = (REPOSITORY / "README.md").read_text().partition("## Changing a recipe")[2]
-    (tree,) = re.findall(r"^```\n(arguments\.py .*?)^```", section, re.MULTILINE | re.DOTALL)
-    listed, folder = [], ""
-    for line in tree.splitlines():
-        name = line.split()[0]
-        if name.endswith("/"):
-            folder = name
-            continue
-        if not line.startswith(" "):
-            folder = ""
-        assert len(line.split()) > 3, line  # what it does
-        listed.append(folder + name)
-    files = (REPOSITORY / "common").rglob("*.py")
-    rooms = {str(path.relative_to(REPOSITORY / "common")) for path in files}
-    assert sorted(listed) == sorted(room for room in rooms if not room.endswith("__.py"))
+def test_each_room_of_common_has_a_line_in_its_readme():
+    """Its path from there, such as `data/files.py`. A folder's line stands for its `__init__` and `__main__`."""
+    common = REPOSITORY / "common"
+    text = (common / "README.md").read_text()
+    named = re.findall(r"(?<![\w/.])((?:\w+/)*\w+\.py)\b", text)
+    files = [str(path.relative_to(common)) for path in common.rglob("*.py")]
+    rooms = {name for name in files if not name.endswith("__.py")}
+    assert {room: named.count(room) for room in rooms} == dict.fromkeys(rooms, 1)
+    assert {name for name in named if "recipes/" not in name} == rooms
 
 
 # ============================================================ make
