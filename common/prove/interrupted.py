@@ -23,17 +23,16 @@ def resumed(bench: Bench, what: str, launcher: str, expected: Finished) -> Itera
     if expected.last_step < 2 * INTERRUPTED["save_steps"]:
         raise Unchecked(f"{what}: a run has too few updates for two checkpoints")
     for attempt in range(ATTEMPTS):
-        found = Finished(
-            f"killed-{launcher}-{attempt}", bench.folder / f"killed-{launcher}-{attempt}"
-        )
+        name = f"killed-{launcher}-{attempt}"
         with bench.slots.take(processes.number_of(launcher)):
-            watch = kill_twice(bench, found.name, launcher)
+            watch = kill_twice(bench, name, launcher)
         if watch:
             break
     else:
         raise Unchecked(
             f"{what}: the machine is too busy: {ATTEMPTS} times a run ended before it was killed"
         )
+    found = Finished(name, bench.folder / name)
     yield Check(f"{what}: checkpoints whole or not there", compare.faults(watch.faults))
     if watch.faults:
         return
