@@ -18,6 +18,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from recipes import NAMES
 from runs import REPOSITORY
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it first
@@ -300,6 +301,10 @@ def test_workflows_run_targets_that_exist():
     assert commands["test"] == ["make lint", "make test"]
     assert "make test-all" in commands["weekly"]
     assert "make test CONSTRAINTS=" in commands["nightly"]
+
+    weekly = yaml.safe_load((REPOSITORY / ".github/workflows/weekly.yml").read_text())
+    assert weekly["jobs"]["prove"]["strategy"]["matrix"]["recipe"] == NAMES
+    assert set(NAMES) <= targets()
 
     test = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text())
     pythons = test["jobs"]["test"]["strategy"]["matrix"]["python-version"]
