@@ -613,7 +613,7 @@ TOKENS = [
         "white space that the prompt has written is learned again",
         "common/data/tokens.py",
         replace(
-            "split",
+            "split_turn",
             "without_white_space(tokenizer, answer_ids, turn.prompt_rest)",
             by="answer_ids",
         ),

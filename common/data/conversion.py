@@ -20,8 +20,9 @@ import transformers
 from tqdm import tqdm
 
 from common import lazily
-from common.data import cache, formats, other_formats, templates, tokens, workers
+from common.data import cache, formats, other_formats, tokens, workers
 from common.data.messages import BadRow
+from common.data.template_limits import TooMuch
 
 if TYPE_CHECKING:
     import datasets
@@ -90,7 +91,7 @@ class Converter:
         try:
             row = other_formats.standard(row, bool(as_messages))
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
-        except (BadRow, templates.TooMuch) as error:
+        except (BadRow, TooMuch) as error:
             raise BadRow(f"row {index + 1}: {error}") from None
         notes = values.pop("notes", [])
         # None: the caller has no such setting.

@@ -14,9 +14,13 @@ def prompt_row(
     max_new_tokens: int,
     strings_as_messages: bool = False,
 ) -> dict:
-    """Returns `prompt_ids length truncated columns reason` of one row, and `notes` if any.
+    """Returns `prompt_ids length truncated columns reason` of one row, and maybe `notes`.
 
-    `columns` is the whole row as a JSON text, for the reward function.
+    `columns` is the whole row as a JSON text, for the reward function. Of `max_length` tokens,
+    `max_new_tokens` are for the response.
+
+    Raises:
+        BadRow: the row has no prompt, or the chat template refuses it.
     """
     formats.require(row, "prompt", expected="'prompt'")
     prompt = row["prompt"]

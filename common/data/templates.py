@@ -5,11 +5,9 @@ import datetime
 import functools
 import json
 import re
-import resource
-import signal
 import sys
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import jinja2
 import transformers.utils.chat_template_utils as template_utils
@@ -17,6 +15,7 @@ import transformers.utils.chat_template_utils as template_utils
 from common import in_one_line
 from common.data import ids, thoughts
 from common.data.messages import BadRow, without_nulls
+from common.data.template_limits import TooMuch, memory_limit, time_limit
 
 # What the run prints about a data set whose messages the template does not write.
 DROPS_CALLS = "tool calls are not learned, because the chat template does not write them"
@@ -24,20 +23,8 @@ DROPS_ANSWER = "answers are not learned, because the chat template does not writ
 DROPS_ROLE = "messages that the chat template does not write"
 DROPS_TOOLS = "tools that the chat template does not write"
 
-# What a template may take for one conversation. Those that people use take less than a thousandth
-# of it.
-MOST_SECONDS = 5
-MOST_BYTES = 2**30
-
 # What every template is given anyway.
 GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
-
-
-class TooMuch(SystemExit):
-    """A chat template takes too much time or memory; the message says so.
-
-    It is no `Exception`, because the template did not refuse what it was given.
-    """
 
 
 class Conventions(NamedTuple):
@@ -192,61 +179,6 @@ def apply_template(
 
 
 @contextlib.contextmanager
-def time_limit():
-    """Limits what a template may compute: it is a program, and anyone may have written it.
-
-    The time is that of the CPU, so a machine that is busy or asleep changes nothing. The block must
-    run in the main thread, which alone takes signals.
-
-    Raises:
-        TooMuch: the block takes more than `MOST_SECONDS`.
-    """
-    take_alarms()
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, 1)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
-@functools.cache
-def take_alarms() -> None:
-    """Lets the alarm of `time_limit` interrupt this process. No library of ours uses that one."""
-    signal.signal(signal.SIGVTALRM, interrupt)
-
-
-def interrupt(*_) -> NoReturn:
-    raise TooMuch(f"the chat template computes for more than {MOST_SECONDS} seconds")
-
-
-@contextlib.contextmanager
-def memory_limit():
-    """Limits what a template may hold, on Linux. That takes as long as to render, so it is rare.
-
-    Raises:
-        TooMuch: the block takes more than `MOST_BYTES`.
-    """
-    counted = Path("/proc/self/statm")
-    if not counted.exists():
-        yield
-        return
-    held = int(counted.read_text().split()[5]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = held + MOST_BYTES
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    try:
-        yield
-    except MemoryError:
-        raise TooMuch(
-            f"the chat template takes more than {MOST_BYTES >> 20} MiB of memory"
-        ) from None
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-@contextlib.contextmanager
 def clock_at(date: str | None):
     """Makes templates print a date, given as in 2026-01-31; None leaves them today's."""
     if date is None:
@@ -351,7 +283,7 @@ def find_ending(
 
 
 def try_out(tokenizer, messages: list[dict], add_generation_prompt: bool = False) -> str:
-    """Returns what the template writes; only here, for its first texts, is its memory limited."""
+    """Returns what the template writes within the limits of time and memory."""
     with memory_limit():
         return apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt)
 

@@ -116,7 +116,7 @@ def encode_answer(
     r"""Returns the token ids of an answer, and of what precedes it.
 
     Most templates write an answer right after their generation prompt. Then it is what follows the
-    prompt, up to the token that ends it; for other templates see `split`. Where a template drops
+    prompt, up to the token that ends it; for other templates see `split_turn`. For one that drops
     the thinking of the answer, see `encode_as_given`. Example, with ChatML:
 
         history  user: Hi          prompt   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
@@ -145,7 +145,7 @@ def encode_answer(
         notes.append(DROPS_THOUGHT)
         context, ids = encode_as_given(tokenizer, turn, answer[-1])
     else:
-        context, ids = split(tokenizer, turn)
+        context, ids = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, ids)
         if len(context) < len(prompt.ids):
             notes.append(describe_other_prompt(tokenizer, turn))
@@ -158,29 +158,28 @@ def encode_answer(
 def turn_of(tokenizer, prompt: Beginning, whole_text: str) -> Turn:
     """Compares a history with its generation prompt and the same history with an answer."""
     whole_ids = encode_longer(tokenizer, prompt, whole_text)
-    n = n_shared(prompt.ids, whole_ids)
+    shared = n_shared(prompt.ids, whole_ids)
     return Turn(
         prompt=prompt,
         whole_text=whole_text,
         whole_ids=whole_ids,
-        n_shared=n,
-        prompt_rest=decode(tokenizer, prompt.ids[n:]),
-        whole_rest=decode(tokenizer, whole_ids[n:]),
+        n_shared=shared,
+        prompt_rest=decode(tokenizer, prompt.ids[shared:]),
+        whole_rest=decode(tokenizer, whole_ids[shared:]),
     )
 
 
-def split(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
+def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
     r"""Returns the token ids of an answer's context, and of the answer and what follows it.
 
     Examples, with a space between tokens:
 
-        prompt              whole          context             answer
-        <bot>               <bot> Yes      <bot>               Yes      it continues the prompt
-        <bot> a             <bot> ab c     <bot> a             b c      its text does, merged
-        <bot> <think>       <bot> Yes      <bot>               Yes      after an open thought no
-                                                                        model would answer
-        <bot> <no> </no>    <bot> Yes      <bot> <no> </no>    Yes      after a whole one it would
-        <bot> \n\n          <bot> \n Yes   <bot> \n\n          Yes      only white space differs
+        prompt                    whole          context                   answer
+        <bot>                     <bot> Yes      <bot>                     Yes
+        <bot> a                   <bot> ab c     <bot> a                   b c
+        <bot> <think>             <bot> Yes      <bot>                     Yes
+        <bot> <think> </think>    <bot> Yes      <bot> <think> </think>    Yes
+        <bot> \n\n                <bot> \n Yes   <bot> \n\n                Yes
     """
     prompt_ids = turn.prompt.ids
     answer_ids = turn.whole_ids[turn.n_shared :]
@@ -191,7 +190,9 @@ def split(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
         # is tokenised alone, and so is what the model generates.
         return prompt_ids, encode_text(tokenizer, turn.whole_text[len(turn.prompt.text) :])
     if turn.prompt_rest.strip() and not thoughts.is_whole_thought(turn.prompt_rest):
+        # No model would give this answer after the rest of the prompt, such as an open thought.
         return turn.whole_ids[: turn.n_shared], answer_ids
+    # After white space, or a thought that is closed again, it would.
     return prompt_ids, without_white_space(tokenizer, answer_ids, turn.prompt_rest)
 
 
@@ -213,31 +214,39 @@ def without_white_space(tokenizer, ids: list[int], prompt_rest: str) -> list[int
 
 # ============================================================ an answer whose thinking is dropped
 def encode_as_given(tokenizer, turn: Turn, message: dict) -> tuple[list[int], list[int]]:
-    """Returns the token ids of an answer's context, and of the answer with its thinking to its end.
+    """Returns the token ids of an answer's context, and of the answer with its thinking.
 
-    Examples, where the user gave `<think>Why</think>Yes`:
+    Examples, where the user gave `<think>Why</think>Yes`, and the template writes `Yes<end>`:
 
-        prompt                   whole       context         answer
-        <bot>                    <bot>Yes    <bot>           <think>Why</think>Yes<end>
-        <bot><think>             <bot>Yes    <bot><think>    Why</think>Yes<end>
-        <bot><think></think>     <bot>Yes    <bot>           <think>Why</think>Yes<end>
+        prompt                  context         answer
+        <bot>                   <bot>           <think>Why</think>Yes<end>
+        <bot><think>            <bot><think>    Why</think>Yes<end>
+        <bot><think></think>    <bot>           <think>Why</think>Yes<end>
+
+    Args:
+        message: the answer.
     """
     context = turn.prompt
-    given = thoughts.with_markers(tokenizer, message)
+    answer_text = thoughts.with_markers(tokenizer, message)
     rest = turn.prompt_rest
     if not rest:
-        given = lead_of(message, turn.whole_rest) + given
+        answer_text = lead_of(message, turn.whole_rest) + answer_text
     elif thoughts.is_whole_thought(rest):
+        # The prompt says that nothing was thought, and something was.
         context = encode_beginning(tokenizer, context.text.removesuffix(rest))
-    elif rest.strip() and given.lstrip().startswith(rest.strip()):
-        given = given.lstrip()
-        given = given[n_shared(given, rest.lstrip()) :]
+    elif rest.strip() and answer_text.lstrip().startswith(rest.strip()):
+        # The prompt has written what opens the thinking.
+        answer_text = answer_text.lstrip()
+        answer_text = answer_text[n_shared(answer_text, rest.lstrip()) :]
     end = templates.conventions(tokenizer).end_of_answer
-    return context.ids, encode_after(tokenizer, context, given) + end
+    return context.ids, encode_after(tokenizer, context, answer_text) + end
 
 
 def lead_of(message: dict, written: str) -> str:
-    """Returns what the template writes between its prompt and an answer, such as LLaVA a space.
+    """Returns what the template writes between its prompt and an answer; "" if it is a thought.
+
+    Example: the space where LLaVA writes the answer `Yes` as ` Yes`. White space that belongs to
+    the answer itself is not part of it.
 
     Args:
         written: the answer as the template writes it, without the thinking.
@@ -263,18 +272,19 @@ def up_to_end(tokenizer, ids: list[int]) -> list[int]:
         \n\n                      Yes \n\n            Yes            no token ends an answer
         \n\n                      Yes .\n\n           Yes .          and the white space has merged
     """
-    found = templates.conventions(tokenizer)
-    ending = list(found.ending)
+    conventions = templates.conventions(tokenizer)
+    ending = list(conventions.ending)
     has_ending = bool(ending) and ids[-len(ending) :] == ending
-    if found.stop is not None and has_ending:
-        return ids[: -len(ending)] + found.end_of_answer
-    if found.stop is not None or not found.is_known:
+    if conventions.stop is not None and has_ending:
+        return ids[: -len(ending)] + conventions.end_of_answer
+    if conventions.stop is not None or not conventions.is_known:
         return ids[: turn_length(tokenizer, ids) or len(ids)]
     if has_ending and not decode(tokenizer, ending).strip():
         return ids[: -len(ending)]
+    white = conventions.white_ending
     last_text = decode(tokenizer, ids[-1:])
-    if found.white_ending and last_text.endswith(found.white_ending):
-        return ids[:-1] + encode_text(tokenizer, last_text.removesuffix(found.white_ending))
+    if white and last_text.endswith(white):
+        return ids[:-1] + encode_text(tokenizer, last_text.removesuffix(white))
     return ids
 
 
@@ -282,10 +292,10 @@ def ends(tokenizer, ids: list[int]) -> bool:
     """Whether the last token of an answer ends it."""
     if ids[-1:] == [tokenizer.eos_token_id]:
         return True
-    found = templates.conventions(tokenizer)
-    if found.is_known and found.stop is None:
+    conventions = templates.conventions(tokenizer)
+    if conventions.is_known and conventions.stop is None:
         return False
-    if found.end_of_answer and ids[-1:] == found.end_of_answer[-1:]:
+    if ids and ids[-1:] == conventions.end_of_answer[-1:]:
         return True
     return turn_length(tokenizer, ids) == len(ids) > 0
 

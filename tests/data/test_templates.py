@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
-from common.data import dataset, thoughts, tokens
+from common.data import dataset, template_limits, thoughts, tokens
 from common.data import templates as chat
 from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
@@ -562,9 +562,9 @@ def test_a_template_that_errs_or_computes_too_much_is_said_in_one_line(
     accelerator, tmp_path, monkeypatch, kind
 ):
     template, said = PROGRAMS[kind]
-    monkeypatch.setattr(chat, "MOST_BYTES", 2**28)
+    monkeypatch.setattr(template_limits, "MOST_BYTES", 2**28)
     if "endless" in kind:
-        monkeypatch.setattr(chat, "MOST_SECONDS", 0.2)
+        monkeypatch.setattr(template_limits, "MOST_SECONDS", 0.2)
     tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
     tokenizer.chat_template = template
     say = lambda text: {"prompt": [message("user", text)], "completion": [message("assistant", "a")]}  # fmt: skip
