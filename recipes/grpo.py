@@ -672,7 +672,7 @@ def main():
     checkpoint.begin(run)
     console.begin(
         run,
-        data=f"{len(data.train)} rows; {packer.describe('their responses')}",
+        data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
         updates=schedule.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)

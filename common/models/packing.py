@@ -218,15 +218,16 @@ class Packer:
         prompts = batches.send(layout.prompts, self.device)
         return inputs | {"attention_mask": attention_mask(pieces, prompts)}
 
-    def describe(self, answers: str) -> str:
+    def describe(self, answers: str, each: str) -> str:
         """Returns in words how often a prompt is computed.
 
         Args:
-            answers: what has a prompt in common, such as `both answers`.
+            answers, each: what has a prompt in common, such as `both answers`, and one of them,
+                such as `answer`.
         """
         if self.share:
             return f"prompts are computed once for {answers}"
-        return f"prompts are computed for each of {answers}"
+        return f"prompts are computed for each {each}"
 
 
 def refuse_unpredicted(prompts: Sequence[list[int]], scored: Sequence[list]) -> None:

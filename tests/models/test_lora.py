@@ -24,13 +24,14 @@ from transformers import (
 )
 
 import architectures
+from common import arguments, folders, memory
 from common import export as exporting
-from common import folders, memory
 from common.models import architecture, load, lora, merge, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.models.packing import Packer
 from common.shared_args import SharedArgs
 from runs import (
+    ASSETS,
     LAUNCHERS,
     REPOSITORY,
     config_launcher,
@@ -92,6 +93,19 @@ def adapted(model, **given):
 ])  # fmt: skip
 def test_settings_that_mean_nothing_are_refused(given, parts):
     refuses(*parts, call=lambda: lora.check_settings(Accelerator(cpu=True), arguments_of(**given)))
+
+
+@pytest.mark.parametrize("flag, value, expected", [
+    ("--lora_r", "-1", "at least 0"),
+    ("--lora_alpha", "0", "above 0"),
+    ("--lora_dropout", "1", "at least 0 and below 1"),
+])  # fmt: skip
+def test_values_out_of_range_are_refused(capsys, flag, value, expected):
+    given = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--lora_r", "4"]
+    with pytest.raises(SystemExit):
+        arguments.parse(SharedArgs, ASSETS / "dpo.yaml", [*given, flag, value])
+    said = capsys.readouterr().err
+    assert f"{flag} {value}" in said and f"expected {expected}" in said
 
 
 def test_alpha_is_twice_the_rank():
