@@ -23,7 +23,7 @@ from common import (
     stopping,
     transcript,
 )
-from common.metrics import JOIN
+from common.metrics import NOTHING
 from common.models import lora
 from common.run import Run
 
@@ -334,14 +334,14 @@ def size_of(file: Path) -> int:
 
 
 def fault_of_state(path: Path) -> str | None:
-    """Says what keeps a checkpoint's `state.json` from being used; None if nothing does.
+    """Returns what keeps a checkpoint's `state.json` from being used; None if nothing does.
 
     The manifest does not tell: it finds what storage damages, not what somebody rewrote.
     """
     try:
-        read_state(path)
-    except (OSError, ValueError) as error:
-        return f"state.json cannot be used: {error}"
+        check_state(read_state(path))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        return f"state.json cannot be used: {type(error).__name__}: {error}"
     return None
 
 
@@ -349,61 +349,35 @@ def read_state(path: Path) -> dict:
     """Returns the content of a checkpoint's `state.json`.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not what `state_besides_engine` returns.
         SystemExit: another version of `common` wrote it.
     """
     state = folders.read_json(path / "state.json")
-    if isinstance(state, dict) and state.get("format") != FORMAT:
+    if state.get("format") != FORMAT:
         sys.exit(
             f"--resume: {path} was written by another version of `common`: resume it with that"
         )
-    check_state(state)
     return state
 
 
-def check_state(state: Any) -> None:
-    """Raises a ValueError if this is not what `state_besides_engine` returns."""
-    member(state, "arguments", dict)
-    member(state, "last_update", dict)
-    progress = member(state, "progress", dict)
-    for name in COUNTERS:
-        check_count(progress, name)
-    log_bytes = member(state, "log_bytes", dict)
-    for name in log_bytes:
-        check_count(log_bytes, name)
-    scheduler = member(state, "scheduler", dict)
-    member(scheduler, "base_lrs", list)
-    member(scheduler, "lr_lambdas", list)
-    check_count(scheduler, "last_epoch")
-    processes = member(state, "open_sums", list)
-    if not processes or not all(isinstance(sums, dict) for sums in processes):
-        raise ValueError("open_sums are not those of each process")
-    for sums in processes:
-        for name in sums:
-            if not is_sum(sums[name]):
-                raise ValueError(f"the sums of {name} are {sums[name]}")
+def check_state(state: dict) -> None:
+    """Looks at all that `load` will use, and raises whatever error that leads to."""
+    scheduler = state["scheduler"]
+    counts = [state["progress"][name] for name in COUNTERS]
+    counts += [scheduler["last_epoch"], *state["log_bytes"].values()]
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise ValueError(f"its counters are {counts}")
 
+    numbers = [*state["last_update"].values(), *scheduler["base_lrs"]]
+    for sums in state["open_sums"]:
+        for reduce, number, count in sums.values():
+            numbers += [number + NOTHING[reduce], count]
+    if not all(isinstance(number, float | int) for number in numbers):
+        raise ValueError(f"its metrics are {numbers}")
 
-def member(values: Any, name: str, kind: type) -> Any:
-    """Returns a member of a JSON object; raises a ValueError if there is none of this kind."""
-    found = values.get(name) if isinstance(values, dict) else None
-    if not isinstance(found, kind):
-        raise ValueError(f"{name} is {str(found)[:40]}, not of the type {kind.__name__}")
-    return found
-
-
-def check_count(values: dict, name: str) -> None:
-    """Raises a ValueError if a member is not a whole number from 0 on."""
-    if member(values, name, int) < 0:
-        raise ValueError(f"{name} is {values[name]}")
-
-
-def is_sum(entry: Any) -> bool:
-    """Whether this is what `Means.state` returns for one tag."""
-    if not isinstance(entry, list) or len(entry) != 3 or entry[0] not in list(JOIN):
-        return False
-    return all(isinstance(number, float | int) for number in entry[1:])
+    if len(state["open_sums"]) == 0 or len(scheduler["lr_lambdas"]) == 0:
+        raise ValueError("it is of no process or has no schedule")
+    if not state["arguments"].keys() >= {"data", "world"}:
+        raise ValueError("its arguments are not those of a run")
 
 
 # ============================================================ loading

@@ -56,6 +56,8 @@ def start(accelerator: Accelerator, report_to: list[str], output_dir: Path, sett
     for tracker in accelerator.trackers:
         if tracker.name == "mlflow":
             ids["mlflow"] = tracker.tracker.info.run_id
+        if tracker.name == "aim":
+            ids["aim"] = tracker.tracker.hash
     folders.replace_file(file, json.dumps(ids, indent=1) + "\n")
 
 
@@ -63,7 +65,7 @@ def settings_of_trackers(output_dir: Path, ids: dict[str, str]) -> dict[str, dic
     """Returns what tells each tracker which run this is. Others begin a new run.
 
     Args:
-        ids: `own`, which this run chose itself, and that of `mlflow`, which chooses it.
+        ids: `own`, which this run chose itself, and those that `mlflow` and `aim` chose.
     """
     name = output_dir.resolve().name
     by_id = {"name": name, "id": ids["own"], "resume": "allow"}
@@ -74,5 +76,6 @@ def settings_of_trackers(output_dir: Path, ids: dict[str, str]) -> dict[str, dic
         "swanlab": by_id,
         "trackio": by_name,
         "mlflow": {"run_name": name, "run_id": ids.get("mlflow")},
+        "aim": {"run_hash": ids.get("aim")},
         "dvclive": {"dir": str(output_dir / "dvclive"), "resume": True},
     }
