@@ -108,17 +108,11 @@ class Converter:
         }
 
 
-def tokenise(
-    name: str, split: str, converter: Converter, check: bool
-) -> tuple[datasets.Dataset, list[str]]:
-    """Reads a data set and converts all its rows, or takes the result from the cache.
-
-    Args:
-        check: look for damage in what is cached, and make it again. If another process of this
-            machine has just done so, that would be a waste.
+def tokenise(name: str, split: str, converter: Converter) -> Path:
+    """Reads a data set and converts all its rows, unless the cache has the result.
 
     Returns:
-        The usable rows, and notes on what was left out or cut.
+        The file in the cache that has it.
 
     Raises:
         SystemExit: see `dataset.load`.
@@ -130,10 +124,17 @@ def tokenise(
             "a token of the prompt and one of the answer"
         )
     cache.check_root()
-    rows = files.load(name, split, check)
+    rows = files.load(name, split)
     check_columns(name, rows, converter.columns)
+    key = cache_key(rows, converter)
+    # Not next to the data: a folder of `save_to_disk` is the user's own, and may be read-only.
+    file = cache.root() / "tokenised" / f"{key}.arrow"
+    record = cache.Record(key)
     try:
-        converted = convert(rows, converter, check)
+        with record.locked():
+            if not record.is_true():
+                convert(rows, converter, file)
+                record.write([file])
     except BadRow as error:
         sys.exit(f"data set {name!r}, {error}")
     except UnicodeDecodeError as error:
@@ -143,62 +144,33 @@ def tokenise(
             f"data set {name!r}: one of several processes that tokenise it died, maybe for lack of "
             "memory. There are fewer of them if the run may use fewer cores (taskset)"
         )
-    notes = describe_unusable(converted)
-    usable = select_usable(converted)
-    if len(usable) == 0:
-        sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
-    return usable, notes
+    return file
 
 
-def convert(rows: files.Rows, converter: Converter, check: bool) -> datasets.Dataset:
-    """Returns all rows as the converter makes them, from the cache if they are there.
-
-    Args:
-        check: take from the cache only what is as it was written.
-    """
-    key = cache_key(rows, converter)
-    if not check:
-        return convert_all(rows, converter, key, from_cache=True)
-    record = cache.Record(key)
-    with record.locked():
-        is_cached = record.is_true()
-        converted = convert_all(rows, converter, key, from_cache=is_cached)
-        if not is_cached:
-            record.write([Path(file["filename"]) for file in converted.cache_files])
-    return converted
-
-
-def convert_all(
-    rows: files.Rows, converter: Converter, key: str, *, from_cache: bool
-) -> datasets.Dataset:
-    """Returns all rows as the converter makes them, and writes them to the cache under a key.
-
-    Args:
-        from_cache: take what is there under this key instead, if anything is.
+def convert(rows: files.Rows, converter: Converter, file: Path) -> None:
+    """Writes all rows as the converter makes them to a file, whole or not at all.
 
     Raises:
         BadRow, UnicodeDecodeError, BrokenProcessPool: see `Converter` and `workers.each`.
     """
     n_rows = len(rows.table)
-    # Not next to the data: a folder of `save_to_disk` is the user's own, and may be read-only.
-    folder = cache.root() / "tokenised"
-    folder.mkdir(parents=True, exist_ok=True)
     spans = [
         range(start, min(start + ROWS_AT_ONCE, n_rows)) for start in range(0, n_rows, ROWS_AT_ONCE)
     ]
     convert_span = partial(converter.convert_rows, rows)
     processes = workers.number_for(n_rows, convert_span)
+    file.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(workers.each(convert_span, spans, processes)) as parts:
         parts_shown = with_bar(parts, n_rows)
         # `map` only writes what the workers made, so their number changes nothing in the file.
-        return rows.table.map(
+        rows.table.map(
             lambda _rows: next(parts_shown),
             batched=True,
             batch_size=ROWS_AT_ONCE,
             remove_columns=rows.table.column_names,
-            cache_file_name=str(folder / f"{key}.arrow"),
-            load_from_cache_file=from_cache,
-            new_fingerprint=key,
+            cache_file_name=str(file),
+            load_from_cache_file=False,
+            new_fingerprint=file.stem,
         )
 
 
@@ -304,6 +276,20 @@ def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
 
 
 # ============================================================ usable rows, and notes on the others
+def read_usable(name: str, file: Path) -> tuple[datasets.Dataset, list[str]]:
+    """Returns the usable rows of what `tokenise` wrote, and notes on what was left out or cut.
+
+    Raises:
+        SystemExit: no row is usable.
+    """
+    converted = datasets.Dataset.from_file(str(file))
+    notes = describe_unusable(converted)
+    usable = select_usable(converted)
+    if len(usable) == 0:
+        sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
+    return usable, notes
+
+
 def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
     """Returns the usable rows, under a fingerprint of all rows' content."""
     reasons = column(converted, "reason")

@@ -9,9 +9,11 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from accelerate.utils import gather_object
+
 from common import distributed, lazily
 from common.data import formats
-from common.data.conversion import Converter, column, tokenise
+from common.data.conversion import Converter, column, read_usable, tokenise
 from common.data.mixture import Mixture
 
 if TYPE_CHECKING:
@@ -103,13 +105,13 @@ def load(
             left. On all processes.
     """
     converter = Converter(function, tokenizer, columns, settings)
-    # One process of each machine checks and fills the cache, then the others read it.
-    is_first = accelerator.is_local_main_process
-    task = (name, split, converter, is_first)
     with word_of_patience(accelerator, f"reading and tokenising {name} ..."):
-        of_first = distributed.all_or_none(accelerator, is_first, tokenise, *task)
-        of_others = distributed.all_or_none(accelerator, not is_first, tokenise, *task)
-    usable, notes = of_first if is_first else of_others
+        # The first process of each machine fills the cache, and the others read what it wrote.
+        is_first = accelerator.is_local_main_process
+        file = distributed.all_or_none(accelerator, is_first, tokenise, name, split, converter)
+        first = accelerator.process_index - accelerator.local_process_index
+        file = gather_object([file])[first]
+        usable, notes = distributed.all_or_none(accelerator, True, read_usable, name, file)
     accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *notes]))
     return usable
 

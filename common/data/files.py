@@ -74,16 +74,13 @@ class JsonRows(datasets.GeneratorBasedBuilder):
                 number += 1
 
 
-def load(name: str, split: str, check: bool = True) -> Rows:
+def load(name: str, split: str) -> Rows:
     """Loads a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
     Files are `.jsonl .json .csv`, also gzipped, and `.parquet`. A single file is the split `train`.
     As on the hub, the file names in a folder say the split (`train*`, `test*` ...); if none does,
     all files are `train`. A folder may also be one that `save_to_disk` wrote. The name of a file or
     a folder is never a pattern. The cells of a CSV are text.
-
-    Args:
-        check: look for damage in what `datasets` has cached, and make it again.
 
     Raises:
         SystemExit: nothing there, malformed JSON (with the row), no rows.
@@ -96,13 +93,13 @@ def load(name: str, split: str, check: bool = True) -> Rows:
         sys.exit(f"folder {name!r} mixes {sorted(kinds)} files: give a folder of one kind")
     try:
         if files or Path(name).is_dir():
-            table = read_files(split, kinds, split_files(Path(name)), check=check)
+            table = read_files(split, kinds, split_files(Path(name)))
         else:
             hub_name, _, config = name.partition(":")
             hub.reach()
             source = (hub_name, config or None)
             make = partial(datasets.load_dataset_builder, *source)
-            table = read(split, make, source, check=check)
+            table = read(split, make, source)
     except Exception as error:  # each reader raises what its library does
         refuse(name, split, error)
     return as_rows(name, split, table, is_json=kinds == {"json"})
@@ -184,7 +181,7 @@ def split_files(path: Path) -> DataFilesDict:
     return DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
 
 
-def read_files(split: str, kinds: set[str], files: DataFilesDict, check: bool) -> datasets.Dataset:
+def read_files(split: str, kinds: set[str], files: DataFilesDict) -> datasets.Dataset:
     """Returns the rows of one split of local files, all of one kind; see `read`."""
     if kinds == {"json"}:
         json_files = {
@@ -195,7 +192,7 @@ def read_files(split: str, kinds: set[str], files: DataFilesDict, check: bool) -
         }
         version = datasets.fingerprint.Hasher.hash(Path(__file__).read_text("utf-8"))
         make = partial(JsonRows, data_files=DataFilesDict(json_files), hash=version)
-        return read(split, make, (kinds, files, version), check=check)
+        return read(split, make, (kinds, files, version))
 
     escaped = {
         part: [glob.escape(file) for file in paths if is_data_file(Path(file))]
@@ -206,24 +203,18 @@ def read_files(split: str, kinds: set[str], files: DataFilesDict, check: bool) -
         first_split = next(iter(files.values()))
         options = csv_options(Path(first_split[0]))
     make = partial(datasets.load_dataset_builder, *kinds, data_files=escaped, **options)
-    return read(split, make, (kinds, files, options), check=check)
+    return read(split, make, (kinds, files, options))
 
 
 def read(
-    split: str, make: Callable[[], datasets.DatasetBuilder], source: tuple, check: bool
+    split: str, make: Callable[[], datasets.DatasetBuilder], source: tuple
 ) -> datasets.Dataset:
-    """Returns the rows of one split, which `datasets` caches.
+    """Returns the rows of one split, which `datasets` caches; what is damaged is made again.
 
     Args:
         make: makes the builder of `datasets` that reads the source.
         source: what the rows are read from.
-        check: make again what is damaged in the cache. If not, it was checked a moment ago.
     """
-    if not check:
-        builder = make()
-        builder.download_and_prepare()
-        return builder.as_dataset(split)
-
     record = cache.Record(datasets.fingerprint.Hasher.hash([source, split]))
     with record.locked():
         is_whole = record.is_true()

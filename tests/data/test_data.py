@@ -1016,6 +1016,39 @@ def test_two_processes_make_damage_good_once(tmp_path):
         assert found[name] == expected[name]
 
 
+def test_the_processes_of_a_machine_read_what_its_first_one_wrote(
+    accelerator, tmp_path, monkeypatch
+):
+    """Two machines of two processes, each with a disk of its own."""
+    written = []
+
+    def load(accelerator, answer: str) -> list[dict]:
+        rows = [{"prompt": "aa", "completion": answer}]
+        path = str(write_jsonl(tmp_path / f"{answer}.jsonl", rows))
+        settings = {"max_length": 50, "loss_on": "assistant"}
+        data = dataset.load(accelerator, path, "train", sft_row, make_tokenizer(), {}, **settings)
+        return data[:]["input_ids"]
+
+    tokenise = dataset.tokenise
+    monkeypatch.setattr(
+        dataset, "tokenise", lambda *task: written.append(tokenise(*task)) or written[-1]
+    )
+    first, second = load(accelerator, "bb"), load(accelerator, "cc")
+    assert first != second and len(written) == 2
+    files = [written[0], None, written[1], None]
+    monkeypatch.setattr(dataset, "gather_object", lambda mine: files)
+    for index, expected in enumerate([first, first, second, second]):
+        process = types.SimpleNamespace(
+            process_index=index,
+            local_process_index=index % 2,
+            is_local_main_process=index % 2 == 0,
+            is_main_process=index == 0,
+            print=lambda *_, **__: None,
+        )
+        assert load(process, "dd") == expected
+    assert len(written) == 4  # two of them are the first of a machine
+
+
 def test_a_cache_that_cannot_be_written_is_said_with_the_way_out(accelerator, monkeypatch):
     call = lambda: dataset.load(accelerator, "x.jsonl", "train", sft_row, make_tokenizer(), {}, max_length=9)  # fmt: skip
     nowhere = Path("/dev/null/cache")
