@@ -190,7 +190,7 @@ def test_an_installation_says_one_line_a_step(environment, monkeypatch):
     done = make("install", f"VENV={folder}")
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.splitlines() == [
-        f"installing into {folder}, which takes some minutes; {folder}/install.log says how far it is",
+        f"installing into {folder}, which takes some minutes; {folder}/install.log shows the progress",
         "compiling what was installed",
     ]
     log = (folder / "install.log").read_text()
