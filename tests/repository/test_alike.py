@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import difflib
 import re
+import typing
 
 import pytest
 
@@ -176,9 +177,10 @@ def test_an_argument_that_a_recipe_overrides_is_another_one(name):
     own = {field.name: field for field in dataclasses.fields(arguments)}
     overridden = arguments.__annotations__.keys() & shared.keys()
     assert overridden
+    types, types_before = typing.get_type_hints(arguments), typing.get_type_hints(base)
     for argument in overridden:
         before, after = shared[argument], own[argument]
-        assert after.type == before.type, argument
+        assert types[argument] == types_before[argument], argument
         assert after.metadata.get("bounds") == before.metadata.get("bounds"), argument
         meanings = [(field.default, field.metadata["help"]) for field in (before, after)]
         assert meanings[0] != meanings[1], f"{argument} is that of {base.__name__}"
