@@ -24,8 +24,8 @@ mode, windows, sys.argv = (
 )
 if "fixed" in mode:
 
-    def canned(accelerator, prepared, model, tokenizer, prompts, *args, **kwargs):
-        responses = [[*prompt[1:4][::-1], tokenizer.eos_token_id] for prompt in prompts]
+    def canned(run, prompts, *args, **kwargs):
+        responses = [[*prompt[1:4][::-1], run.tokenizer.eos_token_id] for prompt in prompts]
         return [common.rollout.generation.Response(ids, [0.0] * len(ids)) for ids in responses]
 
     common.rollout.generation.generate = canned
