@@ -1,10 +1,11 @@
-"""The arithmetic of rollouts and updates: how many there are, and which one comes next."""
+"""Where a run is in its prompts and rollouts; how many rollouts and updates there are."""
 
 import math
 from dataclasses import dataclass
 
-from common import counted
+from common import batches, counted
 from common.checkpoint import carried
+from common.run import Run
 
 
 @carried
@@ -14,15 +15,23 @@ class Position:
 
     Attributes:
         prompts_seen: prompts taken so far.
-        prompts_seen_at_update: those of them that were taken when a rollout last led to an update.
         rollouts_seen: rollouts whose updates are all made.
         update: updates made of the current rollout.
     """
 
     prompts_seen: int = 0
-    prompts_seen_at_update: int = 0
     rollouts_seen: int = 0
     update: int = 0
+
+    def take_prompts(self, run: Run, most: int) -> dict:
+        """Takes the next prompts of the data order, at most to the end of the epoch.
+
+        Returns:
+            Their columns, see `generation.sample`.
+        """
+        rows = batches.rows_from(run.data.mixture, run.args.seed, self.prompts_seen, most)
+        self.prompts_seen += len(rows)
+        return run.data.train[rows]
 
     def end_rollout(self) -> None:
         """Goes on to the next rollout."""
