@@ -240,7 +240,7 @@ def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
         "inputs": {"input_ids": ids},
         "targets": ids[scored],
         "mask": scored,
-        "places": scored.flatten().nonzero().flatten(),
+        "cells": scored.flatten().nonzero().flatten(),
         "before": before[scored],
     }
 

@@ -55,7 +55,7 @@ def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
     """Returns the hidden states that a model's head reads, `[rows * row length, h]`.
 
     Args:
-        inputs: of `packing.make_batch`.
+        inputs: those of a batch, see `Packer.make_batch`.
     """
     if "attention_mask" in inputs:
         inputs = inputs | {"attention_mask": as_numbers(model, inputs["attention_mask"])}

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations import is_fsdp_enabled
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import cpu, distributed, folders, hub, record, speaks_for_all, zero
 from common.data import templates, tokens
@@ -339,6 +340,10 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
     folder = Path(name)
     if folder.is_file():
         sys.exit(f"no {kind} could be loaded from {name!r}: it is a file {expected}")
+    looks_like_a_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    if looks_like_a_path and not folder.exists():
+        sys.exit(f"no {kind} could be loaded from {name!r}: there is no such folder {expected}")
+    refuse_adapter(name)
     # transformers' own message would name what it tried, not what is missing.
     if folder.is_dir() and not any(folder.glob("*config.json")):
         way_on = f"; take {folder / 'actor'}" if (folder / "actor").is_dir() else f" {expected}"
@@ -348,17 +353,35 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
             f"no tokenizer could be loaded from {name!r}: it holds none, such as tokenizer.json; "
             "save the model's tokenizer into the same folder"
         )
-    if not folder.exists():
-        is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-        if is_path:
-            sys.exit(f"no {kind} could be loaded from {name!r}: there is no such folder {expected}")
-        hub.reach()
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
         refuse_own_code(name, error)
         first_line = str(error).strip().splitlines()[0]
         sys.exit(f"no {kind} could be loaded from {name!r}: {first_line} {expected}")
+
+
+def refuse_adapter(name: str) -> None:
+    """Refuses an adapter in the place of a model; `transformers` would load it into its base.
+
+    Raises:
+        SystemExit: with the command that merges it.
+    """
+    if is_adapter(name):
+        sys.exit(
+            f"{name!r} is an adapter, not a whole model: merge it into its base with "
+            f"`python -m common.export {name} OUT --merge`, and give OUT instead"
+        )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a folder or a hub name holds an adapter instead of a whole model."""
+    if not Path(name).is_dir():
+        hub.reach()
+    try:
+        return find_adapter_config_file(name) is not None
+    except Exception:  # no such name, or no network: whoever loads it says so
+        return False
 
 
 def refuse_own_code(name: str, error: Exception) -> None:
