@@ -33,6 +33,7 @@ common.check_recipe(__file__)
 
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,8 +52,7 @@ from common import (
     launch,
     optim,
 )
-from common.data import dataset, formats, prompts, tokens
-from common.data.formats import BadRow
+from common.data import dataset, prompts, tokens
 from common.metrics import Logged, Means, Metrics
 from common.models import checks, load, lora, prepare, teachers
 from common.models.divergence import DistillModel, Lesson
@@ -192,103 +192,6 @@ def sampler_differences(output: dict, old: dict, weights: torch.Tensor) -> list[
     ]
 
 
-# ============================================================ the data
-def distill_row(
-    row: dict,
-    tokenizer,
-    max_length: int,
-    max_new_tokens: int,
-    teacher_names: list[str],
-    teacher_prompt: str | None,
-    with_completion: bool,
-    strings_as_messages: bool = False,
-) -> dict:
-    """Returns what `prompts.prompt_row` does for one row, and what this recipe needs besides.
-
-    Where there are several teachers that is `teacher`, the name of the row's own. Where the teacher
-    reads another prompt it is `teacher_prompt_ids`. With completions it is `completion_ids`, empty
-    if the row has none, and the tokens before them, `context_ids` and `teacher_context_ids`.
-    """
-
-    def read(row: dict) -> dict:
-        return prompts.prompt_row(row, tokenizer, max_length, max_new_tokens, strings_as_messages)
-
-    has_completion = with_completion and row.get("completion") is not None
-    if has_completion:
-        row = with_conversation(row, strings_as_messages)
-    values = read(row)
-    if teacher_names:
-        values["teacher"] = teacher_of(row, teacher_names)
-    row_of_teacher = row
-    if teacher_prompt is not None:
-        row_of_teacher = {**row, "prompt": prompt_of_teacher(row, teacher_prompt)}
-        of_teacher = read(row_of_teacher)
-        values["teacher_prompt_ids"] = of_teacher["prompt_ids"]
-        values["reason"] = values["reason"] or of_teacher["reason"]
-    if with_completion:
-        context, ids, reason = encode_completion(row, tokenizer, has_completion)
-        context_of_teacher, _, _ = encode_completion(row_of_teacher, tokenizer, has_completion)
-        values["reason"] = values["reason"] or reason
-        values["completion_ids"] = ids[:max_new_tokens]
-        values["truncated"] = len(ids) > max_new_tokens
-        values["context_ids"] = context
-        values["teacher_context_ids"] = context_of_teacher
-    return values
-
-
-def with_conversation(row: dict, strings_as_messages: bool) -> dict:
-    """Returns the row with prompt and completion as two strings or two message lists."""
-    formats.require(row, "prompt", expected="'prompt'")
-    pair = {name: row[name] for name in ("prompt", "completion")}
-    prompt, completion = formats.conversation(pair)
-    if strings_as_messages:
-        prompt, completion = formats.as_turns(prompt, completion)
-    return {**row, "prompt": prompt, "completion": completion}
-
-
-def teacher_of(row: dict, names: list[str]) -> str:
-    """Returns the name of a row's teacher."""
-    name = row.get("teacher")
-    if name not in names:
-        raise BadRow(f"column 'teacher': expected {' or '.join(names)} (--teacher), found {name!r}")
-    return name
-
-
-def prompt_of_teacher(row: dict, column: str) -> str | list[dict]:
-    """Returns what the teacher reads in place of the row's prompt."""
-    prompt = row.get(column)
-    if not (isinstance(prompt, str) or formats.is_messages(prompt)):
-        raise BadRow(
-            f"column {column!r} (--teacher_prompt): expected a string or a list of messages with "
-            f"role and content, found {prompt!r:.80}"
-        )
-    return prompt
-
-
-def encode_completion(
-    row: dict, tokenizer, has_completion: bool
-) -> tuple[list[int], list[int], str]:
-    """Returns the tokens before a completion, its own, and why the row cannot be used, if so."""
-    if not has_completion:
-        return [], [], ""
-    prompt = row["prompt"]
-    completion = row["completion"]
-    if not formats.has_text(completion):
-        return [], [], formats.missing_answer(completion)
-    if isinstance(completion, str):
-        context, ids = tokens.encode(tokenizer, [prompt, completion], plain=True)
-        return context, ids, ""
-    messages = formats.as_messages(prompt, "user")
-    answer = tokens.encode_turn(
-        tokenizer,
-        messages + completion,
-        start=len(messages),
-        end=len(messages) + len(completion),
-        tools=row.get("tools"),
-    )
-    return answer.context, answer.ids, tokens.reason_of(answer.notes)
-
-
 # ============================================================ the rollout
 @checkpoint.carried
 @dataclass
@@ -326,7 +229,7 @@ class State:
     rollout: Rollout | None = None
 
 
-def make_rollout(run: Run, packer: Packer) -> Rollout:
+def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
     """Lets the student answer the next prompts, or its share of them, and logs its responses."""
     args = run.args
     position = run.extra.position
@@ -348,7 +251,8 @@ def make_rollout(run: Run, packer: Packer) -> Rollout:
     questions = {name: own[name] + off_policy[name] for name in questions}
     rollout = rollout_of(run, Samples.joined(parts), questions, prompts_answered=is_own.sum())
     if args.loss_type == "sampled" and updates_of(rollout, args) > 1:
-        rollout.tokens["logps"] = read_logps(run, rollout.samples, packer)
+        with run.metrics.timed("score"):
+            rollout.tokens["logps"] = read_logps(run, rollout, taught_by, packer)
     return rollout
 
 
@@ -428,22 +332,40 @@ def rollout_of(
     )
 
 
-@torch.no_grad()
-def read_logps(run: Run, samples: Samples, packer: Packer) -> torch.Tensor:
-    """Returns the log-probs of response tokens before the first update, the same on all processes.
+def read_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer) -> torch.Tensor:
+    """Returns the student's log-probs of response tokens before a rollout's first update.
+
+    They come from the pass that trains, teachers included, whose rounding is its own.
 
     Returns:
-        `[samples, longest response]`, zero after a response.
+        `[samples, longest response]`, zero after a response, the same on every process.
     """
     collected = Collected(run.accelerator)
-    with run.metrics.timed("score"), checks.evaluation_mode(run.model):
-        for rows, batch in samples.scoring_batches(run, packer):
-            collected.add(
-                rows, batch["mask"], logps=run.model(batch, run.args.temperature)["logps"]
-            )
-        logps = collected.gather()["logps"]
-    samples.check_finite(run, logps=logps)
+    for rows, weights, old, output in read(run, rollout, taught_by, packer):
+        collected.add(rows if weights.any() else [], old["mask"], logps=output["logps"])
+    logps = collected.gather()["logps"]
+    rollout.samples.check_finite(run, logps=logps)
     return logps
+
+
+@torch.no_grad()
+def read(
+    run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer
+) -> Iterator[tuple[list[int], torch.Tensor, dict, dict]]:
+    """Yields this process's micro-batches of a rollout, as its updates read them.
+
+    Yields:
+        rows, their weights `[rows]`, 0 for a padding row, their `Rollout.tokens`, and what the
+        student's model returned.
+    """
+    numbers = np.arange(len(rollout.samples))
+    with checks.evaluation_mode(run.model):
+        for rows, row_weights in batches.split_update(run, numbers, rollout.samples.lengths):
+            weights = batches.send(row_weights, run.device)
+            batch, old = rollout.samples.collate(rows, rollout.tokens, packer)
+            lessons = read_teachers(taught_by, rollout, rows, batch, packer)
+            output = run.model(batch, run.args.temperature, lessons=lessons, beta=beta_of(run.args))
+            yield rows, weights, old, output
 
 
 def log_samples(run: Run, samples: Samples) -> None:
@@ -524,7 +446,7 @@ def main():
         accelerator,
         args,
         tokenizer,
-        function=distill_row,
+        function=prompts.taught_row,
         max_new_tokens=args.max_new_tokens,
         teacher_names=teachers.names(args),
         teacher_prompt=args.teacher_prompt,
@@ -590,7 +512,7 @@ def main():
         evaluate(run, taught_by, packer)
     while not progress.finished:
         if state.rollout is None:
-            state.rollout = make_rollout(run, packer)
+            state.rollout = make_rollout(run, taught_by, packer)
         rollout = state.rollout
 
         # All processes agree on the samples of this update. Each takes its share of them.
@@ -663,24 +585,16 @@ def main():
 
 
 # ============================================================ evaluation
-@torch.no_grad()
 def evaluate(run: Run, taught_by: Teachers, packer: Packer) -> None:
     """Logs how the student responds to held-out prompts, and what its teachers would have said."""
     line = {}
     examples = []
-    with run.metrics.timed("paused"), checks.evaluation_mode(run.model):
+    with run.metrics.timed("paused"):
         for prefix, eval_set in run.data.eval_sets.items():
             samples = evaluation.sample_held_out(run, eval_set)
             rollout = rollout_of(run, samples, eval_set[:], prompts_answered=len(eval_set))
             means = Means(run.accelerator)
-            numbers = np.arange(len(samples))
-            for rows, row_weights in batches.split_update(run, numbers, samples.lengths):
-                weights = batches.send(row_weights, run.device)
-                batch, old = samples.collate(rows, rollout.tokens, packer)
-                lessons = read_teachers(taught_by, rollout, rows, batch, packer)
-                output = run.model(
-                    batch, run.args.temperature, lessons=lessons, beta=beta_of(run.args)
-                )
+            for _, weights, old, output in read(run, rollout, taught_by, packer):
                 old["logps"] = output["logps"]
                 _, _, logged = compare(output, old, weights, run.args)
                 means.add(logged)

@@ -393,3 +393,8 @@ def unsharded(prepared, model):
     finally:
         prepared.set_reshard_after_forward(True)
         engine.reshard(prepared)
+        # FSDP2 would take the passes noted here for the beginning of the next update, and gather
+        # what they used ahead of time. A process that had nothing to generate would not, and all
+        # would hang.
+        if hasattr(prepared, "reset_iter_state"):  # torch 2.13
+            prepared.reset_iter_state()
