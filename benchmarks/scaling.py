@@ -381,7 +381,7 @@ def operations_of(model, new_tokens: int, **settings) -> Counter:
     from common.rollout.generation import SampleByUniform
 
     prompts = torch.full((4, 20), 7)
-    draws = SampleByUniform(torch.rand(4, new_tokens), prompts.shape[1], temperature=1.0)
+    draws = SampleByUniform(torch.rand(4, new_tokens), temperature=1.0)
     with torch.no_grad(), CountOperations() as counted:
         model.generate(
             prompts,

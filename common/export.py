@@ -237,7 +237,7 @@ def universal(checkpoint: Path, out: Path) -> None:
                 "parameter the same one. ZeRO-1 and ZeRO-2 keep them apart."
             )
     state["arguments"]["world"] = world
-    state["metrics_bytes"] = 0  # of the folder that it will be in
+    state["log_bytes"] = {}  # the folder that it will be in has no lines yet
     (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
     folders.write_manifest(temporary, folders.describe_files(temporary))

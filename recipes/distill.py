@@ -119,10 +119,8 @@ class Args(RolloutArgs):
 
 
 # ============================================================ the algorithm
-# The random numbers of a rollout are drawn from [seed, rollout, stream], and which prompts the
-# student answers from [seed, epoch, stream]. No stream repeats another.
-SAMPLING_STREAM = 1
-ORDER_STREAM = 2
+# Which prompts the student answers is drawn from [seed, epoch, stream], with a stream that no other
+# draw has, see `common/rollout/schedule.py`.
 SHARE_STREAM = 4
 
 
@@ -222,6 +220,7 @@ class State:
     """What a run carries from update to update.
 
     Attributes:
+        position: where the run is in its prompts and rollouts.
         rollout: the one whose updates are being made; None: the next one is due.
     """
 
@@ -232,7 +231,8 @@ class State:
 def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
     """Lets the student answer the next prompts, or its share of them, and logs its responses."""
     args = run.args
-    position = run.extra.position
+    state: State = run.extra
+    position = state.position
     epoch = position.prompts_seen // run.data.mixture.samples
     questions = position.take_prompts(run, args.rollout_batch_size)
     is_own = answered_by_student(questions["row"], epoch, args)
@@ -241,7 +241,8 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
     parts = []
     if is_own.any():
         with run.metrics.timed("generate"):
-            uniforms = draw_uniforms(args, len(is_own), position.rollouts_seen)[is_own]
+            # A number for each token decides which one is sampled.
+            uniforms = position.draw_uniforms(args, len(is_own))[is_own]
             responses = generation.sample(run, own, uniforms, args.temperature)
         responses.check_finite(run)
         log_samples(run, responses)
@@ -263,16 +264,6 @@ def answered_by_student(data_rows: list[int], epoch: int, args: Args) -> np.ndar
     """
     draws = np.random.default_rng([args.seed, epoch, SHARE_STREAM]).random(max(data_rows) + 1)
     return draws[data_rows] < args.on_policy_share
-
-
-def draw_uniforms(args: Args, n_prompts: int, rollout: int) -> np.ndarray:
-    """Returns the numbers that decide the sampled tokens, `[prompts, samples, max_new_tokens]`.
-
-    They depend on the seed and the rollout alone: not on the number of processes, nor on what was
-    drawn before.
-    """
-    generator = np.random.default_rng([args.seed, rollout, SAMPLING_STREAM])
-    return generator.random((n_prompts, args.n_samples_per_prompt, args.max_new_tokens))
 
 
 def chosen(questions: dict[str, list], is_chosen: np.ndarray) -> dict[str, list]:
@@ -395,8 +386,9 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
     updates_per_epoch = updates_of(rollout, args) // args.num_epochs_per_rollout
     epoch, update_of_epoch = divmod(position.update, updates_per_epoch)
     n_samples = rollout.samples.per_prompt
-    order_seed = (args.seed, position.rollouts_seen, ORDER_STREAM)
-    groups = batches.epoch_order(len(rollout.samples) // n_samples, order_seed, epoch)
+    groups = batches.epoch_order(
+        len(rollout.samples) // n_samples, position.order_seed(args), epoch
+    )
     rows = (groups[:, None] * n_samples + np.arange(n_samples)).flatten()
     return np.array_split(rows, updates_per_epoch)[update_of_epoch]
 
@@ -503,7 +495,7 @@ def main():
     checkpoint.begin(run)
     console.begin(
         run,
-        data=f"{len(data.train)} rows; {packer.describe('their responses')}",
+        data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
         updates=schedule.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)

@@ -142,9 +142,6 @@ class Args(RewardArgs):
 
 
 # ============================================================ the algorithm
-# A rollout draws random numbers from [seed, rollout, stream]: each purpose has its own stream.
-SAMPLING_STREAM = 1
-ORDER_STREAM = 2
 # Added to a deviation before it divides.
 EPSILON = 1e-4
 
@@ -407,6 +404,7 @@ class State:
     """What a run carries from update to update.
 
     Attributes:
+        position: where the run is in its prompts and rollouts.
         rollout: the one whose updates are being made; None: the next one is due.
         prompts_seen_at_update: `position.prompts_seen` when a rollout last led to an update.
     """
@@ -424,7 +422,7 @@ def make_rollout(
     Returns None if no response is left to train on.
     """
     args = run.args
-    state = run.extra
+    state: State = run.extra
     samples, scores = sample_groups(run, judge, packer)
     is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
     if not is_trained.any():
@@ -469,8 +467,8 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     for round_number in range(1 + args.refill_rounds):
         prompts_of_round = position.take_prompts(run, missing)
         with run.metrics.timed("generate"):
-            n_prompts = len(prompts_of_round["row"])
-            uniforms = draw_uniforms(args, n_prompts, position.rollouts_seen, round_number)
+            # A number for each token decides which one is sampled.
+            uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
             samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
         samples.check_finite(run)
         with run.metrics.timed("score"):
@@ -489,16 +487,6 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     return Samples.joined(kept_samples), torch.cat(kept_scores)
 
 
-def draw_uniforms(args: Args, n_prompts: int, rollout: int, round_number: int) -> np.ndarray:
-    """Returns the numbers that decide the sampled tokens, `[prompts, samples, max_new_tokens]`.
-
-    They depend on the seed, the rollout and the round alone: not on the number of processes, nor on
-    what was drawn before.
-    """
-    generator = np.random.default_rng([args.seed, rollout, SAMPLING_STREAM, round_number])
-    return generator.random((n_prompts, args.n_samples_per_prompt, args.max_new_tokens))
-
-
 def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
     """Returns the scores of samples with the penalty for length in their total."""
     total = final_scores(
@@ -515,10 +503,10 @@ def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
 def read_tokens(
     run: Run, rollout: Rollout, reference: Reference | None, packer: Packer
 ) -> dict[str, torch.Tensor]:
-    """Returns the log-probs of response tokens that a rollout's updates need, maybe none.
+    """Returns the log-probs of response tokens that a rollout's updates need, by name.
 
-    `logps` are those of the policy. Only updates after the first need them: before it, the policy
-    has not moved. `ref_logps` are those of the reference, if there is one.
+    `logps` are those of the policy, needed if there is more than one update: in the first the
+    policy has not moved. `ref_logps` are those of the reference, if there is one.
 
     Returns:
         `[samples, longest response]` each, zero after a response, the same on every process.
@@ -531,13 +519,11 @@ def read_tokens(
     if not readers:
         return {}
     samples = rollout.samples
+    temperature = run.args.temperature
     collected = Collected(run.accelerator)
     with checks.evaluation_mode(run.model):
         for rows, batch in samples.scoring_batches(run, packer):
-            outputs = {
-                name: reader(batch, run.args.temperature) for name, reader in readers.items()
-            }
-            logps = {name: output["logps"] for name, output in outputs.items()}
+            logps = {name: reader(batch, temperature)["logps"] for name, reader in readers.items()}
             collected.add(rows, batch["mask"], **logps)
     tokens = collected.gather()
     samples.check_finite(run, **tokens)
@@ -584,8 +570,7 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
     """
     updates_per_epoch = updates_of(rollout, args) // args.num_epochs_per_rollout
     epoch, update_of_epoch = divmod(position.update, updates_per_epoch)
-    order_seed = (args.seed, position.rollouts_seen, ORDER_STREAM)
-    rows = order_of_samples(rollout, order_seed, epoch)
+    rows = order_of_samples(rollout, position.order_seed(args), epoch)
     return np.array_split(rows, updates_per_epoch)[update_of_epoch]
 
 
@@ -687,7 +672,7 @@ def main():
     checkpoint.begin(run)
     console.begin(
         run,
-        data=f"{len(data.train)} rows; {packer.describe('their responses')}",
+        data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
         updates=schedule.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)
@@ -806,6 +791,7 @@ def skip_rollout(run: Run) -> None:
     )
     since_update = position.prompts_seen - run.extra.prompts_seen_at_update
     if since_update >= run.data.mixture.samples and not run.progress.finished:
+        run.metrics.log()  # the rewards that taught nothing
         sys.exit(f"{message}, nor from any of the last {since_update} prompts, a whole epoch")
     run.metrics.warn(message)
 

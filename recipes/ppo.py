@@ -143,11 +143,6 @@ class Args(RewardArgs):
 
 
 # ============================================================ the algorithm
-# A rollout draws random numbers from [seed, rollout, stream]: each purpose has its own stream.
-SAMPLING_STREAM = 1
-ORDER_STREAM = 2
-
-
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimates KL(policy || reference) of each token from the sampled token alone.
 
@@ -164,7 +159,7 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) ->
 def final_scores(
     scores: torch.Tensor, ended: torch.Tensor, reward_clip: float, missing_eos_penalty: float
 ) -> torch.Tensor:
-    """Clips scores `[samples]`, if `reward_clip` is not 0, and then penalises missing ends."""
+    """Clips the scores `[samples]`, then subtracts a penalty where a response does not end."""
     if reward_clip:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores - missing_eos_penalty * ~ended
@@ -259,9 +254,9 @@ def explained_variance(
     the returns as well, below 0 if a constant would do better. NaN if the returns hardly differ.
     """
     kept = returns[mask].double()
-    errors = kept - values[mask].double()
+    residuals = kept - values[mask].double()
     variance = kept.var(unbiased=False)
-    return torch.where(variance > 1e-8, 1 - errors.var(unbiased=False) / variance, torch.nan)
+    return torch.where(variance > 1e-8, 1 - residuals.var(unbiased=False) / variance, torch.nan)
 
 
 def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, samples: int) -> float:
@@ -282,7 +277,7 @@ def compare(
         output: what `ActorCritic.forward` returned, with `entropy`.
         old: `Rollout.tokens` of the same samples.
         weights: `[samples]`, 0 for a padding row.
-        rollout: has the coefficient of the KL, and says whether the actor learns.
+        rollout: of these samples; tells the coefficient of the KL and whether the actor learns.
 
     Returns:
         losses and weights `[samples, length]`; metrics.
@@ -303,7 +298,7 @@ def compare(
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
         actor_loss = policy_loss + rollout.kl_coef * kl
-    # Times 0 while only the critic learns: engines expect a gradient of every weight.
+    # While only the critic learns, the actor's gradient is zero. Engines expect it all the same.
     losses = actor_loss * float(rollout.actor_learns) + args.vf_coef * value_loss
 
     token_weights = old["mask"] * weights[:, None]
@@ -337,6 +332,7 @@ class Rollout:
     """Samples and what their updates need to know about them; on the CPU of every process.
 
     Attributes:
+        samples: prompts and responses.
         tokens: tensors `[samples, longest response]` by name: `mask logps values advantages
             returns`, and `ref_logps` where there is a reference.
         kl_coef: the coefficient of the KL when the rollout was made.
@@ -357,6 +353,7 @@ class State:
     """What a run carries from update to update.
 
     Attributes:
+        position: where the run is in its prompts and rollouts.
         kl_coef: the coefficient of the KL for the next rollout.
         rollout: the one whose updates are being made; None: the next one is due.
     """
@@ -369,11 +366,12 @@ class State:
 def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Packer) -> Rollout:
     """Samples responses, scores them, and estimates the advantage of each of their tokens."""
     args = run.args
-    state = run.extra
+    state: State = run.extra
     position = state.position
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
     with run.metrics.timed("generate"):
-        uniforms = draw_uniforms(args, len(prompts_of_rollout["row"]), position.rollouts_seen)
+        # A number for each token decides which one is sampled.
+        uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
         samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
     with run.metrics.timed("score"):
         scores = score(run, judge, samples, packer)
@@ -385,8 +383,8 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     kl = torch.zeros_like(old["logps"])
     if reference is not None:
         kl = kl_estimate(old["logps"], old["ref_logps"], args.kl_estimator).where(mask, 0.0)
-    penalty = state.kl_coef if args.kl_in == "reward" else 0.0
-    reward_of_token = token_rewards(scores.total, kl, mask, penalty)
+    kl_coef_in_reward = state.kl_coef if args.kl_in == "reward" else 0.0
+    reward_of_token = token_rewards(scores.total, kl, mask, kl_coef_in_reward)
     advantages, returns = gae(
         reward_of_token, old["values"], mask, gamma=args.gamma, gae_lambda=args.gae_lambda
     )
@@ -408,16 +406,6 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
             samples=len(samples),
         )
     return rollout
-
-
-def draw_uniforms(args: Args, n_prompts: int, rollout: int) -> np.ndarray:
-    """Returns the numbers that decide the sampled tokens, `[prompts, samples, max_new_tokens]`.
-
-    They depend on the seed and the rollout alone: not on the number of processes, nor on what was
-    drawn before.
-    """
-    generator = np.random.default_rng([args.seed, rollout, SAMPLING_STREAM])
-    return generator.random((n_prompts, args.n_samples_per_prompt, args.max_new_tokens))
 
 
 def score(run: Run, judge: Judge, samples: Samples, packer: Packer) -> Scores:
@@ -499,9 +487,9 @@ def updates_of(rollout: Rollout, args: Args) -> int:
 
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
     """Returns which samples of the rollout form its next update, in a seeded order."""
-    order_seed = (args.seed, position.rollouts_seen, ORDER_STREAM)
-    n_samples = len(rollout.samples)
-    return batches.rows_of_update(n_samples, args.train_batch_size, order_seed, position.update)
+    return batches.rows_of_update(
+        len(rollout.samples), args.train_batch_size, position.order_seed(args), position.update
+    )
 
 
 # Key metrics by the titles of the charts in TensorBoard that show them together.
@@ -587,7 +575,7 @@ def main():
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
 
     # ============================================================ reference and rewards
-    # Without a weight of the KL nothing needs a reference. A reference needs no critic.
+    # At --kl_coef 0 nothing reads a reference. Of the policy as one, the critic is not needed.
     reference = Reference(run, with_values=False) if args.kl_coef else None
     judge = Judge(run)
     readers = [model, judge.model, reference.model if reference else None]
@@ -597,7 +585,7 @@ def main():
     checkpoint.begin(run)
     console.begin(
         run,
-        data=f"{len(data.train)} rows; {packer.describe('their responses')}",
+        data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
         updates=schedule.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)
@@ -616,7 +604,8 @@ def main():
         update_tokens = int(rollout.tokens["mask"][update_rows].sum())
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
-        rates = optim.set_learning_rates(run, held=[] if rollout.actor_learns else ["actor"])
+        held = [] if rollout.actor_learns else ["actor"]
+        learning_rates = optim.set_learning_rates(run, held)
         policy_has_moved = progress.global_step > rollout.made_at
 
         for micro_batch in micro_batches:
@@ -658,8 +647,8 @@ def main():
         metrics.update_done(
             applied,
             grad_norm=grad_norm,
-            learning_rate=rates["actor"],
-            critic_learning_rate=rates["critic"],
+            learning_rate=learning_rates["actor"],
+            critic_learning_rate=learning_rates["critic"],
             loss_scale=loss_scale,
         )
         if applied:
@@ -709,12 +698,12 @@ def describe_rollout(args: Args) -> str:
 def check_rollout_size(args: Args) -> None:
     """Refuses a rollout that is no whole number of updates, and names the nearest valid sizes."""
     # The fewest prompts whose samples are a multiple of `--train_batch_size`.
-    samples = math.lcm(args.train_batch_size, args.n_samples_per_prompt)
-    step = samples // args.n_samples_per_prompt
-    if args.rollout_batch_size % step == 0:
+    fewest_samples = math.lcm(args.train_batch_size, args.n_samples_per_prompt)
+    fewest = fewest_samples // args.n_samples_per_prompt
+    if args.rollout_batch_size % fewest == 0:
         return
-    below = args.rollout_batch_size // step * step
-    nearest = " or ".join(str(size) for size in (below, below + step) if size)
+    below = args.rollout_batch_size // fewest * fewest
+    nearest = " or ".join(str(size) for size in (below, below + fewest) if size)
     sys.exit(
         f"{describe_rollout(args)} are not a multiple of --train_batch_size "
         f"{args.train_batch_size}. Nearest valid sizes: --rollout_batch_size {nearest}."

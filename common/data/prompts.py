@@ -3,7 +3,8 @@
 import json
 
 from common.data import formats, templates, tokens
-from common.data.formats import BadRow
+from common.data.ids import encode_text
+from common.data.messages import BadRow, as_messages, is_messages
 
 
 def prompt_row(
@@ -13,9 +14,13 @@ def prompt_row(
     max_new_tokens: int,
     strings_as_messages: bool = False,
 ) -> dict:
-    """Returns `prompt_ids length truncated columns reason` of one row, and `notes` if any.
+    """Returns `prompt_ids length truncated columns reason` of one row, and maybe `notes`.
 
-    `columns` is the whole row as a JSON text, for the reward function.
+    `columns` is the whole row as a JSON text, for the reward function. Of `max_length` tokens,
+    `max_new_tokens` are for the response.
+
+    Raises:
+        BadRow: the row has no prompt, or the chat template refuses it.
     """
     formats.require(row, "prompt", expected="'prompt'")
     prompt = row["prompt"]
@@ -23,11 +28,11 @@ def prompt_row(
         (prompt,) = formats.as_turns(prompt)
     notes = []
     if isinstance(prompt, str):
-        ids = tokens.encode(tokenizer, [prompt, ""], plain=True)[0]
+        (ids,) = tokens.encode_plain(tokenizer, prompt)
     else:
-        messages = formats.as_messages(prompt, "user")
-        text = templates.render(tokenizer, messages, True, row.get("tools"))
-        ids = tokens.encode(tokenizer, [text])[0]
+        messages = as_messages(prompt, "user")
+        text = templates.render(tokenizer, messages, row.get("tools"), add_generation_prompt=True)
+        ids = encode_text(tokenizer, text)
         notes = templates.unwritten_parts(tokenizer, messages, row.get("tools"))
     reason = ""  # why the row cannot be used
     if not formats.has_text(prompt):
@@ -129,13 +134,13 @@ def teacher_of(row: dict, names: list[str]) -> str:
 def prompt_of_teacher(row: dict, column: str) -> str | list[dict]:
     """Returns what the teacher reads in place of the row's prompt, of the same kind as that."""
     prompt = row.get(column)
-    if not (isinstance(prompt, str) or formats.is_messages(prompt)):
+    if not (isinstance(prompt, str) or is_messages(prompt)):
         raise BadRow(
             f"column {column!r} (--teacher_prompt): expected a string or a list of messages with "
             f"role and content, found {prompt!r:.80}"
         )
     if isinstance(prompt, str) and not isinstance(row["prompt"], str):
-        return formats.as_messages(prompt, "user")
+        return as_messages(prompt, "user")
     return prompt
 
 
@@ -146,12 +151,11 @@ def encode_completion(row: dict, tokenizer) -> tokens.Answer:
     if not formats.has_text(completion):
         return NO_ANSWER
     if isinstance(prompt, str) and isinstance(completion, str):
-        context, ids = tokens.encode(tokenizer, [prompt, completion], plain=True)
+        context, ids = tokens.encode_plain(tokenizer, prompt, completion)
         return tokens.Answer(context, context, ids, notes=[])
-    before = formats.as_messages(prompt, "user")
-    after = formats.as_messages(completion, "assistant")
-    end = len(before) + len(after)
-    return tokens.encode_turn(tokenizer, before + after, len(before), end, row.get("tools"))
+    before = as_messages(prompt, "user")
+    after = as_messages(completion, "assistant")
+    return tokens.encode_answer(tokenizer, before, after, row.get("tools"))
 
 
 def reason_of_missing(row: dict, answer: tokens.Answer) -> str:

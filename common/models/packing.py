@@ -45,8 +45,8 @@ class Layout:
 
     Attributes:
         ids, positions: of each token, `[rows, row length]`.
-        pieces, prompts: the piece that each token belongs to, and that piece's prompt, which a
-            prompt is itself, `[rows, row length]`.
+        pieces, prompts: the piece that each token belongs to, and that piece's prompt, `[rows, row
+            length]`; a prompt is its own.
         before: for each answer, the places of the tokens that predict its tokens.
         last: for each answer, the place of its last token.
     """
@@ -218,15 +218,16 @@ class Packer:
         prompts = batches.send(layout.prompts, self.device)
         return inputs | {"attention_mask": attention_mask(pieces, prompts)}
 
-    def describe(self, answers: str) -> str:
+    def describe(self, answers: str, each: str) -> str:
         """Returns in words how often a prompt is computed.
 
         Args:
-            answers: what has a prompt in common, such as `both answers`.
+            answers, each: what has a prompt in common, such as `both answers`, and one of them,
+                such as `answer`.
         """
         if self.share:
             return f"prompts are computed once for {answers}"
-        return f"prompts are computed for each of {answers}"
+        return f"prompts are computed for each {each}"
 
 
 def refuse_unpredicted(prompts: Sequence[list[int]], scored: Sequence[list]) -> None:
@@ -246,18 +247,12 @@ def share_prompts(groups: list[Group]) -> list[Group]:
     Answers without a prompt (SFT passes empty prompts) have nothing in common. As one group, which
     no two rows can divide, they would fill a single row.
     """
-    shared: list[Group] = []
-    by_prompt: dict[tuple[int, ...], Group] = {}
-    for group in groups:
-        prompt = tuple(group.prompt)
-        if prompt in by_prompt:
-            by_prompt[prompt].answers.update(group.answers)
-            continue
-        joined = Group(group.prompt, dict(group.answers))
-        shared.append(joined)
-        if prompt:
-            by_prompt[prompt] = joined
-    return shared
+    joined: dict[object, Group] = {}
+    for number, group in enumerate(groups):
+        key = tuple(group.prompt) or number
+        of_prompt = joined.setdefault(key, Group(group.prompt, {}))
+        of_prompt.answers.update(group.answers)
+    return list(joined.values())
 
 
 def longest_first(groups: list[Group]) -> list[Group]:

@@ -55,7 +55,7 @@ def without_noise(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def choose_parameters(accelerator, model: nn.Module, args) -> None:
-    """Freezes what text never reaches and, with `--lora_r`, all but new adapters; says what.
+    """Freezes what text never reaches and, with `--lora_r`, all but new adapters; prints what.
 
     Args:
         model: a `ModelWrapper`, not prepared yet.

@@ -161,7 +161,7 @@ def call(name: str, function: Callable, given: Given, timeout: float) -> list[fl
 def is_ctrl_c(error: BaseException) -> bool:
     """Whether an error may be the user's Ctrl-C.
 
-    A run handles Ctrl-C by itself, see `checkpoint.install_signals`. So in a run a
+    A run handles Ctrl-C by itself, see `stopping.listen`. So in a run a
     KeyboardInterrupt is the function's own: it failed, and the other processes must learn of it.
     """
     is_handled = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
@@ -218,9 +218,9 @@ def check(name: str, scores: Any, given: Given) -> list[float]:
 
 
 def as_plain(value: Any, method: str) -> Any:
-    """Returns what `tolist` or `item` of a value gives; the value itself without such a method.
+    """Returns what `tolist` or `item` of a value gives, or the value itself if that fails.
 
-    It is also returned if the method fails, as `item` of a tensor of several numbers does.
+    It fails if there is no such method, and as `item` does for a tensor of several numbers.
     """
     try:
         return getattr(value, method)()
@@ -301,7 +301,7 @@ def is_of_trl(signature: inspect.Signature, has_messages: bool) -> bool:
 
 
 def signature_of(function: Callable) -> inspect.Signature:
-    """Returns a function's signature; that of one which takes anything where it has none."""
+    """Returns a function's signature; if it has none, that of a function that takes anything."""
     try:
         return inspect.signature(function)
     except ValueError:  # a built-in
@@ -317,7 +317,7 @@ def accepted(signature: inspect.Signature, keywords: dict[str, Any]) -> dict[str
 
 
 def wanted_columns(signature: inspect.Signature) -> list[str]:
-    """Returns what a function must be given besides prompts and responses."""
+    """Returns the names of what a function must be given besides prompts and responses."""
     return [
         parameter.name
         for parameter in list(signature.parameters.values())[2:]
@@ -331,10 +331,10 @@ def wanted_columns(signature: inspect.Signature) -> list[str]:
 
 @contextlib.contextmanager
 def time_limit(seconds: float):
-    """Raises `OutOfTime` inside the block after so many seconds; 0: never.
+    """Raises `OutOfTime` inside the block after this many seconds; 0: never.
 
-    The block must run in the main thread, where libraries that check answers set alarms of their
-    own. So another thread watches the time, and sends a signal whose handler raises.
+    The block runs in the main thread, and libraries that check answers set alarms of their own
+    there. So another thread watches the time, and sends a signal whose handler raises.
     """
     if not seconds:
         yield

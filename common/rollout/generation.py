@@ -15,7 +15,7 @@ from common.models import architecture, checks
 from common.rollout.samples import Samples
 from common.run import Run
 
-# What the keys and values of the responses that a process generates at once may take, where
+# The memory for keys and values of the responses that a process generates at once, if
 # `--generate_batch_size` is 0. While it grows, a cache takes up to twice as much.
 CACHE_BYTES = 8 * 2**30
 # A batch drops its ended rows after every 16 tokens. Without that, it would compute ended rows
@@ -140,8 +140,8 @@ def responses_that_fit(run: Run) -> int:
 def generate_batch(rows: "Rows", max_new_tokens: int) -> list[Response]:
     """Generates one response to each prompt of a batch, on this process alone.
 
-    All rows get some more tokens, those with a finished response are dropped, and so on with the
-    others. For example, three prompts, four tokens at once, at most six, and the stop token 1:
+    Each round adds some tokens to all rows, and then drops the rows whose responses are finished.
+    For example, three prompts, four tokens at once, at most six, and the stop token 1:
 
         prompt    four tokens       two more
         0         row 0: 7 7 7 7    row 0: 7 7 7 7 7 7    finished: six tokens
@@ -152,7 +152,7 @@ def generate_batch(rows: "Rows", max_new_tokens: int) -> list[Response]:
     n_prompts = len(rows.numbers)
     responses = {}
     rows.read_prompts()
-    while len(responses) < n_prompts:
+    while True:
         rows.extend(min(at_once, max_new_tokens - rows.n_new))
         unfinished = []
         for row, (number, new_ids) in enumerate(zip(rows.numbers, rows.new_ids.tolist())):
@@ -161,8 +161,9 @@ def generate_batch(rows: "Rows", max_new_tokens: int) -> list[Response]:
                 responses[number] = Response(ids, rows.logps_of(row)[: len(ids)])
             else:
                 unfinished.append(row)
+        if not unfinished:
+            return [responses[number] for number in range(n_prompts)]
         rows.keep(unfinished)
-    return [responses[number] for number in range(n_prompts)]
 
 
 class Rows:
@@ -266,8 +267,8 @@ class Rows:
 
     def keep(self, rows: list[int]) -> None:
         """Drops all other rows."""
-        if not rows or len(rows) == len(self.numbers):
-            return  # none is left to go on with, or none is dropped
+        if len(rows) == len(self.numbers):
+            return  # without a copy of the cache
         self.numbers = [self.numbers[row] for row in rows]
         self.ids = self.ids[rows]
         self.padding = self.padding[rows]
@@ -347,8 +348,8 @@ def ready_to_generate(run: Run):
     model = run.unwrapped.model
     with contextlib.ExitStack() as undo:  # undoes in the reverse order
         undo.enter_context(checks.evaluation_mode(model))
-        # A call takes from the model's own config what it does not say itself: temperature, top-k,
-        # the kind of cache ... None of that may change what is drawn here.
+        # What a call does not set comes from the model's own config: temperature, top-k, the kind
+        # of cache ... None of that may change what is drawn here.
         undo.callback(setattr, model, "generation_config", model.generation_config)
         model.generation_config = GenerationConfig()
         undo.enter_context(without_router_logits(model))
@@ -363,12 +364,13 @@ def ready_to_generate(run: Run):
 def without_router_logits(model):
     """Keeps a mixture of experts from returning its router's logits, inside the block.
 
-    If its config asks for them `transformers` also computes the auxiliary loss, even where it only
-    generates. With a mask of padded prompts that fails: it covers the tokens in the cache, too.
+    If its config asks for them, `transformers` also computes the auxiliary loss, even when it only
+    generates. With padded prompts that fails, because their mask also covers the tokens in the
+    cache.
     """
     configs = [module.config for module in model.modules() if architecture.has_config(module)]
     asking = [config for config in configs if getattr(config, "output_router_logits", False)]
-    for config in asking:  # a config that modules share may stand here several times
+    for config in asking:  # modules may share a config, which is then in the list several times
         config.output_router_logits = False
     try:
         yield
@@ -381,7 +383,7 @@ def without_router_logits(model):
 def unsharded(prepared, model):
     """Unshards the weights of `model`, and keeps a forward pass from sharding them again.
 
-    What else `prepared` holds, such as PPO's critic, stays in shards.
+    Whatever else `prepared` holds, such as PPO's critic, stays in shards.
     """
     generates = {prepared, *model.modules()}
     prepared.set_reshard_after_forward(False)

@@ -1,4 +1,4 @@
-"""Scores responses by a reward model, by reward functions or by both; two functions are here."""
+"""Scores responses by a reward model, reward functions or both; has two such functions."""
 
 import json
 import re
@@ -42,7 +42,7 @@ class Scores(NamedTuple):
 
 
 def check_settings(args) -> None:
-    """Refuses settings of the rewards that would be ignored or cannot work, before long work.
+    """Refuses settings of the rewards that would be ignored or cannot work.
 
     Args:
         args: `RewardArgs`.
@@ -191,7 +191,7 @@ class Judge:
 
 
 def load_functions(names: list[str] | None) -> dict[str, Callable]:
-    """Loads reward functions; returns them by their own names, or by MODULE:NAME if those collide.
+    """Returns reward functions by their own names, or by MODULE:NAME if those collide.
 
     Raises:
         SystemExit: a function cannot be loaded, or is given twice.
@@ -212,7 +212,8 @@ def weights_by_part(args) -> dict[str, float]:
     """Returns the weight of each part of the score, the reward model's first; default 1 each.
 
     Raises:
-        SystemExit: the weights are not as many, or not finite; a function cannot be loaded.
+        SystemExit: there are more or fewer weights than parts, or one is not finite; a function
+            cannot be loaded.
     """
     names = [OF_MODEL] if args.reward_model_name_or_path else []
     names += load_functions(args.reward_function)
@@ -240,9 +241,9 @@ def check_signatures(args, data: Data) -> None:
 
 
 def first_rows(data: Data) -> dict[str, list[dict]]:
-    """Returns the first row of each set of some data by the data's name, for messages.
+    """Returns the first row of each set, by the name that messages give to the data.
 
-    It tells the columns of its set: one that a row lacks is None in it.
+    It tells the columns of its set: all its rows have the same, with None for what is missing.
     """
     starts = np.cumsum((0, *data.mixture.sizes[:-1])).tolist()
     texts = {"the training data": data.train[starts]["columns"]}
@@ -256,7 +257,7 @@ def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None
     """Refuses scores of the reward model that are not finite.
 
     Raises:
-        SystemExit: naming the first such sample, with the statistics of all scores.
+        SystemExit: naming the first such sample, with statistics of all scores.
     """
     is_finite = np.abs(scores) <= calls.LARGEST
     if is_finite.all():
@@ -283,7 +284,7 @@ def answer_reward(
 ) -> list[float | None]:
     """Returns 1 if the response's final answer is the column `answer`, else 0.
 
-    Returns None where the row has no answer: see `answers.is_right` for what is right.
+    Returns None if the row has no answer. `answers.is_right` decides what is right.
     """
     return [
         float(answers.is_right(response, right)) if right not in (None, "") else None
@@ -300,8 +301,8 @@ def format_reward(
 ) -> list[float]:
     """Returns 1 if the response matches a regular expression from its beginning, else 0.
 
-    The expression is the column `format_pattern`, where the data has one, else `THINK_FORMAT`. A
-    dot matches line breaks, too.
+    The expression is the column `format_pattern`, if the row has one, else `THINK_FORMAT`. A dot
+    also matches line breaks.
     """
     patterns = format_pattern or [None] * len(responses)
     flags = re.DOTALL | re.MULTILINE

@@ -54,9 +54,9 @@ class Samples:
 
     @property
     def group_lengths(self) -> np.ndarray:
-        """The longest of the lengths of each sample's group, `[samples]`.
+        """The length of the longest sample in each sample's group, `[samples]`.
 
-        Sorted by them, the samples of a group stand side by side and can share their prompt.
+        Sorted by it, the samples of a group stay side by side and can share their prompt.
         """
         return self.lengths.reshape(-1, self.per_prompt).max(1).repeat(self.per_prompt)
 

@@ -26,6 +26,10 @@ ARGS = dict(
     reward_weights=None,
     reward_timeout=0.0,
     normalize_reward=False,
+    attn_implementation=None,
+    load_in_4bit=False,
+    gradient_checkpointing=False,
+    debug_overflow=False,
 )
 
 
@@ -35,9 +39,10 @@ def bare_run(accelerator=None, tokenizer=None, model=None, data=None, **args) ->
     Args:
         accelerator: or what code that splits rows needs to know of it, see `alone_in`.
     """
-    required = [
-        field.name for field in dataclasses.fields(Run) if field.default is dataclasses.MISSING
-    ]
+    is_required = lambda field: (
+        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+    required = [field.name for field in dataclasses.fields(Run) if is_required(field)]
     given = {
         "accelerator": accelerator or alone_in(0, 1),
         "args": types.SimpleNamespace(**{**ARGS, **args}),
