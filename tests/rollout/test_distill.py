@@ -193,7 +193,7 @@ REFUSED = [
     (dict(loss_type="sampled", on_policy_share=0.5), "were not drawn by the student"),
     (dict(on_policy_share=0.5, n_samples_per_prompt=2), "give --n_samples_per_prompt 1"),
     (dict(rollout_batch_size=3, train_batch_size=4), "Smallest valid size: --rollout_batch_size 4"),
-    (dict(eval_samples=2), "--eval_samples 2 at --eval_temperature 0"),
+    (dict(eval_samples=2), "--eval_samples 2 needs --eval_temperature above 0"),
 ]  # fmt: skip
 
 
