@@ -29,6 +29,7 @@ data
 model and optimizer
 [reference]
 [reference and rewards]
+[teachers]
 the loop
 evaluation
 [refusals]
