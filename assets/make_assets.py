@@ -3,6 +3,7 @@
 The task is two-digit addition, where better is measurable: the share of held-out problems answered exactly right.
 
     python assets/make_assets.py base WORK          tokenizer, untrained model and SFT data
+    python assets/make_assets.py teacher WORK       an untrained model of another shape, for recipes/distill.py
     python assets/make_assets.py preferences        pairs whose rejected answers the SFT model itself gave
 """
 
@@ -29,6 +30,11 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 HELD_OUT = 500
+# Wider than the model and with fewer layers: a teacher has only its tokens in common with a student.
+SHAPES = {
+    "base": dict(hidden_size=128, intermediate_size=344, num_hidden_layers=4),
+    "teacher": dict(hidden_size=160, intermediate_size=432, num_hidden_layers=3),
+}
 
 
 def problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -57,8 +63,8 @@ def write_jsonl(path: Path, rows: list[dict]) -> None:
     print(f"{path}: {len(rows)} rows")
 
 
-def make_base(folder: Path) -> None:
-    """Tokenizer (one token a byte, so that it can write any text), random model, SFT data."""
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, so that it can write any text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(SPECIAL + alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -71,21 +77,28 @@ def make_base(folder: Path) -> None:
         additional_special_tokens=SPECIAL[2:],
     )
     tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def make_model(folder: Path, shape: str) -> None:
+    """A random model, with the tokenizer."""
+    make_tokenizer().save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=264,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=4,
         num_attention_heads=8,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=1,
+        **SHAPES[shape],
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def make_data() -> None:
+    """Problems with answers for SFT, and for recipes that sample their own."""
     train, held_out = problems()
     for name, pairs in (("sft_train", train), ("sft_eval", held_out)):
         rows = [{"messages": question(p) + answer(total(p))} for p in pairs]
@@ -154,7 +167,10 @@ def make_preferences() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["base"] and len(sys.argv) == 3:
-        make_base(Path(sys.argv[2]))
+        make_model(Path(sys.argv[2]), "base")
+        make_data()
+    elif sys.argv[1:2] == ["teacher"] and len(sys.argv) == 3:
+        make_model(Path(sys.argv[2]), "teacher")
     elif sys.argv[1:] == ["preferences"]:
         make_preferences()
     else:

@@ -5,6 +5,7 @@
     python benchmarks/peers.py reward --data hh_pairs.jsonl.gz
     python benchmarks/peers.py ppo --data gsm8k_train.jsonl        against TRL 1.10, the last with a PPO; a rate in samples of whole iterations
     python benchmarks/peers.py grpo --data gsm8k_train.jsonl       a rate in samples of whole iterations
+    python benchmarks/peers.py distill --data gsm8k_train.jsonl    likewise
     python benchmarks/peers.py start --data hh_pairs.jsonl.gz      from the command to the first logged update of DPO
 
 A command times our recipe against TRL in two ways, in turn:
@@ -36,6 +37,9 @@ weights, which is the first rollout: its entropy and scores are compared (of hea
 GRPO: an iteration is a rollout of 8 prompts with 8 responses each, scored by a function (the share of digits), and one update on it, as TRL makes it by default:
 ratio 1, no KL. The weights are random, so hardly a response ends before its 128 tokens. Both sample by the same numbers, as in PPO, all 64 responses at once.
 Advantages by group, mean over tokens; ours keeps groups of equal scores, as TRL does.
+
+Distillation: an iteration is a rollout of 64 prompts, up to 128 tokens each, and one update on it. The teacher is wider and has two layers more, its
+weights are random, too; reverse KL over the whole vocabulary. Both sample by the same numbers, as in PPO.
 
 The programs run in turn, each as its own process; who is first changes from round to round. The rate of a run is that of its updates from the third on. Printed:
 the median rate of each, the median of the ratios and the least and the greatest of them, the peak resident memory, and two
@@ -99,15 +103,27 @@ MODELS = {  # of make_model.py
     "body": {"vocab_size": 4096, "hidden_size": 256, "layers": 8},
     "0.5B": {"vocab_size": 32000, "hidden_size": 1024, "layers": 32},  # for a GPU
 }
+TEACHERS = {  # of distillation, by the model that learns from them
+    "head": {"vocab_size": 32000, "hidden_size": 256, "layers": 6},
+    "body": {"vocab_size": 4096, "hidden_size": 384, "layers": 10},
+}
 MAX_LENGTH = 1024
 QUIET = 0.05  # of the CPU: threads that wait for a busy core cost several times the work, and hit one program and not the other
-LEARNING_RATES = {"dpo": 2e-5, "sft": 1e-4, "reward": 1e-5, "ppo": 1e-5, "grpo": 1e-5}
+LEARNING_RATES = {
+    "dpo": 2e-5,
+    "sft": 1e-4,
+    "reward": 1e-5,
+    "ppo": 1e-5,
+    "grpo": 1e-5,
+    "distill": 1e-5,
+}
 FIRST = {  # sft's loss is a mean log-prob
     "dpo": ["logps/chosen", "logps/rejected"],
     "sft": ["loss"],
     "reward": ["mean_reward"],
     "ppo": ["objective/entropy", "objective/scores"],
     "grpo": ["reward", "entropy", "completions/mean_length", "grad_norm"],
+    "distill": ["loss", "entropy", "completions/mean_length", "grad_norm"],
 }
 EPOCHS = {"ppo": 4}  # updates of a window: our lines for one of TRL's
 MAX_NEW_TOKENS, MICRO_ROLLOUT = 128, 32
@@ -143,11 +159,12 @@ def peer_python(folder: Path, release: str) -> str:
     return str(python)
 
 
-def make_model(folder: Path, data: Path, name: str) -> Path:
+def make_model(folder: Path, data: Path, name: str, is_teacher: bool = False) -> Path:
     """A causal model with random weights and a tokenizer of the data; its share of arithmetic in the head is printed."""
-    out = folder / f"{name}-{fingerprint(data)}"
+    out = folder / f"{name}{'-teacher' * is_teacher}-{fingerprint(data)}"
     if not (out / "done").exists():
-        sizes = [f"--{key}={value}" for key, value in MODELS[name].items()]
+        of_name = (TEACHERS if is_teacher else MODELS)[name]
+        sizes = [f"--{key}={value}" for key, value in of_name.items()]
         subprocess.run(
             [sys.executable, HERE / "make_model.py", out, "--data", data, *sizes],
             check=True,
@@ -165,7 +182,7 @@ def make_model(folder: Path, data: Path, name: str) -> Path:
         * (4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size),
     )
     print(
-        f"model {name}: {(2 * head + body) / 1e6:.1f} M parameters, {head / (head + body):.0%} of the arithmetic of a scored token in the head"
+        f"{'teacher of' if is_teacher else 'model'} {name}: {(2 * head + body) / 1e6:.1f} M parameters, {head / (head + body):.0%} of the arithmetic of a scored token in the head"
     )
     return out
 
@@ -221,7 +238,7 @@ def make_data(
     tokenizer, rows = AutoTokenizer.from_pretrained(model), []
     with (gzip.open if data.suffix == ".gz" else open)(data, "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
-            if work in ("sft", "ppo", "grpo"):
+            if work in ("sft", "ppo", "grpo", "distill"):
                 row = {
                     "prompt": row["question"] + "\n",
                     "completion" if work == "sft" else "answer": row["answer"],
@@ -329,6 +346,12 @@ def ours(args, updates: int, micro: int, setting: str, output: Path) -> tuple[li
             "advantage_std": "group",
             "drop_equal_groups": False,
         }
+    if args.recipe == "distill":
+        flags |= {
+            "teacher_model_name_or_path": args.teacher_folder,
+            "rollout_batch_size": args.window,
+            "max_new_tokens": MAX_NEW_TOKENS,
+        }
     command = [
         sys.executable,
         REPOSITORY / "recipes" / f"{args.recipe}.py",
@@ -409,6 +432,15 @@ def peer(
             "epsilon_high": 0.28,
             "beta": 0.0,
         }
+    if args.recipe == "distill":
+        for field in "max_length", "train_sampling_strategy":
+            del config[field]
+        config |= {
+            "max_completion_length": MAX_NEW_TOKENS,
+            "shuffle_dataset": False,
+            "temperature": 1.0,
+            "beta": 1.0,
+        }
     log, file = output / "log.jsonl", output / "settings.json"
     output.mkdir(parents=True)
     settings = {
@@ -421,6 +453,8 @@ def peer(
     }
     if args.recipe == "ppo":
         settings["scorer"] = str(args.scorer_folder)
+    if args.recipe == "distill":
+        settings["teacher"] = str(args.teacher_folder)
     file.write_text(json.dumps(settings), encoding="utf-8")
     env = environment(f"{args.folder}/cache-trl", args.gpu)
     del env["PYTHONPATH"]
@@ -525,7 +559,7 @@ def check(args, our: dict, their: dict) -> bool:
     # Between the tokens lie so many boundaries that rounding moves a draw to its neighbour: of 32,000 about two tokens in a thousand, of 4,096
     # one in ten thousand. From there on it is another response, so that of `head` a sixth of the responses may be others.
     good, bound, tags = True, 2e-2 if args.gpu else 1e-4, FIRST[args.recipe]
-    if args.recipe == "grpo":
+    if args.recipe in ("grpo", "distill"):
         bound = {"body": 5e-3, "head": 5e-2}[args.model]
     if args.recipe == "ppo":
         bound, tags = {"body": (5e-3, tags), "head": (5e-2, ["objective/entropy"])}[args.model]
@@ -536,7 +570,7 @@ def check(args, our: dict, their: dict) -> bool:
         print(
             f"check: {tag} of update 1: ours {one:.6g}, TRL {other:.6g}: {far:.1e} apart (at most {bound:.0e})"
         )
-    if args.recipe == "grpo":  # rounding moves a draw to its neighbour sooner or later
+    if args.recipe in ("grpo", "distill"):  # rounding moves a draw to its neighbour sooner or later
         return good
     if (
         args.recipe == "ppo"
@@ -678,7 +712,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("work", choices=["dpo", "sft", "reward", "ppo", "grpo", "start"])
+    parser.add_argument("work", choices=["dpo", "sft", "reward", "ppo", "grpo", "distill", "start"])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument(
         "--folder", type=Path, default=Path.home() / ".cache" / "preference-recipes-peers"
@@ -715,9 +749,8 @@ def main() -> None:
         args.window or (4 if start else 64),
     )
     args.micro, args.peer_micro = min(args.micro, args.window), min(args.peer_micro, args.window)
-    args.unit = {"start": "s", "sft": "tokens/s", "ppo": "samples/s", "grpo": "samples/s"}.get(
-        args.work, "pairs/s"
-    )
+    units = {"start": "s", "sft": "tokens/s", "dpo": "pairs/s", "reward": "pairs/s"}
+    args.unit = units.get(args.work, "samples/s")
     if args.gpu and args.recipe not in ("dpo", "sft", "reward"):
         sys.exit("--gpu: for dpo, sft and reward, whose first update does not depend on sampling")
     if start and args.tune:
@@ -748,6 +781,8 @@ def main() -> None:
     args.files = make_data(
         args.folder, args.data, args.model_folder, args.recipe, rows_of_window, windows, start
     )
+    if args.recipe == "distill":
+        args.teacher_folder = make_model(args.folder, args.data, args.model, is_teacher=True)
     if args.recipe == "reward":
         args.model_folder = make_scorer(args.model_folder)
     if args.recipe == "ppo":

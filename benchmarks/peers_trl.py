@@ -2,10 +2,11 @@
 
     python benchmarks/peers_trl.py SETTINGS.json
 
-SETTINGS: `work` (dpo, sft, reward, ppo, grpo), `model`, for ppo `scorer`, `data` (a .jsonl file in the order to train in), `log`, `equal`, see `make_equal`, and
+SETTINGS: `work` (dpo, sft, reward, ppo, grpo, distill), `model`, for ppo `scorer`, for distill `teacher`, `data` (a .jsonl file in the order to train in), `log`, `equal`, see `make_equal`, and
 `config`, the fields of the trainer's own config that differ from its defaults. Writes to `log` a JSON line an update, what TRL logs and `perf/seconds`, the time since the line before.
 """
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -127,14 +128,35 @@ def grpo(settings: dict):
     return trainer
 
 
+def distill(settings: dict):
+    """TRL's distillation trainer, in the order of the file, sampling with our numbers."""
+    from trl import DistillationConfig, DistillationTrainer
+
+    args = DistillationConfig(**settings["config"])
+    trainer = DistillationTrainer(
+        model=settings["model"],
+        teacher_model=settings["teacher"],
+        args=args,
+        train_dataset=load_dataset("json", data_files=settings["data"], split="train"),
+        callbacks=[Log(settings["log"])],
+    )
+    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    draws = Draws(trainer.model.generate, args.seed, samples, args.max_completion_length)
+    trainer.model.generate, torch.multinomial = draws.start, draws
+    return trainer
+
+
 def make_equal() -> None:
     """Lets TRL score only what is learned, as on a GPU, and take fp32 products from oneDNN as our recipes do."""
     import trl.trainer.utils
 
-    if hasattr(
-        trl.trainer.utils, "_use_triton"
-    ):  # the trainers' question; the kernels ask for themselves
+    # The trainers' question; the kernels ask for themselves.
+    if hasattr(trl.trainer.utils, "_use_triton"):
         trl.trainer.utils._use_triton = lambda device: True
+    with contextlib.suppress(ImportError):  # of TRL 1.10
+        import trl.trainer.distillation_trainer
+
+        trl.trainer.distillation_trainer._use_triton = lambda device: True
     path = Path(__file__).resolve().parent.parent / "common" / "cpu.py"
     spec = importlib.util.spec_from_file_location("cpu", path)
     cpu = importlib.util.module_from_spec(spec)
@@ -150,8 +172,8 @@ def main() -> None:
     if settings["work"] == "ppo":
         ppo(settings).train()
         return
-    if settings["work"] == "grpo":
-        grpo(settings).train()
+    if settings["work"] in ("grpo", "distill"):
+        (grpo if settings["work"] == "grpo" else distill)(settings).train()
         return
     # Imported one by one as a user's script does: TRL's own package imports lazily.
     if settings["work"] == "dpo":

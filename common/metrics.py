@@ -303,21 +303,22 @@ class Metrics:
             counts = ~value.isnan() & self.accelerator.is_main_process
             self.open.add([Logged({name: value}, counts, reduce)])
 
-    def log_rollout(self, scores: torch.Tensor, examples: list[dict]) -> None:
+    def log_rollout(self, scores: torch.Tensor | None, examples: list[dict]) -> None:
         """Writes the samples of a rollout, and shows some at the first update that uses it.
 
         All processes may call it.
 
         Args:
-            scores: `[samples]`, shown as a histogram.
+            scores: `[samples]`, shown as a histogram; None: nothing scores them.
             examples: see `common/transcript.py`.
         """
         if self.accelerator.is_main_process:
             transcript.write(self.output_dir, self.progress.global_step, examples)
         if self.board:
             next_update = self.progress.global_step + 1
-            # Not the tag of a scalar: TensorBoard shows neither of two kinds that share one.
-            self.board.add_histogram("rollout/scores", scores, next_update)
+            if scores is not None:
+                # Not the tag of a scalar: TensorBoard shows neither of two kinds that share one.
+                self.board.add_histogram("rollout/scores", scores, next_update)
             table = transcript.as_table(examples)
             self.board.add_text("samples/rollout", table, next_update)
 

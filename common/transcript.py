@@ -74,4 +74,6 @@ def verdict(example: dict) -> str:
     """Returns what is known of a response, such as `right` or `score 0.25`."""
     if "score" in example:
         return f"score {example['score']:.4g}"
-    return "right" if example["right"] else "wrong"
+    if "right" in example:
+        return "right" if example["right"] else "wrong"
+    return "sampled"

@@ -10,13 +10,14 @@ from pathlib import Path
 from common.arguments import Parser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-RECIPES = ("sft", "reward", "dpo", "ppo", "grpo")
+RECIPES = ("sft", "reward", "dpo", "ppo", "grpo", "distill")
 
 HEAD = """# Every argument
 
 Written by `python docs/arguments.py` from the recipes' own `Args`; a test compares them. `python
 recipes/dpo.py --help` prints the same. The pages of the recipes say more about those that matter
-most: [sft](sft.md), [reward](reward.md), [dpo](dpo.md), [ppo](ppo.md), [grpo](grpo.md).
+most: [sft](sft.md), [reward](reward.md), [dpo](dpo.md), [ppo](ppo.md), [grpo](grpo.md),
+[distill](distill.md).
 
 A flag that is true or false may be given without a value: `--packing` is `--packing true`. What is
 true by default is turned off by `--no_share_prompts`, or `--share_prompts false`. A YAML file

@@ -50,6 +50,7 @@ class Fault(NamedTuple):
 ALL_SPLITS = "contracts/test_invariance.py::test_every_split_is_the_same_run"
 OVERFLOWS = "contracts/test_fp16.py::test_what_overflows_leaves_no_trace"
 GRPO_RUN = "rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference"
+DISTILL_RUN = "rollout/test_distill.py::test_a_run_is_that_of_the_plain_reference"
 PACKED = "models/test_logprobs.py::test_packed_answers_are_read_as_each_alone[llama]"
 PPO_RUN = "rollout/test_ppo.py::test_every_logged_number_of_a_run[kl in the reward plain]"
 RESTORED = "contracts/test_resume.py::test_a_checkpoint_holds_what_decides_the_rest_of_a_run"
@@ -871,10 +872,56 @@ ROLLOUTS = [
         f"{TOO_LONG}[catches_all]",
     ),
     Fault(
+        "distill_tokens_divided_by_samples",
+        "distillation's mean over tokens is divided by the number of samples",
+        "recipes/distill.py",
+        replace(
+            "main",
+            "(losses * token_weights).sum() * divisor / update_tokens",
+            by="(losses * token_weights).sum() * divisor / len(update_rows)",
+        ),
+        f"{DISTILL_RUN}[reverse kl]",
+    ),
+    Fault(
+        "distill_share_by_place",
+        "which prompts a student answers depends on the prompts beside them",
+        "recipes/distill.py",
+        replace("answered_by_student", "draws[data_rows]", by="draws[: len(data_rows)]"),
+        "rollout/test_distill.py::test_the_share_of_prompts_that_the_student_answers",
+    ),
+    Fault(
+        "distill_prompt_of_student",
+        "a teacher reads the student's prompt where another was given",
+        "recipes/distill.py",
+        replace("rollout_of", "'teacher_prompt_ids'", by="'prompt_ids'"),
+        f"{DISTILL_RUN}[several teachers, other prompts, completions]",
+    ),
+    Fault(
+        "distill_ratio_of_moved_student",
+        "sampled tokens of later updates are compared with the student as it is now",
+        "recipes/distill.py",
+        replace("main", "not student_has_moved", by="True"),
+        f"{DISTILL_RUN}[sampled tokens]",
+    ),
+    Fault(
+        "distill_gradient_of_one_side",
+        "the divergence's gradient lacks the mean that keeps probabilities adding up to one",
+        "common/models/divergence.py",
+        replace("gradient", "gap.sub_(mean)", by="gap"),
+        "rollout/test_divergence.py::test_values_and_gradients_are_those_of_plain_fp64",
+    ),
+    Fault(
+        "distill_head_not_cut",
+        "tokens that only a padded head has keep a probability",
+        "common/models/teachers.py",
+        return_instead("shared_vocabulary", "student.get_output_embeddings().out_features"),
+        "rollout/test_distill.py::test_heads_of_different_sizes_are_cut_to_the_tokenizers",
+    ),
+    Fault(
         "evaluation_draws_anew",
         "each evaluation draws by other numbers, so its curves do not compare",
         "common/rollout/evaluation.py",
-        replace("evaluate", "EVALUATION_STREAM", by="run.progress.global_step"),
+        replace("sample_held_out", "EVALUATION_STREAM", by="run.progress.global_step"),
         "rollout/test_ppo.py::test_evaluation_by_sampling",
     ),
     Fault(

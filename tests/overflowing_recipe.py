@@ -13,6 +13,7 @@ from os import environ
 import torch
 
 import common.batches
+import common.models.divergence
 import common.models.logprobs
 import common.progress
 import common.rollout.generation
@@ -49,14 +50,19 @@ if "overflow" in mode:
     def poison(forward):
         def poisoned(self, *args, **kwargs):
             out = forward(self, *args, **kwargs)
-            tensor = out["logps"] if isinstance(out, dict) else out
-            if tensor.requires_grad and seen[0] in windows and environ.get("RANK", "0") == "0":
-                tensor.register_hook(lambda grad: grad * torch.inf)
+            tensors = out.values() if isinstance(out, dict) else [out]
+            for tensor in tensors:
+                if tensor.requires_grad and seen[0] in windows and environ.get("RANK", "0") == "0":
+                    tensor.register_hook(lambda grad: grad * torch.inf)
             return out
 
         return poisoned
 
     common.progress.Progress.update_done = counting
-    for module in (common.models.logprobs.LogProbModel, common.models.logprobs.ScoreModel):
+    for module in (
+        common.models.logprobs.LogProbModel,
+        common.models.logprobs.ScoreModel,
+        common.models.divergence.DistillModel,
+    ):
         module.forward = poison(module.forward)
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -11,6 +11,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Rewards that are not in the data.
 ANSWER_REWARD = "common.rollout.rewards:answer_reward"
 TIES = "tests.tied_rewards:ties"
+# A teacher whose tokens are those of all tiny models.
+TAUGHT = ["--teacher_model_name_or_path", REPOSITORY / "assets/teacher"]
+# Those of test_ten_rows.py.
+TEN_REWARDS = ["--reward_function", "my_rewards:brief", ANSWER_REWARD]
 
 
 class Demo(NamedTuple):
@@ -44,6 +48,7 @@ class Recipe:
     Attributes:
         data: the stem of the embedded data it learns from: conversations, pairs or prompts.
         shares: the flag by which several answers or rows get into one row of the model.
+        scores_responses: whether rewards score the responses that it samples.
         evaluates_answers: whether an evaluation generates answers of up to `--max_new_tokens`.
         key_metric: what the progress bar shows.
 
@@ -68,10 +73,12 @@ class Recipe:
         device_slow: whether test_devices.py is left to `make test-slow`: the fast ones cover both
             kinds of loops.
         ten_rows_fast: the format of test_ten_rows.py that is tested in `make test`.
+        ten_rows_flags: what a command needs besides a model and a data set.
     """
 
     data: Literal["sft", "preferences", "prompts"]
     shares: Literal["packing", "share_prompts"] = "share_prompts"
+    scores_responses: bool = False
     evaluates_answers: bool = False
     key_metric: str
 
@@ -95,6 +102,7 @@ class Recipe:
     waits_fast: list[str]
     device_slow: bool = False
     ten_rows_fast: str | None = None
+    ten_rows_flags: list = field(default_factory=list)
 
     @property
     def generates(self) -> bool:
@@ -167,6 +175,7 @@ RECIPES = {
     ),
     "ppo": Recipe(
         data="prompts",
+        scores_responses=True,
         key_metric="objective/scores",
         demo=Demo("cpu", "eval/exact_match", 0.25),
         demo_batches_divided_by=8,
@@ -215,9 +224,11 @@ RECIPES = {
             ],
         },
         waits_fast=["shared, second pass"],
+        ten_rows_flags=TEN_REWARDS,
     ),
     "grpo": Recipe(
         data="prompts",
+        scores_responses=True,
         key_metric="reward",
         demo=Demo("cpu", "eval/exact_match", 0.25, adapters=(3e-3, 0.25)),
         demo_batches_divided_by=8,
@@ -256,6 +267,43 @@ RECIPES = {
         waits_fast=["alone"],
         device_slow=True,
         ten_rows_fast="gsm8k",
+        ten_rows_flags=TEN_REWARDS,
+    ),
+    "distill": Recipe(
+        data="prompts",
+        key_metric="kl/reverse",
+        demo=Demo("cpu", "eval/exact_match", 0.25),
+        demo_batches_divided_by=8,
+        # Two updates of sampled tokens need log-probs of the rollout, which are timed.
+        glossary_flags=["--loss_type", "sampled", "--num_epochs_per_rollout", 2],
+        board_flags=[
+            *(*TAUGHT, "--rollout_batch_size", 4, "--max_new_tokens", 4),
+            *("--generate_batch_size", 8, "--n_samples_per_prompt", 2),
+        ],
+        # Rollouts of 8, 8 and 4 prompts, two updates each. The divergence under engines is in
+        # test_distill.py.
+        split_flags=[
+            *(*TAUGHT, "--rollout_batch_size", 8, "--n_samples_per_prompt", 2),
+            *("--max_new_tokens", 6, "--num_epochs_per_rollout", 2, "--loss_type", "sampled"),
+            *("--learning_rate", 0.003, "--max_steps", 7),
+        ],
+        split_updates=7,
+        splits_left_out=[("plain", "tokens"), ("ddp", 2), ("zero1", 2), ("compiled", 4)],
+        resume_on=["ddp"],
+        resume_on_slow=["zero2", "zero3", "fsdp2"],
+        # Rollouts of 24 and 20 prompts, three updates each: checkpoints 8 and 10 are within one.
+        resume_flags=[
+            *(*TAUGHT, "--rollout_batch_size", 24, "--max_new_tokens", 6),
+            *("--generate_batch_size", 8, "--loss_type", "sampled"),
+        ],
+        device_flags=[*TAUGHT, "--rollout_batch_size", 16, "--max_new_tokens", 4],
+        waits={
+            "alone": ["--share_prompts", "false"],
+            "shared, second pass": ["--num_epochs_per_rollout", 2, "--loss_type", "sampled"],
+        },
+        waits_fast=["alone"],
+        ten_rows_fast="messages",
+        ten_rows_flags=TAUGHT,
     ),
 }
 NAMES = list(RECIPES)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.models import architecture, load
+from common.models.logprobs import LogProbModel
 from common.models.packing import Packer
 from common.run import Run
 
@@ -152,9 +153,10 @@ def reads_packed_alike(
     Args:
         configs: of the Hugging Face models inside.
     """
-    vocab_size = min(config.vocab_size for config in configs)
+    sizes = [config.vocab_size for config in configs]
+    sizes += [part.vocabulary for part in prepared.modules() if isinstance(part, LogProbModel)]
     # No two tokens are alike: otherwise attention to the wrong ones would not show.
-    ids = [7 * i % vocab_size for i in range(40)]
+    ids = [7 * i % min(sizes) for i in range(40)]
     prompts = [ids[:16], ids[:16], ids[:8], ids[3:9]]
     others = [ids[20:32], ids[8:12], ids[2:6]]
 

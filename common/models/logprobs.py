@@ -269,6 +269,7 @@ class LogProbModel(ModelWrapper):
             )
         # Same parameters and names: saving and generation do not notice.
         head.__class__ = LogProbHead
+        self.vocabulary = head.out_features  # the tokens that have a probability, from the first
         self.multiplier, self.softcap = architecture.logits_formula(model)
 
     def forward(
@@ -313,7 +314,7 @@ class LogProbModel(ModelWrapper):
     def own_logps(self, batch: dict) -> torch.Tensor:
         """Returns log-probs `[targets]` from the logits of the architecture's own forward."""
         logits = self.model(**batch["inputs"], use_cache=False).logits
-        logits = logits.flatten(0, 1)[batch["before"]].float()
+        logits = logits.flatten(0, 1)[batch["before"], : self.vocabulary].float()
         return logits.log_softmax(-1).gather(1, batch["targets"][:, None]).squeeze(1)
 
 

@@ -189,7 +189,7 @@ def rounded_by_autocast(wrapper: nn.Module, device_type: str) -> set[str]:
         names = []
         if type(module) in (nn.Linear, Conv1D):
             names = ["weight", "bias"]
-        elif type(module) is LogProbHead and device_type != "cpu":
+        elif isinstance(module, LogProbHead) and device_type != "cpu":
             names = ["weight"]  # its bias is added in fp32
         for name in names:
             parameter = getattr(module, name)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,31 +36,62 @@ def evaluate(run: Run, score: Callable[[Samples], Scores]) -> None:
     Args:
         score: the scores of some samples.
     """
-    args = run.args
     line = {}
     examples = []
     with run.metrics.timed("paused"):
         for prefix, eval_set in run.data.eval_sets.items():
-            draws = np.random.default_rng([args.seed, 0, EVALUATION_STREAM])
-            uniforms = draws.random((len(eval_set), args.eval_samples, args.max_new_tokens))
-            prompts = eval_set[:]
-            samples = generation.sample(run, prompts, uniforms, args.eval_temperature)
+            samples = sample_held_out(run, eval_set)
             scores = score(samples)
-            values = {
-                "scores": scores.total,
-                "length": [len(response) for response in samples.responses],
-                "eos_rate": samples.ended,
-            }
+            values = {"scores": scores.total, **of_responses(run, samples, eval_set)}
             for name, part in scores.parts.items():
                 scored = part[~part.isnan()]
                 if len(scored):
                     values[f"rewards/{name}/mean"] = scored
-            if "answer" in prompts:
-                values |= shares_of_right(run, samples, prompts["answer"])
-            for name, value in values.items():
-                line[prefix + name] = float(np.mean(np.asarray(value, dtype=float)))
+            line |= means(values, prefix)
             examples += samples.examples(run.tokenizer, scores, prefix.rstrip("/"))
     run.metrics.log_evaluation(line, examples)
+
+
+def sample_held_out(run: Run, eval_set) -> Samples:
+    """Returns the policy's responses to a held-out set, see `evaluate`. All processes must call it.
+
+    Args:
+        eval_set: has the columns that `generation.sample` takes.
+    """
+    args = run.args
+    generator = np.random.default_rng([args.seed, 0, EVALUATION_STREAM])
+    uniforms = generator.random((len(eval_set), args.eval_samples, args.max_new_tokens))
+    return generation.sample(run, eval_set[:], uniforms, args.eval_temperature)
+
+
+def of_responses(run: Run, samples: Samples, eval_set) -> dict[str, Any]:
+    """Returns what responses tell by themselves: their lengths, whether they end, which are right.
+
+    Args:
+        samples: of `sample_held_out`.
+
+    Returns:
+        By name, a number for each sample, or for each prompt that has an answer.
+    """
+    values: dict[str, Any] = {
+        "length": [len(response) for response in samples.responses],
+        "eos_rate": samples.ended,
+    }
+    if "answer" in eval_set.column_names:
+        values |= shares_of_right(run, samples, eval_set["answer"][:])
+    return values
+
+
+def means(values: dict[str, Any], prefix: str) -> dict[str, float]:
+    """Returns the mean of each of these lists, arrays or tensors, by its tag.
+
+    Args:
+        prefix: of the tags, such as `eval/`.
+    """
+    return {
+        prefix + name: float(np.mean(np.asarray(value, dtype=float)))
+        for name, value in values.items()
+    }
 
 
 def shares_of_right(run: Run, samples: Samples, prompt_answers: list[str]) -> dict[str, np.ndarray]:

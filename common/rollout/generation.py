@@ -175,6 +175,7 @@ class Rows:
         padding: `[rows]`, how many places of a row are padding.
         cache: keys and values of the rows, but for their last tokens; None: nothing is read yet.
         sampler: draws the new tokens; None: they are chosen greedily.
+        without_probability: tokens that are never chosen, see `LogProbModel.vocabulary`.
     """
 
     def __init__(
@@ -194,6 +195,8 @@ class Rows:
         self.padding = np.array([self.prompt_length - len(prompt) for prompt in prompts])
         self.cache: Any = None
         self.sampler = sampler
+        head_size = self.model.get_output_embeddings().out_features
+        self.without_probability = list(range(run.unwrapped.vocabulary, head_size))
 
     @property
     def new_ids(self) -> torch.Tensor:
@@ -252,6 +255,7 @@ class Rows:
             return_dict_in_generate=True,
             pad_token_id=self.pad_token_id,
             eos_token_id=sorted(self.stops),
+            suppress_tokens=self.without_probability or None,
         )
         return self.model.generate(
             ids,
@@ -391,3 +395,8 @@ def unsharded(prepared, model):
     finally:
         prepared.set_reshard_after_forward(True)
         engine.reshard(prepared)
+        # FSDP2 would take the passes noted here for the beginning of the next update, and gather
+        # what they used ahead of time. A process that had nothing to generate would not, and all
+        # would hang.
+        if hasattr(prepared, "reset_iter_state"):  # torch 2.13
+            prepared.reset_iter_state()

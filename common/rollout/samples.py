@@ -175,26 +175,26 @@ class Samples:
         """Returns all prompts and responses with their scores, see `common/transcript.py`.
 
         Args:
-            scores: the `rewards.Scores` of the samples.
+            scores: the `rewards.Scores` of the samples; None if nothing scores them.
             source: `rollout`, or where held-out prompts come from, such as `eval`.
         """
         prompts = tokenizer.batch_decode(self.prompts)
         responses = tokenizer.batch_decode(self.responses)
-        parts = {name: part.tolist() for name, part in scores.parts.items()}
         examples = []
         for row, data_row in enumerate(self.data_rows):
-            rewards = {name: part[row] for name, part in parts.items()}
             example = {
                 "source": source,
                 "row": data_row,
                 "prompt": prompts[row],
                 "response": responses[row],
-                "score": scores.total[row].item(),
-                # NaN: the function returned None. JSON has no NaN.
-                "rewards": {
-                    n: None if math.isnan(value) else value for n, value in rewards.items()
-                },
             }
+            if scores is not None:
+                rewards = {name: part[row].item() for name, part in scores.parts.items()}
+                example["score"] = scores.total[row].item()
+                # NaN: the function returned None. JSON has no NaN.
+                example["rewards"] = {
+                    n: None if math.isnan(value) else value for n, value in rewards.items()
+                }
             examples.append(example)
         return examples
 

@@ -19,7 +19,7 @@ from common import guards
 from common.metrics import Metrics
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.progress import Progress
-from recipes import RECIPES
+from recipes import RECIPES, TAUGHT, TIES
 from runs import (
     REPOSITORY,
     config_launcher,
@@ -390,24 +390,34 @@ def test_losses_of_values_that_fp16_cannot_hold(autocast):
         )
 
 
-def test_until_an_update_is_applied_the_policy_has_not_moved(inputs):
-    """GRPO's rollouts of four updates: the first two of one overflow and the last of another; ratios are 1 until one is applied."""
-    output = inputs / "grpo-skipped"
+@pytest.mark.parametrize(
+    "name, own",
+    [
+        (
+            "grpo",
+            ["--reward_function", TIES, "--drop_equal_groups", False, "--score_batch_size", 3],
+        ),
+        ("distill", [*TAUGHT, "--loss_type", "sampled"]),
+    ],
+)
+def test_until_an_update_is_applied_the_policy_has_not_moved(inputs, name, own):
+    """Rollouts of four updates: the first two of one overflow and the last of another; ratios are 1 until one is applied."""
+    output = inputs / f"{name}-skipped"
     launcher = fp16_launcher(inputs, 2, 2, initial_scale_power=8, hysteresis=100)
     arguments = ["--model_name_or_path", inputs / "still", "--dataset_name", inputs / "ppo.jsonl", "--output_dir", output, "--train_batch_size", 8,
                  "--micro_train_batch_size", 2, "--learning_rate", 0.01, "--warmup_steps", 0, "--report_to", "none", "--max_steps", 8,
-                 "--reward_function", "tests.tied_rewards:ties", "--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--max_new_tokens", 6,
-                 "--drop_equal_groups", False, "--score_batch_size", 3]  # fmt: skip
+                 "--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--max_new_tokens", 6, *own]  # fmt: skip
     result = launch(
-        launcher, TESTS / "overflowing_recipe.py", "overflow", "0,1,7", recipe("grpo"), *arguments
+        launcher, TESTS / "overflowing_recipe.py", "overflow", "0,1,7", recipe(name), *arguments
     )
     assert "done: 8 updates, 3 skipped" in result.stdout
     found = training_lines(output)
     # Rollouts begin after 0, 4 and 8 updates seen: their first applied ones are the updates 1, 3 and 6.
-    firsts = [line["global_step"] for line in found if "reward" in line]
+    firsts = [line["global_step"] for line in found if "completions/mean_length" in line]
     assert firsts == [1, 3, 6]
     sampled = "sampling/sampling_logp_difference/mean"
     for line in found:
         is_first = line["global_step"] in firsts
         assert (sampled in line) == is_first
-        assert (line["val/ratio"] == 1 and line["policy/approxkl_avg"] == 0) == is_first
+        if name == "grpo":
+            assert (line["val/ratio"] == 1 and line["policy/approxkl_avg"] == 0) == is_first

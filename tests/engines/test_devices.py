@@ -55,12 +55,9 @@ def test_no_tensor_of_the_host_meets_one_of_the_device(name, tmp_path, monkeypat
     if RECIPES[name].evaluates_answers:
         flags += ["--max_new_tokens", 4]
     if RECIPES[name].generates:
-        flags += [
-            "--rollout_batch_size",
-            ROWS,
-            "--reward_model_name_or_path",
-            reward_model(tmp_path / "reward"),
-        ]
+        flags += ["--rollout_batch_size", ROWS]
+    if RECIPES[name].scores_responses:
+        flags += ["--reward_model_name_or_path", reward_model(tmp_path / "reward")]
     monkeypatch.setattr(sys, "argv", [str(recipe(name)), *map(str, flags)])
     module = load(name)
 

@@ -30,6 +30,7 @@ data
 model and optimizer
 [reference]
 [reference and rewards]
+[teachers]
 the loop
 evaluation
 [refusals]

@@ -210,10 +210,7 @@ def test_every_argument_is_documented():
         name: sorted(fields(name)) for name in NAMES
     }
     # A default, a range and a meaning, as they are in the recipe.
-    assert (
-        "| `--beta` | `0.1` | number, above 0 | strength of the pull towards the reference |"
-        in page
-    )
+    assert "| `--vf_coef` | `0.1` | number, at least 0 | weight of the value loss |" in page
 
 
 @pytest.mark.parametrize("words", [

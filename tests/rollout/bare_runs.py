@@ -52,7 +52,9 @@ def bare_run(accelerator=None, tokenizer=None, model=None, data=None, **args) ->
         "progress": Progress(10, train_batch_size=4, max_epochs=2, max_steps=0),
     }
     if model is not None:
-        given["unwrapped"] = types.SimpleNamespace(model=model, config=model.config)
+        given["unwrapped"] = types.SimpleNamespace(
+            model=model, config=model.config, vocabulary=model.config.vocab_size
+        )
     return Run(**{**dict.fromkeys(required), **given})
 
 

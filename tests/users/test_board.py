@@ -107,8 +107,9 @@ def test_what_tensorboards_server_answers(finished, ask, name):
     expected = set()
     if name != "reward":
         expected.add("samples/evaluation")
-    if name in ("ppo", "grpo"):
+    if RECIPES[name].generates:
         expected.add("samples/rollout")
+    if RECIPES[name].scores_responses:
         assert kinds["histograms"] == {"rollout/scores"}
     assert {tag.removesuffix("/text_summary") for tag in kinds["text"]} == expected
     assert not kinds["scalars"] & (kinds["histograms"] | kinds["text"])
@@ -127,7 +128,7 @@ def test_what_tensorboards_server_answers(finished, ask, name):
                "colParams": [], "startIndex": 0, "sliceSize": 10}  # fmt: skip
     (group,) = answer("hparams/session_groups", body=request)["sessionGroups"]
     assert group["hparams"]["train_batch_size"] == 4 and "output_dir" not in group["hparams"]
-    last = evaluation_lines(output)[-1] if name in ("ppo", "grpo") else lines(output)[-1]
+    last = evaluation_lines(output)[-1] if RECIPES[name].generates else lines(output)[-1]
     found = {
         metric["name"]["tag"]: metric["value"]
         for session in group["sessions"]

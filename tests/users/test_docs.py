@@ -26,7 +26,10 @@ from runs import (
 
 GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 # Tags of settings that no demo has; another test asserts them.
-ELSEWHERE = {"eval/avg_at_<k>", "eval/pass_at_<k>"}
+ELSEWHERE = {
+    *("eval/avg_at_<k>", "eval/pass_at_<k>"),
+    *("kl/reverse/<teacher>", "eval/kl/reverse/<teacher>"),
+}
 
 
 @pytest.fixture(scope="module", params=RECIPES)

@@ -75,7 +75,6 @@ BRIEF = """
 def brief(prompts, responses, **columns):
     return [-float(len(response)) for response in responses]
 """
-REWARD = ("--reward_function", "my_rewards:brief", "common.rollout.rewards:answer_reward")
 PAIRS = {
     "messages": Form(lambda q, a, b: {"prompt": user(q), "chosen": assistant(a), "rejected": assistant(b)}),
     "strings": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b}, CHAT),
@@ -92,12 +91,12 @@ PAIRS = {
     "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "chosen": a, "rejected": b}, (), "rows.json"),
 }  # fmt: skip
 PROMPTS = {
-    "messages": Form(lambda q, a, b: {"prompt": user(q), "answer": a}, REWARD),
-    "strings": Form(lambda q, a, b: {"prompt": q, "answer": a}, (*REWARD, *CHAT)),
+    "messages": Form(lambda q, a, b: {"prompt": user(q), "answer": a}),
+    "strings": Form(lambda q, a, b: {"prompt": q, "answer": a}, CHAT),
     "gsm8k": Form(
-        lambda q, a, b: {"question": q, "answer": f"So #### {a}"}, (*REWARD, *CHAT, "--columns", "prompt=question"),
+        lambda q, a, b: {"question": q, "answer": f"So #### {a}"}, (*CHAT, "--columns", "prompt=question"),
     ),
-    "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "output": a, "answer": a}, REWARD),
+    "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "output": a, "answer": a}),
 }  # fmt: skip
 CONVERSATIONS = {
     "messages": Form(lambda q, a, b: {"messages": user(q) + assistant(a)}),
@@ -145,6 +144,7 @@ def test_ten_rows_lead_to_an_actor_that_loads(name, form, tmp_path):
     how = TEN[name][form]
     write(tmp_path / how.file, [how.row(*fact) for fact in FACTS])
     flags = ["--model_name_or_path", MODEL, "--dataset_name", tmp_path / how.file, *how.flags]
+    flags += RECIPES[name].ten_rows_flags
     if RECIPES[name].generates:
         (tmp_path / "my_rewards.py").write_text(BRIEF)
         flags += [

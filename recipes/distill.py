@@ -1,0 +1,652 @@
+"""On-policy distillation: a student answers, and learns what its teacher would have said.
+
+Agarwal et al. 2023, arXiv:2306.13649 (GKD); Lu et al. 2025, thinkingmachines.ai/blog/
+on-policy-distillation, for the loss of sampled tokens. Loss of an update, with s and t the
+student's and the teacher's distribution of the next token after each beginning of a response:
+
+    loss = mean over all response tokens of KL(s || t), or of another divergence by --beta
+
+Demo, offline:
+    python recipes/distill.py
+One GPU:
+    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/distill.py \
+        --model_name_or_path M --dataset_name D --teacher_model_name_or_path T
+N GPUs:
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 8 \
+        recipes/distill.py --model_name_or_path M --dataset_name D --teacher_model_name_or_path T
+DeepSpeed fp16:
+    accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/distill.py
+
+Every argument, every metric: docs/distill.md
+"""
+
+# ============================================================ imports
+import common
+
+# Somebody else's package of this name may be found first.
+if getattr(common, "PROJECT", None) != "preference-recipes":
+    raise SystemExit(
+        f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
+        "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
+    )
+common.check_recipe(__file__)
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from common import (
+    actor,
+    arguments,
+    batches,
+    checkpoint,
+    console,
+    engine,
+    errors,
+    guards,
+    launch,
+    optim,
+)
+from common.data import dataset, prompts, tokens
+from common.metrics import Logged, Means, Metrics
+from common.models import checks, load, lora, prepare, teachers
+from common.models.divergence import DistillModel, Lesson
+from common.models.packing import Packer
+from common.models.teachers import Teachers
+from common.progress import Progress
+from common.rollout import evaluation, generation
+from common.rollout.samples import Collected, Samples
+from common.rollout.schedule import Position, RolloutSchedule
+from common.run import Run
+from common.shared_args import RolloutArgs, arg
+
+
+# ============================================================ arguments
+@dataclass
+class Args(RolloutArgs):
+    teacher_model_name_or_path: str | None = arg(
+        default=None, help="the model to learn from: a hub name or a folder"
+    )
+    teacher: list[str] | None = arg(
+        default=None,
+        help="several models to learn from, NAME=PATH each; the column `teacher` of a row names "
+        "the one that teaches it",
+    )
+    teacher_prompt: str | None = arg(
+        default=None,
+        help="column with the prompt that the teacher reads in place of the student's; with "
+        "--lora_r and no teacher named, the teacher is the student without its adapters",
+    )
+    on_policy_share: float = arg(
+        default=1.0,
+        at_least=0,
+        at_most=1,
+        help="share of the prompts that the student answers; the others are answered by the "
+        "column `completion`",
+    )
+    loss_type: Literal["divergence", "sampled"] = arg(
+        default="divergence",
+        help="divergence: over the whole vocabulary; sampled: of the sampled tokens alone, see "
+        "sampled_losses",
+    )
+    beta: float = arg(
+        default=1.0,
+        at_least=0,
+        at_most=1,
+        help="of the divergence. 1: the reverse KL, KL(student || teacher); 0: the forward KL; in "
+        "between: the generalised Jensen-Shannon divergence",
+    )
+    max_new_tokens: int = arg(
+        default=1024, at_least=1, help="longest response; completions are cut to it"
+    )
+
+    train_batch_size: int = arg(
+        default=128, at_least=1, help="samples of one update, over all processes"
+    )
+    max_length: int = arg(
+        default=2048,
+        at_least=2,
+        help="of prompt and response; prompts without room for --max_new_tokens are left out",
+    )
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
+    ] = arg(default="constant_with_warmup", help="see transformers.get_scheduler")
+
+
+# ============================================================ the algorithm
+# Which prompts the student answers is drawn from [seed, epoch, stream], with a stream that no other
+# draw has, see `common/rollout/schedule.py`.
+SHARE_STREAM = 4
+
+
+def sampled_losses(
+    logps: torch.Tensor, old_logps: torch.Tensor, teacher_logps: torch.Tensor
+) -> torch.Tensor:
+    """Returns the policy-gradient loss of each sampled token, which estimates the reverse KL.
+
+    The advantage of a token is how much more probable the teacher finds it than the student did
+    when it drew it; later tokens earn it nothing (a discount of 0). At the first update of a
+    rollout the expected gradient is that of KL(s || t) at each token.
+
+    Source: Lu et al. 2025. Nothing is clipped, so later updates of a rollout should be few.
+
+    Args:
+        old_logps: of the student before the rollout's first update.
+    """
+    advantages = teacher_logps - old_logps
+    ratios = torch.exp(logps - old_logps)
+    return -ratios * advantages
+
+
+def compare(
+    output: dict, old: dict, weights: torch.Tensor, args: Args
+) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
+    """Returns the losses of response tokens, their weights, and what is logged of them.
+
+    Args:
+        output: what `DistillModel.forward` returned, given lessons.
+        old: `Rollout.tokens` of the same samples; for the loss of sampled tokens with `logps`.
+        weights: `[samples]`, 0 for a padding row.
+
+    Returns:
+        losses and weights `[samples, length]`; metrics.
+    """
+    if args.loss_type == "sampled":
+        losses = sampled_losses(output["logps"], old["logps"], output["teacher_logps"])
+    else:
+        losses = output["divergence"]
+    token_weights = old["mask"] * weights[:, None]
+    of_tokens = {
+        "loss": losses,
+        "kl/reverse": output["reverse_kl"],
+        "kl/forward": output["forward_kl"],
+        "entropy": output["entropy"],
+        "teacher/entropy": output["teacher_entropy"],
+        "teacher/agreement": output["agreement"],
+    }
+    logged = [Logged(of_tokens, token_weights)]
+    for number, name in enumerate(teachers.names(args)):
+        of_teacher = {f"kl/reverse/{name}": output["reverse_kl"]}
+        logged.append(Logged(of_teacher, token_weights * (old["teacher"] == number)))
+    return losses, token_weights, logged
+
+
+def sampler_differences(output: dict, old: dict, weights: torch.Tensor) -> list[Logged]:
+    """Returns, to be logged, how far the sampler's log-probs are from those of training.
+
+    The student is the same: the sampler's kernels and precision make the difference.
+    """
+    difference = (output["logps"] - old["sampler_logps"]).abs()
+    token_weights = old["mask"] * old["is_own"] * weights[:, None]
+    name = "sampling/sampling_logp_difference"
+    return [
+        Logged({f"{name}/mean": difference}, token_weights),
+        Logged({f"{name}/max": difference}, token_weights, reduce="max"),
+    ]
+
+
+# ============================================================ the rollout
+@checkpoint.carried
+@dataclass
+class Rollout:
+    """Samples and what their updates need to know about them; on the CPU of every process.
+
+    Attributes:
+        samples: responses of the student or, off policy, completions of the data.
+        teachers: the name of each sample's teacher.
+        teacher_prompts: what this teacher reads before the response, token ids.
+        tokens: tensors `[samples, longest response]` by name: `mask`; `is_own`, `[samples, 1]`,
+            whether the student drew the response; `teacher`, `[samples, 1]`, its teacher's number;
+            `sampler_logps`; if an update needs them, `logps`, of the student before the rollout's
+            first update.
+        made_at: `global_step` when the responses were sampled.
+    """
+
+    samples: Samples
+    teachers: list[str]
+    teacher_prompts: list[list[int]]
+    tokens: dict[str, torch.Tensor]
+    made_at: int
+
+
+@checkpoint.carried
+@dataclass
+class State:
+    """What a run carries from update to update.
+
+    Attributes:
+        position: where the run is in its prompts and rollouts.
+        rollout: the one whose updates are being made; None: the next one is due.
+    """
+
+    position: Position
+    rollout: Rollout | None = None
+
+
+def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
+    """Lets the student answer the next prompts, or its share of them, and logs its responses."""
+    args = run.args
+    state: State = run.extra
+    position = state.position
+    epoch = position.prompts_seen // run.data.mixture.samples
+    questions = position.take_prompts(run, args.rollout_batch_size)
+    is_own = answered_by_student(questions["row"], epoch, args)
+    own = chosen(questions, is_own)
+    off_policy = with_contexts(chosen(questions, ~is_own))
+    parts = []
+    if is_own.any():
+        with run.metrics.timed("generate"):
+            # A number for each token decides which one is sampled.
+            uniforms = position.draw_uniforms(args, len(is_own))[is_own]
+            responses = generation.sample(run, own, uniforms, args.temperature)
+        responses.check_finite(run)
+        log_samples(run, responses)
+        parts.append(responses)
+    if not is_own.all():
+        parts.append(completions_of(run, off_policy))
+    questions = {name: own[name] + off_policy[name] for name in questions}
+    rollout = rollout_of(run, Samples.joined(parts), questions, prompts_answered=is_own.sum())
+    if args.loss_type == "sampled" and updates_of(rollout, args) > 1:
+        with run.metrics.timed("score"):
+            rollout.tokens["logps"] = read_logps(run, rollout, taught_by, packer)
+    return rollout
+
+
+def answered_by_student(data_rows: list[int], epoch: int, args: Args) -> np.ndarray:
+    """Returns which prompts the student answers, bool `[prompts]`.
+
+    It follows from the seed, the epoch and the number of the row alone.
+    """
+    draws = np.random.default_rng([args.seed, epoch, SHARE_STREAM]).random(max(data_rows) + 1)
+    return draws[data_rows] < args.on_policy_share
+
+
+def chosen(questions: dict[str, list], is_chosen: np.ndarray) -> dict[str, list]:
+    """Returns the columns of some of the prompts."""
+    rows = np.flatnonzero(is_chosen)
+    return {name: [column[row] for row in rows] for name, column in questions.items()}
+
+
+def with_contexts(questions: dict[str, list]) -> dict[str, list]:
+    """Returns the columns of prompts that end where their completions continue them."""
+    contexts = {
+        "prompt_ids": questions.get("context_ids", []),
+        "teacher_prompt_ids": questions.get("teacher_context_ids", []),
+    }
+    return {name: contexts.get(name, column) for name, column in questions.items()}
+
+
+def completions_of(run: Run, questions: dict[str, list]) -> Samples:
+    """Returns the completions that the data has for some prompts."""
+    completions = questions["completion_ids"]
+    stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
+    return Samples(
+        prompts=questions["prompt_ids"],
+        responses=completions,
+        row_texts=questions["columns"],
+        data_rows=questions["row"],
+        ended=torch.tensor([ids[-1] in stops for ids in completions]),
+        sampler_logps=[[0.0] * len(ids) for ids in completions],
+    )
+
+
+def rollout_of(
+    run: Run, samples: Samples, questions: dict[str, list], prompts_answered: int
+) -> Rollout:
+    """Returns samples with what their teachers need to know.
+
+    Args:
+        questions: the columns of their prompts, each once, in the order of the samples.
+        prompts_answered: how many of them, from the first, the student has answered.
+    """
+    n_samples = samples.per_prompt
+    names = questions.get("teacher", [teachers.ONLY] * len(questions["row"]))
+    names = generation.repeat_each(names, n_samples)
+    of_teachers = questions.get("teacher_prompt_ids", questions["prompt_ids"])
+    numbers = {name: number for number, name in enumerate(teachers.names_and_paths(run.args))}
+    return Rollout(
+        samples=samples,
+        teachers=names,
+        teacher_prompts=generation.repeat_each(of_teachers, n_samples),
+        tokens={
+            "mask": samples.mask,
+            "is_own": torch.arange(len(samples))[:, None] < prompts_answered * n_samples,
+            "teacher": torch.tensor([[numbers[name]] for name in names]),
+            "sampler_logps": samples.padded_sampler_logps,
+        },
+        made_at=run.progress.global_step,
+    )
+
+
+def read_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer) -> torch.Tensor:
+    """Returns the student's log-probs of response tokens before a rollout's first update.
+
+    They come from the pass that trains, teachers included, whose rounding is its own.
+
+    Returns:
+        `[samples, longest response]`, zero after a response, the same on every process.
+    """
+    collected = Collected(run.accelerator)
+    for rows, weights, old, output in read(run, rollout, taught_by, packer):
+        collected.add(rows if weights.any() else [], old["mask"], logps=output["logps"])
+    logps = collected.gather()["logps"]
+    rollout.samples.check_finite(run, logps=logps)
+    return logps
+
+
+@torch.no_grad()
+def read(
+    run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer
+) -> Iterator[tuple[list[int], torch.Tensor, dict, dict]]:
+    """Yields this process's micro-batches of a rollout, as its updates read them.
+
+    Yields:
+        rows, their weights `[rows]`, 0 for a padding row, their `Rollout.tokens`, and what the
+        student's model returned.
+    """
+    numbers = np.arange(len(rollout.samples))
+    with checks.evaluation_mode(run.model):
+        for rows, row_weights in batches.split_update(run, numbers, rollout.samples.lengths):
+            weights = batches.send(row_weights, run.device)
+            batch, old = rollout.samples.collate(rows, rollout.tokens, packer)
+            lessons = read_teachers(taught_by, rollout, rows, batch, packer)
+            output = run.model(batch, run.args.temperature, lessons=lessons, beta=beta_of(run.args))
+            yield rows, weights, old, output
+
+
+def log_samples(run: Run, samples: Samples) -> None:
+    """Adds the metrics of responses to the next log line, and writes them down."""
+    lengths = samples.mask.sum(1)
+    run.metrics.add_rollout(
+        {"completions/mean_length": lengths, "completions/clipped_ratio": ~samples.ended}
+    )
+    run.metrics.add_rollout({"completions/min_length": lengths}, reduce="min")
+    run.metrics.add_rollout({"completions/max_length": lengths}, reduce="max")
+    run.metrics.log_rollout(None, samples.examples(run.tokenizer, None, "rollout"))
+
+
+# ============================================================ the updates of a rollout
+def updates_of(rollout: Rollout, args: Args) -> int:
+    """Returns the number of updates that a rollout makes, as few as `--train_batch_size` allows."""
+    return args.num_epochs_per_rollout * math.ceil(len(rollout.samples) / args.train_batch_size)
+
+
+def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
+    """Returns which samples of the rollout form its next update, in a seeded order.
+
+    The updates of an epoch have the same number of samples, or one more: each is a whole step, so
+    none is made of a few samples that are left over. The samples of a prompt are side by side, so
+    that most of them are in the same update and can share the prompt.
+    """
+    updates_per_epoch = updates_of(rollout, args) // args.num_epochs_per_rollout
+    epoch, update_of_epoch = divmod(position.update, updates_per_epoch)
+    n_samples = rollout.samples.per_prompt
+    groups = batches.epoch_order(
+        len(rollout.samples) // n_samples, position.order_seed(args), epoch
+    )
+    rows = (groups[:, None] * n_samples + np.arange(n_samples)).flatten()
+    return np.array_split(rows, updates_per_epoch)[update_of_epoch]
+
+
+def read_teachers(
+    taught_by: Teachers, rollout: Rollout, rows: list[int], batch: dict, packer: Packer
+) -> list[Lesson]:
+    """Returns what the teachers say of some samples, see `Teachers.lessons`.
+
+    Args:
+        batch: of these samples, as the student reads them.
+    """
+    return taught_by.lessons(
+        batch,
+        prompts=[rollout.teacher_prompts[row] for row in rows],
+        answers=[rollout.samples.responses[row] for row in rows],
+        names=[rollout.teachers[row] for row in rows],
+        packer=packer,
+    )
+
+
+def beta_of(args: Args) -> float | None:
+    """Returns the beta of the divergence, or None if the log-probs of the samples are learned."""
+    return None if args.loss_type == "sampled" else args.beta
+
+
+# Key metrics by the titles of the charts in TensorBoard that show them together.
+CHARTS = {
+    "KL to the teacher": ["kl/reverse", "kl/forward"],
+    "right answers": ["exact_match"],
+    "loss": ["loss"],
+    "entropy": ["entropy", "teacher/entropy"],
+    "length": ["completions/mean_length", "length"],
+}
+
+
+def main():
+    # ============================================================ accelerator
+    args = arguments.parse(Args, demo=common.ASSETS / "distill.yaml")
+    check_settings(args)
+    accelerator = launch.make_accelerator(args, "distill")
+    lora.check_settings(accelerator, args)
+
+    # ============================================================ data
+    tokenizer = load.tokenizer_of_run(accelerator, args)
+    data = dataset.load_data(
+        accelerator,
+        args,
+        tokenizer,
+        function=prompts.taught_row,
+        max_new_tokens=args.max_new_tokens,
+        teacher_names=teachers.names(args),
+        teacher_prompt=args.teacher_prompt,
+        with_completion=args.on_policy_share < 1,
+    )
+    check_completions(args, data)
+    schedule = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
+    progress = Progress(
+        data.mixture.samples,
+        args.train_batch_size,
+        args.max_epochs,
+        args.max_steps,
+        updates_per_epoch=schedule.updates_per_epoch,
+    )
+
+    # ============================================================ model and optimizer
+    student = load.causal_lm(args.model_name_or_path, tokenizer, args)
+    policy = DistillModel(student, teachers.shared_vocabulary(args, tokenizer, student))
+    prepare.disable_dropout(policy)  # the sampler has none
+    prepare.choose_parameters(accelerator, policy, args)
+    optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
+    scheduler = optim.scheduler(optimizer, args, progress.total_steps)
+    model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
+    metrics = Metrics(
+        accelerator,
+        args,
+        progress,
+        bar_metric="kl/reverse",
+        bar_label="reverse_kl",
+        charts=CHARTS,
+        flop=lora.flop(policy),
+    )
+    run = Run(
+        accelerator=accelerator,
+        args=args,
+        tokenizer=tokenizer,
+        data=data,
+        model=model,
+        unwrapped=policy,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        progress=progress,
+        metrics=metrics,
+        models=lora.fingerprints(accelerator, policy),
+        extra=State(Position()),
+    )
+    checks.check_logprobs(run, data.train[0]["prompt_ids"])
+
+    # ============================================================ teachers
+    taught_by = Teachers(run)
+    packer = checks.make_packer(run, [model, *taught_by.models], args.share_prompts)
+
+    # ============================================================ the loop
+    checkpoint.begin(run)
+    console.begin(
+        run,
+        data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
+        updates=schedule.describe(progress.total_steps),
+    )
+    guard = guards.FiniteLosses(run)
+    state = run.extra
+    if progress.updates_seen == 0:
+        evaluate(run, taught_by, packer)
+    while not progress.finished:
+        if state.rollout is None:
+            state.rollout = make_rollout(run, taught_by, packer)
+        rollout = state.rollout
+
+        # All processes agree on the samples of this update. Each takes its share of them.
+        update_rows = rows_of_update(rollout, state.position, args)
+        lengths = rollout.samples.lengths
+        # Responses that share their prompt should be in the same micro-batch.
+        sorted_by = rollout.samples.group_lengths if packer.share else lengths
+        micro_batches = batches.split_update(run, update_rows, sorted_by)
+        update_tokens = int(rollout.tokens["mask"][update_rows].sum())
+        divisor = engine.begin_update(run, micro_batches)
+        loss_scale = engine.loss_scale(run)
+        learning_rate = scheduler.get_last_lr()[0]
+        student_has_moved = progress.global_step > rollout.made_at
+
+        for micro_batch in micro_batches:
+            with metrics.timed("data"):
+                data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
+                weights = batches.send(micro_batch.weights, run.device)
+                batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
+            with metrics.timed("teacher"):
+                lessons = read_teachers(taught_by, rollout, micro_batch.rows, batch, packer)
+
+            with accelerator.accumulate(model):
+                output = model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
+                if not student_has_moved:
+                    metrics.pending.add(sampler_differences(output, old, weights))
+                    old["logps"] = output["logps"].detach()  # so all ratios are exactly 1
+                losses, token_weights, logged = compare(output, old, weights, args)
+                new = {f"new {name}": tensor for name, tensor in output.items()}
+                guard.check(data_rows, losses, token_weights, {**old, **new})
+                # The loss is the mean over the update's response tokens. The engine itself divides
+                # by `divisor`, the number of micro-batches of all processes.
+                accelerator.backward((losses * token_weights).sum() * divisor / update_tokens)
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(
+                        model.parameters(), args.max_grad_norm or math.inf
+                    )
+                optimizer.step()
+                optimizer.zero_grad()
+            metrics.pending.add(logged)
+            metrics.computed(batch, micro_batch.weights)
+
+        state.position.update += 1
+        if state.position.update == updates_of(rollout, args):
+            state.position.end_rollout()
+            state.rollout = None
+        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+        progress.update_done(
+            applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
+        )
+        metrics.update_done(
+            applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
+        )
+        if applied:
+            scheduler.step()
+
+        if progress.log_due(args.logging_steps):
+            metrics.log()
+        if progress.evaluation_due(args.eval_steps):
+            evaluate(run, taught_by, packer)
+        if progress.due(args.save_steps):
+            checkpoint.save(run)
+        if progress.due(args.save_actor_steps):
+            actor.publish_step(run)
+        checkpoint.stop_if_asked(run)
+
+    actor.publish(run)
+    metrics.close()
+    console.end(run)
+
+
+# ============================================================ evaluation
+def evaluate(run: Run, taught_by: Teachers, packer: Packer) -> None:
+    """Logs how the student responds to held-out prompts, and what its teachers would have said."""
+    line = {}
+    examples = []
+    with run.metrics.timed("paused"):
+        for prefix, eval_set in run.data.eval_sets.items():
+            samples = evaluation.sample_held_out(run, eval_set)
+            rollout = rollout_of(run, samples, eval_set[:], prompts_answered=len(eval_set))
+            means = Means(run.accelerator)
+            for _, weights, old, output in read(run, rollout, taught_by, packer):
+                old["logps"] = output["logps"]
+                _, _, logged = compare(output, old, weights, run.args)
+                means.add(logged)
+            line |= {prefix + name: value for name, value in means.reduce().items()}
+            values = evaluation.of_responses(run, samples, eval_set)
+            line |= evaluation.means(values, prefix)
+            examples += samples.examples(run.tokenizer, None, prefix.rstrip("/"))
+    run.metrics.log_evaluation(line, examples)
+
+
+# ============================================================ refusals
+def check_settings(args: Args) -> None:
+    """Refuses settings that would be ignored or cannot work."""
+    teachers.names_and_paths(args)
+    evaluation.check_settings(args)
+    check_rollout_size(args)
+    if args.loss_type == "sampled" and args.beta != 1:
+        sys.exit(
+            f"--beta {args.beta:g} --loss_type sampled: sampled tokens estimate the reverse KL "
+            "alone. Take --beta 1, or --loss_type divergence"
+        )
+    if args.loss_type == "sampled" and args.on_policy_share < 1:
+        sys.exit(
+            f"--on_policy_share {args.on_policy_share:g} --loss_type sampled: the tokens of a "
+            "completion were not drawn by the student. Take --loss_type divergence"
+        )
+    if args.on_policy_share < 1 and args.n_samples_per_prompt > 1:
+        sys.exit(
+            f"--n_samples_per_prompt {args.n_samples_per_prompt} --on_policy_share "
+            f"{args.on_policy_share:g}: the data has one completion of a prompt, so the student "
+            "answers once, too: give --n_samples_per_prompt 1"
+        )
+
+
+def check_completions(args: Args, data: dataset.Data) -> None:
+    """Refuses training data that lack completions where some prompts are to get one."""
+    if args.on_policy_share == 1:
+        return
+    for part in data.train.select_columns(["row", "completion_ids"]).iter(1000):
+        for row, completion in zip(part["row"], part["completion_ids"]):
+            if not completion:
+                sys.exit(
+                    f"--on_policy_share {args.on_policy_share:g}: row {row} of the training data "
+                    "has no 'completion', which the student does not answer itself in some epochs: "
+                    "expected a string or a list of messages, as in recipes/sft.py"
+                )
+
+
+def check_rollout_size(args: Args) -> None:
+    """Refuses a rollout of fewer samples than an update: `--train_batch_size` would be ignored."""
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    if samples < args.train_batch_size:
+        least = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
+        sys.exit(
+            f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
+            f"{args.n_samples_per_prompt} = {samples} samples, fewer than --train_batch_size "
+            f"{args.train_batch_size}: no update would have as many. Smallest valid size: "
+            f"--rollout_batch_size {least}"
+        )
+
+
+if __name__ == "__main__":
+    errors.run(main)

@@ -1,0 +1,442 @@
+"""The divergence of a student from its teacher: values and gradients against plain fp64, TRL's, and what is held meanwhile."""
+
+import json
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from architectures import build
+from common.models import divergence, packing
+from common.models.divergence import (
+    VALUES,
+    ChunkedDivergence,
+    DistillModel,
+    Head,
+    Lesson,
+    gaps_to_mixture,
+)
+from peers import trl_distill
+
+BETAS = (0.0, 0.1, 0.5, 1.0)
+# Multiplier and soft cap of the student's logits, and of the teacher's.
+FORMULAS = {"plain": ((1.0, 0.0), (1.0, 0.0)), "capped": ((0.7, 4.0), (1.4, 6.0))}
+
+
+# ---------------------------------------------------------------------------------------------- a plain reference
+
+
+def dense_logps(hidden, weight, bias, multiplier, softcap, temperature) -> torch.Tensor:
+    logits = multiplier * (hidden @ weight.T + bias)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return (logits / temperature).log_softmax(-1)
+
+
+def dense(student, teacher, targets, beta) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What `compare` returns, by the definitions, from log-probs `[n, v]`."""
+    kl = lambda one, other: (one.exp() * (one - other)).sum(-1)
+    values = {
+        "reverse_kl": kl(student, teacher),
+        "forward_kl": kl(teacher, student),
+        "entropy": -(student.exp() * student).sum(-1),
+        "teacher_entropy": -(teacher.exp() * teacher).sum(-1),
+        "agreement": (student.argmax(-1) == teacher.argmax(-1)).double(),
+        "logps": student.gather(1, targets[:, None])[:, 0],
+        "teacher_logps": teacher.gather(1, targets[:, None])[:, 0],
+    }
+    if beta is None:
+        return values["logps"], values
+    if beta in (0, 1):
+        return values["reverse_kl" if beta else "forward_kl"], values
+    mixture = ((1 - beta) * student.exp() + beta * teacher.exp()).log()
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture), values
+
+
+def drawn(n=11, vocabulary=67, teacher_vocabulary=71, cut=61) -> dict:
+    """Hidden states and output layers of a student and a wider teacher, padded to different sizes; fp32."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)
+    return {
+        "hidden": draw(n, 16),
+        "weight": draw(vocabulary, 16) / 4,
+        "bias": draw(vocabulary),
+        "teacher_hidden": draw(n, 24),
+        "teacher_weight": draw(teacher_vocabulary, 24) / 4,
+        "teacher_bias": draw(teacher_vocabulary),
+        "targets": torch.randint(cut, (n,), generator=generator),
+        "weights": torch.rand(n, generator=generator) * (torch.arange(n) % 4 != 1),
+    }
+
+
+def ours(given: dict, formula: str, beta, temperature: float, cut: int):
+    """What `ChunkedDivergence` returns of these tensors, and the gradients of hidden states, weight and bias."""
+    (multiplier, softcap), (teacher_multiplier, teacher_softcap) = FORMULAS[formula]
+    learned = [given[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
+    head = Head(given["teacher_weight"], given["teacher_bias"], teacher_multiplier, teacher_softcap)
+    lesson = Lesson(given["teacher_hidden"], head.cut(cut).at(temperature))
+    first, *others = ChunkedDivergence.apply(
+        *learned, given["targets"], multiplier / temperature, softcap / temperature, lesson, beta
+    )
+    gradients = torch.autograd.grad((first * given["weights"]).sum(), learned)
+    return first.detach(), dict(zip(VALUES, others)), gradients
+
+
+def exact(given: dict, formula: str, beta, temperature: float, cut: int):
+    """The same by `dense` in fp64."""
+    (multiplier, softcap), (teacher_multiplier, teacher_softcap) = FORMULAS[formula]
+    values = {
+        name: tensor.double() if tensor.is_floating_point() else tensor
+        for name, tensor in given.items()
+    }
+    learned = [values[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")]
+    hidden, weight, bias = learned
+    student = dense_logps(hidden, weight[:cut], bias[:cut], multiplier, softcap, temperature)
+    teacher = dense_logps(
+        values["teacher_hidden"],
+        values["teacher_weight"][:cut],
+        values["teacher_bias"][:cut],
+        teacher_multiplier,
+        teacher_softcap,
+        temperature,
+    )
+    first, others = dense(student, teacher, values["targets"], beta)
+    gradients = torch.autograd.grad((first * values["weights"]).sum(), learned)
+    return first.detach(), {name: value.detach() for name, value in others.items()}, gradients
+
+
+def assert_close(found, expected, bound=1e-6):
+    """Values up to the bound, of those above 1 as a share; gradients as a share of their norm."""
+    (first, values, gradients), (exact_first, exact_values, exact_gradients) = found, expected
+    assert first.dtype == torch.float32
+    torch.testing.assert_close(first.double(), exact_first, rtol=bound, atol=bound)
+    for name, value in exact_values.items():
+        torch.testing.assert_close(values[name].double(), value, rtol=bound, atol=bound, msg=name)
+    for gradient, exact_gradient in zip(gradients, exact_gradients):
+        assert (gradient.double() - exact_gradient).norm() <= bound * exact_gradient.norm()
+
+
+# ---------------------------------------------------------------------------------------------- values and gradients
+
+
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("beta", [*BETAS, None])
+def test_values_and_gradients_are_those_of_plain_fp64(beta, temperature, formula, monkeypatch):
+    """Chunks of 3 of 11 positions, some of which count nowhere; heads of 67 and 71 rows cut to 61."""
+    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", 61 * 3)
+    case = (drawn(), formula, beta, temperature, 61)
+    found = ours(*case)
+    assert_close(found, exact(*case))
+    assert not any(found[2][place][61:].any() for place in (1, 2))  # what is cut off learns nothing
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_probabilities_that_fp32_cannot_hold_overflow_nothing(beta):
+    """Logits a hundred apart: a token is as good as impossible for one of both."""
+    given = drawn()
+    given["weight"] = given["weight"] * 25
+    given["teacher_weight"] = given["teacher_weight"] * 25
+    found, expected = (call(given, "plain", beta, 1.0, 61) for call in (ours, exact))
+    assert expected[1]["reverse_kl"].max() > 50
+    # A logit of 100 is itself rounded by 4e-6. Where one token has all the probability, the terms of
+    # a gradient are that large and cancel.
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
+    for gradient, exact_gradient in zip(found[2], expected[2]):
+        assert (gradient.double() - exact_gradient).norm() <= 3e-5 * (1 + exact_gradient.norm())
+
+
+def test_at_the_limits_the_mixture_is_one_of_both():
+    """GKD's statement: the divergence by beta, or by 1 - beta, tends to the KL."""
+    given = {
+        name: tensor.double() if tensor.is_floating_point() else tensor
+        for name, tensor in drawn().items()
+    }
+    student, teacher = (
+        (given[f"{whose}hidden"] @ given[f"{whose}weight"][:61].T).log_softmax(-1)
+        for whose in ("", "teacher_")
+    )
+    of = lambda beta: divergence.compare(student, teacher, given["targets"], beta)[0]
+    assert (of(1e-8) / 1e-8 - of(0)).abs().max() < 1e-5
+    assert (of(1 - 1e-8) / 1e-8 - of(1)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("beta", [*BETAS, 0.9])
+def test_a_student_equal_to_its_teacher_has_no_divergence_and_no_gradient(beta):
+    given = drawn(vocabulary=61, teacher_vocabulary=61)
+    for name in ("hidden", "weight", "bias"):
+        given[f"teacher_{name}"] = given[name]
+    first, values, gradients = ours(given, "plain", beta, 0.7, 61)
+    for value in (first, values["reverse_kl"], values["forward_kl"], *gradients):
+        assert not value.any()
+    assert values["agreement"].all() and torch.equal(values["entropy"], values["teacher_entropy"])
+    assert not any(gap.any() for gap in gaps_to_mixture(torch.zeros(1, 3), beta))
+
+
+def test_a_second_backward_pass_gives_the_same(monkeypatch):
+    """The first one uses up the chunk that the forward pass kept."""
+    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", 61 * 4)
+    given = drawn()
+    hidden = given["hidden"].requires_grad_()
+    lesson = Lesson(given["teacher_hidden"], Head(given["teacher_weight"][:61]))
+    first, *_ = ChunkedDivergence.apply(
+        hidden, given["weight"], None, given["targets"], 1.0, 0.0, lesson, 0.5
+    )
+    once, again = (torch.autograd.grad(first.sum(), hidden, retain_graph=True)[0] for _ in range(2))
+    assert once.any() and torch.equal(once, again)
+
+
+# ---------------------------------------------------------------------------------------------- TRL
+
+
+STORED = json.loads(trl_distill.STORED.read_text())
+
+
+@pytest.mark.parametrize("case", trl_distill.CASES, ids=lambda case: trl_distill.name_of(*case))
+def test_losses_and_gradients_are_those_of_trl(case):
+    beta, temperature, formula = case
+    given = trl_distill.tensors()
+    mask = given["mask"]
+    (scale, cap), (teacher_scale, teacher_cap) = (
+        (scale, cap or 0.0) for scale, cap in trl_distill.FORMULAS[formula]
+    )
+    learned = [given[name].requires_grad_() for name in ("hidden", "weight", "bias")]
+    hidden, weight, bias = learned
+    head = Head(given["teacher_weight"], given["teacher_bias"], teacher_scale, teacher_cap)
+    first, *others = ChunkedDivergence.apply(
+        hidden[mask],
+        weight,
+        bias,
+        torch.zeros(int(mask.sum()), dtype=torch.long),
+        scale / temperature,
+        cap / temperature,
+        Lesson(given["teacher_hidden"][mask], head.at(temperature)),
+        beta,
+    )
+    loss = first.mean()
+    gradients = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, learned)])
+    stored = STORED[trl_distill.name_of(*case)]
+    assert loss.item() == pytest.approx(stored["loss"][0], abs=1e-6, rel=1e-6)
+    entropy = dict(zip(VALUES, others))["entropy"].mean().item()
+    assert entropy == pytest.approx(stored["entropy"][0], abs=1e-6, rel=1e-6)
+    expected = torch.tensor(stored["gradient"])
+    # Each is up to 1.7e-6 off what fp64 gives.
+    assert (gradients - expected).norm() <= 3e-6 * expected.norm()
+    if formula == "plain":
+        of_gkd = STORED[f"gkd {beta} {temperature}"]["loss"][0]
+        assert loss.item() == pytest.approx(of_gkd, abs=1e-6, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_what_is_stored_is_what_trl_computes():
+    found = trl_distill.values()
+    assert found.keys() == STORED.keys()
+    for name, values in found.items():
+        for kind, numbers in values.items():
+            assert numbers == pytest.approx(STORED[name][kind], abs=1e-6), (name, kind)
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of the fp32 tensors that are made inside the block and still held.
+
+    Attributes:
+        most: the largest sum.
+        largest: numbers in the largest tensor.
+    """
+
+    def __enter__(self):
+        self.now = self.most = self.largest = 0
+        self.known = set()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.count(leaf.untyped_storage(), given)
+        self.most = max(self.most, self.now)
+        return out
+
+    def count(self, storage, given: set[int]) -> None:
+        key = storage._cdata
+        if storage.data_ptr() in given or key in self.known:
+            return  # a view, or written in place
+        size = storage.nbytes()
+        self.known.add(key)
+        self.now += size
+        self.largest = max(self.largest, size // 4)
+
+        def free():
+            self.known.discard(key)
+            self.now -= size
+
+        weakref.finalize(storage, free)
+
+
+def bytes_held(
+    vocabulary: int, positions: int, beta, elements: int, monkeypatch
+) -> tuple[int, int]:
+    """The most bytes that loss and gradient held at once, and the size of the largest tensor."""
+    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", elements)
+    hidden = torch.randn(positions, 4, requires_grad=True)
+    weight = torch.randn(vocabulary, 4, requires_grad=True)
+    lesson = Lesson(torch.randn(positions, 6), Head(torch.randn(vocabulary, 6)))
+    with Held() as held:
+        first, *_ = ChunkedDivergence.apply(
+            hidden, weight, None, torch.arange(positions), 1.0, 0.0, lesson, beta
+        )
+        first.sum().backward()
+    return held.most, held.largest
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0, None])
+def test_what_is_held_depends_neither_on_positions_nor_on_the_vocabulary(beta, monkeypatch):
+    """But for both output layers: 151,936 rows beside 37,984, and 4 chunks beside 8.
+
+    Without chunks one tensor of log-probs would be as large as all that is held here.
+    """
+    elements = 151_936 * 2
+    large, largest = bytes_held(151_936, 8, beta, elements, monkeypatch)
+    small, _ = bytes_held(37_984, 8, beta, elements, monkeypatch)
+    more_positions, _ = bytes_held(151_936, 16, beta, elements, monkeypatch)
+    # The gradient of the student's weight, and what is added to it.
+    of_heads = 2 * 4 * 4 * (151_936 - 37_984)
+    assert large <= small + of_heads
+    assert more_positions - large < 2000  # 8 positions: hidden states, gradients, results
+    assert largest == max(elements, 4 * 151_936)
+    assert large < 8 * 4 * elements + 2 * 4 * 4 * 151_936
+
+
+# ---------------------------------------------------------------------------------------------- whole models
+
+
+def batch_of(packed: bool) -> dict:
+    """Five answers to three prompts."""
+    numbers = torch.randint(3, 290, (90,), generator=torch.Generator().manual_seed(2)).tolist()
+    some = lambda length: [numbers.pop() for _ in range(length)]
+    shared, other, single = some(5), some(3), some(1)
+    prompts = [shared, other, shared, single, shared]
+    answers = [some(length) for length in (4, 7, 2, 3, 1)]
+    return packing.Packer(torch.device("cpu"), packed).make_batch(prompts, answers)
+
+
+def own_logps(model, batch: dict, temperature: float, vocabulary: int) -> torch.Tensor:
+    """Log-probs of all tokens before each target, from the architecture's own logits."""
+    logits = model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)[batch["before"]]
+    return (logits[:, :vocabulary] / temperature).log_softmax(-1)
+
+
+# Students and teachers: an untied and a tied head, a soft cap, multipliers, a bias.
+PAIRS = [("llama", "gemma2"), ("gemma2", "qwen3"), ("cohere", "phi"), ("phi", "granite")]
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_a_student_learns_what_the_definition_says(names, monkeypatch):
+    """Loss, values and the gradient of every weight, of a teacher whose head is padded to another size, and of two teachers."""
+    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", 295 * 5)
+    student, teacher = (build(name) for name in names)
+    other_teacher = build("llama tied", vocab_size=310)
+    batch = batch_of(packed="gemma2" not in names)  # whose window is shorter than the rows
+    weights = torch.rand(batch["mask"].shape)
+    temperature, beta, vocabulary = 0.7, 0.3, 295
+    # The first teacher's answers are the second and the last.
+    is_first = torch.tensor([False, True, False, False, True])
+    of_first = is_first[:, None].expand_as(batch["mask"])[batch["mask"]]
+
+    with torch.no_grad():
+        teacher_logps = torch.where(
+            of_first[:, None],
+            own_logps(teacher, batch, temperature, vocabulary),
+            own_logps(other_teacher, batch, temperature, vocabulary),
+        )
+    student_logps = own_logps(student, batch, temperature, vocabulary)
+    first, values = dense(student_logps, teacher_logps, batch["targets"], beta)
+    (first * weights[batch["mask"]]).sum().backward()
+    expected = {name: p.grad.clone() for name, p in student.named_parameters()}
+    student.zero_grad()
+
+    wrapped = DistillModel(student, vocabulary)
+    lessons = []
+    for model, is_mine in ((teacher, of_first), (other_teacher, ~of_first)):
+        wrapped_teacher = DistillModel(model, vocabulary)
+        with torch.no_grad():
+            hidden = wrapped_teacher(batch, as_teacher=True)
+        places = is_mine.nonzero().flatten()
+        head = wrapped_teacher.whole_head().at(temperature)
+        assert len(head.weight) == vocabulary
+        lessons.append(Lesson(hidden[places], head, places))
+    output = wrapped(batch, temperature, lessons=lessons, beta=beta)
+    assert output.keys() == {"divergence", *VALUES}
+    for name, value in {**values, "divergence": first}.items():
+        found = output[name]
+        assert not found[~batch["mask"]].any()
+        torch.testing.assert_close(
+            found[batch["mask"]], value.detach().to(found.dtype), rtol=1e-4, atol=1e-4, msg=name
+        )
+    (output["divergence"] * weights).sum().backward()
+    found = {name: p.grad for name, p in student.named_parameters()}
+    ours, theirs = (
+        torch.cat([gradients[name].flatten() for name in expected])
+        for gradients in (found, expected)
+    )
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    with torch.no_grad():
+        log_probs = wrapped(batch, temperature, check=True)
+    expected_logps = student_logps.gather(1, batch["targets"][:, None])[:, 0].detach()
+    torch.testing.assert_close(
+        log_probs["logps"][batch["mask"]], expected_logps, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_the_log_probs_that_have_a_gradient_are_the_students():
+    """Without a beta, as the loss of samples needs them: their gradient is that of `LogProbModel`."""
+    student, teacher = build("llama"), build("qwen3")
+    batch = batch_of(packed=False)
+    wrapped, wrapped_teacher = DistillModel(student), DistillModel(teacher)
+    gradients = []
+    for lessons in (
+        None,
+        [Lesson(wrapped_teacher(batch, as_teacher=True), wrapped_teacher.whole_head())],
+    ):
+        student.zero_grad()
+        output = wrapped(batch, lessons=lessons)
+        output["logps"].sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in student.parameters()]))
+    assert "divergence" not in output
+    assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[0].norm()
+    expected = wrapped_teacher(batch)["logps"]
+    torch.testing.assert_close(output["teacher_logps"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_output_layer_gets_no_gradient():
+    """As below adapters: the product that it takes is saved."""
+    given = drawn()
+    hidden = given["hidden"].requires_grad_()
+    products = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default:
+                products.append(tuple(out.shape))
+            return out
+
+    lesson = Lesson(given["teacher_hidden"], Head(given["teacher_weight"]))
+    for weight in (given["weight"], given["weight"].clone().requires_grad_()):
+        products.clear()
+        with Watch():
+            head = Lesson(lesson.hidden, lesson.head.cut(67))
+            ChunkedDivergence.apply(hidden, weight, None, given["targets"], 1.0, 0.0, head, 1.0)[
+                0
+            ].sum().backward()
+        assert ((67, 16) in products) == weight.requires_grad
