@@ -196,7 +196,7 @@ def check_numbers(args, parser: Parser) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             parser.error(f"--{action.dest} {value}: expected a finite number")
         bounds = getattr(action, "bounds", None)
-        if bounds is not None and value is not None and not bounds.hold(value):
+        if bounds is not None and value is not None and not bounds.contains(value):
             parser.error(f"--{action.dest} {value}: expected {bounds.describe()}")
     for name in INTERVALS:
         value = getattr(args, name)
