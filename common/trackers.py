@@ -44,7 +44,8 @@ def start(accelerator: Accelerator, report_to: list[str], output_dir: Path, sett
     accelerator.log_with = [name for name in report_to if name not in OWN]
     if not accelerator.log_with:
         return
-    accelerator.project_configuration.set_directories(str(output_dir))  # for trackers that write files
+    # For trackers that write files.
+    accelerator.project_configuration.set_directories(str(output_dir))
     file = output_dir / FILE
     is_new = not file.is_file()
     ids = {"own": uuid.uuid4().hex[:12]} if is_new else folders.read_json(file)
