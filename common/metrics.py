@@ -321,8 +321,8 @@ class Metrics:
             next_update = self.progress.global_step + 1
             # Not the tag of a scalar: TensorBoard shows neither of two kinds that share one.
             self.board.add_histogram("rollout/scores", scores, next_update)
-            table = transcript.as_table(examples)
-            self.board.add_text("samples/rollout", table, next_update)
+            shown = transcript.as_markdown(examples)
+            self.board.add_text("samples/rollout", shown, next_update)
 
     def warn(self, message: str) -> None:
         """Prints a line above the bar. All processes may call it."""
@@ -345,8 +345,8 @@ class Metrics:
             if examples:
                 transcript.write(self.output_dir, global_step, examples)
             if examples and self.board:
-                table = transcript.as_table(examples)
-                self.board.add_text("samples/evaluation", table, global_step)
+                text = transcript.as_markdown(examples)
+                self.board.add_text("samples/evaluation", text, global_step)
             shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
             lines = [f"global_step {global_step}: {shown}", *transcript.on_console(examples)]
             self.bar.write("\n".join(lines))
