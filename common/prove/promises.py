@@ -174,26 +174,15 @@ def means_of_last_line(run: Finished) -> dict:
 def check_log_lines(bench: Bench) -> Iterator[Check]:
     """Whatever is logged, evaluated or saved is where the flags say."""
     bench.need("logging_steps")
+    yield from every_interval_logged(bench)
     one_process = runs.one_process(bench)
-    two_processes = runs.two_processes(bench)
-    yield logged_where_due("1, one process", one_process, 1)
-    yield logged_where_due("1, two processes", two_processes, 1)
-    yield logged_where_due("4", runs.uninterrupted(bench), 4)
-    interval = runs.updates_of_a_pass(bench)
-    yield logged_where_due(f"{interval}", runs.pass_in_parts(bench), interval)
-    if bench.has("seed"):
-        other = runs.other_seed(bench)
-        if bench.generates:
-            yield logged_where_due("2", other, 2)
-        else:
-            yield logged_where_due("half of all", other, math.ceil(0.5 * other.last_step))
     if bench.has("eval_steps"):
         expected = due(EVAL_STEPS, one_process.last_step, 0)
         found = [line["global_step"] for line in one_process.evaluations]
         yield Check(f"eval_steps {EVAL_STEPS}", compare.lists(expected, found, "lines"))
-    yield from saved_where_due(bench, interval + 1)
+    yield from saved_where_due(bench)
     yield from linear_schedule(bench, "1 process", one_process)
-    yield from linear_schedule(bench, "2 processes", two_processes)
+    yield from linear_schedule(bench, "2 processes", runs.two_processes(bench))
     if not bench.generates:
         bench.need("max_epochs")
         yield Check("updates and samples of 2 epochs", rows_in_epochs(one_process))
@@ -209,6 +198,22 @@ def due(interval: int, last: int, *first: int) -> list[int]:
     return sorted({*first, *range(interval, last + 1, interval), last})
 
 
+def every_interval_logged(bench: Bench) -> Iterator[Check]:
+    """Looks at the lines of runs with different `logging_steps`."""
+    yield logged_where_due("1, one process", runs.one_process(bench), 1)
+    yield logged_where_due("1, two processes", runs.two_processes(bench), 1)
+    yield logged_where_due("4", runs.uninterrupted(bench), 4)
+    interval = runs.updates_of_a_pass(bench)
+    yield logged_where_due(f"{interval}", runs.pass_in_parts(bench), interval)
+    if not bench.has("seed"):
+        return
+    other = runs.other_seed(bench)
+    if bench.generates:
+        yield logged_where_due("2", other, 2)
+    else:
+        yield logged_where_due("half of all", other, math.ceil(0.5 * other.last_step))
+
+
 def logged_where_due(what: str, run: Finished, interval: int) -> Check:
     """Whether lines are at the first update, at every multiple of `interval`, and at the last."""
     expected = due(interval, run.last_step, 1)
@@ -216,14 +221,11 @@ def logged_where_due(what: str, run: Finished, interval: int) -> Check:
     return Check(f"logging_steps {what}", compare.lists(expected, found, "lines"))
 
 
-def saved_where_due(bench: Bench, interval: int) -> Iterator[Check]:
-    """Whether checkpoints and actors are where the flags say, and only as many as are to be kept.
-
-    Args:
-        interval: the `save_steps` and `save_actor_steps` of `pass_in_parts`, which keeps all.
-    """
+def saved_where_due(bench: Bench) -> Iterator[Check]:
+    """Whether checkpoints and actors are where the flags say, and no more than are to be kept."""
     keeps_all = runs.pass_in_parts(bench)
     keeps_one = runs.uninterrupted(bench)
+    interval = runs.updates_of_a_pass(bench) + 1  # `save_steps` of `keeps_all`, and of its actors
     expected = due(interval, keeps_all.last_step)
     for folder, (steps, limit) in SAVED.items():
         if bench.has(steps):
