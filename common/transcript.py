@@ -56,10 +56,15 @@ def as_markdown(examples: list[dict]) -> str:
     parts = []
     for example in first_of_each(examples, most=8):
         parts.append(f"{example['source']}, row {example['row']}:")
-        parts.append(textwrap.indent(example["prompt"], "    "))
+        parts.append(indented(example["prompt"]))
         parts.append(f"{verdict(example)}:")
-        parts.append(textwrap.indent(example["response"], "    "))
+        parts.append(indented(example["response"]))
     return "\n\n".join(parts)
+
+
+def indented(text: str) -> str:
+    """Returns a text with every line indented: also those of blanks, such as U+2028."""
+    return textwrap.indent(text, "    ", predicate=lambda line: True)
 
 
 def verdict(example: dict) -> str:

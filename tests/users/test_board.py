@@ -239,6 +239,11 @@ def test_samples_are_shown_as_they_are():
     read = [html.unescape("".join(text)) for text in texts]
     assert read == ["eval, row 1:", prompt, "right:", response]
 
+    # Python takes U+2028 for the end of a line, Markdown does not.
+    example["response"] = "\u2028![i](http://x/y.png)\r\v<img src='z'>"
+    page = markdown_to_safe_html(transcript.as_markdown([example]))
+    assert "<img" not in page and "<a" not in page
+
 
 def test_what_report_to_takes():
     trackers.check(["none"])
