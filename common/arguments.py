@@ -7,17 +7,26 @@ import difflib
 import importlib
 import math
 import os
+import pkgutil
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 
 import transformers
 import yaml
 
-from common import ASSETS, counted, errors, lazily, show_any_text, speaks_for_all, trackers
+from common import (
+    ASSETS,
+    counted,
+    errors,
+    in_one_line,
+    lazily,
+    show_any_text,
+    speaks_for_all,
+    trackers,
+)
 from common.shared_args import AdapterArgs, Bounds, DataArgs, SavingArgs, UpdateArgs
 
 files = lazily("common.data.files")
@@ -50,13 +59,14 @@ MAY_CHANGE = {
     "eval_dataset_split",
 }
 
-# What a micro-batch holds on a GPU, where the user leaves it open.
+# What a micro-batch holds on a GPU, unless the user sets it.
 TOKENS_ON_GPU = 16_384
 
-# How a word begins that is a number and no flag. argparse itself knows -1e-5 from Python 3.14 on.
+# The beginning of a word that is a number, not a flag. argparse itself knows -1e-5 from Python 3.14
+# on.
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 
-# What TRL and transformers call otherwise, and what to use here instead.
+# Names in TRL and transformers, and what to use here instead.
 NAMES_ELSEWHERE = {
     "per_device_train_batch_size": "--micro_train_batch_size",
     "per_device_eval_batch_size": "--micro_train_batch_size",
@@ -101,6 +111,9 @@ GROUPS = {
     "adapters": AdapterArgs,
     "logging, evaluating, saving": SavingArgs,
 }
+
+# What --help shows in the place of a value, by the type of the value.
+KIND_OF_TYPE: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
 
 # Numbers of updates, or shares of all of them.
 INTERVALS = ("logging_steps", "eval_steps", "save_steps", "save_actor_steps")
@@ -147,6 +160,25 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
     args, unknown = parser.parse_args_into_dataclasses(
         argv, look_for_args_file=False, return_remaining_strings=True
     )
+    refuse_incomplete(args, unknown, parser)
+    for name, value in vars(args).items():
+        if value == [""]:  # as in --reward_function= to take away what a YAML names
+            setattr(args, name, None)
+    check_values(args, parser)
+    # A single data set is recorded by its name, not as a list of one.
+    if isinstance(args.dataset_name, list) and len(args.dataset_name) == 1:
+        (args.dataset_name,) = args.dataset_name
+    if is_demo and speaks_for_all():
+        print(f"no model and no data set given: running the demo, {demo}", flush=True)
+    return args
+
+
+def refuse_incomplete(args, unknown: list[str], parser: Parser) -> None:
+    """Refuses unknown arguments, and a model without data or data without a model.
+
+    Raises:
+        SystemExit: with what to give instead.
+    """
     if unknown:
         parser.error(
             f"unknown argument {' '.join(unknown)}: {what_to_use(unknown, parser)}--help lists all "
@@ -156,18 +188,6 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
         parser.error(
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
         )
-    for name, value in vars(args).items():
-        if value == [""]:  # as in --reward_function= to take away what a YAML names
-            setattr(args, name, None)
-    check_numbers(args, parser)
-    trackers.check(getattr(args, "report_to", []))
-    check_data(args)
-    # One data set is recorded by its name alone.
-    if isinstance(args.dataset_name, list) and len(args.dataset_name) == 1:
-        (args.dataset_name,) = args.dataset_name
-    if is_demo and speaks_for_all():
-        print(f"no model and no data set given: running the demo, {demo}", flush=True)
-    return args
 
 
 def what_to_use(unknown: list[str], parser: Parser) -> str:
@@ -185,6 +205,17 @@ def what_to_use(unknown: list[str], parser: Parser) -> str:
     return "".join(hints)
 
 
+def check_values(args, parser: Parser) -> None:
+    """Refuses numbers out of range, unknown trackers, and local data that are missing.
+
+    Raises:
+        SystemExit: with the argument and its value.
+    """
+    check_numbers(args, parser)
+    trackers.check(getattr(args, "report_to", []))
+    check_data(args)
+
+
 def check_numbers(args, parser: Parser) -> None:
     """Refuses numbers that are not finite or not in the range of their argument.
 
@@ -196,7 +227,7 @@ def check_numbers(args, parser: Parser) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             parser.error(f"--{action.dest} {value}: expected a finite number")
         bounds = getattr(action, "bounds", None)
-        if bounds is not None and value is not None and not bounds.hold(value):
+        if bounds is not None and value is not None and not bounds.contains(value):
             parser.error(f"--{action.dest} {value}: expected {bounds.describe()}")
     for name in INTERVALS:
         value = getattr(args, name)
@@ -249,14 +280,13 @@ def title_of(argument: str) -> str:
 
 def describe_flag(action: argparse.Action) -> None:
     """Makes --help show a flag once, in plain words."""
-    # argparse takes a % in the help for a format.
+    # argparse reads % in a help text as a format.
     action.help = action.help.replace("%", "%%")
     # The spelling with dashes is read all the same.
     flags = action.option_strings
     action.option_strings = [flag for flag in flags if "-" not in flag.lstrip("-")]
     if action.choices is None:
-        kinds: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
-        action.metavar = kinds.get(action.type, "BOOL")
+        action.metavar = KIND_OF_TYPE.get(action.type, "BOOL")
     if action.const is False:  # --no_share_prompts
         action.help = argparse.SUPPRESS
         return
@@ -309,72 +339,36 @@ def load_function(argument: str, name: str) -> Callable:
     Modules are looked for in the current directory, too.
 
     Raises:
-        SystemExit: not of this form, no such module or function, or the module fails, or ends the
-            program, while it is imported.
+        SystemExit: there is no such function, or its module fails, or ends the program, while it is
+            imported.
     """
-    module_name, _, attribute = name.partition(":")
-    check_function_name(argument, name, module_name, attribute)
-    module = import_for(argument, name, module_name)
-    function = getattr(module, attribute, None)
-    if function is None:
-        functions = [key for key, value in vars(module).items() if callable(value)]
-        file = getattr(module, "__file__", None) or "built in"
+    sys.path.append(os.getcwd())
+    try:
+        if ":" not in name:  # `resolve_name` would take the name of a module
+            raise ValueError("no colon")
+        with no_silent_end():
+            function = pkgutil.resolve_name(name)
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(f"expected a function, found {function!r}")
+    except KeyboardInterrupt:
+        raise  # the user's Ctrl-C
+    except BaseException as error:
         sys.exit(
-            f"--{argument} {name}: the module {module_name} ({file}) has no {attribute}"
-            f"{did_you_mean(attribute, functions)} {expected_function()}"
+            f"--{argument} {name}: {type(error).__name__}: {in_one_line(error)}"
+            f"{place_in_module(error)} "
+            f"(expected MODULE:NAME, the module installed or in {os.getcwd()})"
         )
-    if not callable(function) or isinstance(function, type):
-        kind = "class" if isinstance(function, type) else type(function).__name__
-        sys.exit(f"--{argument} {name}: expected a function, found a {kind}")
     return function
 
 
-def check_function_name(argument: str, name: str, module_name: str, attribute: str) -> None:
-    """Refuses what is not of the form `MODULE:NAME`, such as the path of a file.
-
-    Raises:
-        SystemExit: with what to give instead.
-    """
-    path = Path(module_name)
-    if attribute and (path.suffix == ".py" or len(path.parts) > 1):
-        folder = "" if path.parent == Path() else f", with PYTHONPATH={path.parent}"
-        sys.exit(
-            f"--{argument} {name}: expected MODULE:NAME, which is no path: "
-            f"{path.stem}:{attribute}{folder}"
-        )
-    if not all(word.isidentifier() for word in [*module_name.split("."), attribute]):
-        sys.exit(f"--{argument} {name}: no MODULE:NAME {expected_function()}")
-
-
-def import_for(argument: str, name: str, module_name: str) -> ModuleType:
-    """Imports the user's module; see `load_function`."""
-    sys.path.append(os.getcwd())
-    try:
-        with no_silent_end():
-            return importlib.import_module(module_name)
-    except KeyboardInterrupt:
-        raise  # the user's Ctrl-C
-    except SyntaxError as error:
-        sys.exit(f"--{argument} {name}: {error.msg} in line {error.lineno} of {error.filename}")
-    except BaseException as error:
-        # The module itself, or a package that it is in; not what the module imports in turn.
-        missing = f"{getattr(error, 'name', None)}."
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(missing):
-            files = [path.stem for path in Path.cwd().glob("*.py")]
-            hint = did_you_mean(module_name, files)
-            sys.exit(f"--{argument} {name}: {error}{hint} {expected_function()}")
-        frames = traceback.extract_tb(error.__traceback__)
-        frame = [frame for frame in frames if not frame.filename.startswith("<frozen")][-1]
-        said = " ".join("".join(traceback.format_exception_only(error)).split())
-        sys.exit(
-            f"--{argument} {name}: importing {module_name} raised {said} "
-            f"({frame.filename}:{frame.lineno})"
-        )
-
-
-def expected_function() -> str:
-    """Returns what an argument that names a function expects, for the end of a message."""
-    return f"(expected MODULE:NAME, the module installed or in {os.getcwd()})"
+def place_in_module(error: BaseException) -> str:
+    """Returns where a module failed, such as ` (rewards.py:3)`; "" if no module was running."""
+    loading = {__file__, pkgutil.__file__, importlib.__file__}
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename not in loading and not frame.filename.startswith("<frozen"):
+            place = f" ({frame.filename}:{frame.lineno})"
+    return place
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -387,9 +381,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def no_silent_end():
     """Makes `os._exit(0)` raise `SystemExit` inside the block, in which code of the user runs.
 
-    It would end the process at once, with the status of a run that is done. Processes that the code
-    forks may end like that. Any other status shows that the run failed. An exit from C and a
-    program that replaces this one (`os.exec*`) are not noticed.
+    `os._exit(0)` would end the process at once, with the status of a run that is done. Processes
+    that the code forks may end like that. Any other status shows that the run failed. An exit from
+    C and a program that replaces this one (`os.exec*`) are not noticed.
     """
     owner = os.getpid()
     end = os._exit

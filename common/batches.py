@@ -79,7 +79,11 @@ def split_update(run: Run, rows: Sequence[int], lengths: np.ndarray) -> list[Mic
     """
     args = run.args
     return split(
-        run.accelerator, rows, lengths, args.micro_train_batch_size, args.micro_train_tokens
+        run.accelerator,
+        rows,
+        lengths,
+        micro_batch_size=args.micro_train_batch_size,
+        max_tokens=args.micro_train_tokens,
     )
 
 
@@ -181,12 +185,7 @@ def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
     """
     starts = []
     for index in range(len(lengths)):
-        if not starts:
-            starts.append(index)
-            continue
-        rows_with_this_one = index + 1 - starts[-1]
-        padded_length = lengths[starts[-1]]
-        if rows_with_this_one * padded_length > max_tokens:
+        if not starts or (index + 1 - starts[-1]) * lengths[starts[-1]] > max_tokens:
             starts.append(index)
     return starts
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def begin(run: Run) -> None:
     distributed.on_main_process(run.accelerator, remove_half_written, run)
     distributed.on_main_process(run.accelerator, check_disk, run, path)
     state = load(run, path) if path else None
-    lines_are_lost = leave_behind(run, path, state)
+    lines_are_lost = move_aside(run, path, state)
     distributed.on_main_process(run.accelerator, record.write, run.accelerator, run.args)
     run.metrics.start()
     if path:
@@ -95,7 +96,7 @@ def find_checkpoint(run: Run) -> Path | None:
             return path
         run.accelerator.print(f"passed over {path}: {fault}")
 
-    # A copy under another name is not taken, but it tells that this run is not new.
+    # A copy under another name is not taken, but it shows that this run is not new.
     found = candidates or list(run.checkpoints.glob("global_step_*"))
     if found:
         sys.exit(
@@ -149,7 +150,7 @@ def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
     return max(run.args.save_total_limit + 1 - len(there), 1)
 
 
-def leave_behind(run: Run, path: Path | None, state: dict | None) -> bool:
+def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
     """Moves what the run's folder has beyond the resume point; see `left_behind.leave`.
 
     All processes must call it.
@@ -164,11 +165,10 @@ def leave_behind(run: Run, path: Path | None, state: dict | None) -> bool:
     log_bytes = {}
     if path is not None:
         step = run.progress.global_step
-        # Another folder's checkpoint counts the lines of that folder.
-        log_bytes = state["log_bytes"] if is_own(run, path) else {}
-    return distributed.on_main_process(
-        run.accelerator, left_behind.leave, run.output_dir, step, log_bytes
-    )
+        if is_own(run, path):  # the checkpoint of another folder counts the lines of that folder
+            log_bytes = state["log_bytes"]
+    leave = partial(left_behind.leave, run.output_dir, step, log_bytes)
+    return distributed.on_main_process(run.accelerator, leave)
 
 
 def keep_as_own(run: Run, path: Path, lines_are_lost: bool) -> None:
@@ -178,9 +178,11 @@ def keep_as_own(run: Run, path: Path, lines_are_lost: bool) -> None:
     `--resume auto` would start from the beginning. If log lines are lost, the checkpoint counts
     more bytes than there are.
     """
-    if is_own(run, path) and not lines_are_lost:
+    is_here = is_own(run, path)
+    if is_here and not lines_are_lost:
         run.last_saved = run.progress.global_step
-    elif is_own(run, path) or run.args.save_steps:
+        return
+    if is_here or run.args.save_steps:
         save(run)
 
 
@@ -336,7 +338,7 @@ def size_of(file: Path) -> int:
 def fault_of_state(path: Path) -> str | None:
     """Returns what keeps a checkpoint's `state.json` from being used; None if nothing does.
 
-    The manifest does not tell: it finds what storage damages, not what somebody rewrote.
+    The manifest cannot show this: it detects damage, not edits.
     """
     try:
         check_state(read_state(path))
@@ -370,12 +372,14 @@ def check_state(state: dict) -> None:
     numbers = [*state["last_update"].values(), *scheduler["base_lrs"]]
     for sums in state["open_sums"]:
         for reduce, number, count in sums.values():
-            numbers += [number + NOTHING[reduce], count]
+            if reduce not in NOTHING:
+                raise ValueError(f"it reduces a metric by {reduce!r}")
+            numbers += [number, count]
     if not all(isinstance(number, float | int) for number in numbers):
         raise ValueError(f"its metrics are {numbers}")
 
     if len(state["open_sums"]) == 0 or len(scheduler["lr_lambdas"]) == 0:
-        raise ValueError("it is of no process or has no schedule")
+        raise ValueError("it holds the sums of no process or has no schedule")
     if not state["arguments"].keys() >= {"data", "world"}:
         raise ValueError("its arguments are not those of a run")
 
@@ -394,9 +398,8 @@ def load(run: Run, path: Path) -> dict:
     refuse_another_run(run, path, state["arguments"])
     engine_state.load(run, path / "engine")
     if len(state["open_sums"]) == run.accelerator.num_processes:
-        distributed.all_or_none(
-            run.accelerator, True, engine_state.load_random_states, run, path / "engine"
-        )
+        restore = partial(engine_state.load_random_states, run, path / "engine")
+        distributed.all_or_none(run.accelerator, True, restore)
     load_schedule(run, state["scheduler"])
     for name in COUNTERS:
         setattr(run.progress, name, state["progress"][name])

@@ -4,6 +4,8 @@ import re
 import time
 from pathlib import Path
 
+from tqdm import tqdm
+
 from common import board, counted, engine, optim, record
 from common.models import lora
 from common.run import Run
@@ -74,30 +76,19 @@ def end(run: Run) -> None:
     """Prints the result, and how to use the model. All processes may call it."""
     if not run.accelerator.is_main_process:
         return
-    seconds = time.monotonic() - run.metrics.started
+    time_taken = tqdm.format_interval(time.monotonic() - run.metrics.started)
     folder = Path(run.args.output_dir) / "actor"
     updates = counted(run.progress.global_step, "update")
     if not run.progress.global_step:
         updates += " (the model is as it was)"
     lines = [
-        f"done: {updates}, {run.progress.skipped_steps} skipped, {in_words(seconds)}; "
+        f"done: {updates}, {run.progress.skipped_steps} skipped, took {time_taken}; "
         f"{what_is_saved(run)} in {folder}",
         *before_and_after(Path(run.args.output_dir), run.metrics.charts),
         "load it and try it:",
         *how_to_load(run, folder),
     ]
     print("\n".join(lines), flush=True)
-
-
-def in_words(seconds: float) -> str:
-    """Returns a time such as `1 h 2 min`, `3 min 4 s` or `5 s`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    if minutes:
-        return f"{minutes} min {seconds} s"
-    return f"{seconds} s"
 
 
 def what_is_saved(run: Run) -> str:

@@ -315,8 +315,13 @@ def main() -> None:
     if args.universal:
         universal(args.checkpoint, args.out)
     else:
-        model = "critic" if args.critic else "actor"
-        export(args.checkpoint, args.out, args.dtype, model, args.merge)
+        export(
+            args.checkpoint,
+            args.out,
+            dtype=args.dtype,
+            model="critic" if args.critic else "actor",
+            merge_adapter=args.merge,
+        )
     print(f"wrote {args.out}")
 
 

@@ -38,6 +38,16 @@ class LeftBehind:
         shutil.move(path, place)
         folders.flush(place.parent, path.parent)
 
+    def move_folder(self, name: str, said: str) -> None:
+        """Moves a folder of the run, if it is there.
+
+        Args:
+            said: what the message calls it.
+        """
+        if (self.output_dir / name).is_dir():
+            self.move(self.output_dir / name)
+            self.moved.append(said)
+
     def move_newest_first(self, paths: list[Path], kind: str) -> None:
         """Moves `global_step_*` folders, the newest first.
 
@@ -100,25 +110,22 @@ def move_beyond(output_dir: Path, step: int | None, log_bytes: dict[str, int]) -
     point or an earlier one, and moves the rest.
     """
     begins_at_0 = step is None
-    left = LeftBehind(output_dir, step or 0)
+    point = step or 0
+    left = LeftBehind(output_dir, point)
     metrics = output_dir / "metrics.jsonl"
     samples = output_dir / transcript.FILE
-    actor = output_dir / "actor"
-    board = output_dir / "tensorboard"
     has_lines_beyond = is_longer(metrics, log_bytes.get(metrics.name, 0))
 
-    checkpoints = beyond(output_dir / "checkpoints", step or 0)
+    checkpoints = beyond(output_dir / "checkpoints", point)
     left.move_newest_first(checkpoints, "checkpoint")
-    left.move_newest_first(beyond(output_dir / "actors", step or 0), "saved actor")
+    left.move_newest_first(beyond(output_dir / "actors", point), "saved actor")
     # The final actor has no step in its name. If nothing else lies beyond this point, the run had
     # ended here, and the actor stays.
-    if actor.is_dir() and (checkpoints or has_lines_beyond):
-        left.move(actor)
-        left.moved.append("the final actor")
+    if checkpoints or has_lines_beyond:
+        left.move_folder("actor", "the final actor")
     # A run that continues adds to these files: TensorBoard hides in them what was logged later.
-    if board.is_dir() and begins_at_0:
-        left.move(board)
-        left.moved.append(board.name)
+    if begins_at_0:
+        left.move_folder("tensorboard", "tensorboard")
     for file in (samples, metrics):
         whole = whole_lines(file, log_bytes.get(file.name, 0))
         if is_longer(file, whole):

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -47,7 +48,7 @@ class Sum(NamedTuple):
 
 # How two sums of values, two minima or two maxima become one.
 JOIN = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
-# What changes no sum, no minimum and no maximum.
+# The neutral element of each.
 NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
 
 
@@ -102,16 +103,16 @@ class Means:
         self.sums = {}
         mine = torch.stack([of_tag.numbers for of_tag in sums.values()])[None]
         everyone = self.accelerator.gather(mine)  # [processes, tags, 2]
-        joined = {"mean": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
-        # Read together, because a GPU waits at each reading.
-        totals = dict(zip(joined, torch.stack(list(joined.values())).tolist()))
+        reductions = torch.stack([everyone.sum(0), everyone.amin(0), everyone.amax(0)])
+        added, smallest, largest = reductions.tolist()  # one reading, because a GPU waits at each
 
         values = {}
-        for index, (name, (reduce, _)) in enumerate(sums.items()):
-            number, _ = totals[reduce][index]
-            _, count = totals["mean"][index]
+        for (name, of_tag), (total, count), (low, _), (high, _) in zip(
+            sums.items(), added, smallest, largest
+        ):
             if count > 0:
-                values[name] = number / count if reduce == "mean" else number
+                by_kind = {"mean": total / count, "min": low, "max": high}
+                values[name] = by_kind[of_tag.reduce]
         return values
 
     def state(self) -> dict[str, list]:
@@ -213,7 +214,7 @@ class Metrics:
             mininterval=0.5 if sys.stderr.isatty() else 10,
         )
 
-    def timed(self, name: str):
+    def timed(self, name: str) -> AbstractContextManager[None]:
         """Returns a context that adds its seconds to `perf/<name>_seconds` of the next line.
 
         The name `paused` stands for evaluating and saving: `perf/*` leaves these seconds out.
@@ -235,7 +236,8 @@ class Metrics:
 
         Args:
             last_update: values of this update alone: `grad_norm`, `learning_rate`, `loss_scale` and
-                those of the recipe. None is left out.
+                those of the recipe. None is left out. `loss_scale` must be among them if the update
+                was skipped.
         """
         if applied:
             self.last_update = {
@@ -254,8 +256,8 @@ class Metrics:
     def log(self) -> None:
         """Writes the training line of this `global_step`. All processes must call it.
 
-        If no update was applied since the last line, it has only what rollouts added since, which
-        no update will take up. If there is nothing either, no line is written.
+        If no update was applied since the last line, it has only what rollouts added since, from
+        which no update follows. If there is nothing either, no line is written.
         """
         if "loss" not in self.open.sums:
             if means := self.open.reduce():
@@ -272,7 +274,8 @@ class Metrics:
     def training_line(self) -> dict[str, float]:
         """Returns what is logged after an update, and forgets the open means."""
         elapsed = self.speed.elapsed()  # before processes wait for each other
-        # By the same collective. Filled on the device, because a GPU would wait for a copy.
+        # The operations go through the same gather as the means. `full_like` fills them on the
+        # device; a Python number would be copied, and the GPU would wait.
         flop = torch.full_like(self.open.sums["loss"].numbers[:1], self.speed.flop)
         self.open.add([Logged({"flop": flop}, torch.ones_like(flop))])
         means = self.open.reduce()
@@ -319,8 +322,8 @@ class Metrics:
             if scores is not None:
                 # Not the tag of a scalar: TensorBoard shows neither of two kinds that share one.
                 self.board.add_histogram("rollout/scores", scores, next_update)
-            table = transcript.as_table(examples)
-            self.board.add_text("samples/rollout", table, next_update)
+            shown = transcript.as_markdown(examples)
+            self.board.add_text("samples/rollout", shown, next_update)
 
     def warn(self, message: str) -> None:
         """Prints a line above the bar. All processes may call it."""
@@ -343,8 +346,8 @@ class Metrics:
             if examples:
                 transcript.write(self.output_dir, global_step, examples)
             if examples and self.board:
-                table = transcript.as_table(examples)
-                self.board.add_text("samples/evaluation", table, global_step)
+                text = transcript.as_markdown(examples)
+                self.board.add_text("samples/evaluation", text, global_step)
             shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
             lines = [f"global_step {global_step}: {shown}", *transcript.on_console(examples)]
             self.bar.write("\n".join(lines))

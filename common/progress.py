@@ -22,8 +22,9 @@ class Progress:
             twice), padding excluded, in applied updates.
         counts_sequences: whether a sample may hold several sequences, so that they are logged.
         sequences: trained on so far, in applied updates.
-        rows_seen: rows of the data used so far, where the updates do not tell it (GRPO leaves
-            groups out, so that a rollout may hold fewer updates than it could); else None.
+        rows_seen: rows of the data used so far, where the number of updates does not determine them
+            (GRPO leaves groups out, so that a rollout may hold fewer updates than it could); else
+            None.
         data_ended: set by a recipe that counts `rows_seen`, once all its rows are trained on.
         idle: whether rows were used up since the latest update without leading to one.
         consecutive_skips: how many of the latest updates were skipped since the last applied one.
@@ -99,7 +100,7 @@ class Progress:
         self.recent_skips = [update for update in self.recent_skips if update > recent]
 
     def counts(self) -> dict[str, int]:
-        """Returns what a log line tells of the counters."""
+        """Returns the counters as a log line shows them."""
         counts = {"samples": self.samples}
         if self.counts_sequences:
             counts["sequences"] = self.sequences
@@ -114,14 +115,17 @@ class Progress:
         return interval > 0 and self.evaluation_due(interval)
 
     def evaluation_due(self, interval: float) -> bool:
-        """Whether to evaluate now: when `due`, and at the end also where the interval is 0."""
+        """Whether to evaluate now: when `due`, and at the end even if the interval is 0."""
         every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
         at_multiple = every > 0 and self.global_step % every == 0
-        if self.consecutive_skips == 0 and not self.idle:
+        was_just_applied = self.consecutive_skips == 0 and not self.idle
+        if was_just_applied:
             return at_multiple or self.finished
-        # No update was applied. Due only if the run ended here, and `global_step` was not already
-        # due by its interval. Nothing is new at update 0.
-        return self.finished and self.global_step > 0 and not at_multiple
+        # The model is as it was after its last applied update. At a multiple, and at update 0, it
+        # has been evaluated already.
+        if at_multiple or self.global_step == 0:
+            return False
+        return self.finished
 
     def log_due(self, interval: float) -> bool:
         """Whether to log now: when an evaluation would be due, and after the first update."""

@@ -27,14 +27,15 @@ class Run:
         scheduler: a `LambdaLR`, not prepared.
         data: the training set and the held-out sets.
         models: fingerprints of the models that decide the result but are not trained, such as a
-            reference model, by what messages call them. Loading such a model adds its own.
-        extra: what else the recipe carries from update to update, the same on all processes: None,
-            tensors, numbers, lists and dicts of them, and dataclasses that are
-            `checkpoint.carried`.
-        own: what this process alone carries from update to update, such as its shards of a running
-            average: of the same kinds. Each process saves its own and gets it back.
-        beside_actor: further Hugging Face models inside `unwrapped` that a checkpoint holds as
-            folders of their own, by the folder's name; for `common/export.py`.
+            reference model, by the name that messages use. Loading such a model adds its own.
+        extra: the recipe's own state, which all processes have alike, such as PPO's position in its
+            rollout. Checkpoints hold it. It may consist of None, numbers, tensors, lists and dicts
+            of them, and dataclasses that are `checkpoint.carried`.
+        own: the state that differs between processes, such as the shards of a running average. It
+            may consist of the same. Each process saves its own and gets it back.
+        beside_actor: the Hugging Face models inside `unwrapped` besides the actor, such as PPO's
+            critic, by the name of the folder in which a checkpoint holds each. `common/export.py`
+            reads these folders.
         last_saved: `global_step` of the last checkpoint in `checkpoints` that is this run's own;
             None if there is none.
         stop_signal: the signal that ends the run after its update; 0 if none came.

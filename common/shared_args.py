@@ -23,7 +23,7 @@ class Bounds(NamedTuple):
         named = {name.replace("_", " "): limit for name, limit in self._asdict().items()}
         return " and ".join(f"{name} {limit}" for name, limit in named.items() if limit is not None)
 
-    def hold(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """Whether a value is in the range."""
         return not (
             (self.at_least is not None and value < self.at_least)
@@ -37,7 +37,7 @@ def arg(*, help: str, default: Any = MISSING, default_factory: Any = MISSING, **
     """Returns a field of a recipe's `Args`: transformers' `HfArg`, with a range for its values.
 
     Args:
-        bounds: of `Bounds`, such as `at_least=0`. None, as a default, is in every range.
+        bounds: fields of `Bounds`, such as `at_least=0`. A default of None is not checked.
     """
     metadata = {"bounds": Bounds(**bounds)} if bounds else None
     return HfArg(default=default, default_factory=default_factory, help=help, metadata=metadata)
@@ -55,8 +55,8 @@ class DataArgs:
     )
     dataset_weights: list[float] | None = arg(
         default=None,
-        help="of several --dataset_name, one each. 2: each row twice an epoch; 0.5: half of the "
-        "rows, the other half in the next epoch",
+        help="one for each --dataset_name. 2: each row twice per epoch; 0.5: half of the rows, the "
+        "other half in the next epoch",
     )
     dataset_split: str = arg(default="train", help="split of --dataset_name")
     eval_dataset_name: list[str] | None = arg(
@@ -125,7 +125,7 @@ class UpdateArgs:
     gradient_checkpointing: bool = arg(default=False, help="saves memory, costs time")
     attn_implementation: str | None = arg(default=None, help="sdpa, eager, flash_attention_2 ...")
     seed: int = arg(
-        default=0, at_least=0, below=2**32, help="of the data order, of sampling and of dropout"
+        default=0, at_least=0, below=2**32, help="for the data order, sampling and dropout"
     )
 
 
@@ -191,7 +191,7 @@ class SavingArgs:
 
 @dataclass
 class SharedArgs(SavingArgs, AdapterArgs, UpdateArgs, DataArgs):
-    """What every recipe takes. Its fields begin with those of the last base class."""
+    """What every recipe takes. The fields of the last base class come first (dataclass order)."""
 
     # Besides what all recipes share, a resumed run may change these.
     may_change: ClassVar[set[str]] = set()
@@ -218,10 +218,10 @@ class RolloutArgs(SharedArgs):
     )
     max_new_tokens: int = arg(default=256, at_least=1, help="longest response")
     temperature: float = arg(
-        default=1.0, above=0, help="of sampling and of every log-prob in training"
+        default=1.0, above=0, help="for sampling and for every log-prob in training"
     )
     eval_temperature: float = arg(
-        default=0.0, at_least=0, help="of the responses in an evaluation; 0: greedy decoding"
+        default=0.0, at_least=0, help="for the responses of an evaluation; 0: greedy decoding"
     )
     eval_samples: int = arg(
         default=1,
@@ -255,12 +255,13 @@ class RewardArgs(RolloutArgs):
     )
     reward_weights: list[float] | None = arg(
         default=None,
-        help="of the reward model, if there is one, and then of each function; default: 1 each",
+        help="one for the reward model, if there is one, then one for each function; default: 1 "
+        "each",
     )
     reward_timeout: float = arg(
         default=600.0,
         at_least=0,
-        help="seconds that a call of a reward function may take; 0: any",
+        help="seconds that a call of a reward function may take; 0: no limit",
     )
     normalize_reward: bool = arg(
         default=False,

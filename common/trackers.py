@@ -12,7 +12,7 @@ from common import folders
 
 # Which run of each tracker this is, so that a resumed run continues it.
 FILE = "trackers.json"
-# TensorBoard has a room of its own, `common/board.py`.
+# TensorBoard is not one of accelerate's here: see `common/board.py`.
 OWN = ("tensorboard", "none")
 
 
@@ -44,7 +44,8 @@ def start(accelerator: Accelerator, report_to: list[str], output_dir: Path, sett
     accelerator.log_with = [name for name in report_to if name not in OWN]
     if not accelerator.log_with:
         return
-    accelerator.project_configuration.set_directories(str(output_dir))  # of those with files
+    # For trackers that write files.
+    accelerator.project_configuration.set_directories(str(output_dir))
     file = output_dir / FILE
     is_new = not file.is_file()
     ids = {"own": uuid.uuid4().hex[:12]} if is_new else folders.read_json(file)
@@ -62,14 +63,16 @@ def start(accelerator: Accelerator, report_to: list[str], output_dir: Path, sett
 
 
 def settings_of_trackers(output_dir: Path, ids: dict[str, str]) -> dict[str, dict]:
-    """Returns what tells each tracker which run this is. Others begin a new run.
+    """Returns, for each tracker, what makes a resumed run continue the same run there.
+
+    Trackers that are not listed begin a new one.
 
     Args:
         ids: `own`, which this run chose itself, and those that `mlflow` and `aim` chose.
     """
     name = output_dir.resolve().name
     by_id = {"name": name, "id": ids["own"], "resume": "allow"}
-    # It knows runs by their name alone: two folders of the same name must not be one run.
+    # trackio knows runs by name alone, so two folders of the same name need different names.
     by_name = {"name": f"{name}-{ids['own'][:4]}", "resume": "allow"}
     return {
         "wandb": by_id,

@@ -5,7 +5,7 @@ from 1), `prompt`, `response`, and what is known of the response: `right`, `scor
 """
 
 import json
-import re
+import textwrap
 from pathlib import Path
 
 FILE = "samples.jsonl"
@@ -47,27 +47,24 @@ def on_console(examples: list[dict]) -> list[str]:
     return lines
 
 
-def as_table(examples: list[dict]) -> str:
-    """Returns the first examples as a Markdown table."""
-    rows = ["| set | row | prompt | response | verdict |", "| --- | --- | --- | --- | --- |"]
-    for example in first_of_each(examples, most=8):
-        prompt = in_cell(example["prompt"])
-        response = in_cell(example["response"])
-        rows.append(
-            f"| {example['source']} | {example['row']} | {prompt} | {response} "
-            f"| {verdict(example)} |"
-        )
-    return "\n".join(rows)
+def as_markdown(examples: list[dict]) -> str:
+    """Returns the first examples as Markdown, each prompt and response as an indented block.
 
-
-def in_cell(text: str) -> str:
-    """Returns a text for a cell of a Markdown table, to be shown as it is, with its line breaks.
-
-    Nothing in it is Markdown or HTML: `2*3*4` shows its stars, and no image is fetched from an
+    What is indented is shown as it is: `2*3*4` shows its stars, and no image is fetched from an
     address that a model wrote.
     """
-    literal = re.sub(r"[^\w\s]", lambda found: f"&#{ord(found[0])};", text.strip())
-    return "<br>".join(literal.replace("_", "&#95;").splitlines())
+    parts = []
+    for example in first_of_each(examples, most=8):
+        parts.append(f"{example['source']}, row {example['row']}:")
+        parts.append(indented(example["prompt"]))
+        parts.append(f"{verdict(example)}:")
+        parts.append(indented(example["response"]))
+    return "\n\n".join(parts)
+
+
+def indented(text: str) -> str:
+    """Returns a text with every line indented: also those of blanks, such as U+2028."""
+    return textwrap.indent(text, "    ", predicate=lambda line: True)
 
 
 def verdict(example: dict) -> str:

@@ -79,7 +79,9 @@ class ChunkedLogProbs(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             ctx.last_chunk = None  # frees the chunk before: only one is held at a time
-            logits, all_logps = logits_of(hidden[part], matrix, bias, multiplier, softcap)
+            logits, all_logps = logits_of(
+                hidden[part], matrix, bias, multiplier=multiplier, softcap=softcap
+            )
             logps[part] = all_logps.gather(1, targets[part, None]).squeeze(1)
             for name, values in zip(extras, others):
                 values[part] = EXTRAS[name](logits, all_logps, targets[part])
@@ -106,7 +108,9 @@ class ChunkedLogProbs(torch.autograd.Function):
         for start in reversed(range(0, len(hidden), ctx.chunk)):
             part = slice(start, start + ctx.chunk)
             if kept is None:
-                kept = logits_of(hidden[part], matrix, bias, ctx.multiplier, ctx.softcap)
+                kept = logits_of(
+                    hidden[part], matrix, bias, multiplier=ctx.multiplier, softcap=ctx.softcap
+                )
             logits, all_logps = kept
             kept = None
 
@@ -299,9 +303,9 @@ class LogProbModel(ModelWrapper):
         values = head(
             hidden,
             batch["targets"],
-            self.multiplier / temperature,
-            self.softcap / temperature,
-            extras,
+            multiplier=self.multiplier / temperature,
+            softcap=self.softcap / temperature,
+            extras=extras,
         )
         by_name = dict(zip(("logps", *extras), values))
         if check:

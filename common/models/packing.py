@@ -12,7 +12,8 @@ from common import batches
 
 # The most that the mask of packed rows may take, in bytes: one row of 16,384 tokens.
 MOST_MASK = 2**28
-# A mask is computed in parts of about so many elements, since what is compared takes as much again.
+# A mask is computed in parts of about so many elements, since the comparisons need as much memory
+# again.
 MASK_AT_ONCE = 2**24
 
 PADDING = -1  # stands for a piece where there is none
@@ -43,11 +44,26 @@ class Layout:
 
     A piece is a prompt or an answer. Answer i is piece i; the prompts are numbered from there on.
 
+    Three answers, 4 5 and 6 to the prompt 1 2, and 7 8 9 to the prompt 3:
+
+        places      0  1  2  3  4
+                    5  6  7  8  9
+        ids         1  2  4  5  6
+                    3  7  8  9  0        the last is padding
+        positions   0  1  2  3  2
+                    0  1  2  3  0
+        pieces      3  3  0  0  1        answers are 0 to 2, prompts 3 and 4; padding is -1
+                    4  2  2  2 -1
+        prompts     3  3  3  3  3
+                    4  4  4  4 -1
+        predictors  1  2 | 1 | 5  6  7   the places of 2 4 | 2 | 3 7 8
+        last           3 | 4 |       8   the places of 5, 6 and 9
+
     Attributes:
-        ids, positions: of each token, `[rows, row length]`.
+        ids, positions: the id and the position of each token, `[rows, row length]`.
         pieces, prompts: the piece that each token belongs to, and that piece's prompt, `[rows, row
-            length]`; a prompt is its own.
-        before: for each answer, the places of the tokens that predict its tokens.
+            length]`; a prompt token belongs to its own prompt.
+        predictors: for each answer, the places of the tokens that predict its tokens.
         last: for each answer, the place of its last token.
     """
 
@@ -56,7 +72,7 @@ class Layout:
         self.positions = np.zeros(shape, dtype=np.int64)
         self.pieces = np.full(shape, PADDING)
         self.prompts = np.full(shape, PADDING)
-        self.before: list[list[int]] = [[] for _ in range(n_answers)]
+        self.predictors: list[list[int]] = [[] for _ in range(n_answers)]
         self.last = [0] * n_answers
         self.prompt_pieces = itertools.count(n_answers)
 
@@ -72,7 +88,7 @@ class Layout:
             position = len(group.prompt)  # as if the answer followed its prompt directly
             end = self.write(answer, start, position=position, piece=number, prompt=piece)
             # The prompt's last token predicts the first one; each token of the answer the next.
-            self.before[number] = [last_of_prompt, *range(start, end - 1)]
+            self.predictors[number] = [last_of_prompt, *range(start, end - 1)]
             self.last[number] = end - 1
         return end
 
@@ -102,7 +118,7 @@ class Packer:
         by_lengths: rows are shared as flash attention takes them: all answers one after the other
             in a single row without padding, each after its own prompt. No prompt is shared.
         attention_equals_rest: the row length at which causal attention takes about as long as all
-            the rest of the models. Its default is that of a hidden size of 340.
+            the rest of the models. The default fits a hidden size of 340.
     """
 
     device: torch.device
@@ -118,21 +134,15 @@ class Packer:
     ) -> dict:
         """Returns answers to prompts as tensors that a model reads.
 
-        Three answers, the first two of them to one prompt, if prompts may be shared:
+        The answers in the table of `Layout`, if prompts may be shared and all tokens are targets:
 
             make_batch([[1, 2], [1, 2], [3]], [[4, 5], [6], [7, 8, 9]])
 
-            input_ids     1  2  4  5  6        place of each token     0  1  2  3  4
-                          3  7  8  9  0                                5  6  7  8  9
-            position_ids  0  1  2  3  2
-                          0  1  2  3  0        the last is padding
-            targets       4  5 | 6 | 7  8  9   all tokens of the answers
-            before        1  2 | 1 | 5  6  7   the places of 2 4 | 2 | 3 7 8, which predict them
-            last             3 | 4 |       8   the places of 5, 6 and 9
-            mask          1  1  0              answer by answer, in the shape of what is returned
-                          1  0  0              for the tokens of answers
-                          1  1  1
-            cells         0  1 | 3 | 6  7  8   where the targets are in the flattened mask
+            targets  4  5 | 6 | 7  8  9
+            before   1  2 | 1 | 5  6  7   places in the rows, as `last`
+            cells    0  1 | 3 | 6  7  8   places in the mask: 1 1 0
+                                                              1 0 0
+                                                              1 1 1
 
         Nothing here waits for a GPU: it computes one micro-batch while the next one is laid out.
 
@@ -168,7 +178,7 @@ class Packer:
         return {
             "inputs": self.inputs_of(rows, layout),
             "targets": batches.send(of_targets(answers, scored), self.device),
-            "before": batches.send(of_targets(layout.before, scored), self.device),
+            "before": batches.send(of_targets(layout.predictors, scored), self.device),
             "last": batches.send(layout.last, self.device),
             "mask": batches.send(mask, self.device),
             "cells": batches.send(cells, self.device),
@@ -197,14 +207,14 @@ class Packer:
         attention computes only the half of the square below the diagonal. A packed row needs a
         mask, and then the whole square is computed: n * (2 * n + e).
         """
-        equal = self.attention_equals_rest
-        length = longest_of(packed)
-        if len(packed) * length**2 > MOST_MASK:
+
+        def cost(rows: list[Row], attention: int) -> int:
+            length = longest_of(rows)
+            return len(rows) * length * (attention * length + self.attention_equals_rest)
+
+        if len(packed) * longest_of(packed) ** 2 > MOST_MASK:
             return False
-        cost_packed = len(packed) * length * (2 * length + equal)
-        length = longest_of(alone)
-        cost_alone = len(alone) * length * (length + equal)
-        return cost_packed <= cost_alone
+        return cost(packed, attention=2) <= cost(alone, attention=1)
 
     def inputs_of(self, rows: list[Row], layout: Layout) -> dict:
         """Returns what a `transformers` model takes, see `make_batch`."""

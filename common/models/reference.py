@@ -83,7 +83,7 @@ class Reference:
         for name, dataset in sets.items():
             # Whether rows are shared changes rounding.
             key = ["reference", *self.identity, packer.share, dataset._fingerprint]
-            compute = partial(self.table_of, run, dataset, collate, packer)
+            compute = partial(self.table_of, run, dataset, collate=collate, packer=packer)
             self.tables[name] = cache.array(run.accelerator, key, compute)
         self.model = None
 

@@ -121,29 +121,25 @@ def check_means(bench: Bench) -> Iterator[Check]:
     """A logged metric is the mean over all samples, however they are split."""
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
+    unchecked = []
     # The first update has a line of its own. So only the second pass has a line over all of it.
-    has_whole_pass = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
-    if has_whole_pass:
+    if in_parts.last_step >= 2 * runs.updates_of_a_pass(bench):
         yield from means_of_a_pass(at_once, in_parts)
+    else:
+        unchecked.append(
+            "the recipe makes one pass over the data, a line over a whole one needs two"
+        )
     if bench.has("max_grad_norm"):
         clipped = runs.one_process(bench).training[:1]
         unclipped = runs.unclipped(bench).training[:1]
         norm = compare.lines(clipped, unclipped, only={"grad_norm"})
         yield Check("grad_norm before clipping", norm)
-    has_evaluations = bool(at_once.evaluations or in_parts.evaluations)
-    if has_evaluations:
-        first = compare.lines(at_once.evaluations[:1], in_parts.evaluations[:1])
-        yield Check("evaluations", first)
-        # Five held-out rows in micro-batches of one: one process has a padding row.
-        alone = runs.one_process(bench).evaluations[:1]
-        in_ones = runs.two_processes(bench).evaluations[:1]
-        yield Check("evaluations, a row at a time", compare.lines(alone, in_ones))
-    if not has_whole_pass:
-        raise Unchecked(
-            "the recipe makes one pass over the data, a line over a whole one needs two"
-        )
-    if not has_evaluations:
-        raise Unchecked("the recipe logs no evaluation")
+    if at_once.evaluations or in_parts.evaluations:
+        yield from means_of_evaluations(bench, at_once, in_parts)
+    else:
+        unchecked.append("the recipe logs no evaluation")
+    if unchecked:
+        raise Unchecked(unchecked[0])
 
 
 def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
@@ -159,6 +155,16 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
         yield Check("since the last line alone", compare.unlike([second], [expected]))
 
 
+def means_of_evaluations(bench: Bench, at_once: Finished, in_parts: Finished) -> Iterator[Check]:
+    """Compares first evaluations: of two runs over one pass, and of one process and of two."""
+    first = compare.lines(at_once.evaluations[:1], in_parts.evaluations[:1])
+    yield Check("evaluations", first)
+    # Five held-out rows in micro-batches of one: one process has a padding row.
+    alone = runs.one_process(bench).evaluations[:1]
+    in_ones = runs.two_processes(bench).evaluations[:1]
+    yield Check("evaluations, a row at a time", compare.lines(alone, in_ones))
+
+
 def means_of_last_line(run: Finished) -> dict:
     """Returns the means of a run's last line, and those that only its first one has."""
     line = {**run.training[0], **run.training[-1]}
@@ -168,26 +174,15 @@ def means_of_last_line(run: Finished) -> dict:
 def check_log_lines(bench: Bench) -> Iterator[Check]:
     """Whatever is logged, evaluated or saved is where the flags say."""
     bench.need("logging_steps")
+    yield from every_interval_logged(bench)
     one_process = runs.one_process(bench)
-    two_processes = runs.two_processes(bench)
-    yield logged_where_due("1, one process", one_process, 1)
-    yield logged_where_due("1, two processes", two_processes, 1)
-    yield logged_where_due("4", runs.uninterrupted(bench), 4)
-    interval = runs.updates_of_a_pass(bench)
-    yield logged_where_due(f"{interval}", runs.pass_in_parts(bench), interval)
-    if bench.has("seed"):
-        other = runs.other_seed(bench)
-        if bench.generates:
-            yield logged_where_due("2", other, 2)
-        else:
-            yield logged_where_due("half of all", other, math.ceil(0.5 * other.last_step))
     if bench.has("eval_steps"):
         expected = due(EVAL_STEPS, one_process.last_step, 0)
         found = [line["global_step"] for line in one_process.evaluations]
         yield Check(f"eval_steps {EVAL_STEPS}", compare.lists(expected, found, "lines"))
-    yield from saved_where_due(bench, interval + 1)
+    yield from saved_where_due(bench)
     yield from linear_schedule(bench, "1 process", one_process)
-    yield from linear_schedule(bench, "2 processes", two_processes)
+    yield from linear_schedule(bench, "2 processes", runs.two_processes(bench))
     if not bench.generates:
         bench.need("max_epochs")
         yield Check("updates and samples of 2 epochs", rows_in_epochs(one_process))
@@ -203,6 +198,22 @@ def due(interval: int, last: int, *first: int) -> list[int]:
     return sorted({*first, *range(interval, last + 1, interval), last})
 
 
+def every_interval_logged(bench: Bench) -> Iterator[Check]:
+    """Looks at the lines of runs with different `logging_steps`."""
+    yield logged_where_due("1, one process", runs.one_process(bench), 1)
+    yield logged_where_due("1, two processes", runs.two_processes(bench), 1)
+    yield logged_where_due("4", runs.uninterrupted(bench), 4)
+    interval = runs.updates_of_a_pass(bench)
+    yield logged_where_due(f"{interval}", runs.pass_in_parts(bench), interval)
+    if not bench.has("seed"):
+        return
+    other = runs.other_seed(bench)
+    if bench.generates:
+        yield logged_where_due("2", other, 2)
+    else:
+        yield logged_where_due("half of all", other, math.ceil(0.5 * other.last_step))
+
+
 def logged_where_due(what: str, run: Finished, interval: int) -> Check:
     """Whether lines are at the first update, at every multiple of `interval`, and at the last."""
     expected = due(interval, run.last_step, 1)
@@ -210,14 +221,11 @@ def logged_where_due(what: str, run: Finished, interval: int) -> Check:
     return Check(f"logging_steps {what}", compare.lists(expected, found, "lines"))
 
 
-def saved_where_due(bench: Bench, interval: int) -> Iterator[Check]:
-    """Whether checkpoints and actors are where the flags say, and only as many as are to be kept.
-
-    Args:
-        interval: the `save_steps` and `save_actor_steps` of `pass_in_parts`, which keeps all.
-    """
+def saved_where_due(bench: Bench) -> Iterator[Check]:
+    """Whether checkpoints and actors are where the flags say, and no more than are to be kept."""
     keeps_all = runs.pass_in_parts(bench)
     keeps_one = runs.uninterrupted(bench)
+    interval = runs.updates_of_a_pass(bench) + 1  # `save_steps` of `keeps_all`, and of its actors
     expected = due(interval, keeps_all.last_step)
     for folder, (steps, limit) in SAVED.items():
         if bench.has(steps):
@@ -242,12 +250,15 @@ def linear_schedule(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
     rates = [line.get("learning_rate") for line in run.training]
     if not bench.has("lr_scheduler_type", "warmup_steps") or None in rates or not rates[0]:
         return
+    peak = rates[0]
     differences = []
     for line, rate in zip(run.training, rates):
         step = line["global_step"]
-        expected = rates[0] * (run.last_step + 1 - step) / run.last_step
+        updates_left = run.last_step + 1 - step  # the line's own update is among them
+        expected = peak * updates_left / run.last_step
         where = f"learning_rate, update {step}: {rate:.6g}, expected {expected:.6g}"
-        differences.append(Difference(abs(rate / rates[0] - expected / rates[0]), 1e-6, where))
+        off_by = abs(rate / peak - expected / peak)
+        differences.append(Difference(off_by, 1e-6, where))
     nearest = compare.first_or_nearest(differences)
     yield Check(f"lr_scheduler_type linear, {what}", nearest)
 
@@ -374,26 +385,44 @@ def check_actor(bench: Bench) -> Iterator[Check]:
 
 
 def saved_actor(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
-    """Looks at the actor that a run has saved, and begins a new run on it."""
-    actor = run.folder / "actor"
-    if not actor.is_dir():
+    """Checks the actor that a run has saved, in three ways."""
+    if not (run.folder / "actor").is_dir():
         raise Unchecked("the recipe saves no actor")
+    yield from loads_in_plain_transformers(bench, what, run)
+    yield from equals_last_checkpoint(what, run)
+    yield from new_run_logs_the_same(bench, what, run)
+
+
+def loads_in_plain_transformers(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
+    """Whether a script that knows only `transformers` and `peft` finds no fault in the actor."""
     script = str(Path(__file__).with_name("plain.py"))
-    printed = bench.run_script(f"plain-{run.name}", script, str(actor), str(bench.model_folder()))
+    actor = str(run.folder / "actor")
+    start = str(bench.model_folder())
+    printed = bench.run_script(f"plain-{run.name}", script, actor, start)
     found = json.loads(printed.splitlines()[-1])
     faults = [f"{name}: {value}" for name, value in found.items() if value]
     yield Check(f"{what}: plain transformers loads it", compare.faults(faults))
 
-    saved = folders.by_step(run.folder / "checkpoints")
-    if saved and (saved[-1] / "actor").is_dir():
-        last = weights_of(saved[-1] / "actor")
-        same = compare.weights(last, weights_of(actor), "actor", exact=True)
-        yield Check(f"{what}: it is that of the last checkpoint", same)
 
+def equals_last_checkpoint(what: str, run: Finished) -> Iterator[Check]:
+    """Whether the actor has the weights of the last checkpoint, if there is one."""
+    saved = folders.by_step(run.folder / "checkpoints")
+    if not saved or not (saved[-1] / "actor").is_dir():
+        return
+    last = weights_of(saved[-1] / "actor")
+    actor = weights_of(run.folder / "actor")
+    same = compare.weights(last, actor, "actor", exact=True)
+    yield Check(f"{what}: it is that of the last checkpoint", same)
+
+
+def new_run_logs_the_same(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
+    """Whether a new run that begins on the actor first logs the old one's last evaluation."""
     if not run.evaluations:
         raise Unchecked("the recipe logs no evaluation")
     first_line = bench.run_to_first_line(
-        f"on-actor-{run.name}", model_name_or_path=actor, **reference_of(bench)
+        f"on-actor-{run.name}",
+        model_name_or_path=run.folder / "actor",
+        **reference_of(bench),
     )
     expected = {**run.evaluations[-1], "global_step": 0}
     same = compare.lines([expected], [first_line])
@@ -413,9 +442,10 @@ def learns_from_reference(bench: Bench, run: Finished) -> Iterator[Check]:
 
 
 def reference_of(bench: Bench) -> Changes:
-    """Returns the flag that gives a run on an actor the reference of the runs before; or none."""
+    """Returns the flag by which a run on a saved actor keeps the first run's reference; else {}."""
     asked = bench.arguments
-    if "ref_model_name_or_path" not in asked or asked.get("kl_coef", 1) == 0:
+    has_reference = "ref_model_name_or_path" in asked and asked.get("kl_coef", 1) != 0
+    if not has_reference:
         return {}
     return {"ref_model_name_or_path": asked["ref_model_name_or_path"] or bench.model_folder()}
 

@@ -121,7 +121,7 @@ def call(name: str, function: Callable, given: Given, timeout: float) -> list[fl
 
     Args:
         name: for messages.
-        timeout: seconds that it may take; 0: any.
+        timeout: seconds that it may take; 0: no limit.
 
     Returns:
         A score for each sample, NaN where the function returned None.

@@ -126,7 +126,7 @@ def generate(
 def responses_that_fit(run: Run) -> int:
     """Returns how many responses of `--max_length` tokens a cache of `CACHE_BYTES` holds.
 
-    It is the same on every device, so that a resumed run generates alike wherever it runs.
+    It is the same on every device, so that a resumed run generates the same wherever it runs.
     """
     config = run.unwrapped.config.get_text_config()
     heads = config.num_attention_heads
@@ -219,15 +219,16 @@ class Rows:
         of the prompts A A B A the rows 0 and 2 are read. The cache of these two is then repeated
         as 0 0 1 0.
 
-        Does nothing if no prompt occurs twice, or if the model's cache cannot be repeated. Then
-        `extend` reads all prompts.
+        Does nothing if no prompt occurs twice, or if the model's cache cannot be repeated.
         """
         first_row: dict[tuple, int] = {}
         for row, prompt in enumerate(self.prompts):
             first_row.setdefault(tuple(prompt), row)
         length = self.prompt_length - 1
-        if len(first_row) == len(self.prompts) or length == 0 or not can_pick_rows(self.model):
-            return
+        n_distinct = len(first_row)
+        is_any_shared = n_distinct < len(self.prompts)
+        if not is_any_shared or length == 0 or not can_pick_rows(self.model):
+            return  # `extend` reads all prompts
         first_rows = [first_row[tuple(prompt)] for prompt in self.prompts]
         read, copies = np.unique(first_rows, return_inverse=True)
         # The new token is thrown away.
@@ -297,7 +298,7 @@ def cut_after_stop(response: list[int], stops: set[int]) -> list[int]:
 
 
 class SampleByUniform(LogitsProcessor):
-    """Draws each token by a number given in advance, where the cumulative probability passes it.
+    """Draws the first token whose cumulative probability exceeds a number given in advance.
 
     So a response depends on its prompt, the weights and its own row of numbers. It does not depend
     on any random state. It depends on the batch and the process only as far as rounding does.

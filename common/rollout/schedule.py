@@ -91,11 +91,11 @@ class RolloutSchedule:
     def of(cls, args, n_prompts: int) -> "RolloutSchedule":
         """Returns the schedule of `RolloutArgs`."""
         return cls(
-            n_prompts,
-            args.rollout_batch_size,
-            args.n_samples_per_prompt,
-            args.train_batch_size,
-            args.num_epochs_per_rollout,
+            n_prompts=n_prompts,
+            rollout_batch_size=args.rollout_batch_size,
+            n_samples_per_prompt=args.n_samples_per_prompt,
+            train_batch_size=args.train_batch_size,
+            num_epochs_per_rollout=args.num_epochs_per_rollout,
         )
 
     @property

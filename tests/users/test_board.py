@@ -183,7 +183,7 @@ def test_what_the_console_says_before_and_after(finished):
         and "million parameters, all trained, weights in float32" in begin
     )
     assert "checkpoints" in begin and "give --save_steps" in begin
-    assert re.match(r"2 updates, 0 skipped, \d+ s; actor in ", end)
+    assert re.match(r"2 updates, 0 skipped, took \d\d:\d\d; actor in ", end)
     before, after = evaluation_lines(output)
     (row,) = [row.split() for row in end.splitlines() if "eval/scores" in row]
     assert row == ["eval/scores", f"{before['eval/scores']:.4g}", f"{after['eval/scores']:.4g}"]
@@ -212,21 +212,19 @@ def test_a_reward_adapter_is_merged_before_a_pipeline_takes_it(monkeypatch):
     assert 'pipeline("text-classification", "out/actor_merged")("text"' in use
 
 
-@pytest.mark.parametrize("seconds, words", [(0.4, "0 s"), (59.6, "1 min 0 s"), (3725, "1 h 2 min")])
-def test_times_in_words(seconds, words):
-    assert console.in_words(seconds) == words
+def test_numbers_in_words():
     assert counted(1, "update") == "1 update" and counted(0, "process") == "0 processes"
 
 
-def test_a_table_of_samples_shows_the_first_of_each_set():
+def test_the_first_samples_of_each_set_are_shown():
     examples = [
         {"source": source, "row": row, "prompt": "a | b\n c", "response": "d", "score": 0.25}
         for source in ("eval/x", "eval/y")
         for row in range(1, 12)
     ]
-    rows = transcript.as_table(examples).splitlines()
-    assert len(rows) == 2 + 8 + 8
-    assert rows[2] == "| eval/x | 1 | a &#124; b<br> c | d | score 0.25 |"
+    parts = transcript.as_markdown(examples).split("\n\n")
+    assert len(parts) == 4 * (8 + 8)
+    assert parts[:4] == ["eval/x, row 1:", "    a | b\n     c", "score 0.25:", "    d"]
     assert len(transcript.on_console(examples)) == 8
     assert transcript.on_console(examples)[0] == "  score 0.25: 'a | b\\n c' -> 'd'"
 
@@ -234,13 +232,18 @@ def test_a_table_of_samples_shows_the_first_of_each_set():
 def test_samples_are_shown_as_they_are():
     """TensorBoard reads texts as Markdown: it would fetch pictures from where a model says."""
     prompt = "<|im_start|>user\nWhat is 2*3*4 | a_b_c? &lt; \\boxed{é} <!-- x --> 漢 😀"
-    response = "1. **b**\n- `c` ![i](http://x/y.png) <img src='z'> <think>h</think>\n\n# end"
+    response = "1. **b**\n- `c` ![i](http://x/y.png) <img src='z'> <think>h</think>\n\n# end\n[i]: http://x\n<img src='z'>"
     example = {"source": "eval", "row": 1, "prompt": prompt, "response": response, "right": True}
-    page = markdown_to_safe_html(transcript.as_table([example]))
+    page = markdown_to_safe_html(transcript.as_markdown([example]))
     assert "<img" not in page and "<a" not in page
-    cells = re.findall("<td>(.*?)</td>", page)
-    read = [html.unescape(cell.replace("<br>", "\n")) for cell in cells]
-    assert read == ["eval", "1", prompt, response, "right"]
+    texts = re.findall("<p>(.*?)</p>|<pre><code>(.*?)\n</code></pre>", page, re.DOTALL)
+    read = [html.unescape("".join(text)) for text in texts]
+    assert read == ["eval, row 1:", prompt, "right:", response]
+
+    # Python takes U+2028 for the end of a line, Markdown does not.
+    example["response"] = "\u2028![i](http://x/y.png)\r\v<img src='z'>"
+    page = markdown_to_safe_html(transcript.as_markdown([example]))
+    assert "<img" not in page and "<a" not in page
 
 
 def test_what_report_to_takes():
