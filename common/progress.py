@@ -106,6 +106,11 @@ class Progress:
             counts["sequences"] = self.sequences
         return counts | {"tokens": self.tokens, "skipped_steps": self.skipped_steps}
 
+    @property
+    def was_just_applied(self) -> bool:
+        """Whether an update was applied last: none was skipped and no rollout was idle since."""
+        return self.consecutive_skips == 0 and not self.idle
+
     def due(self, interval: float) -> bool:
         """Whether to save now: after every `interval` applied updates, and at the end.
 
@@ -118,8 +123,7 @@ class Progress:
         """Whether to evaluate now: when `due`, and at the end even if the interval is 0."""
         every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
         at_multiple = every > 0 and self.global_step % every == 0
-        was_just_applied = self.consecutive_skips == 0 and not self.idle
-        if was_just_applied:
+        if self.was_just_applied:
             return at_multiple or self.finished
         # The model is as it was after its last applied update. At a multiple, and at update 0, it
         # has been evaluated already.
@@ -129,7 +133,7 @@ class Progress:
 
     def log_due(self, interval: float) -> bool:
         """Whether to log now: when an evaluation would be due, and after the first update."""
-        first_update = self.global_step == 1 and self.consecutive_skips == 0
+        first_update = self.global_step == 1 and self.was_just_applied
         return first_update or self.evaluation_due(interval)
 
     def describe(self) -> str:

@@ -29,6 +29,16 @@ def test_log_lines_stand_at_the_first_the_multiples_and_the_last(interval, every
     assert steps_logged(progress, interval) == expected
 
 
+def test_a_rollout_without_updates_is_not_logged_as_the_first_update_again():
+    """Its rewards are in the line of the next update."""
+    progress = Progress(100, 10, 1, 0)
+    progress.update_done(True, 10, 1)
+    due = []
+    for progress.idle in (False, True):
+        due.append((progress.log_due(1), progress.log_due(50)))
+    assert due == [(True, True), (False, False)]
+
+
 def test_an_epoch_ends_with_its_data_and_max_steps_counts_applied_updates():
     by_epochs, by_steps = Progress(100, 16, 2, 0), Progress(100, 16, 1, 10)
     assert (by_epochs.updates_per_epoch, by_epochs.total_steps, by_steps.total_steps) == (7, 14, 10)
