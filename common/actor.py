@@ -91,13 +91,13 @@ def save(
 
 
 def save_all(run: Run, parent: Path) -> None:
-    """Writes the actor to `parent/actor` and the models of `run.beside_actor` next to it.
+    """Writes the actor to `parent/actor` and the models of `run.saved_with_actor` next to it.
 
     They stay in the dtype in which they are trained. All processes must call it.
     """
     weights = gather_weights(run)
     if run.accelerator.is_main_process:
-        for name, model in {"actor": run.unwrapped.model, **run.beside_actor}.items():
+        for name, model in {"actor": run.unwrapped.model, **run.saved_with_actor}.items():
             state_dict = weights_of(model, weights, run.unwrapped)
             write(model, state_dict, run.tokenizer, parent / name, card=name == "actor")
     run.accelerator.wait_for_everyone()

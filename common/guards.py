@@ -51,12 +51,19 @@ class FiniteLosses:
         rows: Sequence[int],
         losses: torch.Tensor,
         weights: torch.Tensor,
-        tensors: dict[str, torch.Tensor] | None = None,
+        *,
+        old: dict[str, torch.Tensor] | None = None,
+        new: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Adds a micro-batch, before its `backward`; at the last one runs `check_finite`."""
+        """Adds a micro-batch, before its `backward`; at the last one runs `check_finite`.
+
+        Args:
+            old, new: tensors that the losses come from: the rollout's, and the model's output.
+        """
         self.collected.append(RowLosses(rows, losses.detach(), weights))
         if self.run.accelerator.sync_gradients:
-            check_finite(self.run, self.collected, tensors)
+            named = {f"new {name}": tensor for name, tensor in (new or {}).items()}
+            check_finite(self.run, self.collected, {**(old or {}), **named})
             self.collected = []
 
 

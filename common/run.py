@@ -33,9 +33,9 @@ class Run:
             of them, and dataclasses that are `checkpoint.carried`.
         own: the state that differs between processes, such as the shards of a running average. It
             may consist of the same. Each process saves its own and gets it back.
-        beside_actor: the Hugging Face models inside `unwrapped` besides the actor, such as PPO's
-            critic, by the name of the folder in which a checkpoint holds each. `common/export.py`
-            reads these folders.
+        saved_with_actor: the Hugging Face models inside `unwrapped` besides the actor, such as
+            PPO's critic, by the name of the folder in which a checkpoint holds each.
+            `common/export.py` reads these folders.
         last_saved: `global_step` of the last checkpoint in `checkpoints` that is this run's own;
             None if there is none.
         stop_signal: the signal that ends the run after its update; 0 if none came.
@@ -54,7 +54,7 @@ class Run:
     models: dict[str, str] = dataclasses.field(default_factory=dict)
     extra: Any = None
     own: Any = None
-    beside_actor: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+    saved_with_actor: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     last_saved: int | None = None
     stop_signal: int = 0
 

@@ -265,7 +265,7 @@ class RewardArgs(RolloutArgs):
     )
     normalize_reward: bool = arg(
         default=False,
-        help="normalise the reward model's scores by the mean and the deviation in its config",
+        help="normalise the reward model's scores by the mean and standard deviation in its config",
     )
 
     may_change: ClassVar[set[str]] = RolloutArgs.may_change | {"reward_timeout"}

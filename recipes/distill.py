@@ -143,10 +143,10 @@ def sampled_losses(
     return -ratios * advantages
 
 
-def compare(
+def losses_and_metrics(
     output: dict, old: dict, weights: torch.Tensor, args: Args
 ) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
-    """Returns the losses of response tokens, their weights, and what is logged of them.
+    """Returns the losses of response tokens, their weights, and what to log about them.
 
     Args:
         output: what `DistillModel.forward` returned, given lessons.
@@ -161,7 +161,7 @@ def compare(
     else:
         losses = output["divergence"]
     token_weights = old["mask"] * weights[:, None]
-    of_tokens = {
+    per_token = {
         "loss": losses,
         "kl/reverse": output["reverse_kl"],
         "kl/forward": output["forward_kl"],
@@ -169,7 +169,7 @@ def compare(
         "teacher/entropy": output["teacher_entropy"],
         "teacher/agreement": output["agreement"],
     }
-    logged = [Logged(of_tokens, token_weights)]
+    logged = [Logged(per_token, token_weights)]
     for number, name in enumerate(teachers.names(args)):
         of_teacher = {f"kl/reverse/{name}": output["reverse_kl"]}
         logged.append(Logged(of_teacher, token_weights * (old["teacher"] == number)))
@@ -241,7 +241,8 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
     parts = []
     if is_own.any():
         with run.metrics.timed("generate"):
-            # A number for each token decides which one is sampled.
+            # One uniform random number per token (inverse-CDF sampling): responses do not depend on
+            # the number of processes.
             uniforms = position.draw_uniforms(args, len(is_own))[is_own]
             responses = generation.sample(run, own, uniforms, args.temperature)
         responses.check_finite(run)
@@ -329,7 +330,8 @@ def read_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer) 
     They come from the pass that trains, teachers included, whose rounding is its own.
 
     Returns:
-        `[samples, longest response]`, zero after a response, the same on every process.
+        `[samples, longest response]`, zero past the end of each response,
+        the same on every process.
     """
     collected = Collected(run.accelerator)
     for rows, weights, old, output in read(run, rollout, taught_by, packer):
@@ -415,7 +417,7 @@ def beta_of(args: Args) -> float | None:
     return None if args.loss_type == "sampled" else args.beta
 
 
-# Key metrics by the titles of the charts in TensorBoard that show them together.
+# TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
     "KL to the teacher": ["kl/reverse", "kl/forward"],
     "right answers": ["exact_match"],
@@ -445,13 +447,13 @@ def main():
         with_completion=args.on_policy_share < 1,
     )
     check_completions(args, data)
-    schedule = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
+    plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     progress = Progress(
         data.mixture.samples,
         args.train_batch_size,
         args.max_epochs,
         args.max_steps,
-        updates_per_epoch=schedule.updates_per_epoch,
+        updates_per_epoch=plan.updates_per_epoch,
     )
 
     # ============================================================ model and optimizer
@@ -483,7 +485,7 @@ def main():
         progress=progress,
         metrics=metrics,
         models=lora.fingerprints(accelerator, policy),
-        extra=State(Position()),
+        extra=State(Position()),  # what the loop carries; saved in checkpoints
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
 
@@ -496,7 +498,7 @@ def main():
     console.begin(
         run,
         data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
-        updates=schedule.describe(progress.total_steps),
+        updates=plan.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)
     state = run.extra
@@ -509,10 +511,8 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths
-        # Responses that share their prompt should be in the same micro-batch.
-        sorted_by = rollout.samples.group_lengths if packer.share else lengths
-        micro_batches = batches.split_update(run, update_rows, sorted_by)
+        lengths = rollout.samples.lengths  # prompt and response
+        micro_batches = batches.split_update(run, update_rows, rollout.samples.sort_lengths(packer))
         update_tokens = int(rollout.tokens["mask"][update_rows].sum())
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
@@ -532,9 +532,8 @@ def main():
                 if not student_has_moved:
                     metrics.pending.add(sampler_differences(output, old, weights))
                     old["logps"] = output["logps"].detach()  # so all ratios are exactly 1
-                losses, token_weights, logged = compare(output, old, weights, args)
-                new = {f"new {name}": tensor for name, tensor in output.items()}
-                guard.check(data_rows, losses, token_weights, {**old, **new})
+                losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
+                guard.check(data_rows, losses, token_weights, old=old, new=output)
                 # The loss is the mean over the update's response tokens. The engine itself divides
                 # by `divisor`, the number of micro-batches of all processes.
                 accelerator.backward((losses * token_weights).sum() * divisor / update_tokens)
@@ -588,7 +587,7 @@ def evaluate(run: Run, taught_by: Teachers, packer: Packer) -> None:
             means = Means(run.accelerator)
             for _, weights, old, output in read(run, rollout, taught_by, packer):
                 old["logps"] = output["logps"]
-                _, _, logged = compare(output, old, weights, run.args)
+                _, _, logged = losses_and_metrics(output, old, weights, run.args)
                 means.add(logged)
             line |= {prefix + name: value for name, value in means.reduce().items()}
             values = evaluation.of_responses(run, samples, eval_set)

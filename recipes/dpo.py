@@ -1,7 +1,7 @@
 """Direct Preference Optimization: prefer one answer to another, held near a reference policy.
 
 Rafailov et al. 2023, arXiv:2305.18290. Loss of one pair, with
-h = log pi(chosen)/ref(chosen) - log pi(rejected)/ref(rejected):
+h = log [pi(chosen)/ref(chosen)] - log [pi(rejected)/ref(rejected)]:
 
     loss = -log sigmoid(beta * h)
 
@@ -116,7 +116,7 @@ def preference_loss(
     Args:
         chosen_ratios, rejected_ratios: `[pairs]`, log pi(answer) - log ref(answer), summed over
             the answer's tokens.
-        chosen_tokens, rejected_tokens: `[pairs]`, numbers of tokens, over which IPO averages.
+        chosen_tokens, rejected_tokens: `[pairs]`, token counts; only IPO uses them.
 
     Sources:
         sigmoid: arXiv:2305.18290 eq. 7; with label smoothing (cDPO): Mitchell 2023, eq. 3.
@@ -147,10 +147,10 @@ def collate(columns: dict, packer: Packer) -> dict:
     return packer.make_batch(prompts, both_answers)
 
 
-def compare(
+def losses_and_metrics(
     output: dict, mask: torch.Tensor, ref_logps: torch.Tensor, weights: torch.Tensor, args: Args
 ) -> tuple[torch.Tensor, list[Logged]]:
-    """Returns the losses of pairs, and what is logged of them.
+    """Returns the losses of pairs, and what to log about them.
 
     Args:
         output: what `LogProbModel.forward` returned of the policy, with `mean_logits`.
@@ -176,7 +176,7 @@ def compare(
     )
     chosen_rewards = args.beta * chosen_ratios
     rejected_rewards = args.beta * rejected_ratios
-    of_pairs = {
+    per_pair = {
         "loss": losses,
         "rewards/chosen": chosen_rewards,
         "rewards/rejected": rejected_rewards,
@@ -188,13 +188,13 @@ def compare(
     chosen_logits, rejected_logits = output["mean_logits"].chunk(2)
     chosen_mask, rejected_mask = mask.chunk(2)
     return losses, [
-        Logged(of_pairs, weights),
+        Logged(per_pair, weights),
         Logged({"logits/chosen": chosen_logits}, chosen_mask * weights[:, None]),
         Logged({"logits/rejected": rejected_logits}, rejected_mask * weights[:, None]),
     ]
 
 
-# Key metrics by the titles of the charts in TensorBoard that show them together.
+# TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
     "loss": ["loss"],
     "pairs ranked right": ["rewards/accuracies"],
@@ -221,7 +221,7 @@ def main():
 
     # ============================================================ model and optimizer
     policy = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
-    prepare.disable_dropout(policy)  # the reference has none
+    prepare.disable_dropout(policy)  # so that policy and reference differ in their weights alone
     prepare.choose_parameters(accelerator, policy, args)
     optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
@@ -287,7 +287,9 @@ def main():
             with accelerator.accumulate(model):
                 ref_logps = reference.answer_logps(batch, "train", micro_batch.rows)
                 output = model(batch, extras=("mean_logits",))
-                losses, logged = compare(output, batch["mask"], ref_logps, weights, args=args)
+                losses, logged = losses_and_metrics(
+                    output, batch["mask"], ref_logps, weights, args=args
+                )
                 guard.check(columns["row"], losses, weights)
                 # The loss is the mean over the update's pairs. The engine itself divides by
                 # `divisor`, the number of micro-batches of all processes.
@@ -342,7 +344,9 @@ def evaluate(run: Run, packer: Packer, reference: Reference) -> None:
                 batch = collate(columns, packer)
                 ref_logps = reference.answer_logps(batch, prefix, rows)
                 output = run.model(batch, extras=("mean_logits",))
-                _, logged = compare(output, batch["mask"], ref_logps, weights, args=run.args)
+                _, logged = losses_and_metrics(
+                    output, batch["mask"], ref_logps, weights, args=run.args
+                )
                 means.add(logged)
             line |= {prefix + name: value for name, value in means.reduce().items()}
 

@@ -1,9 +1,9 @@
 """Group Relative Policy Optimization: sample groups of answers, make the better ones more likely.
 
-Shao et al. 2024, arXiv:2402.03300; from its family Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ and
-CISPO by the arguments of the section `the algorithm`, see docs/grpo.md. Loss of an update, with
-r_t = pi(a_t)/pi_old(a_t) and A the score of a response minus its group's mean, divided by a
-deviation:
+Shao et al. 2024, arXiv:2402.03300. The arguments below also give Dr. GRPO, DAPO, GSPO, RLOO,
+REINFORCE++ and CISPO: docs/grpo.md has the settings of each. Loss of an update, with
+r_t = pi(a_t)/pi_old(a_t), and A the score of a response minus its group's mean, divided by a
+standard deviation:
 
     loss = average of -min(r_t A, clip(r_t, 1 - c_low, 1 + c_high) A) + kl_coef * KL_t
 
@@ -82,12 +82,13 @@ class Args(RewardArgs):
 
     baseline: Literal["group", "rloo", "none"] = arg(
         default="group",
-        help="subtracted from each score: the mean of its group, that of the others in it, or "
-        "nothing",
+        help="what is subtracted from a score: the mean of its group, the mean of the rest of the "
+        "group, or nothing",
     )
     advantage_std: Literal["batch", "group", "none"] = arg(
         default="batch",
-        help="advantages are divided by their deviation over the rollout, over the group, or not",
+        help="advantages are divided by their standard deviation over the rollout, over the group, "
+        "or not",
     )
     loss_type: Literal["clip", "cispo"] = arg(default="clip", help="see policy_losses")
     ratio: Literal["token", "sequence"] = arg(
@@ -95,8 +96,8 @@ class Args(RewardArgs):
     )
     average: Literal["token", "sequence", "constant"] = arg(
         default="token",
-        help="of the losses: over tokens; over responses, each the mean of its tokens; over "
-        "responses, each the sum of its tokens / --max_new_tokens",
+        help="how losses are averaged: over all tokens; over responses, each the mean of its "
+        "tokens; or over responses, each the sum of its tokens / --max_new_tokens",
     )
     clip_range: float = arg(default=0.2, at_least=0, help="clipping of the ratio below 1")
     clip_range_high: float = arg(default=0.28, at_least=0, help="clipping of the ratio above 1")
@@ -106,13 +107,13 @@ class Args(RewardArgs):
     kl_estimator: Literal["k3", "k2"] = arg(default="k3", help="see kl_losses")
     drop_equal_groups: bool = arg(
         default=True,
-        help="leave out groups whose advantages are all zero before the penalty for length; with "
-        "--kl_coef above 0 they are kept, since the KL has a gradient there, too",
+        help="drop groups whose advantages are all zero, the penalty for length not counted; with "
+        "--kl_coef above 0 they are kept, because the KL still has a gradient there",
     )
     refill_rounds: int = arg(
         default=0,
         at_least=0,
-        help="how often a rollout samples more prompts in place of groups left out",
+        help="at most how many times a rollout samples more prompts in place of dropped groups",
     )
     overlong_buffer: int = arg(
         default=0,
@@ -121,7 +122,7 @@ class Args(RewardArgs):
         "--overlong_penalty; 0: no penalty",
     )
     overlong_penalty: float = arg(
-        default=1.0, at_least=0, help="subtracted from the score, see --overlong_buffer"
+        default=1.0, at_least=0, help="the largest penalty, see --overlong_buffer"
     )
     mask_truncated: bool = arg(
         default=False, help="do not train on responses cut at --max_new_tokens"
@@ -133,7 +134,8 @@ class Args(RewardArgs):
     max_length: int = arg(
         default=2048,
         at_least=2,
-        help="of prompt and response; prompts without room for --max_new_tokens are left out",
+        help="tokens of prompt and response together; prompts without room for --max_new_tokens "
+        "are left out",
     )
     learning_rate: float = arg(default=1e-6, at_least=0, help="peak learning rate")
     lr_scheduler_type: Literal[
@@ -142,21 +144,25 @@ class Args(RewardArgs):
 
 
 # ============================================================ the algorithm
-# Added to a deviation before it divides.
+# Added to a standard deviation before it divides.
 EPSILON = 1e-4
 
 
 def final_scores(
-    scores: torch.Tensor, lengths: torch.Tensor, max_new_tokens: int, buffer: int, penalty: float
+    scores: torch.Tensor,
+    response_lengths: torch.Tensor,
+    max_new_tokens: int,
+    buffer: int,
+    penalty: float,
 ) -> torch.Tensor:
     """Subtracts a penalty for length from the scores `[samples]`; nothing if the buffer is 0.
 
-    It grows over the last `buffer` tokens of the longest possible response, from 0 to `penalty`.
+    The penalty grows from 0 to `penalty` over the last `buffer` tokens of `max_new_tokens`.
     Source: DAPO, arXiv:2503.14476 eq. 13.
     """
     if buffer == 0:
         return scores
-    beyond = (lengths - (max_new_tokens - buffer)).clamp(min=0)
+    beyond = (response_lengths - (max_new_tokens - buffer)).clamp(min=0)
     return scores - penalty * beyond / buffer
 
 
@@ -178,14 +184,14 @@ def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
 
 
 def groups_with_advantages(
-    scores: torch.Tensor, n_samples: int, baseline: str, advantage_std: str
+    scores: torch.Tensor, group_size: int, baseline: str, advantage_std: str
 ) -> torch.Tensor:
     """Returns which groups can have an advantage other than zero, bool `[groups]`.
 
     With a baseline, a group of equal scores has none. Without one, a group of zeros has none,
     unless its scores are compared with those of the whole rollout.
     """
-    groups = scores.reshape(-1, n_samples)
+    groups = scores.reshape(-1, group_size)
     if baseline != "none":
         return groups.amin(1) != groups.amax(1)
     if advantage_std == "batch":
@@ -195,33 +201,33 @@ def groups_with_advantages(
 
 def estimate_advantages(
     scores: torch.Tensor,
-    n_samples: int,
+    group_size: int,
     baseline: str,
     advantage_std: str,
     is_trained: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the advantage of each response, `[samples]`. All its tokens have the same.
 
-    Sources: mean and deviation of the group, arXiv:2402.03300 section 4.1.2; no deviation,
-    Dr. GRPO, arXiv:2503.20783; rloo, arXiv:2402.14740; deviation of the whole batch, REINFORCE++,
-    arXiv:2501.03262.
+    Sources: mean and standard deviation of the group, arXiv:2402.03300 section 4.1.2; no standard
+    deviation, Dr. GRPO, arXiv:2503.20783; rloo, arXiv:2402.14740; standard deviation of the whole
+    batch, REINFORCE++, arXiv:2501.03262.
 
     Args:
         scores: `[samples]`, those of a group side by side.
-        is_trained: bool `[samples]`, None: all. The others count in their group, but not in the
-            mean and the deviation of the batch. A single sample has no deviation. It is then
-            neither compared with the mean nor divided.
+        is_trained: bool `[samples]`, None: all. Other samples count in their group's baseline, but
+            not in the batch's mean and standard deviation. A single trained sample has no standard
+            deviation: its advantage is left as it is.
     """
-    groups = scores.double().reshape(-1, n_samples)
+    grouped = scores.double().reshape(-1, group_size)
     if is_trained is None:
         is_trained = torch.ones_like(scores, dtype=torch.bool)
     if baseline == "group":
-        advantages = groups - groups.mean(1, keepdim=True)
+        advantages = grouped - grouped.mean(1, keepdim=True)
     elif baseline == "rloo":
-        of_others = (groups.sum(1, keepdim=True) - groups) / (n_samples - 1)
-        advantages = groups - of_others
+        mean_of_rest = (grouped.sum(1, keepdim=True) - grouped) / (group_size - 1)
+        advantages = grouped - mean_of_rest
     else:
-        advantages = groups
+        advantages = grouped
 
     if advantage_std == "group":
         advantages = advantages / (advantages.std(1, keepdim=True) + EPSILON)
@@ -268,8 +274,8 @@ def policy_losses(
     is_below = ratios < 1 - clip_low
     is_above = ratios > 1 + clip_high
     if loss_type == "cispo":
-        weights = ratios.clamp(max=1 + clip_high).detach()
-        losses = -weights * advantages * logps
+        clipped_ratios = ratios.clamp(max=1 + clip_high).detach()
+        losses = -clipped_ratios * advantages * logps
         return losses, torch.zeros_like(is_below), is_above & (advantages != 0)
     clipped = ratios.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.minimum(ratios * advantages, clipped * advantages)
@@ -279,12 +285,11 @@ def policy_losses(
 def kl_losses(
     logps: torch.Tensor, ref_logps: torch.Tensor, ratios: torch.Tensor, estimator: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the estimated KL(policy || reference) of each token, and its term of the loss.
+    """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    The ratio weights the term, because the old policy drew the token. So the term's expected
-    gradient is that of the KL of the next token: for k3 because the ratio has a gradient, too, and
-    for k2 because it has none. Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html;
-    DeepSeek-V3.2, arXiv:2512.02556 eq. 7.
+    The old policy sampled the tokens, so the term is weighted by the ratio. Its expected gradient
+    is that of the KL of the next token. Sources: Schulman 2020,
+    http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556 eq. 7.
 
     Args:
         ratios: of each token, `[samples, length]`.
@@ -292,8 +297,10 @@ def kl_losses(
     difference = logps - ref_logps
     if estimator == "k2":
         kl = difference**2 / 2
+        # The gradient of k2 itself estimates that of the KL: the ratio only weights it.
         return kl, kl * ratios.detach()
     kl = torch.exp(-difference) - 1 + difference
+    # The product estimates the KL, so the ratio has a gradient, too.
     return kl, kl * ratios
 
 
@@ -318,10 +325,15 @@ def average_tokens(
     return means, lengths.to(sums.dtype)  # so each token counts the same
 
 
-def compare(
+def total_weight(mask: torch.Tensor, average: str) -> int:
+    """Returns the sum of the weights that `average_tokens` gives to the samples of this mask."""
+    return int(mask.sum()) if average == "token" else len(mask)
+
+
+def losses_and_metrics(
     output: dict, old: dict, weights: torch.Tensor, args: Args
 ) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
-    """Returns the losses of samples, their weights, and what is logged of them.
+    """Returns the losses of samples, their weights, and what to log about them.
 
     Args:
         output: what `LogProbModel.forward` returned, with `entropy`.
@@ -342,7 +354,7 @@ def compare(
         clip_low=args.clip_range,
         clip_high=args.clip_range_high,
     )
-    of_tokens = {
+    per_token = {
         "clip_ratio/low_mean": clipped_low.expand_as(mask).float(),
         "clip_ratio/high_mean": clipped_high.expand_as(mask).float(),
         "entropy": output["entropy"],
@@ -354,17 +366,17 @@ def compare(
         token_ratios = ratios_to_old(logps, old["logps"], mask, "token")
         kl, kl_loss = kl_losses(logps, old["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * kl_loss
-        of_tokens["kl"] = kl
+        per_token["kl"] = kl
 
     losses, sample_weights = average_tokens(losses, mask, args.average, args.max_new_tokens)
     sample_weights = sample_weights * weights
     token_weights = mask * weights[:, None]
-    logged = [Logged({"loss": losses}, sample_weights), Logged(of_tokens, token_weights)]
+    logged = [Logged({"loss": losses}, sample_weights), Logged(per_token, token_weights)]
     return losses, sample_weights, logged
 
 
 def sampler_differences(output: dict, old: dict, weights: torch.Tensor) -> list[Logged]:
-    """Returns, to be logged, how far the sampler's log-probs are from those of training.
+    """Returns metrics: how far the sampler's log-probs are from those of training.
 
     The policy is the same: the sampler's kernels and precision make the difference.
     """
@@ -386,9 +398,12 @@ class Rollout:
     Attributes:
         samples: those of the groups that are kept.
         is_trained: bool `[samples]`; the others only count in their group.
-        tokens: tensors `[samples, longest response]` by name: `mask`; `advantages`, `[samples, 1]`;
-            `sampler_logps`; if an update needs them, `logps`, of the policy before the rollout's
-            first update, and `ref_logps`, of the reference.
+        tokens: tensors by name, each `[samples, longest response]` except `advantages`:
+            `mask`: which are tokens of the response.
+            `advantages`: `[samples, 1]`, the same for all tokens of a response.
+            `sampler_logps`: log-probs as the sampler computed them.
+            `logps`, if an update needs them: those of the policy before the first update.
+            `ref_logps`, if there is a reference: those of the reference.
         made_at: `global_step` when the responses were sampled.
     """
 
@@ -445,7 +460,7 @@ def make_rollout(
         made_at=run.progress.global_step,
     )
     with run.metrics.timed("score"):
-        rollout.tokens |= read_tokens(run, rollout, reference, packer)
+        rollout.tokens |= compute_logps(run, rollout, reference, packer)
     state.prompts_seen_at_update = state.position.prompts_seen
     return rollout
 
@@ -453,8 +468,8 @@ def make_rollout(
 def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torch.Tensor]:
     """Samples a group of responses to each prompt, scores them, and keeps groups that differ.
 
-    In place of the groups left out, further rounds take the next prompts, until none is missing,
-    `--refill_rounds` of them are made, or the epoch ends.
+    In place of dropped groups, further rounds take the next prompts, until the rollout is full,
+    `--refill_rounds` rounds were made, or the epoch ends.
 
     Returns:
         The samples of the kept groups, and their scores `[samples]`.
@@ -467,7 +482,8 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     for round_number in range(1 + args.refill_rounds):
         prompts_of_round = position.take_prompts(run, missing)
         with run.metrics.timed("generate"):
-            # A number for each token decides which one is sampled.
+            # One uniform random number per token (inverse-CDF sampling): responses do not depend on
+            # the number of processes.
             uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
             samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
         samples.check_finite(run)
@@ -475,7 +491,7 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
             scores = judge.score(run, samples, packer)
         penalised = with_penalty(scores, samples, args)
 
-        is_kept = groups_to_keep(scores.total, args)
+        is_kept = groups_to_keep(scores.total, args)  # the penalty for length not counted
         log_samples(run, samples, penalised, is_kept)
         is_kept_sample = is_kept.repeat_interleave(args.n_samples_per_prompt)
         kept_samples.append(samples.select(is_kept_sample))
@@ -500,7 +516,7 @@ def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
 
 
 @torch.no_grad()
-def read_tokens(
+def compute_logps(
     run: Run, rollout: Rollout, reference: Reference | None, packer: Packer
 ) -> dict[str, torch.Tensor]:
     """Returns the log-probs of response tokens that a rollout's updates need, by name.
@@ -509,21 +525,22 @@ def read_tokens(
     policy has not moved. `ref_logps` are those of the reference, if there is one.
 
     Returns:
-        `[samples, longest response]` each, zero after a response, the same on every process.
+        `[samples, longest response]` each, zero past the end of each response,
+        the same on every process.
     """
-    readers = {}
+    models = {}
     if updates_of(rollout, run.args) > 1:
-        readers["logps"] = run.model
+        models["logps"] = run.model
     if reference is not None:
-        readers["ref_logps"] = reference.model
-    if not readers:
+        models["ref_logps"] = reference.model
+    if not models:
         return {}
     samples = rollout.samples
     temperature = run.args.temperature
     collected = Collected(run.accelerator)
     with checks.evaluation_mode(run.model):
         for rows, batch in samples.scoring_batches(run, packer):
-            logps = {name: reader(batch, temperature)["logps"] for name, reader in readers.items()}
+            logps = {name: model(batch, temperature)["logps"] for name, model in models.items()}
             collected.add(rows, batch["mask"], **logps)
     tokens = collected.gather()
     samples.check_finite(run, **tokens)
@@ -531,15 +548,15 @@ def read_tokens(
 
 
 def log_samples(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tensor) -> None:
-    """Adds the metrics of sampled groups to the next log line, and writes down the samples.
+    """Adds the metrics of sampled groups to the next log line, and records the samples.
 
     Args:
         is_kept: bool `[groups]`, which of them are trained on.
     """
-    lengths = samples.mask.sum(1)
+    response_lengths = samples.mask.sum(1)
     logged = {
         "reward": scores.total,
-        "completions/mean_length": lengths,
+        "completions/mean_length": response_lengths,
         "completions/clipped_ratio": ~samples.ended,
     }
     for name, part in scores.parts.items():
@@ -550,23 +567,23 @@ def log_samples(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     if run.args.n_samples_per_prompt > 1:
         logged["reward_std"] = groups.std(1)
     run.metrics.add_rollout(logged)
-    run.metrics.add_rollout({"completions/min_length": lengths}, reduce="min")
-    run.metrics.add_rollout({"completions/max_length": lengths}, reduce="max")
+    run.metrics.add_rollout({"completions/min_length": response_lengths}, reduce="min")
+    run.metrics.add_rollout({"completions/max_length": response_lengths}, reduce="max")
     run.metrics.log_rollout(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
 
 
 # ============================================================ the updates of a rollout
 def updates_of(rollout: Rollout, args: Args) -> int:
     """Returns the number of updates that a rollout makes, as few as `--train_batch_size` allows."""
-    n_samples = int(rollout.is_trained.sum())
-    return args.num_epochs_per_rollout * math.ceil(n_samples / args.train_batch_size)
+    n_trained = int(rollout.is_trained.sum())
+    return args.num_epochs_per_rollout * math.ceil(n_trained / args.train_batch_size)
 
 
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
     """Returns which samples of the rollout form its next update, in a seeded order.
 
     The updates of an epoch have the same number of samples, or one more: each is a whole step, so
-    none is made of a few samples that are left over. A group may be divided.
+    there is no small remainder. A group may be divided.
     """
     updates_per_epoch = updates_of(rollout, args) // args.num_epochs_per_rollout
     epoch, update_of_epoch = divmod(position.update, updates_per_epoch)
@@ -580,20 +597,13 @@ def order_of_samples(rollout: Rollout, order_seed: tuple, epoch: int) -> np.ndar
     Groups come in a seeded order. The samples of a group are side by side, so that most of them are
     in the same update and can share the prompt.
     """
-    n_samples = rollout.samples.per_prompt
-    groups = batches.epoch_order(len(rollout.samples) // n_samples, order_seed, epoch)
-    rows = (groups[:, None] * n_samples + np.arange(n_samples)).flatten()
+    group_size = rollout.samples.per_prompt
+    groups = batches.epoch_order(len(rollout.samples) // group_size, order_seed, epoch)
+    rows = (groups[:, None] * group_size + np.arange(group_size)).flatten()
     return rows[rollout.is_trained[rows].numpy()]
 
 
-def total_weight(rollout: Rollout, rows: np.ndarray, args: Args) -> int:
-    """Returns the sum of the weights that `average_tokens` gives to the samples of an update."""
-    if args.average == "token":
-        return int(rollout.tokens["mask"][rows].sum())
-    return len(rows)
-
-
-# Key metrics by the titles of the charts in TensorBoard that show them together.
+# TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
     "rewards": ["reward", "scores"],
     "right answers": ["exact_match"],
@@ -620,19 +630,19 @@ def main():
         max_new_tokens=args.max_new_tokens,
     )
     rewards.check_signatures(args, data)
-    schedule = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
-    # The horizon of the schedule counts every group as kept.
+    plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
+    # The learning-rate schedule is as long as if no group were dropped.
     progress = Progress(
         data.mixture.samples,
         args.train_batch_size,
         args.max_epochs,
         args.max_steps,
-        updates_per_epoch=schedule.updates_per_epoch,
+        updates_per_epoch=plan.updates_per_epoch,
     )
 
     # ============================================================ model and optimizer
     policy = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
-    prepare.disable_dropout(policy)  # the sampler has none
+    prepare.disable_dropout(policy)  # because responses are sampled without
     prepare.choose_parameters(accelerator, policy, args)
     optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
@@ -658,45 +668,43 @@ def main():
         progress=progress,
         metrics=metrics,
         models=lora.fingerprints(accelerator, policy),
-        extra=State(Position()),
+        extra=State(Position()),  # what the loop carries; saved in checkpoints
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
 
     # ============================================================ reference and rewards
     reference = Reference(run) if args.kl_coef else None
     judge = Judge(run)
-    readers = [model, judge.model, reference.model if reference else None]
-    packer = checks.make_packer(run, readers, args.share_prompts)
+    models = [model, judge.model, reference.model if reference else None]
+    packer = checks.make_packer(run, models, args.share_prompts)
 
     # ============================================================ the loop
     checkpoint.begin(run)
     console.begin(
         run,
         data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
-        updates=schedule.describe(progress.total_steps),
+        updates=plan.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)
     state = run.extra
     # Not `updates_seen == 0`: a resumed run may have had rollouts that led to no update.
     if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
-    count_prompts(run)
+    update_data_position(run)
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
         rollout = state.rollout
-        if rollout is None:
+        if rollout is None:  # no response is left to train on
             skip_rollout(run)
             log_evaluate_save(run, judge, packer)
             continue
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths
-        # Responses that share their prompt should be in the same micro-batch.
-        sorted_by = rollout.samples.group_lengths if packer.share else lengths
-        micro_batches = batches.split_update(run, update_rows, sorted_by)
-        update_weight = total_weight(rollout, update_rows, args)
+        lengths = rollout.samples.lengths  # prompt and response
+        micro_batches = batches.split_update(run, update_rows, rollout.samples.sort_lengths(packer))
+        update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
@@ -713,9 +721,8 @@ def main():
                 if not policy_has_moved:
                     metrics.pending.add(sampler_differences(output, old, weights))
                     old["logps"] = output["logps"].detach()  # so all ratios are exactly 1
-                losses, sample_weights, logged = compare(output, old, weights, args)
-                new = {f"new {name}": tensor for name, tensor in output.items()}
-                guard.check(data_rows, losses, sample_weights, {**old, **new})
+                losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
+                guard.check(data_rows, losses, sample_weights, old=old, new=output)
                 # The loss is the weighted mean over the update's samples. The engine itself divides
                 # by `divisor`, the number of micro-batches of all processes.
                 accelerator.backward((losses * sample_weights).sum() * divisor / update_weight)
@@ -732,7 +739,7 @@ def main():
         if state.position.update == updates_of(rollout, args):
             state.position.end_rollout()
             state.rollout = None
-        count_prompts(run)
+        update_data_position(run)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(
             applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
@@ -763,16 +770,16 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
     checkpoint.stop_if_asked(run)
 
 
-def count_prompts(run: Run) -> None:
-    """Tells `progress` how many prompts are used up, and whether the run ends with them.
+def update_data_position(run: Run) -> None:
+    """Tells `progress` how many prompts are used up, and whether the data have ended.
 
-    Rollouts differ in their updates, so `progress` cannot tell this from the updates alone.
+    Rollouts differ in their number of updates, so `progress` cannot derive it from the updates.
     """
     args = run.args
     n_prompts = run.data.mixture.samples
     run.progress.rows_seen = run.extra.position.prompts_seen
-    used_up = args.max_steps == 0 and run.progress.rows_seen >= args.max_epochs * n_prompts
-    run.progress.data_ended = used_up and run.extra.rollout is None
+    all_used_up = run.progress.rows_seen >= args.max_epochs * n_prompts
+    run.progress.data_ended = args.max_steps == 0 and all_used_up and run.extra.rollout is None
 
 
 def skip_rollout(run: Run) -> None:
@@ -783,15 +790,15 @@ def skip_rollout(run: Run) -> None:
     """
     position = run.extra.position
     position.end_rollout()
-    run.progress.idle = True
-    count_prompts(run)
+    run.progress.idle = True  # so that nothing is evaluated or saved twice at this global_step
+    update_data_position(run)
     message = (
         f"no update from rollout {position.rollouts_seen}: it has no response to train on "
         "(the advantages of all groups are zero, or all responses are cut)"
     )
     since_update = position.prompts_seen - run.extra.prompts_seen_at_update
     if since_update >= run.data.mixture.samples and not run.progress.finished:
-        run.metrics.log()  # the rewards that taught nothing
+        run.metrics.log()  # the rewards of rollouts without an update
         sys.exit(f"{message}, nor from any of the last {since_update} prompts, a whole epoch")
     run.metrics.warn(message)
 
@@ -833,7 +840,7 @@ def check_groups(args: Args) -> None:
     if args.baseline == "none" and args.advantage_std == "group":
         sys.exit(
             "--baseline none --advantage_std group: a group of equal scores would be divided by "
-            "its deviation of zero. Take --advantage_std batch or none"
+            "its standard deviation of zero. Take --advantage_std batch or none"
         )
 
 
@@ -846,7 +853,7 @@ def check_refills(args: Args) -> None:
     if args.kl_coef:
         sys.exit(
             f"--refill_rounds {args.refill_rounds} --kl_coef {args.kl_coef}: no group is left out, "
-            "since the KL teaches those without an advantage, too. So none would be replaced"
+            "since those without an advantage still learn from the KL. So none would be replaced"
         )
     if args.baseline == "none" and args.advantage_std == "batch":
         sys.exit(

@@ -72,7 +72,7 @@ from common.shared_args import RewardArgs, arg
 class Args(RewardArgs):
     ref_model_name_or_path: str | None = arg(
         default=None,
-        help="the reference policy; default: the policy before training. None at --kl_coef 0",
+        help="the reference policy; default: the policy before training. Not loaded at --kl_coef 0",
     )
     critic_model_name_or_path: str | None = arg(
         default=None,
@@ -87,12 +87,13 @@ class Args(RewardArgs):
     )
     kl_estimator: Literal["k1", "k2", "k3"] = arg(default="k1", help="see kl_estimate")
     kl_in: Literal["reward", "loss"] = arg(
-        default="reward", help="reward: taken from each token's reward; loss: a term of the loss"
+        default="reward",
+        help="reward: subtracted from each token's reward; loss: a term of the loss",
     )
     kl_target: float = arg(
         default=0.0,
         at_least=0,
-        help="adapts the coefficient to this KL of a response; 0: it is fixed",
+        help="adapt --kl_coef until a response has this KL on average; 0: it stays fixed",
     )
     kl_horizon: float = arg(
         default=10000, help="larger: the coefficient adapts more slowly (samples)"
@@ -102,7 +103,7 @@ class Args(RewardArgs):
     )
     missing_eos_penalty: float = arg(
         default=0.0,
-        help="taken from the score of a response that does not end within --max_new_tokens",
+        help="subtracted from the score of a response that does not end within --max_new_tokens",
     )
     gamma: float = arg(default=1.0, at_least=0, at_most=1, help="discount")
     gae_lambda: float = arg(
@@ -112,10 +113,11 @@ class Args(RewardArgs):
         default=0.2, at_least=0, help="clipping of the ratio, below and above 1"
     )
     clip_range_high: float | None = arg(
-        default=None, at_least=0, help="clipping above 1, if it is to differ"
+        default=None, at_least=0, help="clipping of the ratio above 1; default: --clip_range"
     )
     dual_clip: float = arg(
-        default=0.0, help="bound above 1 on the ratio where the advantage is negative; 0: no bound"
+        default=0.0,
+        help="largest ratio that counts where the advantage is negative, above 1; 0: no bound",
     )
     value_clip_range: float = arg(
         default=0.2, at_least=0, help="clipping of the values around the old ones; 0: none"
@@ -168,7 +170,7 @@ def final_scores(
 def token_rewards(
     scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float
 ) -> torch.Tensor:
-    """Returns the reward of each token `[samples, length]`, zero after a response.
+    """Returns the reward of each token `[samples, length]`, zero past the end of each response.
 
     It is minus `kl_coef` times the KL of the token. The last token also gets the score `[samples]`
     of the response. Source: arXiv:1909.08593 eq. 2.
@@ -181,7 +183,7 @@ def token_rewards(
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, gae_lambda: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns advantages and returns `[samples, length]`, zero after a response.
+    """Returns advantages and returns `[samples, length]`, zero past the end of each response.
 
     The state after the last token has the value zero. Sources: Generalised Advantage Estimation,
     arXiv:1506.02438 eq. 16; a return is advantage plus value, TD(lambda).
@@ -200,7 +202,7 @@ def gae(
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Normalises the values where `mask` is true to mean 0 and deviation 1; elsewhere 0."""
+    """Returns values with mean 0 and standard deviation 1 where `mask` is true; elsewhere 0."""
     kept = values[mask].double()
     whitened = (values - kept.mean()) * torch.rsqrt(kept.var(unbiased=False) + 1e-8)
     return torch.where(mask, whitened, 0.0).to(values.dtype)
@@ -268,16 +270,21 @@ def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, sampl
     return kl_coef * (1 + error * samples / horizon)
 
 
-def compare(
-    output: dict, old: dict, weights: torch.Tensor, rollout: "Rollout", args: Args
+def losses_and_metrics(
+    output: dict,
+    old: dict,
+    weights: torch.Tensor,
+    args: Args,
+    kl_coef: float,
+    actor_learns: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
-    """Returns the losses of response tokens, their weights, and what is logged of them.
+    """Returns the losses of response tokens, their weights, and what to log about them.
 
     Args:
         output: what `ActorCritic.forward` returned, with `entropy`.
         old: `Rollout.tokens` of the same samples.
         weights: `[samples]`, 0 for a padding row.
-        rollout: of these samples; tells the coefficient of the KL and whether the actor learns.
+        kl_coef, actor_learns: those of the rollout.
 
     Returns:
         losses and weights `[samples, length]`; metrics.
@@ -297,12 +304,12 @@ def compare(
     actor_loss = policy_loss
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
-        actor_loss = policy_loss + rollout.kl_coef * kl
-    # While only the critic learns, the actor's gradient is zero. Engines expect it all the same.
-    losses = actor_loss * float(rollout.actor_learns) + args.vf_coef * value_loss
+        actor_loss = policy_loss + kl_coef * kl
+    # While only the critic learns, the actor's gradient is zero. Engines still need one.
+    losses = actor_loss * float(actor_learns) + args.vf_coef * value_loss
 
     token_weights = old["mask"] * weights[:, None]
-    of_tokens = {
+    per_token = {
         "loss": losses,
         "loss/policy_avg": policy_loss,
         "loss/value_avg": value_loss,
@@ -312,17 +319,17 @@ def compare(
         "val/clipfrac_avg": value_clipped.float(),
         "val/ratio": torch.exp(logps - old["logps"]),
     }
-    return losses, token_weights, [Logged(of_tokens, token_weights)]
+    return losses, token_weights, [Logged(per_token, token_weights)]
 
 
-def rounding(output: dict, old: dict, weights: torch.Tensor) -> Logged:
-    """Returns, to be logged, how far ratios are from 1 though the policy has not moved.
+def ratio_rounding(output: dict, old: dict, weights: torch.Tensor) -> list[Logged]:
+    """Returns a metric: how far ratios are from 1 although the policy has not moved yet.
 
-    The pass that computed the old log-probs had other micro-batches, and rounded otherwise.
+    The old log-probs came from other micro-batches, so they were rounded differently.
     """
     log_ratios = output["logps"].detach() - old["logps"]
-    of_tokens = {"val/max_rounding": log_ratios.expm1().abs()}
-    return Logged(of_tokens, old["mask"] * weights[:, None], reduce="max")
+    per_token = {"val/max_rounding": log_ratios.expm1().abs()}
+    return [Logged(per_token, old["mask"] * weights[:, None], reduce="max")]
 
 
 # ============================================================ the rollout
@@ -370,23 +377,24 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     position = state.position
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
     with run.metrics.timed("generate"):
-        # A number for each token decides which one is sampled.
+        # One uniform random number per token (inverse-CDF sampling): responses do not depend on
+        # the number of processes.
         uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
         samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
     with run.metrics.timed("score"):
         scores = score(run, judge, samples, packer)
-        old = read_tokens(run, samples, reference, packer)
-    # Checked now, because whitening would spread one such value over all samples.
+        old = compute_logps_and_values(run, samples, reference, packer)
+    # Checked now, because whitening would spread a single NaN to all samples.
     samples.check_finite(run, scores=scores.total[:, None], **old)
 
     mask = samples.mask
     kl = torch.zeros_like(old["logps"])
     if reference is not None:
         kl = kl_estimate(old["logps"], old["ref_logps"], args.kl_estimator).where(mask, 0.0)
-    kl_coef_in_reward = state.kl_coef if args.kl_in == "reward" else 0.0
-    reward_of_token = token_rewards(scores.total, kl, mask, kl_coef_in_reward)
+    reward_kl_coef = state.kl_coef if args.kl_in == "reward" else 0.0
+    per_token_rewards = token_rewards(scores.total, kl, mask, reward_kl_coef)
     advantages, returns = gae(
-        reward_of_token, old["values"], mask, gamma=args.gamma, gae_lambda=args.gae_lambda
+        per_token_rewards, old["values"], mask, gamma=args.gamma, gae_lambda=args.gae_lambda
     )
     rollout = Rollout(
         samples=samples,
@@ -395,8 +403,8 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
         actor_learns=position.rollouts_seen >= args.critic_warmup_rollouts,
         made_at=run.progress.global_step,
     )
-    log_rollout(run, rollout, scores, kl=kl, reward_of_token=reward_of_token)
-    # Before the actor learns, there is no KL to adapt to.
+    log_rollout(run, rollout, scores, kl=kl, per_token_rewards=per_token_rewards)
+    # During the critic's warm-up the actor does not move, so there is no KL to adapt to.
     if args.kl_target and rollout.actor_learns:
         state.kl_coef = next_kl_coef(
             state.kl_coef,
@@ -417,7 +425,7 @@ def score(run: Run, judge: Judge, samples: Samples, packer: Packer) -> Scores:
 
 
 @torch.no_grad()
-def read_tokens(
+def compute_logps_and_values(
     run: Run, samples: Samples, reference: Reference | None, packer: Packer
 ) -> dict[str, torch.Tensor]:
     """Returns `logps` and `values` of response tokens, and `ref_logps` if there is a reference.
@@ -425,7 +433,8 @@ def read_tokens(
     They come from the forward pass that trains, not from generation, whose rounding differs.
 
     Returns:
-        `[samples, longest response]` each, zero after a response, the same on every process.
+        `[samples, longest response]` each, zero past the end of each response,
+        the same on every process.
     """
     temperature = run.args.temperature
     collected = Collected(run.accelerator)
@@ -444,28 +453,28 @@ def log_rollout(
     rollout: Rollout,
     scores: Scores,
     kl: torch.Tensor,
-    reward_of_token: torch.Tensor,
+    per_token_rewards: torch.Tensor,
 ) -> None:
-    """Adds a rollout's metrics to the next log line, and writes down its samples.
+    """Adds a rollout's metrics to the next log line, and records its samples.
 
     Args:
-        kl, reward_of_token: `[samples, longest response]`, zero after a response.
+        kl, per_token_rewards: `[samples, longest response]`, zero past the end of each response.
     """
     samples = rollout.samples
     tokens = rollout.tokens
     mask = tokens["mask"]
-    lengths = mask.sum(1)
-    rewards_of_samples = reward_of_token.sum(1)
+    response_lengths = mask.sum(1)
+    rlhf_rewards = per_token_rewards.sum(1)
     explained = explained_variance(tokens["values"], tokens["returns"], mask)
     logged = {
         "objective/entropy": -tokens["logps"].sum(1),
         "objective/scores": scores.total,
         "objective/kl_coef": torch.full_like(scores.total, rollout.kl_coef),
-        "objective/non_score_reward": rewards_of_samples - scores.total,
-        "objective/rlhf_reward": rewards_of_samples,
+        "objective/non_score_reward": rlhf_rewards - scores.total,
+        "objective/rlhf_reward": rlhf_rewards,
         "val/explained_variance": explained.expand(len(samples)),
         "val/returns_avg": tokens["returns"].where(mask, torch.nan),
-        "responses/length": lengths,
+        "responses/length": response_lengths,
         "responses/eos_rate": samples.ended,
     }
     if "ref_logps" in tokens:
@@ -473,8 +482,8 @@ def log_rollout(
     for name, part in scores.parts.items():
         logged[f"rewards/{name}/mean"] = part
     run.metrics.add_rollout(logged)
-    run.metrics.add_rollout({"responses/min_length": lengths}, reduce="min")
-    run.metrics.add_rollout({"responses/max_length": lengths}, reduce="max")
+    run.metrics.add_rollout({"responses/min_length": response_lengths}, reduce="min")
+    run.metrics.add_rollout({"responses/max_length": response_lengths}, reduce="max")
     run.metrics.log_rollout(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
 
 
@@ -492,7 +501,28 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
     )
 
 
-# Key metrics by the titles of the charts in TensorBoard that show them together.
+def make_actor_critic(tokenizer, args: Args) -> ActorCritic:
+    """Loads the actor, and its critic, which starts from the reward model, or else the policy."""
+    critic_name = (
+        args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
+    )
+    actor = load.causal_lm(args.model_name_or_path, tokenizer, args)
+    critic = load.score_model(critic_name, tokenizer, args, new_head=True)
+    return ActorCritic(actor, critic)
+
+
+def parameter_groups(policy: ActorCritic, args: Args) -> list[dict]:
+    """Returns the optimizer's groups: actor and critic have learning rates of their own."""
+    actor = optim.parameter_groups(
+        policy.model, args.weight_decay, lr=args.learning_rate, name="actor"
+    )
+    critic = optim.parameter_groups(
+        policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic"
+    )
+    return actor + critic
+
+
+# TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
     "scores": ["objective/scores", "scores"],
     "right answers": ["exact_match"],
@@ -520,32 +550,20 @@ def main():
         max_new_tokens=args.max_new_tokens,
     )
     rewards.check_signatures(args, data)
-    schedule = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
+    plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     progress = Progress(
         data.mixture.samples,
         args.train_batch_size,
         args.max_epochs,
         args.max_steps,
-        updates_per_epoch=schedule.updates_per_epoch,
+        updates_per_epoch=plan.updates_per_epoch,
     )
 
     # ============================================================ model and optimizer
-    critic_name = (
-        args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
-    )
-    policy = ActorCritic(
-        load.causal_lm(args.model_name_or_path, tokenizer, args),
-        load.score_model(critic_name, tokenizer, args, new_head=True),
-    )
-    prepare.disable_dropout(policy)  # the reference has none
+    policy = make_actor_critic(tokenizer, args)
+    prepare.disable_dropout(policy)  # because responses are sampled without
     prepare.choose_parameters(accelerator, policy, args)
-    actor_groups = optim.parameter_groups(
-        policy.model, args.weight_decay, lr=args.learning_rate, name="actor"
-    )
-    critic_groups = optim.parameter_groups(
-        policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic"
-    )
-    optimizer = optim.adamw(accelerator, actor_groups + critic_groups, args)
+    optimizer = optim.adamw(accelerator, parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
     metrics = Metrics(
@@ -569,24 +587,25 @@ def main():
         progress=progress,
         metrics=metrics,
         models=lora.fingerprints(accelerator, policy),
-        extra=State(Position(), args.kl_coef),
-        beside_actor={"critic": policy.critic.model},
+        extra=State(Position(), args.kl_coef),  # what the loop carries; saved in checkpoints
+        saved_with_actor={"critic": policy.critic.model},
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
 
     # ============================================================ reference and rewards
-    # At --kl_coef 0 nothing reads a reference. Of the policy as one, the critic is not needed.
+    # Without a KL no reference is needed. If it is the policy without its adapters, the critic need
+    # not run.
     reference = Reference(run, with_values=False) if args.kl_coef else None
     judge = Judge(run)
-    readers = [model, judge.model, reference.model if reference else None]
-    packer = checks.make_packer(run, readers, args.share_prompts)
+    models = [model, judge.model, reference.model if reference else None]
+    packer = checks.make_packer(run, models, args.share_prompts)
 
     # ============================================================ the loop
     checkpoint.begin(run)
     console.begin(
         run,
         data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
-        updates=schedule.describe(progress.total_steps),
+        updates=plan.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)
     state = run.extra
@@ -599,13 +618,13 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths
+        lengths = rollout.samples.lengths  # prompt and response
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.tokens["mask"][update_rows].sum())
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
-        held = [] if rollout.actor_learns else ["actor"]
-        learning_rates = optim.set_learning_rates(run, held)
+        frozen = [] if rollout.actor_learns else ["actor"]  # while only the critic learns
+        learning_rates = optim.set_learning_rates(run, frozen)
         policy_has_moved = progress.global_step > rollout.made_at
 
         for micro_batch in micro_batches:
@@ -617,13 +636,17 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
-                    metrics.pending.add([rounding(output, old, weights)])
+                    metrics.pending.add(ratio_rounding(output, old, weights))
                     old["logps"] = output["logps"].detach()  # so all ratios are exactly 1
-                losses, token_weights, logged = compare(
-                    output, old, weights, rollout=rollout, args=args
+                losses, token_weights, logged = losses_and_metrics(
+                    output,
+                    old,
+                    weights,
+                    args=args,
+                    kl_coef=rollout.kl_coef,
+                    actor_learns=rollout.actor_learns,
                 )
-                new = {f"new {name}": tensor for name, tensor in output.items()}
-                guard.check(data_rows, losses, token_weights, {**old, **new})
+                guard.check(data_rows, losses, token_weights, old=old, new=output)
                 # The loss is the mean over the update's tokens. The engine itself divides by
                 # `divisor`, the number of micro-batches of all processes.
                 accelerator.backward((losses * token_weights).sum() * divisor / update_tokens)

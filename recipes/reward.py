@@ -124,10 +124,10 @@ def collate(columns: dict, packer: Packer) -> dict:
     return packer.make_batch(prompts, both_answers)
 
 
-def compare(
+def losses_and_metrics(
     scores: torch.Tensor, margins: list[float], weights: torch.Tensor, args: Args
 ) -> tuple[torch.Tensor, list[Logged]]:
-    """Returns the losses of pairs, and what is logged of them.
+    """Returns the losses of pairs, and what to log about them.
 
     Args:
         scores: `[2 * pairs]`, of all chosen answers, then of all rejected ones.
@@ -140,21 +140,21 @@ def compare(
     chosen_scores, rejected_scores = scores.chunk(2)
     margins_on_device = batches.send(margins, scores.device)
     losses = pairwise_loss(chosen_scores, rejected_scores, margins_on_device, args.center_coef)
-    of_pairs = {
+    per_pair = {
         "loss": losses,
         "accuracy": (chosen_scores > rejected_scores).float(),
         "margin": chosen_scores - rejected_scores,
     }
     answer_weights = weights.repeat(2)
     return losses, [
-        Logged(of_pairs, weights),
+        Logged(per_pair, weights),
         Logged({"mean_reward": scores}, answer_weights),
         Logged({"min_reward": scores}, answer_weights, reduce="min"),
         Logged({"max_reward": scores}, answer_weights, reduce="max"),
     ]
 
 
-# Key metrics by the titles of the charts in TensorBoard that show them together.
+# TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
     "loss": ["loss"],
     "pairs ranked right": ["accuracy"],
@@ -240,7 +240,7 @@ def main():
 
             with accelerator.accumulate(model):
                 scores = model(batch)
-                losses, logged = compare(scores, columns["margin"], weights, args)
+                losses, logged = losses_and_metrics(scores, columns["margin"], weights, args)
                 guard.check(columns["row"], losses, weights)
                 # The loss is the mean over the update's pairs. The engine itself divides by
                 # `divisor`, the number of micro-batches of all processes.
@@ -297,7 +297,7 @@ def evaluate(run: Run, packer: Packer) -> None:
             means = Means(run.accelerator)
             for _, columns, weights in batches.evaluation_batches(run, eval_set):
                 scores = run.model(collate(columns, packer))
-                _, logged = compare(scores, columns["margin"], weights, run.args)
+                _, logged = losses_and_metrics(scores, columns["margin"], weights, run.args)
                 means.add(logged)
                 exact = scores.double()
                 moments = {"mean": exact, "mean of squares": exact**2}

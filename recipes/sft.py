@@ -211,10 +211,10 @@ def collate(columns: dict, packer: Packer) -> dict:
     return packer.make_batch(no_prompts, columns["input_ids"], scored=columns["targets"])
 
 
-def compare(
+def losses_and_metrics(
     output: dict, mask: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
-    """Returns the losses of the target tokens, their weights, and what is logged of them.
+    """Returns the losses of the target tokens, their weights, and what to log about them.
 
     Args:
         output: what `LogProbModel.forward` returned, with `correct`.
@@ -226,11 +226,11 @@ def compare(
     """
     losses = -output["logps"]
     token_weights = mask * weights[:, None]
-    of_tokens = {"loss": losses, "mean_token_accuracy": output["correct"]}
-    return losses, token_weights, [Logged(of_tokens, token_weights)]
+    per_token = {"loss": losses, "mean_token_accuracy": output["correct"]}
+    return losses, token_weights, [Logged(per_token, token_weights)]
 
 
-# Key metrics by the titles of the charts in TensorBoard that show them together.
+# TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
     "loss": ["loss"],
     "right tokens": ["mean_token_accuracy"],
@@ -322,7 +322,7 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(batch, extras=("correct",))
-                losses, token_weights, logged = compare(output, batch["mask"], weights)
+                losses, token_weights, logged = losses_and_metrics(output, batch["mask"], weights)
                 guard.check(columns["row"], losses, token_weights)
                 # The loss is the mean over the update's targets. The engine itself divides by
                 # `divisor`, the number of micro-batches of all processes.
@@ -382,7 +382,7 @@ def evaluate(run: Run, packer: Packer) -> None:
                 weights = batches.send(micro_batch.weights, run.device)
                 batch = collate(sequences[micro_batch.rows], packer)
                 output = run.model(batch, extras=("correct",))
-                _, _, logged = compare(output, batch["mask"], weights)
+                _, _, logged = losses_and_metrics(output, batch["mask"], weights)
                 means.add(logged)
             line |= {prefix + name: value for name, value in means.reduce().items()}
 

@@ -217,7 +217,7 @@ WEIGHTING = [
         "loss_weight_dropped",
         "the tokens of a padding row count in PPO's loss",
         "recipes/ppo.py",
-        replace("compare", "old['mask'] * weights[:, None]", by="old['mask'].float()"),
+        replace("losses_and_metrics", "old['mask'] * weights[:, None]", by="old['mask'].float()"),
         "rollout/test_ppo.py::test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for",
     ),
     Fault(
@@ -696,7 +696,7 @@ ROLLOUTS = [
         "temperature_ignored",
         "the old log-probs are at another temperature than the responses were sampled at",
         "recipes/ppo.py",
-        replace("read_tokens", "run.model(batch, temperature)", by="run.model(batch)"),
+        replace("compute_logps_and_values", "run.model(batch, temperature)", by="run.model(batch)"),
         PPO_RUN,
     ),
     Fault(
@@ -758,7 +758,7 @@ ROLLOUTS = [
         "grpo_tokens_divided_by_samples",
         "GRPO's mean over tokens is divided by the number of samples",
         "recipes/grpo.py",
-        replace("total_weight", "args.average == 'token'", by="False"),
+        replace("total_weight", "average == 'token'", by="False"),
         f"{GRPO_RUN}[defaults]",
     ),
     Fault(
@@ -795,8 +795,8 @@ ROLLOUTS = [
         "recipes/grpo.py",
         replace(
             "order_of_samples",
-            "np.arange(n_samples)",
-            by="np.zeros(n_samples, dtype=int)",
+            "np.arange(group_size)",
+            by="np.zeros(group_size, dtype=int)",
         ),
         "rollout/test_grpo.py::test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_together",
     ),

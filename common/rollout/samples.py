@@ -60,6 +60,13 @@ class Samples:
         """
         return self.lengths.reshape(-1, self.per_prompt).max(1).repeat(self.per_prompt)
 
+    def sort_lengths(self, packer: Packer) -> np.ndarray:
+        """The lengths by which an update is cut, `[samples]`.
+
+        Samples that can share their prompt stay together, so that they are in one micro-batch.
+        """
+        return self.group_lengths if packer.share else self.lengths
+
     @property
     def mask(self) -> torch.Tensor:
         """bool `[samples, longest response]`, where a response has a token."""

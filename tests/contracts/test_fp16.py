@@ -353,7 +353,7 @@ def test_losses_of_values_that_fp16_cannot_hold(autocast):
         }  # -120,060 and -240,120
         args = types.SimpleNamespace(beta=0.1, loss_type="sigmoid", label_smoothing=0.0)
         real = torch.ones(2, 2001) > 0
-        losses, logged = dpo["compare"](
+        losses, logged = dpo["losses_and_metrics"](
             sums, real, torch.tensor([-120_000.0, -240_000.0]), one, args
         )
         assert logged[0].values[
@@ -380,7 +380,7 @@ def test_losses_of_values_that_fp16_cannot_hold(autocast):
         assert ppo["whiten"](values, values > 0).tolist() == [
             pytest.approx([-1, 1, -1, 1], rel=1e-4)
         ]
-        mean = recipes["sft"]["compare"](
+        mean = recipes["sft"]["losses_and_metrics"](
             {"logps": torch.full((2, 3), -1e-8), "correct": torch.ones(2, 3)},
             torch.ones(2, 3) > 0,
             torch.ones(2),

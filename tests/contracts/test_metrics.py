@@ -224,7 +224,7 @@ def test_equal_rewards_are_no_success():
     # The second pair's chosen answer is above its reference's.
     ref_logps = logps.sum(1) - torch.tensor([0.0, 0.5, 0.0, 0.0])
     args = module["Args"](beta=BETA)
-    _, logged = module["compare"](output, mask, ref_logps, torch.ones(2), args)
+    _, logged = module["losses_and_metrics"](output, mask, ref_logps, torch.ones(2), args)
     assert logged[0].values["rewards/accuracies"].tolist() == [0.0, 1.0]
 
 

@@ -17,7 +17,8 @@ STORED = json.loads(trl_grpo.STORED.read_text())
 
 
 def ours(loss_type: str, average: str, ratio: str, with_kl: bool) -> tuple[float, torch.Tensor]:
-    """The loss of `trl_grpo.tensors` and its gradient with respect to the log-probs, by the recipe's `compare`."""
+    """The loss of `trl_grpo.tensors` and its gradient with respect to the log-probs, by the recipe's
+    `losses_and_metrics`."""
     given = trl_grpo.tensors()
     logps = given["logps"].requires_grad_()
     args = types.SimpleNamespace(
@@ -38,7 +39,7 @@ def ours(loss_type: str, average: str, ratio: str, with_kl: bool) -> tuple[float
     }
     output = {"logps": logps, "entropy": torch.zeros_like(logps)}
     ones = torch.ones(len(logps), dtype=torch.float64)
-    losses, weights, _ = grpo.compare(output, old, ones, args)
+    losses, weights, _ = grpo.losses_and_metrics(output, old, ones, args)
     loss = (losses * weights).sum() / weights.sum()
     return loss.item(), torch.autograd.grad(loss, logps)[0]
 

@@ -252,7 +252,7 @@ def test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for(kl_in, learns
     output = {"logps": logps, "values": values, "entropy": entropy}
     weights = torch.tensor([1.0, 0.0, 1.0, 1.0])
     rollout = types.SimpleNamespace(kl_coef=0.7, actor_learns=learns)
-    losses, token_weights, logged = ppo.compare(output, before, weights, rollout, args)
+    losses, token_weights, logged = ppo.losses_and_metrics(output, before, weights, rollout, args)
     assert token_weights.equal(MASK * weights[:, None])
     ((metrics, metric_weights, reduce),) = logged
     assert metric_weights.equal(token_weights) and reduce == "mean"

@@ -392,8 +392,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "evaluate",
-            "compare(output, batch['mask'], weights)",
-            by="compare(output, batch['mask'], torch.ones_like(weights))",
+            "losses_and_metrics(output, batch['mask'], weights)",
+            by="losses_and_metrics(output, batch['mask'], torch.ones_like(weights))",
         ),
     ),
     "an evaluation stops after its first micro-batch": Fault(
@@ -583,7 +583,7 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "ppo",
         "recipes/ppo.py",
         replace(
-            "compare",
+            "losses_and_metrics",
             "logps = output['logps']",
             by="logps = output['logps']\n"
             "old = {**old, 'advantages': whiten(old['advantages'], old['mask'])}",
