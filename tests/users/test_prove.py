@@ -425,8 +425,19 @@ with torch.no_grad():
     "the model stays in evaluation mode": Fault(
         "evaluation",
         "sft",
-        "common/models/checks.py",
-        replace("evaluation_mode", "module.training = True", by="pass"),
+        "recipes/sft.py",
+        replace(
+            "evaluate",
+            "all_examples = []",
+            by="all_examples = []\nif run.progress.global_step:\n    run.model.eval()",
+        ),
+    ),
+    # All runs are then without dropout, but for one that is resumed: it begins with no evaluation.
+    "the first evaluation leaves the model in evaluation mode": Fault(
+        "resume",
+        "sft",
+        "recipes/sft.py",
+        replace("evaluate", "all_examples = []", by="all_examples = []\nrun.model.eval()"),
     ),
     "evaluation draws from the random state of the training": Fault(
         "evaluation",
