@@ -64,7 +64,6 @@ RESUMED_UPDATE = 8
 WEIGHTS_BOUND = 1e-4
 NUMBERS_BOUND = 1e-5
 GRADIENT_BOUND = 1e-4
-HANG_SECONDS = 1800
 
 
 class Unasked(Exception):
@@ -123,9 +122,8 @@ class Finished(NamedTuple):
 class Bench:
     """Runs one program's trainer of one work again and again. Each run is made once."""
 
-    def __init__(self, python: Path, adapter: Path, description: dict, folder: Path, work: str):
-        self.python = python
-        self.adapter = adapter
+    def __init__(self, server: subprocess.Popen, description: dict, folder: Path, work: str):
+        self.server = server
         self.description = description
         self.work = work
         self.folder = folder / work
@@ -172,19 +170,15 @@ class Bench:
         request = Request(**{**settings, **changes})
         file = output / "request.json"
         file.write_text(json.dumps(request._asdict()), encoding="utf-8")
-        console = output / "console.txt"
-        with console.open("w") as out:
-            ended = subprocess.run(
-                [self.python, self.adapter, file],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                cwd=output,
-                env=environment(self.folder / "cache"),
-                timeout=HANG_SECONDS,
-            )
-        if ended.returncode:
-            tail = console.read_text(errors="replace").strip().splitlines()
-            raise Unasked(f"the run {name} ended with an error: {last_error(tail)}")
+        self.server.stdin.write(f"{file}\n")
+        self.server.stdin.flush()
+        answer = self.server.stdout.readline()
+        while answer and not answer.startswith("ended "):  # what its libraries print
+            answer = self.server.stdout.readline()
+        if answer != "ended 0\n":
+            console = output / "console.txt"
+            text = console.read_text(errors="replace") if console.exists() else ""
+            raise Unasked(f"the run {name} ended with an error: {last_error(text.splitlines())}")
         self.finished[name] = Finished(request, output)
         return self.finished[name]
 
@@ -362,9 +356,7 @@ def ask_log_lines(bench: Bench) -> Iterator[Check]:
 
 def ask_resume(bench: Bench) -> Iterator[Check]:
     """Goes on from checkpoints of a run with dropout that ended long ago, as after a kill."""
-    same = dict(
-        rows=RESUMED_ROWS, samples=RESUMED_UPDATE, epochs=2, dropout=True, logging_steps=1
-    )
+    same = dict(rows=RESUMED_ROWS, samples=RESUMED_UPDATE, epochs=2, dropout=True, logging_steps=1)
     for what, step, count in (
         ("in mid-epoch", 4, 1),
         ("after an epoch", 3, 1),
@@ -482,12 +474,21 @@ def audit(args) -> dict:
     )
     description = json.loads(told.stdout.splitlines()[-1])
     rows = []
-    for work in args.works or list(description["tags"]):
-        bench = Bench(python, adapter, description, folder, work)
-        for question in args.only or QUESTIONS:
-            row = ask(bench, question)
-            rows.append(row)
-            print(as_text(row), flush=True)
+    with subprocess.Popen(
+        [python, adapter, "serve"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment(folder / "cache"),
+    ) as server:
+        for work in args.works or list(description["tags"]):
+            bench = Bench(server, description, folder, work)
+            for question in args.only or QUESTIONS:
+                row = ask(bench, question)
+                rows.append(row)
+                print(as_text(row), flush=True)
+        server.stdin.close()
     python_version = subprocess.run(
         [python, "-c", "import platform; print(platform.python_version())"],
         capture_output=True,

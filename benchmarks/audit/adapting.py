@@ -2,20 +2,25 @@
 
 An adapter is a script that is run by its program's own virtual environment:
 
-    python trl_adapter.py describe          prints a `Description` as JSON
-    python trl_adapter.py REQUEST.json      trains as a `Request` says, and writes what came of it
+    python trl_adapter.py describe      prints a `Description` as JSON
+    python trl_adapter.py serve         reads names of files from stdin, each with a `Request`, trains as
+                                        it says, and writes what came of it
 
 What a run leaves in the folder `Request.output`:
 
+    console.txt      what it printed
     log.jsonl        what the program logged, a JSON object a line: `step` and its own tags
     weights.json     Hugging Face folders by the number of updates that made them
     rows.jsonl       the token ids that it trained on, see `Row`
     samples-*.jsonl  for grpo and rloo: what it sampled, see `Sample`
 """
 
+import importlib
 import json
 import os
+import socket
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,33 +121,79 @@ class Sample(NamedTuple):
     reward: float
 
 
-def main(description: Description, train: Callable[[Request], None]) -> None:
-    """The adapter's command line."""
+def main(
+    description: Description,
+    train: Callable[[Request], None],
+    libraries: list[str] | None = None,
+) -> None:
+    """The adapter's command line.
+
+    Args:
+        libraries: what `train` imports. They are imported once, and each process of each run is
+            forked from that. Without them `train` itself starts its program's command.
+    """
     if sys.argv[1] == "describe":
         from importlib.metadata import version
 
         versions = {name: version(name) for name in description.packages}
         print(json.dumps({**description._asdict(), "versions": versions}))
         return
-    train(read(Path(sys.argv[1])))
+    for name in libraries or []:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        request = read(Path(line.strip()))
+        console = os.open(Path(request.output) / "console.txt", os.O_WRONLY | os.O_CREAT, 0o644)
+        if libraries:
+            ended = run_processes(request, train, console)
+        else:
+            ended = run_process(lambda: train(request), console, {})
+        status = 1 if any(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ended) else 0
+        os.close(console)
+        print(f"ended {status}", flush=True)
+
+
+def run_processes(request: Request, train: Callable, console: int) -> list[int]:
+    """Forks the processes of a run as torchrun starts them, and returns their ids."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    started = []
+    for rank in range(request.processes):
+        environment = {}
+        if request.processes > 1:
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(request.processes),
+                "LOCAL_WORLD_SIZE": str(request.processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        started += run_process(lambda: train(request), console, environment)
+    return started
+
+
+def run_process(function: Callable[[], None], console: int, environment: dict) -> list[int]:
+    """Forks a process that calls a function and ends; returns its id, as a list."""
+    pid = os.fork()
+    if pid:
+        return [pid]
+    status = 1
+    try:
+        os.dup2(console, 1)
+        os.dup2(console, 2)
+        os.environ.update(environment)
+        function()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def read(file: Path) -> Request:
     return Request(**json.loads(file.read_text(encoding="utf-8")))
-
-
-def in_processes(request: Request) -> bool:
-    """Whether this is one of the request's processes; else it becomes their launcher, torchrun.
-
-    For programs that are a library. Those with a command of their own use their own launcher.
-    """
-    if request.processes == 1 or "RANK" in os.environ:
-        return True
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    os.execv(
-        sys.executable,
-        [*launcher, f"--nproc_per_node={request.processes}", sys.argv[0], sys.argv[1]],
-    )
 
 
 def is_main() -> bool:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
 from adapting import GROUP, LONGEST_RESPONSE, Row, Sample
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 BETA = 0.1  # of DPO and KTO: the default of all programs here
 KL_OF_RLOO = 0.05  # TRL's default
@@ -157,9 +156,7 @@ def kto(model, reference, samples: list[list[Row]], definitions: dict) -> dict[s
     values = {"entropy": joined(readings, "entropy").mean()}
     for kind, wanted in (("chosen", True), ("rejected", False)):
         numbers = [number for number, label in enumerate(labels) if label == wanted]
-        values |= of_answers(
-            kind, [readings[n] for n in numbers], [references[n] for n in numbers]
-        )
+        values |= of_answers(kind, [readings[n] for n in numbers], [references[n] for n in numbers])
     values["rewards/margins"] = values["rewards/chosen"] - values["rewards/rejected"]
     values["tokens"] = count_tokens(samples, definitions)
     return finish(model, losses.mean(), values)

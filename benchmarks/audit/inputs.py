@@ -94,9 +94,7 @@ def rows_of(work: str, number: int) -> list[dict]:
         if work == "sft":
             found.append({"prompt": messages, "completion": say(long)})
         elif work in ("dpo", "reward"):
-            found.append(
-                {"prompt": messages, "chosen": say(long), "rejected": say(other_length)}
-            )
+            found.append({"prompt": messages, "chosen": say(long), "rejected": say(other_length)})
         elif work == "kto":
             # One of three is good, and the good ones are not evenly spread.
             good = n % 3 == 0 or n in (1, 2)

@@ -120,7 +120,7 @@ def train(request: Request) -> None:
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)]),
-            "AUDIT_REQUEST": sys.argv[1],
+            "AUDIT_REQUEST": str(output / "request.json"),
         },
     )
     for line in adapting.read_lines(run / "metrics.jsonl"):

@@ -5,6 +5,10 @@ from pathlib import Path
 import adapting
 from adapting import Description, Request, Row, Sample
 
+LIBRARIES = [
+    "datasets",
+    *(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "reward", "kto", "grpo", "rloo")),
+]
 OF_ALL = {"loss": "loss", "grad_norm": "grad_norm", "tokens": "num_tokens"}
 OF_ANSWERS = {
     f"{name}/{kind}": f"{name}/{kind}"
@@ -80,8 +84,6 @@ DESCRIPTION = Description(
 
 
 def train(request: Request) -> None:
-    if not adapting.in_processes(request):
-        return
     import datasets
     import trl
     from transformers import TrainerCallback
@@ -216,4 +218,4 @@ def recording_reward(request: Request):
 
 
 if __name__ == "__main__":
-    adapting.main(DESCRIPTION, train)
+    adapting.main(DESCRIPTION, train, LIBRARIES)
