@@ -542,6 +542,7 @@ def main() -> None:
     parser.add_argument("--results", action="store_true", help="write benchmarks/results/audit")
     parser.add_argument("--page", action="store_true", help="write the tables of docs/counting.md")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # threads that wait for a busy core cost several times the work
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     if args.program:

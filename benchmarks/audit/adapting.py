@@ -144,11 +144,12 @@ def main(
         request = read(Path(line.strip()))
         console = os.open(Path(request.output) / "console.txt", os.O_WRONLY | os.O_CREAT, 0o644)
         if libraries:
-            ended = run_processes(request, train, console)
+            started = run_processes(request, train, console)
         else:
-            ended = run_process(lambda: train(request), console, {})
-        status = 1 if any(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ended) else 0
+            started = [run_process(train, request, console, {})]
+        failed = [os.waitpid(pid, 0)[1] for pid in started]
         os.close(console)
+        status = int(any(failed))
         print(f"ended {status}", flush=True)
 
 
@@ -168,21 +169,21 @@ def run_processes(request: Request, train: Callable, console: int) -> list[int]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-        started += run_process(lambda: train(request), console, environment)
+        started.append(run_process(train, request, console, environment))
     return started
 
 
-def run_process(function: Callable[[], None], console: int, environment: dict) -> list[int]:
-    """Forks a process that calls a function and ends; returns its id, as a list."""
+def run_process(train: Callable, request: Request, console: int, environment: dict) -> int:
+    """Forks a process that trains and ends; returns its id."""
     pid = os.fork()
     if pid:
-        return [pid]
+        return pid
     status = 1
     try:
         os.dup2(console, 1)
         os.dup2(console, 2)
         os.environ.update(environment)
-        function()
+        train(request)
         status = 0
     except BaseException:
         traceback.print_exc()

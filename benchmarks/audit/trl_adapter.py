@@ -190,7 +190,8 @@ def scripted_model(request: Request):
         responses = []
         for number, prompt in enumerate(prompts):
             text = adapting.scripted_response(prompt, number % adapting.GROUP)
-            ids = tokenizer(text, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+            ids = [*ids, tokenizer.eos_token_id]
             ids = ids[: adapting.LONGEST_RESPONSE]
             ids += [tokenizer.pad_token_id] * (adapting.LONGEST_RESPONSE - len(ids))
             responses.append(ids)
