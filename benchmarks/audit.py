@@ -46,7 +46,7 @@ sys.path.insert(0, str(HERE / "audit"))
 import expected  # noqa: E402
 import inputs  # noqa: E402
 import torch  # noqa: E402
-from adapting import Request, Row, Sample, read_lines  # noqa: E402
+from adapting import GROUP, Request, Row, Sample, read_lines  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
@@ -55,6 +55,7 @@ PAGE = REPOSITORY / "docs" / "counting.md"
 BEGIN = "<!-- tables of the audit -->"
 END = "<!-- end of the audit's tables -->"
 
+ROLLOUTS = ("grpo", "rloo")
 UPDATE = 16  # samples
 UPDATES = 4
 SHORT = 6  # samples
@@ -131,6 +132,10 @@ class Bench:
         self.finished: dict[str, Finished] = {}
 
     @property
+    def is_rollout(self) -> bool:
+        return self.work in ROLLOUTS
+
+    @property
     def tags(self) -> dict[str, str]:
         return self.description["tags"][self.work]
 
@@ -184,12 +189,13 @@ class Bench:
 
 
 def sizes_of(work: str) -> list[int]:
-    return sorted({rows_for(work, rows) for rows in (UPDATE, SHORT, RESUMED_ROWS)})
+    sizes = {UPDATE, SHORT, RESUMED_ROWS}
+    return sorted({rows_for(work, size) for size in sizes})
 
 
 def rows_for(work: str, samples: int) -> int:
     """Returns how many rows of data make so many samples; each prompt of a rollout makes four."""
-    return math.ceil(samples / 4) if work in ("grpo", "rloo") else samples
+    return math.ceil(samples / GROUP) if work in ROLLOUTS else samples
 
 
 def last_error(lines: list[str]) -> str:
@@ -252,13 +258,12 @@ def numbers_of(bench: Bench, run: Finished) -> list[dict[str, float]]:
     weights = run.weights
     is_scorer = bench.work == "reward"
     reference = expected.load(weights[0], is_scorer)
-    is_rollout = bench.work in ("grpo", "rloo")
     found = []
     tokens = 0
     for step in range(max(weights)):
         model = expected.load(weights[step], is_scorer)
         samples = run.rows
-        if is_rollout:
+        if bench.is_rollout:
             samples = [sample for sample in run.samples if sample.step == step]
         values = compute(model, reference, samples, bench.definitions)
         tokens += values["tokens"]
@@ -332,10 +337,11 @@ def ask_padding(bench: Bench) -> Iterator[Check]:
 
 
 def ask_last_update(bench: Bench) -> Iterator[Check]:
-    full = bench.run("full", rows=SHORT, samples=SHORT, micro=SHORT)
-    yield of_weights("6 of 16", bench.run("short", rows=SHORT), full)
-    on_two = bench.run("short-processes", rows=SHORT, processes=2, micro=2)
-    yield of_weights("6 of 16, 2 processes", on_two, full)
+    size = 2 * GROUP if bench.is_rollout else SHORT
+    full = bench.run("full", rows=size, samples=size, micro=size)
+    yield of_weights(f"{size} of 16", bench.run("short", rows=size), full)
+    on_two = bench.run("short-processes", rows=size, processes=2, micro=2)
+    yield of_weights(f"{size} of 16, 2 processes", on_two, full)
 
 
 def ask_numbers(bench: Bench) -> Iterator[Check]:
@@ -580,8 +586,63 @@ def read(folder: Path = RESULTS) -> list[dict]:
     return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
 
 
+# ============================================================ the page
+
+
 def render(results: list[dict]) -> str:
-    raise NotImplementedError
+    """Returns one table of all programs, and below it what does not hold, and why some is not asked."""
+    header = ["program", "work", *QUESTIONS]
+    lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
+    for result in results:
+        for work in dict.fromkeys(row["work"] for row in result["rows"]):
+            rows = {row["question"]: row for row in result["rows"] if row["work"] == work}
+            cells = [cell(rows.get(question)) for question in QUESTIONS]
+            lines.append(f"| {' | '.join([result['program'], work, *cells])} |")
+    for result in results:
+        lines += ["", *details(result)]
+    return "\n".join(lines)
+
+
+def cell(row: dict | None) -> str:
+    if row is None or row["result"] == "could not be asked":
+        return "not asked"
+    if row["result"] == "holds":
+        return "holds"
+    worst = max(failed_checks(row), key=lambda check: check["distance"])
+    return f"**off** by {shown(worst['distance'])}"
+
+
+def failed_checks(row: dict) -> list[dict]:
+    return [check for check in row["checks"] if not check["holds"]]
+
+
+def shown(distance: float) -> str:
+    return f"{distance:.1e}" if math.isfinite(distance) else "any bound"
+
+
+def details(result: dict) -> list[str]:
+    """Returns what must be said of one program."""
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    lines = [
+        f"**{result['program']}** ({versions}), asked by `{result['command']}` on "
+        f"{result['date']}, {result['repeats']} times from scratch."
+    ]
+    lines += [f"- {note}" for note in result["notes"]]
+    reasons: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        if row["result"] == "could not be asked":
+            reasons.setdefault(row["why"], []).append(f"{row['work']} {row['question']}")
+    lines += [f"- not asked: {', '.join(names)}: {why}" for why, names in reasons.items()]
+    for row in result["rows"]:
+        if row["result"] == "does not hold":
+            said = "; ".join(say(check) for check in failed_checks(row))
+            lines.append(f"- {row['work']} {row['question']}: {said}")
+    return lines
+
+
+def say(check: dict) -> str:
+    what = check["what"].partition(":")[0]
+    return f"{what}: {check['where']} ({shown(check['distance'])})"
 
 
 def with_tables(text: str, tables: str) -> str:

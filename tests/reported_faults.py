@@ -158,8 +158,8 @@ FAULTS = [
         "an update's loss is divided by the tokens of its whole rollout (TRL 6024)",
         "recipes/grpo.py",
         replace(
-            "main",
-            'rollout.tokens["mask"][update_rows]',
+            "total_weight",
+            'rollout.tokens["mask"][rows]',
             by='rollout.tokens["mask"]',
         ),
         GRPO_RUN,
@@ -169,9 +169,9 @@ FAULTS = [
         "tokens that are not trained on count in what divides the loss (TRL 6369)",
         "recipes/grpo.py",
         replace(
-            "main",
-            'int(rollout.tokens["mask"][update_rows].sum())',
-            by='int(rollout.tokens["mask"][update_rows].sum() '
+            "total_weight",
+            'int(rollout.tokens["mask"][rows].sum())',
+            by='int(rollout.tokens["mask"][rows].sum() '
             '+ rollout.tokens["mask"][~rollout.is_trained].sum())',
         ),
         "rollout/test_reported_rollouts.py::test_cut_responses_count_nowhere_in_a_mean_over_tokens",

@@ -145,12 +145,21 @@ def main(
         console = os.open(Path(request.output) / "console.txt", os.O_WRONLY | os.O_CREAT, 0o644)
         if libraries:
             started = run_processes(request, train, console)
+            status = int(any([os.waitpid(pid, 0)[1] for pid in started]))
         else:
-            started = [run_process(train, request, console, {})]
-        failed = [os.waitpid(pid, 0)[1] for pid in started]
+            status = call(train, request, console)
         os.close(console)
-        status = int(any(failed))
         print(f"ended {status}", flush=True)
+
+
+def call(train: Callable, request: Request, console: int) -> int:
+    """Trains in this process; returns the exit status that a process of its own would have."""
+    try:
+        train(request)
+    except Exception:
+        os.write(console, traceback.format_exc().encode())
+        return 1
+    return 0
 
 
 def run_processes(request: Request, train: Callable, console: int) -> list[int]:

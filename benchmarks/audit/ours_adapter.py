@@ -1,7 +1,6 @@
 """The recipes of this repository for benchmarks/audit.py: their defaults, run by their own commands."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,11 @@ import adapting
 from adapting import Description, Request, Row, Sample
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))  # also where another `common` is installed
+
+from common.prove import warm  # noqa: E402
+
+HANG_SECONDS = 1800
 OF_ALL = {"loss": "loss", "grad_norm": "grad_norm", "tokens": "tokens"}
 OF_ANSWERS = {
     f"{name}/{kind}": f"{name}/{kind}"
@@ -105,24 +109,31 @@ def train(request: Request) -> None:
             "rollout_batch_size": request.samples // adapting.GROUP,
             "n_samples_per_prompt": adapting.GROUP,
             "max_new_tokens": adapting.LONGEST_RESPONSE,
-            "reward_function": "ours_adapter:recorded_reward",
+            "reward_function": "recording:recorded_reward",
             "drop_equal_groups": False,
         }
     if request.work == "rloo":
         flags |= {"baseline": "rloo", "advantage_std": "none"}
+        (output / "recording.py").write_text(
+            f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+            "from ours_adapter import recorded_reward\n"
+        )
     words = [f"--{name}={value}" for name, value in flags.items()]
     config = REPOSITORY / "accelerate_configs/cpu.yaml"
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
     launcher += ["--num_processes", str(request.processes), "--main_process_port", "0"]
-    subprocess.run(
+    ended = warm.run(
         [sys.executable, *launcher, str(REPOSITORY / f"recipes/{recipe}.py"), *words],
-        check=True,
+        cwd=output,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)]),
+            "PYTHONPATH": str(REPOSITORY),
             "AUDIT_REQUEST": str(output / "request.json"),
         },
+        timeout=HANG_SECONDS,
     )
+    if ended.returncode:
+        raise RuntimeError(ended.stdout[-2000:])
     for line in adapting.read_lines(run / "metrics.jsonl"):
         if "loss" in line:
             adapting.append(output / "log.jsonl", {"step": line["global_step"], **line})
@@ -134,7 +145,6 @@ def train(request: Request) -> None:
 
 def tokens_of(request: Request) -> list[list[Row]]:
     """The token ids of each row as the recipe's own function makes them."""
-    sys.path.insert(0, str(REPOSITORY))
     sys.path.insert(0, str(REPOSITORY / "recipes"))
     from transformers import AutoTokenizer
 

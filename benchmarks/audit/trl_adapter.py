@@ -43,9 +43,7 @@ DESCRIPTION = Description(
             **OF_ALL,
             "accuracy": "accuracy",
             "margin": "margin",
-            "min_reward": "min_reward",
             "mean_reward": "mean_reward",
-            "max_reward": "max_reward",
         },
         "kto": {
             **OF_ALL,
@@ -61,8 +59,8 @@ DESCRIPTION = Description(
             f"{work} packed": "the trainer has no packing"
             for work in ("dpo", "reward", "kto", "grpo", "rloo")
         },
-        "grpo last-update": "a rollout that is not whole is dropped, as its documentation says",
-        "rloo last-update": "a rollout that is not whole is dropped, as its documentation says",
+        "grpo last-update": "a generation batch that is not whole is left out, see RepeatSampler",
+        "rloo last-update": "a generation batch that is not whole is left out, see RepeatSampler",
     },
     definitions={
         "sft": {"tokens": "all"},
@@ -70,13 +68,20 @@ DESCRIPTION = Description(
         "reward": {"tokens": "all"},
         "kto": {"tokens": "all"},
         "grpo": {"tokens": "all", "advantages": "group", "average": "tokens"},
-        "rloo": {"tokens": "all", "advantages": "leave one out", "average": "sequences"},
+        "rloo": {
+            "tokens": "all",
+            "advantages": "leave one out",
+            "average": "sequences",
+            "kl": "0.05",
+        },
     },
     rounded={},
     notes=[
         "bf16 and gradient checkpointing, which are on by default, are off: the runs are in fp32.",
         "KTO has loss_type apo_zero_unpaired. The default estimates a KL on the rows of a "
         "micro-batch, by its definition, so that it cannot be the same for another split.",
+        "min_reward and max_reward of the reward trainer are not looked at: by its documentation they "
+        "are averaged over the logging interval, which is its choice.",
         "GRPO and RLOO train a model whose `generate` gives scripted responses, the same for each "
         "split: which numbers a sampler draws is no matter of counting.",
     ],
