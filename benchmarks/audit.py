@@ -459,6 +459,10 @@ def python_of(program: str, folder: Path) -> Path:
         subprocess.run([sys.executable, "-m", "venv", environment_folder], check=True)
         install = [python, "-m", "pip", "install", "--quiet", "-r", requirements]
         subprocess.run(install, check=True, cwd=REPOSITORY)
+        for line in requirements.read_text(encoding="utf-8").splitlines():
+            if line.startswith("# uninstall: "):
+                names = line.removeprefix("# uninstall: ").split()
+                subprocess.run([python, "-m", "pip", "uninstall", "-qy", *names], check=True)
         (environment_folder / "installed").touch()
     return python
 

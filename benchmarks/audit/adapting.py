@@ -20,6 +20,7 @@ import json
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 GROUP = 4  # responses to a prompt
 LONGEST_RESPONSE = 12  # tokens
+PACKED_LENGTH = 128  # tokens: so that sixteen rows make several packed ones
 
 
 class Request(NamedTuple):
@@ -208,6 +210,12 @@ def read(file: Path) -> Request:
 
 def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+def wait_for(file: Path) -> None:
+    """Waits until the main process has written a file."""
+    while not file.exists():
+        time.sleep(0.05)
 
 
 def read_lines(path: Path) -> list[dict]:

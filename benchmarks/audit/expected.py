@@ -29,12 +29,14 @@ class Reading:
     def __init__(self, model: torch.nn.Module, row: Row):
         ids = torch.tensor([row.ids])
         targets = torch.tensor(row.targets[1:]).bool()
-        logits = model(ids).logits[0, :-1][targets]
+        all_logits = model(ids).logits[0]
+        logits = all_logits[:-1][targets]
         logps = logits.log_softmax(-1)
         self.logps = logps.gather(1, ids[0, 1:][targets, None])[:, 0]
         with torch.no_grad():
             self.entropy = -(logps.exp() * logps).sum(1)
             self.mean_logits = logits.mean(1)
+            self.all_logits = all_logits.mean(1)
             self.correct = (logits.argmax(1) == ids[0, 1:][targets]).double()
 
 
@@ -66,7 +68,7 @@ def count_tokens(samples: list[list[Row]], definitions: dict) -> int:
     `length`: all of each row, also where a model reads a prompt once for two answers.
     """
     rows = [row for sample in samples for row in sample]
-    if definitions["tokens"] == "targets":
+    if definitions.get("tokens") == "targets":
         return sum(sum(row.targets[1:]) for row in rows)
     return sum(len(row.ids) for row in rows)
 
@@ -85,14 +87,20 @@ def sft(model, reference, samples: list[list[Row]], definitions: dict) -> dict[s
     return finish(model, loss, values)
 
 
-def of_answers(kind: str, readings: list[Reading], references: list[Reading]) -> dict:
-    """Returns what is logged of the chosen answers, or of the rejected ones."""
+def of_answers(
+    kind: str, readings: list[Reading], references: list[Reading], definitions: dict
+) -> dict:
+    """Returns what is logged of the chosen answers, or of the rejected ones.
+
+    Definitions of `logits`: the mean over the tokens of the answers, or over `all positions`.
+    """
+    logits = "all_logits" if definitions.get("logits") == "all positions" else "mean_logits"
     logps = torch.stack([reading.logps.sum() for reading in readings])
     ref_logps = torch.stack([reading.logps.sum() for reading in references])
     return {
         f"rewards/{kind}": BETA * (logps - ref_logps).mean(),
         f"logps/{kind}": logps.mean(),
-        f"logits/{kind}": joined(readings, "mean_logits").mean(),
+        f"logits/{kind}": joined(readings, logits).mean(),
     }
 
 
@@ -114,8 +122,8 @@ def dpo(model, reference, samples: list[list[Row]], definitions: dict) -> dict[s
     margins = BETA * (log_ratios(chosen, ref_chosen) - log_ratios(rejected, ref_rejected))
     loss = -F.logsigmoid(margins).mean()
     values = {
-        **of_answers("chosen", chosen, ref_chosen),
-        **of_answers("rejected", rejected, ref_rejected),
+        **of_answers("chosen", chosen, ref_chosen, definitions),
+        **of_answers("rejected", rejected, ref_rejected, definitions),
         "rewards/margins": margins.mean(),
         "rewards/accuracies": (margins > 0).double().mean(),
         "chosen_accuracy": joined(chosen, "correct").mean(),

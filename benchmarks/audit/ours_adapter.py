@@ -112,12 +112,12 @@ def train(request: Request) -> None:
             "reward_function": "recording:recorded_reward",
             "drop_equal_groups": False,
         }
-    if request.work == "rloo":
-        flags |= {"baseline": "rloo", "advantage_std": "none"}
         (output / "recording.py").write_text(
             f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
             "from ours_adapter import recorded_reward\n"
         )
+    if request.work == "rloo":
+        flags |= {"baseline": "rloo", "advantage_std": "none"}
     words = [f"--{name}={value}" for name, value in flags.items()]
     config = REPOSITORY / "accelerate_configs/cpu.yaml"
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config)]

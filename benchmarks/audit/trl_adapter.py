@@ -101,7 +101,7 @@ def train(request: Request) -> None:
                 adapting.append(output / "log.jsonl", {"step": state.global_step, **logs})
 
     trainer_class, config_class, settings = {
-        "sft": (trl.SFTTrainer, trl.SFTConfig, {"packing": request.packing}),
+        "sft": (trl.SFTTrainer, trl.SFTConfig, of_packing(request)),
         "dpo": (trl.DPOTrainer, trl.DPOConfig, {}),
         "reward": (trl.RewardTrainer, trl.RewardConfig, {}),
         "kto": (trl.KTOTrainer, trl.KTOConfig, {"loss_type": "apo_zero_unpaired"}),
@@ -150,6 +150,10 @@ def train(request: Request) -> None:
         adapting.write_weights(
             request, {int(path.name.partition("-")[2]): path for path in checkpoints}
         )
+
+
+def of_packing(request: Request) -> dict:
+    return {"packing": True, "max_length": adapting.PACKED_LENGTH} if request.packing else {}
 
 
 def of_rollouts() -> dict:
