@@ -1,10 +1,10 @@
 # From a fresh clone, each of two commands does all the set-up: `make dpo` runs the demo, `make test` runs the tests.
 # `make help` lists the others. Each first installs into $(VENV), and again only when pyproject.toml or constraints.txt
 # change.
-#   make dpo ARGS="--beta 0.2"     arguments for the recipe (of `make test` for pytest, of `make mutations` names)
+#   make dpo ARGS="--beta 0.2"     arguments for the recipe (`make test`: for pytest; `make mutations`: names of faults)
 #   make dpo VENV=/tmp/env         another virtual environment
 #   make dpo PYTHON=python3.12     the interpreter that makes the environment (3.10 or newer)
-#   make dpo CONSTRAINTS=          the newest versions instead of those of constraints.txt
+#   make dpo CONSTRAINTS=          the newest versions instead of those in constraints.txt
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,64 +16,64 @@ MINIMUM_VENV ?= $(VENV)-minimum
 MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward rewards fp16 saved_actors grpo_values
 
 # On a CPU the demo's tiny matrix products gain little from more threads, and threads that wait for a busy core cost
-# several times the work. For a larger model without a GPU use `make dpo OMP_NUM_THREADS=8`.
+# several times the work. For a larger model without a GPU use, for example, `make dpo OMP_NUM_THREADS=8`.
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
 .PHONY: help sft reward dpo ppo grpo rlhf test test-slow test-all test-minimum mutations lint lock install install-test
 
-sft reward dpo ppo grpo: $(VENV)/installed  ## the recipe's demo, offline after the installation
+sft reward dpo ppo grpo: $(VENV)/installed  ## run the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
 
-rlhf: $(VENV)/installed  ## the demos of SFT, reward, PPO and DPO in turn, and one table
+rlhf: $(VENV)/installed  ## run the demos of SFT, reward, PPO and DPO in turn, and print one table
 	$(VENV)/bin/python benchmarks/rlhf.py $(CONFIG)
 
-# tests/README.md says what is slow: tests that repeat on further engines what `make test` shows.
+# tests/README.md says which tests are slow: those that repeat on other engines what `make test` shows.
 PYTEST = $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/installed-test  ## the tests, six minutes on two cores
+test: $(VENV)/installed-test  ## run the tests, six minutes on two cores
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/installed-test  ## the same contracts on further engines, and the demos
+test-slow: $(VENV)/installed-test  ## test the same contracts on more engines, and the demos
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: $(VENV)/installed-test  ## both
+test-all: $(VENV)/installed-test  ## run both
 	$(PYTEST) $(ARGS)
 
-test-minimum: $(MINIMUM_VENV)/installed-minimum  ## some tests with the oldest versions that pyproject.toml allows
+test-minimum: $(MINIMUM_VENV)/installed-minimum  ## run some tests with the oldest versions that pyproject.toml allows
 	$(MINIMUM_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
 		$(MINIMUM_TESTS:%=tests/*/test_%.py) $(ARGS)
 
-mutations: $(VENV)/installed-test  ## tests of the tests: each planted fault must make one fail
+mutations: $(VENV)/installed-test  ## test the tests: each planted fault must make one fail
 	$(VENV)/bin/python tests/mutations.py $(ARGS)
 
-lint: $(VENV)/installed-test  ## ruff's rules and format, and mypy on common/
+lint: $(VENV)/installed-test  ## check ruff's rules and format, and types in common/ by mypy
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-# Each line of constraints.txt is a version, maybe with a marker. --no-config: from the public index alone.
-lock:  ## uv.lock anew, after a change of pyproject.toml or constraints.txt; needs uv
+# Each line of constraints.txt is a version, maybe with a marker. --no-config: from the public index only.
+lock:  ## write uv.lock again after a change of pyproject.toml or constraints.txt; needs uv
 	sed "/^#/d; s/.*/--upgrade-package '&'/" constraints.txt | xargs uv lock --no-config
 
 install: $(VENV)/installed  ## only install
 
-install-test: $(VENV)/installed-test  ## only install, with what the tests need
+install-test: $(VENV)/installed-test  ## only install, including what the tests need
 
-help:  ## this list
+help:  ## print this list
 	@sed -nE 's/^([a-z -]+):[^#]*## (.*)/\1:\2/p' Makefile | while IFS=: read -r names text; do \
 		printf '  %-29s %s\n' "make $$(echo $$names | sed 's/ /|/g')" "$$text"; done
 
-# One line a step: what pip prints goes to a log, whose end is shown if it fails. We test for pip, not for python, because
-# an interrupted `venv` leaves a python without pip. pip would compile on one core; compileall uses all cores. Its errors
-# are ignored, because some packages contain templates that are not valid Python. The stamp comes last: without it the
-# next call goes on where an interrupted one stood.
+# One line per step: what pip prints goes to a log, whose end is shown if it fails. We test for pip, not for python,
+# because an interrupted `venv` leaves a python without pip. pip would compile on one core; compileall uses all cores. Its
+# errors are ignored, because some packages contain templates that are not valid Python. The stamp comes last: without it
+# the next call continues where an interrupted one stopped.
 #   $(call environment,FOLDER)   $(call install,FOLDER,FLAGS)
 define environment
 	@test -x $(1)/bin/pip || { echo "making $(1) with $$($(PYTHON) --version)" && $(PYTHON) -m venv $(1); }
 endef
 define install
-	@echo "installing into $(1), which takes some minutes; $(1)/install.log says how far it is"
+	@echo "installing into $(1), which takes some minutes; $(1)/install.log shows the progress"
 	@$(1)/bin/pip install --disable-pip-version-check --no-compile $(2) > $(1)/install.log 2>&1 \
 		|| { tail -n 25 $(1)/install.log; echo "the installation failed: see all of $(1)/install.log"; exit 1; }
 	@echo "compiling what was installed"
@@ -85,8 +85,8 @@ $(VENV)/installed $(VENV)/installed-test: pyproject.toml $(CONSTRAINTS)
 	$(call environment,$(VENV))
 	$(call install,$(VENV),$(CONSTRAINTS:%=-c %) -e '.$(if $(findstring test,$(@F)),$(TEST_EXTRAS))')
 
-# `name>=1.2` of pyproject.toml becomes `name==1.2`, also where more is said of a name. What builds this package is not
-# installed by it.
+# `name>=1.2` of pyproject.toml becomes `name==1.2`, also if it has further conditions. `requires`, which is for building
+# the package, is left out.
 $(MINIMUM_VENV)/installed-minimum: pyproject.toml
 	$(call environment,$(MINIMUM_VENV))
 	@sed '/^requires/d' pyproject.toml | grep -oE '"[a-z0-9-]+>=[0-9.]+' | tr -d '"' | sed 's/>=/==/' > $(MINIMUM_VENV)/minimum.txt

@@ -31,14 +31,7 @@ import yaml
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig
 
-from common.memory import (
-    MOMENTS,
-    count_adapter,
-    count_parameters,
-    count_rounded,
-    read_setup,
-    table,
-)
+from common.memory import MOMENTS, count, read_setup, table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = [
@@ -141,7 +134,7 @@ def storages(tensors) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
-def count(seen: dict, *state) -> dict[str, int]:
+def held(seen: dict, *state) -> dict[str, int]:
     """Bytes by state; a storage counts for the first state that has it."""
     table, taken = {}, set()
     for name in STATES[:-1]:
@@ -214,7 +207,7 @@ def worker(layers: int, frozen_models: int, steps: int, lora_r: int = 0) -> None
 
     def measure(moment: str) -> None:
         gc.collect()
-        table = count(
+        table = held(
             {k: v for found in buckets.values() for k, v in found.items()},
             accelerator,
             prepared,
@@ -242,9 +235,8 @@ def worker(layers: int, frozen_models: int, steps: int, lora_r: int = 0) -> None
 
             prepared.optimizer.independent_gradient_partition_epilogue = first_measure
     raw.register_step_pre_hook(lambda *_: measure("step"))
-    batch = packing.make_batch(
-        [[1]], [torch.randint(0, MODEL["vocab_size"], (15,)).tolist()], False, accelerator.device
-    )
+    answer = torch.randint(0, MODEL["vocab_size"], (15,)).tolist()
+    batch = packing.Packer(accelerator.device).make_batch([[1]], [answer])
     for _update in range(2):
         tables.clear()
         for micro in range(steps):
@@ -336,13 +328,11 @@ def estimated(
     LlamaConfig(
         **MODEL, num_hidden_layers=layers, architectures=["LlamaForCausalLM"]
     ).save_pretrained(folder)
-    parameters, unit, _ = count_parameters(str(folder))
-    adapter = count_adapter(str(folder), lora_r)[0] if lora_r else 0
     setup = read_setup(config, processes)._replace(accumulates=steps > 1)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = (parameters, unit, 1, frozen, adapter, 0, count_rounded(str(folder), device_type))
+    counts = count(str(folder), lora_r, device_type=device_type)
     result = {moment: dict.fromkeys(STATES, 0.0) for moment in MOMENTS}
-    for _where, name, _formula, *taken in table(setup, *sizes):
+    for _where, name, *taken in table(setup, counts, frozen=frozen):
         for moment, size in zip(MOMENTS, taken):
             # The half copies of autocast live in C++, and stand under `other`.
             state = next(

@@ -32,7 +32,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common import ASSETS, REPOSITORY
-from common.memory import GIB, count_parameters, count_rounded, read_setup, table
+from common.memory import GIB, count, read_setup, table
 
 OOM = "out of memory"
 OOM_SIGNS = (
@@ -282,15 +282,9 @@ def states_gib(precision: str, folder: Path, recipe: str) -> tuple[dict[str, flo
     (config, *flags), _ = LAUNCHES[precision]
     setup = read_setup(REPOSITORY / "accelerate_configs" / config, 1)
     setup = setup._replace(precision="no") if flags else setup
-    parameters, unit, _ = count_parameters(str(folder))
     result, step = dict.fromkeys([*STATES, "copies"], 0.0), 0.0
-    for _where, name, _formula, forward, _backward, in_step in table(
-        setup,
-        parameters,
-        unit,
-        trained=1,
-        frozen=int(recipe == "dpo"),
-        rounded=count_rounded(str(folder)),
+    for _where, name, forward, _backward, in_step in table(
+        setup, count(str(folder)), frozen=int(recipe == "dpo")
     ):
         if name != "sum":
             result[next((state for state in STATES if state in name), "copies")] += forward / GIB
@@ -300,7 +294,7 @@ def states_gib(precision: str, folder: Path, recipe: str) -> tuple[dict[str, flo
 
 def compare(args, model: str, recipe: str, gpu: str | None, memory: int) -> bool:
     """Runs, and prints a table as it grows, then what is to be seen in it; False where something is missing."""
-    parameters, flop = count_parameters(str(args.folder / model))[0], 6 if recipe == "sft" else 8
+    parameters, flop = count(str(args.folder / model)).parameters, 6 if recipe == "sft" else 8
     peaks = next(
         (
             peaks

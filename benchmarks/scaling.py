@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.memory import GIB, Setup, table
+from common.memory import GIB, Counts, Setup, table
 
 PEAK = 989e12  # FLOP/s of an H100 SXM, dense bf16
 UTILIZATION = 0.40  # of PEAK, in the matrix products of training and of long prompts: an assumption
@@ -121,17 +121,10 @@ def states_gib(
     rounded: int = 0,
 ) -> float:
     """The most that the states take on a GPU at any of common.memory's three moments."""
-    rows = table(
-        LAUNCHES[launch](processes)._replace(accumulates=accumulates),
-        int(parameters),
-        0,
-        trained,
-        frozen,
-        adapter,
-        packed,
-        rounded,
-    )
-    return max(next(row[3:] for row in rows if row[:2] == ("GPU", "sum"))) / GIB
+    setup = LAUNCHES[launch](processes)._replace(accumulates=accumulates)
+    counts = Counts(int(parameters), adapter=adapter, packed=packed, rounded=rounded)
+    rows = table(setup, counts, trained, frozen)
+    return max(next(row[2:] for row in rows if row[:2] == ("GPU", "sum"))) / GIB
 
 
 def rounded_share(name: str) -> float:
@@ -282,9 +275,8 @@ def worker(layers: int, steps: int) -> None:
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters())
     optimizer = torch.optim.AdamW(optim.parameter_groups(policy, 0.1), lr=1e-4)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer)
-    batch = packing.make_batch(
-        [[1]], [torch.randint(0, MODEL["vocab_size"], (15,)).tolist()], False, accelerator.device
-    )
+    answer = torch.randint(0, MODEL["vocab_size"], (15,)).tolist()
+    batch = packing.Packer(accelerator.device).make_batch([[1]], [answer])
     for _update in range(2):
         with CountCollectives() as counted:
             for _ in range(steps):
@@ -389,7 +381,7 @@ def operations_of(model, new_tokens: int, **settings) -> Counter:
     from common.rollout.generation import SampleByUniform
 
     prompts = torch.full((4, 20), 7)
-    draws = SampleByUniform(torch.rand(4, new_tokens), prompts.shape[1], temperature=1.0)
+    draws = SampleByUniform(torch.rand(4, new_tokens), temperature=1.0)
     with torch.no_grad(), CountOperations() as counted:
         model.generate(
             prompts,

@@ -1,4 +1,4 @@
-"""Where this repository stands, who started this, a recipe's check of its `common`, its console."""
+"""Where this repository is, who started this process, a check of recipes, and small helpers."""
 
 import importlib.util
 import logging
@@ -11,7 +11,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 # Who started this process. It may be gone before this process has imported torch.
 PARENT = os.getppid()
-# By which a recipe knows its own `common` from a package of somebody else's.
+# A recipe tells its own `common` by this from somebody else's package of that name.
 PROJECT = "preference-recipes"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ def show_any_text() -> None:
 
 
 def lazily(name: str):
-    """Returns a module that is imported when something of it is first used.
+    """Returns a module that is imported when something in it is first used.
 
     For what `--help` can do without. Source: Python's documentation of `importlib`.
     """
@@ -44,24 +44,24 @@ def lazily(name: str):
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns such as `1 update`, `2 updates` or `2 processes`."""
+    """Returns a number of things in words, such as `1 update`, `2 updates` or `2 processes`."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}es" if noun.endswith("s") else f"{number} {noun}s"
 
 
 def in_one_line(error: BaseException, most: int = 300) -> str:
-    """Returns what an error says as one line of limited length; its kind if it says nothing."""
+    """Returns an error's message as one line of limited length; its kind if there is none."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def speaks_for_all() -> bool:
-    """Whether this process prints what concerns all, where there is no Accelerator to ask yet."""
+    """Whether this process prints for all of them, where there is no Accelerator to ask yet."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def end_by_interrupt(kind: type[BaseException], error: BaseException, trace) -> None:
-    """Shows an error that nobody caught; of Ctrl-C one line instead of what it interrupted."""
+    """Shows an error that nobody caught; for Ctrl-C one line instead of what it interrupted."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     elif speaks_for_all():

@@ -1,4 +1,4 @@
-"""Saves the actor, or a model beside it, as an ordinary Hugging Face folder; or its adapter."""
+"""Saves the actor as an ordinary Hugging Face folder, or its adapter as a folder of peft."""
 
 import collections
 import json
@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
@@ -29,29 +28,29 @@ def publish(
     keep: int = 0,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Saves the actor for its users in the dtype of `--save_dtype`, and says in which one.
+    """Saves the actor for its users in the dtype of `--save_dtype`, and prints in which one.
 
-    The weights are those of `run.unwrapped.model`; if that has an adapter, the adapter's alone, as
-    an ordinary folder of peft. Without `--save_dtype` they are those that the forward pass used,
-    bit for bit. All processes must call it.
+    The weights are those of `run.unwrapped.model`; if that has an adapter, those of the adapter
+    alone, as an ordinary folder of peft. Without `--save_dtype` they are those that the forward
+    pass used, bit for bit. All processes must call it.
 
     Args:
         directory: replaced as a whole if it is there; by default the run's `actor`. If the process
             is killed while it writes, the previous folder stays (at worst under its name with
             `.old`).
-        keep: how many `global_step_*` folders stay beside each other, the newest; 0 keeps all.
-        weights: other weights to save in the place of the model's, by their names in
-            `run.unwrapped`, such as a running average of them, see `shards.whole`.
+        keep: how many `global_step_*` folders stay in the parent folder, the newest; 0 keeps all.
+        weights: other weights to save instead of the model's, by their names in `run.unwrapped`,
+            such as a running average of them, see `shards.whole`.
 
     Raises:
         SystemExit: it could not be written, for example because the disk is full. What was written
-            of it is removed; what stood in its place is untouched.
+            of it is removed; what was in its place is untouched.
     """
     directory = directory or run.output_dir / "actor"
     dtype = run.args.save_dtype
     try:
         with run.metrics.timed("paused"):
-            written = save(run, directory, keep, dtype, weights=weights)
+            written = save(run, directory, keep=keep, dtype=dtype, weights=weights)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(being_written(directory), ignore_errors=True)
         sys.exit(
@@ -68,33 +67,40 @@ def publish(
 def save(
     run: Run,
     directory: Path,
+    *,
     keep: int = 0,
     dtype: str | None = None,
-    *,
-    beside: dict[str, nn.Module] | None = None,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> str | None:
     """Writes the actor as `publish` does, and returns its dtype on the main process.
 
     Args:
         dtype: floating-point weights are converted to it. None: they stay as they are.
-        beside: further Hugging Face models inside `run.unwrapped`, by the names of the folders
-            beside `directory` that they are written to.
-        weights: see `publish`.
     """
-    engine.reshard(run.model)
-    of_model = gather_weights(run.accelerator, run.model, run.unwrapped)
+    of_run = gather_weights(run)
     written = None
     if run.accelerator.is_main_process:
-        weights = {**of_model, **(weights or {})}
-        actor = run.unwrapped.model
-        state_dict = weights_of(actor, weights, run.unwrapped)
-        written = write(actor, state_dict, run.tokenizer, directory, keep, dtype, card=True)
-        for name, model in (beside or {}).items():
-            state_dict = weights_of(model, weights, run.unwrapped)
-            write(model, state_dict, run.tokenizer, directory.with_name(name))
+        model = run.unwrapped.model
+        state_dict = weights_of(model, {**of_run, **(weights or {})}, run.unwrapped)
+        if dtype is not None:
+            state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
+        write(model, state_dict, run.tokenizer, directory, keep=keep, card=True)
+        written = dtype_of(state_dict)
     run.accelerator.wait_for_everyone()
     return written
+
+
+def save_all(run: Run, parent: Path) -> None:
+    """Writes the actor to `parent/actor` and the models of `run.beside_actor` next to it.
+
+    They stay in the dtype in which they are trained. All processes must call it.
+    """
+    weights = gather_weights(run)
+    if run.accelerator.is_main_process:
+        for name, model in {"actor": run.unwrapped.model, **run.beside_actor}.items():
+            state_dict = weights_of(model, weights, run.unwrapped)
+            write(model, state_dict, run.tokenizer, parent / name, card=name == "actor")
+    run.accelerator.wait_for_everyone()
 
 
 def write(
@@ -102,31 +108,27 @@ def write(
     state_dict: dict[str, torch.Tensor],
     tokenizer,
     directory: Path,
+    *,
     keep: int = 0,
-    dtype: str | None = None,
     card: bool = False,
-) -> str:
-    """Writes a Hugging Face folder; returns the dtype of its weights. For the main process.
+) -> None:
+    """Writes a Hugging Face folder with these weights. For the main process.
 
     Args:
         card: write a model card, too, see `record.write_card`.
     """
     temporary = being_written(directory)
     shutil.rmtree(temporary, ignore_errors=True)
-    if dtype is not None:
-        state_dict = {name: converted(name, x, dtype) for name, x in state_dict.items()}
-    written = dtype or dtype_of(state_dict)
     is_adapter = lora.has_adapter(model)
     if is_adapter:
         lora.save(model, state_dict, temporary)
     else:
         model.save_pretrained(temporary, state_dict=state_dict)
-        write_dtype(temporary, written)
+        write_dtype(temporary, dtype_of(state_dict))
     tokenizer.save_pretrained(temporary)
     if card:
         record.write_card(temporary, "peft" if is_adapter else "transformers")
     folders.replace(temporary, directory, keep)
-    return written
 
 
 def being_written(directory: Path) -> Path:
@@ -138,7 +140,7 @@ def size_of(unwrapped: nn.Module, dtype: str | None) -> int:
     """Returns how many bytes the saved weights of an actor take; of an adapter its own.
 
     Args:
-        dtype: they are saved in it; None: in that of the model.
+        dtype: the one that they are saved in; None: that of the model.
     """
     trained = next(p for p in unwrapped.model.parameters() if p.requires_grad)
     saved_dtype = getattr(torch, dtype) if dtype else trained.dtype
@@ -156,7 +158,7 @@ def converted(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def dtype_of(state_dict: dict[str, torch.Tensor]) -> str:
-    """The dtype of most of the floating-point weights."""
+    """Returns the dtype of most of the floating-point weights, such as `bfloat16`."""
     sizes = collections.Counter()
     for tensor in state_dict.values():
         if tensor.is_floating_point():
@@ -166,7 +168,7 @@ def dtype_of(state_dict: dict[str, torch.Tensor]) -> str:
 
 
 def write_dtype(folder: Path, dtype: str) -> None:
-    """Says in a Hugging Face folder's config which dtype its weights have."""
+    """Writes into a Hugging Face folder's config which dtype its weights have."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     if config.get("dtype") != dtype:
@@ -174,20 +176,20 @@ def write_dtype(folder: Path, dtype: str) -> None:
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def gather_weights(
-    accelerator: Accelerator, prepared: nn.Module, unwrapped: nn.Module
-) -> dict[str, torch.Tensor]:
-    """Returns the whole weights on the main process, by their names in `unwrapped`.
+def gather_weights(run: Run) -> dict[str, torch.Tensor] | None:
+    """Returns the whole weights on the main process, by their names in `run.unwrapped`.
 
-    With adapters they are those of the adapters alone. All processes must call it.
+    With adapters they are those of the adapters alone. What other processes get has no meaning. All
+    processes must call it.
     """
-    if lora.has_adapter(unwrapped):
-        return lora.gather_adapters(unwrapped)
-    if zero.stage(accelerator) == 3 or accelerator.is_fsdp2:
-        return accelerator.get_state_dict(prepared)  # each process holds a part
+    engine.reshard(run.model)
+    if lora.has_adapter(run.unwrapped):
+        return lora.gather_adapters(run.unwrapped)
+    if zero.stage(run.accelerator) == 3 or run.accelerator.is_fsdp2:
+        return run.accelerator.get_state_dict(run.model)  # each process holds a part
     # Here every process has all weights. accelerate would copy them to the host on each process,
     # under the names that DDP and torch.compile give them.
-    return unwrapped.state_dict()
+    return run.unwrapped.state_dict()
 
 
 def weights_of(

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import math
@@ -17,7 +18,7 @@ import transformers
 import yaml
 
 from common import ASSETS, counted, errors, lazily, show_any_text, speaks_for_all, trackers
-from common.shared_args import Bounds
+from common.shared_args import AdapterArgs, Bounds, DataArgs, SavingArgs, UpdateArgs
 
 files = lazily("common.data.files")
 
@@ -51,20 +52,6 @@ MAY_CHANGE = {
 
 # What a micro-batch holds on a GPU, where the user leaves it open.
 TOKENS_ON_GPU = 16_384
-
-# What decides no line of metrics.jsonl, not even in its last digit.
-NOT_IN_LINES = {
-    "output_dir",
-    "resume",
-    "report_to",
-    "save_steps",
-    "save_total_limit",
-    "save_actor_steps",
-    "save_actor_limit",
-    "save_dtype",
-    "debug_overflow",
-    "dataset_name",  # compared by its content
-}
 
 # How a word begins that is a number and no flag. argparse itself knows -1e-5 from Python 3.14 on.
 NEGATIVE_NUMBER = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
@@ -106,58 +93,13 @@ NAMES_ELSEWHERE = {
     "logging_dir": "--output_dir",
 }
 
-# The groups of --help. What stands in none of them is the recipe's own.
+# The groups of --help. What is in none of them is the recipe's own.
 GROUPS = {
-    "model and data": (
-        "model_name_or_path",
-        "dataset_name",
-        "dataset_weights",
-        "dataset_split",
-        "eval_dataset_name",
-        "eval_dataset_split",
-        "columns",
-        "chat_template",
-        "chat_template_kwargs",
-        "strings_as_messages",
-        "output_dir",
-        "max_length",
-    ),
-    "this algorithm": (),
-    "updates": (
-        "train_batch_size",
-        "micro_train_batch_size",
-        "micro_train_tokens",
-        "max_epochs",
-        "max_steps",
-        "learning_rate",
-        "lr_scheduler_type",
-        "warmup_steps",
-        "weight_decay",
-        "adam_epsilon",
-        "max_grad_norm",
-        "gradient_checkpointing",
-        "attn_implementation",
-        "seed",
-    ),
-    "adapters": (
-        "lora_r",
-        "lora_alpha",
-        "lora_dropout",
-        "lora_target_modules",
-        "load_in_4bit",
-    ),
-    "logging, evaluating, saving": (
-        "logging_steps",
-        "eval_steps",
-        "save_steps",
-        "save_total_limit",
-        "save_actor_steps",
-        "save_actor_limit",
-        "save_dtype",
-        "resume",
-        "report_to",
-        "debug_overflow",
-    ),
+    "model and data": DataArgs,
+    "this algorithm": None,
+    "updates": UpdateArgs,
+    "adapters": AdapterArgs,
+    "logging, evaluating, saving": SavingArgs,
 }
 
 # Numbers of updates, or shares of all of them.
@@ -193,46 +135,43 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
             message names the argument. Also if local data are missing.
     """
     show_any_text()
-    argv = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(args_class)
+    argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0].endswith((".yaml", ".yml")):
         # Read as flags, so that the same parser checks types, choices and unknown names.
         argv = yaml_to_flags(argv[0], parser) + argv[1:]
-    demo_flags = []
-    if not names_model_or_dataset(argv):
-        demo_flags = yaml_to_flags(demo, parser)
+    is_demo = not names_model_or_dataset(argv)
+    if is_demo:
+        argv = yaml_to_flags(demo, parser) + argv
 
     args, unknown = parser.parse_args_into_dataclasses(
-        demo_flags + argv,
-        look_for_args_file=False,
-        return_remaining_strings=True,
+        argv, look_for_args_file=False, return_remaining_strings=True
     )
     if unknown:
-        hint = what_would_do(unknown, parser)
         parser.error(
-            f"unknown argument {' '.join(unknown)}: {hint}--help lists all arguments "
-            "(none can be abbreviated, and a file of defaults comes first)"
+            f"unknown argument {' '.join(unknown)}: {what_to_use(unknown, parser)}--help lists all "
+            "arguments (none can be abbreviated, and a file of defaults comes first)"
         )
     if args.model_name_or_path is None or args.dataset_name is None:
         parser.error(
             "--model_name_or_path or --dataset_name is missing: give both, or neither for the demo"
         )
-    check_numbers(args, parser)
-    trackers.check(getattr(args, "report_to", []))
     for name, value in vars(args).items():
         if value == [""]:  # as in --reward_function= to take away what a YAML names
             setattr(args, name, None)
+    check_numbers(args, parser)
+    trackers.check(getattr(args, "report_to", []))
     check_data(args)
-    # One data set is recorded by its name alone, as it always was.
+    # One data set is recorded by its name alone.
     if isinstance(args.dataset_name, list) and len(args.dataset_name) == 1:
         (args.dataset_name,) = args.dataset_name
-    if demo_flags and speaks_for_all():
+    if is_demo and speaks_for_all():
         print(f"no model and no data set given: running the demo, {demo}", flush=True)
     return args
 
 
-def what_would_do(unknown: list[str], parser: Parser) -> str:
-    """Returns what to use instead of unknown arguments, as the beginning of a sentence."""
+def what_to_use(unknown: list[str], parser: Parser) -> str:
+    """Returns what to use in the place of unknown arguments, as the beginning of a sentence."""
     known = [flag for flag in parser._option_string_actions if "-" not in flag[2:]]
     hints = []
     for word in unknown:
@@ -289,20 +228,23 @@ def make_parser(args_class: type) -> Parser:
         formatter_class=argparse.HelpFormatter,
     )
     parser._negative_number_matcher = NEGATIVE_NUMBER
-    listed = {name for names in GROUPS.values() for name in names}
-    described = [action for action in parser._actions if action.dest != "help"]
-    for action in described:
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    for action in parser._actions:
+        if action.dest == "help":
+            continue
         describe_flag(action)
         # argparse has no way to choose the group of an argument that it has already.
         parser._optionals._group_actions.remove(action)
-    for title, names in GROUPS.items():
-        group = parser.add_argument_group(title)
-        if names:
-            actions = [action for name in names for action in described if action.dest == name]
-        else:
-            actions = [action for action in described if action.dest not in listed]
-        group._group_actions.extend(actions)
+        groups[title_of(action.dest)]._group_actions.append(action)
     return parser
+
+
+def title_of(argument: str) -> str:
+    """Returns the title of an argument's group in `GROUPS`."""
+    for title, shared in GROUPS.items():
+        if shared and argument in {field.name for field in dataclasses.fields(shared)}:
+            return title
+    return "this algorithm"
 
 
 def describe_flag(action: argparse.Action) -> None:
@@ -318,6 +260,8 @@ def describe_flag(action: argparse.Action) -> None:
     if action.const is False:  # --no_share_prompts
         action.help = argparse.SUPPRESS
         return
+    if bounds := getattr(action, "bounds", None):
+        action.help += f" [{bounds.describe()}]"
     if action.const is True and action.default is True:
         action.help += f". Off: --no_{action.dest}"
     elif action.default is not None and "default:" not in action.help:
@@ -336,7 +280,7 @@ def names_model_or_dataset(argv: list[str]) -> bool:
 def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
     """Returns the flags that say the same as a flat YAML mapping.
 
-    A value of `null` leaves the default. `{assets}` in a value stands for the folder of the assets.
+    A value of `null` leaves the default. `{assets}` in a value is the folder of the assets.
     """
     if not Path(path).exists():
         parser.error(f"the file of defaults {path} does not exist (looked in {os.getcwd()})")
@@ -429,12 +373,12 @@ def import_for(argument: str, name: str, module_name: str) -> ModuleType:
 
 
 def expected_function() -> str:
-    """Says what an argument expects that names a function, for the end of a message."""
+    """Returns what an argument that names a function expects, for the end of a message."""
     return f"(expected MODULE:NAME, the module installed or in {os.getcwd()})"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns a question for the nearest known word, to go on with in a message; "" without one."""
+    """Returns a question about the nearest known word, to append to a message; "" without one."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -444,7 +388,7 @@ def no_silent_end():
     """Makes `os._exit(0)` raise `SystemExit` inside the block, in which code of the user runs.
 
     It would end the process at once, with the status of a run that is done. Processes that the code
-    forks may end like that. Another status says itself that the run failed. An exit from C and a
+    forks may end like that. Any other status shows that the run failed. An exit from C and a
     program that replaces this one (`os.exec*`) are not noticed.
     """
     owner = os.getpid()
@@ -472,7 +416,7 @@ def fill_in_micro_batches(args, on_gpu: bool) -> str | None:
         args: `micro_train_batch_size` is None if it was not given, `micro_train_tokens` 0.
 
     Returns:
-        What to say of it; None where there is nothing to say.
+        What to print about it; None if there is nothing to print.
     """
     is_given = args.micro_train_batch_size is not None or args.micro_train_tokens
     if args.micro_train_batch_size is None:
@@ -498,7 +442,7 @@ def accumulation_steps(
     given, micro-batches are cut by tokens, and this is the most there can be: one for each sample.
 
     Raises:
-        SystemExit: sizes that do not divide. The message names the nearest sizes that do.
+        SystemExit: sizes that do not divide. The message names the nearest valid ones.
     """
     if micro_train_tokens:
         return math.ceil(train_batch_size / processes)
@@ -517,7 +461,7 @@ def accumulation_steps(
     sys.exit(
         f"--train_batch_size {train_batch_size} is not a multiple of --micro_train_batch_size "
         f"{micro_train_batch_size} x {counted(processes, 'process')} = {samples_per_step}. "
-        f"Nearest that would do: {nearest}."
+        f"Nearest valid sizes: {nearest}."
     )
 
 

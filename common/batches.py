@@ -101,7 +101,7 @@ def split(
         lengths: tokens of every row of the data set.
         micro_batch_size: rows of a micro-batch, at most.
         max_tokens: if above 0, a micro-batch holds as many rows as fit into this many tokens,
-            padding counted, and `micro_batch_size` is ignored. A longer row stands alone.
+            padding counted, and `micro_batch_size` is ignored. A longer row is alone.
     """
     processes = accelerator.num_processes
     rows = np.asarray(rows)

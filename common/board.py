@@ -14,7 +14,7 @@ class Board:
 
     Args:
         folder: of the event files.
-        global_step: where the run begins or goes on. TensorBoard hides what a killed run wrote
+        global_step: where the run begins or continues. TensorBoard hides what a killed run wrote
             after it.
         charts: the tags of each chart under CUSTOM SCALARS, by its title. A chart also draws the
             held-out values of its tags.
@@ -27,7 +27,7 @@ class Board:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
         self.settings = settings
-        # Event files say it once. A resumed run goes on in the same folder.
+        # Event files hold it once. A resumed run continues in the same folder.
         self.is_new = not folder.is_dir()
         # A new run starts at 0, the step of the evaluation before the first update.
         purge_step = global_step + 1 if global_step else 0
@@ -47,7 +47,7 @@ class Board:
         self.writer.flush()
 
     def add_settings(self, values: dict[str, float]) -> None:
-        """Writes the run's arguments for the tab HPARAMS, beside the held-out metrics.
+        """Writes the run's arguments for the tab HPARAMS, next to the held-out metrics.
 
         Args:
             values: of the first line. It is the evaluation before training, if there is one.

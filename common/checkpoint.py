@@ -1,22 +1,14 @@
-"""Checkpoints: what they hold, how they are written, and how a run resumes from one."""
+"""Checkpoints: what they hold, how they are written, and how a run begins from one."""
 
-import functools
 import hashlib
 import json
-import os
-import random
 import shutil
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import numpy as np
 import torch
-from accelerate.utils import DistributedType, gather_object, set_seed
-from accelerate.utils.constants import RNG_STATE_NAME
+from accelerate.utils import gather_object, set_seed
 from safetensors import SafetensorError
 
 from common import (
@@ -24,12 +16,14 @@ from common import (
     arguments,
     distributed,
     engine,
+    engine_state,
     folders,
-    launch,
     left_behind,
     record,
+    stopping,
     transcript,
 )
+from common.metrics import NOTHING
 from common.models import lora
 from common.run import Run
 
@@ -39,41 +33,160 @@ COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
 FORMAT = 2
 # At most: weights 4, fp32 masters 4, Adam's two moments 8, the actor 4.
 BYTES_PER_PARAMETER = 20
-BYTES_BESIDE = 20e6  # tokenizer, random states
-# A launcher passes on a signal that its processes may have got already. Only what comes later than
-# this many seconds after the first one is a second signal.
-SAME_SIGNAL_SECONDS = 3
+BYTES_BESIDES = 20e6  # tokenizer, random states
+GIB = 2**30
 
 
 def carried(dataclass: type) -> type:
     """Lets checkpoints hold the objects of a dataclass in `Run.extra` and `Run.own`.
 
-    They are read without running code, so torch wants to know by name what it may make.
+    They are read without running code, so torch must be told by name which classes it may make.
     """
     torch.serialization.add_safe_globals([dataclass])
     return dataclass
 
 
-def identity_of(run: Run) -> dict:
-    """Returns what must equal the checkpoint's, except arguments that may change.
+# ============================================================ the beginning of a run
 
-    `world` is the precision; for an engine that shards its state it is the engine, the precision,
-    the device and the number of processes.
+
+def begin(run: Run) -> None:
+    """Makes a run ready for its next update: at a checkpoint or at the start, as `--resume` says.
+
+    All processes must call it.
+
+    Raises:
+        SystemExit: the disk is too small; there are checkpoints but none is whole; the one to take
+            is of another run.
     """
-    accelerator = run.accelerator
-    world = accelerator.mixed_precision
-    if engine.is_sharded(accelerator):
-        world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
-    template = str(getattr(run.tokenizer, "chat_template", None)).encode()
-    return {
-        **vars(run.args),
-        **run.models,
-        # The file's content counts, not its name.
-        "chat_template": hashlib.sha256(template).hexdigest()[:16],
-        "date": getattr(run.tokenizer, "chat_date", None),
-        "data": run.data.fingerprint,
-        "world": world,
-    }
+    engine_state.choose(run)  # this also frees a reference model that is no longer needed
+    # The models were made alike on all processes. From here on, dropout differs between them.
+    set_seed(run.args.seed, device_specific=True)
+    stopping.listen(run)
+    path = distributed.on_main_process(run.accelerator, find_checkpoint, run)
+    distributed.on_main_process(run.accelerator, remove_half_written, run)
+    distributed.on_main_process(run.accelerator, check_disk, run, path)
+    state = load(run, path) if path else None
+    lines_are_lost = leave_behind(run, path, state)
+    distributed.on_main_process(run.accelerator, record.write, run.accelerator, run.args)
+    run.metrics.start()
+    if path:
+        keep_as_own(run, path, lines_are_lost)
+
+
+def find_checkpoint(run: Run) -> Path | None:
+    """Finds the checkpoint that `--resume` names; with `auto` the newest whole one of this run.
+
+    Prints which ones are passed over, and why. Returns None if the run begins at 0. For the main
+    process.
+
+    Raises:
+        SystemExit: there are checkpoints but none is whole; the run has ended and left none.
+    """
+    if run.args.resume == "never":
+        return None
+    if run.args.resume == "auto":
+        folders.put_back(run.checkpoints)
+        candidates = folders.by_step(run.checkpoints)[::-1]
+    else:
+        candidates = [Path(run.args.resume)]
+    for path in candidates:
+        fault = folders.fault_of(path) or fault_of_state(path)
+        if fault is None:
+            return path
+        run.accelerator.print(f"passed over {path}: {fault}")
+
+    # A copy under another name is not taken, but it tells that this run is not new.
+    found = candidates or list(run.checkpoints.glob("global_step_*"))
+    if found:
+        sys.exit(
+            f"--resume {run.args.resume}: none of the {len(found)} checkpoints is whole and named "
+            "as written; to start from the beginning take another --output_dir"
+        )
+    if (run.output_dir / "actor").exists():
+        sys.exit(f"--resume auto: the run in {run.output_dir} has ended and left no checkpoint")
+    run.accelerator.print(f"no checkpoint in {run.checkpoints}: starting from the beginning")
+    return None
+
+
+def remove_half_written(run: Run) -> None:
+    """Removes what a run left of checkpoints when it was killed while it wrote or replaced them.
+
+    For the main process, after `find_checkpoint` has put back what had been replaced.
+    """
+    for leftover in run.checkpoints.glob(".global_step_*"):
+        shutil.rmtree(leftover)
+
+
+def check_disk(run: Run, resumes_from: Path | None = None) -> None:
+    """Refuses a run whose checkpoints, or whose actor at the end, will not fit on the disk.
+
+    For the main process.
+    """
+    free_gib = shutil.disk_usage(run.output_dir).free / GIB
+    if run.args.save_steps:
+        number = checkpoints_to_come(run, resumes_from)
+        saved = lora.count_saved_parameters(run.unwrapped)
+        each_gib = (saved * BYTES_PER_PARAMETER + BYTES_BESIDES) / GIB
+        needed_gib = number * each_gib
+        what = f"{number} checkpoints of up to {each_gib:.3g} GiB"
+    else:
+        needed_gib = actor.size_of(run.unwrapped, run.args.save_dtype) / GIB
+        what = f"the actor of {needed_gib:.3g} GiB"
+    if free_gib < needed_gib:
+        sys.exit(f"{run.output_dir} has {free_gib:.3g} GiB free, too little for {what}")
+
+
+def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
+    """Returns for how many more checkpoints the disk must have room.
+
+    It must hold those that the run keeps, and one more while that is written. Checkpoints later
+    than the one that the run resumes from stay on the disk, but do not count as kept.
+    """
+    there = folders.by_step(run.checkpoints)
+    if resumes_from:
+        step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
+        there = [path for path in there if folders.step_of(path) <= step]
+    return max(run.args.save_total_limit + 1 - len(there), 1)
+
+
+def leave_behind(run: Run, path: Path | None, state: dict | None) -> bool:
+    """Moves what the run's folder has beyond the resume point; see `left_behind.leave`.
+
+    All processes must call it.
+
+    Args:
+        path, state: the checkpoint that the run resumes from; None if it begins at 0.
+
+    Returns:
+        Whether log lines from before that point are lost.
+    """
+    step = None
+    log_bytes = {}
+    if path is not None:
+        step = run.progress.global_step
+        # Another folder's checkpoint counts the lines of that folder.
+        log_bytes = state["log_bytes"] if is_own(run, path) else {}
+    return distributed.on_main_process(
+        run.accelerator, left_behind.leave, run.output_dir, step, log_bytes
+    )
+
+
+def keep_as_own(run: Run, path: Path, lines_are_lost: bool) -> None:
+    """Saves what the run resumed from in its own folder, unless it is there as it should be.
+
+    If it is in another run's folder and this run is killed before its first checkpoint,
+    `--resume auto` would start from the beginning. If log lines are lost, the checkpoint counts
+    more bytes than there are.
+    """
+    if is_own(run, path) and not lines_are_lost:
+        run.last_saved = run.progress.global_step
+    elif is_own(run, path) or run.args.save_steps:
+        save(run)
+
+
+def is_own(run: Run, path: Path) -> bool:
+    """Whether a checkpoint is in the folder that the run itself saves to."""
+    return path.parent.resolve() == run.checkpoints.resolve()
 
 
 # ============================================================ saving
@@ -99,8 +212,8 @@ def save(run: Run) -> None:
         with run.metrics.timed("paused"):
             write(run, temporary, final)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
-        # Only the main process removes it: another process might delete it while the main process
-        # renames it.
+        # Only the main process removes it: another one might do so while the main process renames
+        # it.
         if run.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
         way_on = "There is none before it."
@@ -113,19 +226,15 @@ def save(run: Run) -> None:
 def write(run: Run, temporary: Path, final: Path) -> None:
     """Writes a checkpoint to `temporary` and renames it to `final`."""
     accelerator = run.accelerator
-    choose_engine_state(run)
-    settings = {}
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        settings["exclude_frozen_parameters"] = lora.has_adapter(run.unwrapped)
-    accelerator.save_state(str(temporary / "engine"), **settings)  # it makes the folder
+    engine_state.save(run, temporary / "engine")  # it makes both folders
     if run.own is not None:
         torch.save(run.own, own_file(temporary, accelerator.process_index))
-    state = state_beside_engine(run)
+    state = state_besides_engine(run)
     if accelerator.is_main_process:
         torch.save(run.extra, temporary / "extra.pt")
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     # This also waits until every process has written its files.
-    actor.save(run, temporary / "actor", beside=run.beside_actor)
+    actor.save_all(run, temporary)
 
     # Every process flushes everything: each node holds back what was written on it.
     folders.flush(*temporary.rglob("*"), temporary)
@@ -137,155 +246,24 @@ def write(run: Run, temporary: Path, final: Path) -> None:
         entries.update(part)
     if accelerator.is_main_process:
         folders.write_manifest(temporary, entries)
-        # The state counts their bytes. After a power failure they must be there as it is.
+        # The state counts their bytes: after a power failure they must be on the disk, too.
         logs = [file for file in logs_of(run) if file.exists()]
-        folders.flush(*logs, run.checkpoints.parent)
+        folders.flush(*logs, run.output_dir)
         folders.replace(temporary, final, run.args.save_total_limit)
     accelerator.wait_for_everyone()
 
 
-def logs_of(run: Run) -> tuple[Path, Path]:
+def logs_of(run: Run) -> list[Path]:
     """Returns the files of lines that grow with a run."""
-    return run.metrics.file, run.metrics.output_dir / transcript.FILE
+    return [run.metrics.file, run.output_dir / transcript.FILE]
 
 
 def own_file(folder: Path, process_index: int) -> Path:
-    """Where a checkpoint holds what one process alone carries, see `Run.own`."""
+    """Returns the file in which a checkpoint holds what one process carries, see `Run.own`."""
     return folder / f"own_{process_index}.pt"
 
 
-def state_beside_engine(run: Run) -> dict:
-    """Returns the content of `state.json`: what the engine does not save.
-
-    `open_sums` has the sums of the log line not yet written, separately for each process: summing
-    them now would change the rounding, and so the log. All processes must call it.
-    """
-    metrics = run.metrics
-    log, samples = logs_of(run)
-    return {
-        "format": FORMAT,
-        "arguments": identity_of(run),
-        "progress": {name: getattr(run.progress, name) for name in COUNTERS},
-        "scheduler": run.scheduler.state_dict(),
-        "last_update": metrics.last_update,
-        "metrics_bytes": size_of(log),
-        "samples_bytes": size_of(samples),
-        "open_sums": gather_object([metrics.open.state()]),
-    }
-
-
-def size_of(file: Path) -> int:
-    """Returns the bytes of a file; 0 if it is not there."""
-    return file.stat().st_size if file.exists() else 0
-
-
-def read_state(path: Path) -> dict:
-    """Returns the content of a checkpoint's `state.json`.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not what `state_beside_engine` returns. The manifest does not tell that:
-            it finds what storage damages, not what somebody has written anew.
-    """
-    state = folders.read_json(path / "state.json")
-    for name in ("arguments", "progress", "scheduler", "last_update"):
-        check_kind(state, name, dict)
-    check_kind(state, "open_sums", list)
-    for name in ("base_lrs", "lr_lambdas"):
-        check_kind(state["scheduler"], name, list)
-    # Older runs wrote no samples, and did not count sequences.
-    counts = {"samples_bytes": 0, "sequences": 0, **state, **state["progress"]}
-    counts["last_epoch"] = state["scheduler"].get("last_epoch")
-    for name in ("metrics_bytes", "samples_bytes", "last_epoch", *COUNTERS):
-        check_kind(counts, name, int)
-        if counts[name] < 0:
-            raise ValueError(f"{name} is {counts[name]}")
-    processes = state["open_sums"]
-    if not processes or not all(isinstance(sums, dict) for sums in processes):
-        raise ValueError("open_sums are not those of each process")
-    for sums in processes:
-        for name in sums:
-            check_kind(sums, name, list)
-            if len(sums[name]) != 4 or not all(isinstance(x, float | int) for x in sums[name]):
-                raise ValueError(f"the sums of {name} are {sums[name]}")
-    return state
-
-
-def check_kind(values: Any, name: str, kind: type) -> None:
-    """Raises a ValueError if a JSON value is no object with a member of this name and kind."""
-    found = values.get(name) if isinstance(values, dict) else None
-    if not isinstance(found, kind):
-        raise ValueError(f"{name} is {str(found)[:40]}, not of the type {kind.__name__}")
-
-
-def choose_engine_state(run: Run) -> None:
-    """Makes accelerate save and load the trained model alone, and no frozen one.
-
-    Of a model with adapters these are the adapters alone; DeepSpeed needs its engine for that, too.
-    Names are without DDP's `module.`, so that another number of processes can load them.
-    """
-    engine.reshard(run.model)
-    if run.accelerator.distributed_type == DistributedType.DEEPSPEED:
-        saved = run.model
-    elif lora.has_adapter(run.unwrapped):
-        saved = lora.trained_part(run.unwrapped)
-    elif engine.is_sharded(run.accelerator):
-        saved = run.model
-    else:
-        saved = run.unwrapped
-    run.accelerator._models = [saved]
-
-
-# ============================================================ stopping
-
-
-# Each ends a run after its update.
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Stands for a launcher that is gone. The number is the smallest, so that a signal counts before it.
-LAUNCHER_GONE = signal.SIGHUP
-
-
-def install_signals(run: Run) -> None:
-    """Makes SIGTERM, SIGINT and SIGUSR1 end the run after its update, with a checkpoint.
-
-    `stop_if_asked` then saves it. A second signal ends the run at once.
-    """
-
-    def handle(number: int, _frame) -> None:
-        if run.stop_signal == 0:
-            run.signalled_at = time.monotonic()
-        elif time.monotonic() - run.signalled_at > SAME_SIGNAL_SECONDS:
-            os._exit(128 + number)
-        run.stop_signal = number
-
-    for number in STOPPING:
-        signal.signal(number, handle)
-    keep_handlers_from_forks()
-
-
-@functools.cache
-def keep_handlers_from_forks() -> None:
-    """Gives processes that a reward function forks from now on signals of their own.
-
-    SIGTERM and SIGUSR1 end them at once. They ignore Ctrl-C, which reaches them, too: the update
-    still needs them. They must not inherit the run's handler: Python runs a handler only between
-    two of its instructions. A worker that got SIGTERM just before it waits for a lock would never
-    end, and neither would its pool. A signal that comes during the fork waits until it is over.
-    """
-
-    def block() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-
-    def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-
-    def become_ordinary() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        unblock()
-
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=become_ordinary)
+# ============================================================ the end of a run
 
 
 def stop_if_asked(run: Run) -> None:
@@ -294,217 +272,131 @@ def stop_if_asked(run: Run) -> None:
     All processes must call it, after each update.
 
     Raises:
-        SystemExit: with 128 plus the signal's number; without a launcher with that of SIGHUP.
+        SystemExit: with 128 plus the signal's number, or that of SIGHUP if the launcher is gone.
     """
-    number = run.stop_signal
-    if number == 0 and launch.launcher_is_gone():
-        number = LAUNCHER_GONE
-    own_signal = torch.tensor(int(number), device=run.accelerator.device)
-    number = int(run.accelerator.reduce(own_signal, "max"))
+    number = stopping.signal_of_any(run)
     if number == 0:
         return
     save(run)
     run.metrics.bar.close()
-    cause = signal.Signals(number).name
-    if number == LAUNCHER_GONE:
-        cause = "the end of its launcher"
     run.accelerator.print(
-        f"stopped by {cause} after update {run.last_saved}, "
+        f"stopped by {stopping.cause_of(number)} after update {run.last_saved}, "
         f"saved in {run.checkpoints}: go on with --resume auto"
     )
     sys.exit(128 + number)
 
 
-# ============================================================ resuming
+# ============================================================ what `state.json` holds
 
 
-def begin(run: Run) -> None:
-    """Puts a run where `--resume` says: at a checkpoint, or at the start.
+def state_besides_engine(run: Run) -> dict:
+    """Returns the content of `state.json`: what the engine does not save.
 
-    It also does what every run needs before its first update: it seeds, checks the disk, listens to
-    signals, records the run, opens the log. All processes must call it.
-
-    Raises:
-        SystemExit: the disk is too small; there are checkpoints but none is whole; the one to take
-            is of another run.
+    `open_sums` has the sums of the log line not yet written, separately for each process: summing
+    them now would change the rounding, and so the log. All processes must call it.
     """
-    choose_engine_state(run)  # this also frees a reference model that is no longer needed
-    # The models were made alike on all processes. From here on, dropout differs between them.
-    set_seed(run.args.seed, device_specific=True)
-    path = None
-    if run.args.resume != "never":
-        path = distributed.on_main_process(run.accelerator, find_checkpoint, run)
-    distributed.on_main_process(run.accelerator, check_disk, run, path)
-    install_signals(run)
-
-    state = None
-    if path:
-        state = load(run, path)
-        if path.parent.resolve() == run.checkpoints.resolve():
-            run.last_saved = run.progress.global_step
-    lost = leave_behind(run, state)
-    distributed.on_main_process(run.accelerator, record.write, run.accelerator, run.args)
-    run.metrics.start()
-
-    came_from_elsewhere = path is not None and run.last_saved is None
-    if lost:
-        run.last_saved = None  # it is written again, with the bytes that its logs have now
-    if lost or (came_from_elsewhere and run.args.save_steps):
-        # If the checkpoint is in another run's folder, this run saves one of its own at once: if it
-        # were killed before its first, --resume auto would start it anew.
-        save(run)
+    return {
+        "format": FORMAT,
+        "arguments": identity_of(run),
+        "progress": {name: getattr(run.progress, name) for name in COUNTERS},
+        "scheduler": run.scheduler.state_dict(),
+        "last_update": run.metrics.last_update,
+        "log_bytes": {file.name: size_of(file) for file in logs_of(run)},
+        "open_sums": gather_object([run.metrics.open.state()]),
+    }
 
 
-def check_disk(run: Run, resumes_from: Path | None = None) -> None:
-    """Refuses a run whose checkpoints, or whose actor at the end, will not fit on the disk.
+def identity_of(run: Run) -> dict:
+    """Returns what must equal the checkpoint's, except arguments that may change.
 
-    Before it measures, it removes what a killed run left half written. The disk must hold the
-    checkpoints that the run keeps, and one more while that is written. Those later than the one
-    that it resumes from stay on the disk, too, but do not count as kept.
+    `world` is the precision; for an engine that shards its state it is the engine, the precision,
+    the device and the number of processes.
     """
-    for leftover in run.checkpoints.glob(".global_step_*"):
-        shutil.rmtree(leftover)
-    free_gib = shutil.disk_usage(run.args.output_dir).free / 2**30
-    if not run.args.save_steps:
-        actor_gib = actor.size_of(run.unwrapped, run.args.save_dtype) / 2**30
-        if free_gib < actor_gib:
-            sys.exit(
-                f"{run.args.output_dir} has {free_gib:.3g} GiB free, too little for the actor of "
-                f"{actor_gib:.3g} GiB"
-            )
-        return
-    saved = lora.count_saved_parameters(run.unwrapped)
-    most_gib = (saved * BYTES_PER_PARAMETER + BYTES_BESIDE) / 2**30
-    there = folders.by_step(run.checkpoints)
-    if resumes_from:
-        step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
-        there = [path for path in there if folders.step_of(path) <= step]
-    still_to_come = max(run.args.save_total_limit + 1 - len(there), 1)
-    if free_gib < still_to_come * most_gib:
-        sys.exit(
-            f"{run.args.output_dir} has {free_gib:.3g} GiB free, too little for {still_to_come} "
-            f"checkpoints of up to {most_gib:.3g} GiB"
-        )
+    accelerator = run.accelerator
+    world = accelerator.mixed_precision
+    if engine.is_sharded(accelerator):
+        world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
+    template = str(getattr(run.tokenizer, "chat_template", None)).encode()
+    return {
+        **vars(run.args),
+        **run.models,
+        # The file's content counts, not its name.
+        "chat_template": hashlib.sha256(template).hexdigest()[:16],
+        "date": getattr(run.tokenizer, "chat_date", None),
+        "data": run.data.fingerprint,
+        "world": world,
+    }
 
 
-def find_checkpoint(run: Run) -> Path | None:
-    """Finds the checkpoint that `--resume` names; with `auto` the newest whole one of this run.
-
-    Prints which ones are passed over, and why. Returns None if `auto` finds that none was ever
-    written.
-
-    Raises:
-        SystemExit: there are checkpoints but none is whole; the run has ended and left none.
-    """
-    if run.args.resume == "auto":
-        folders.put_back(run.checkpoints)
-        candidates = folders.by_step(run.checkpoints)[::-1]
-    else:
-        candidates = [Path(run.args.resume)]
-    for path in candidates:
-        fault = folders.fault_of(path) or fault_of_state(path)
-        if fault is None:
-            return path
-        run.accelerator.print(f"passed over {path}: {fault}")
-
-    # A copy under another name is not taken, but it tells that this run is not new.
-    found = candidates or list(run.checkpoints.glob("global_step_*"))
-    if found:
-        sys.exit(
-            f"--resume {run.args.resume}: none of the {len(found)} checkpoints is whole and named "
-            "as written; to start anew take another --output_dir"
-        )
-    if (run.output_dir / "actor").exists():
-        sys.exit(f"--resume auto: the run in {run.output_dir} has ended and left no checkpoint")
-    run.accelerator.print(f"no checkpoint in {run.checkpoints}: starting from the beginning")
-    return None
+def size_of(file: Path) -> int:
+    """Returns the bytes of a file; 0 if it is not there."""
+    return file.stat().st_size if file.exists() else 0
 
 
 def fault_of_state(path: Path) -> str | None:
-    """Says what keeps a checkpoint's `state.json` from being used; None if nothing does."""
+    """Returns what keeps a checkpoint's `state.json` from being used; None if nothing does.
+
+    The manifest does not tell: it finds what storage damages, not what somebody rewrote.
+    """
     try:
-        read_state(path)
-    except (OSError, ValueError) as error:
-        return f"state.json cannot be used: {error}"
+        check_state(read_state(path))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        return f"state.json cannot be used: {type(error).__name__}: {error}"
     return None
 
 
-def leave_behind(run: Run, state: dict | None) -> bool:
-    """Moves what lies beyond the resume point to `<output_dir>/left_behind/`, and says so.
+def read_state(path: Path) -> dict:
+    """Returns the content of a checkpoint's `state.json`.
 
-    Checkpoints, actors and log lines beyond that point belong to the abandoned run. If the run
-    starts at 0, that is all of them. Only log lines that will be written again are cut. All
-    processes must call it.
-
-    Args:
-        state: the `state.json` that the run resumes from; None if it starts from the beginning.
-
-    Returns:
-        whether log lines from before that point are lost, which is said.
+    Raises:
+        SystemExit: another version of `common` wrote it.
     """
-    now = digest_of_lines(identity_of(run), run.accelerator.num_processes)
-    return distributed.on_main_process(run.accelerator, leave_behind_on_main, run, state, now)
-
-
-def leave_behind_on_main(run: Run, state: dict | None, now: str) -> bool:
-    """See `leave_behind`."""
-    output_dir = run.output_dir
-    step = None
-    metrics_bytes = 0
-    samples_bytes = 0
-    writers = left_behind.read_writers(output_dir) or []
-    if state is not None:
-        step = run.progress.global_step
-        if run.last_saved is not None:  # else it is a checkpoint of another folder
-            metrics_bytes = state["metrics_bytes"]
-            samples_bytes = state["samples_bytes"]
-        if not writers:
-            wrote_it = digest_of_lines(state["arguments"], processes=len(state["open_sums"]))
-            writers = [[0, wrote_it]]
-    lost = left_behind.lost_lines(dict(zip(logs_of(run), (metrics_bytes, samples_bytes))))
-    try:
-        said = left_behind.leave(
-            output_dir,
-            step,
-            metrics_bytes,
-            samples_bytes,
-            writers,
-            now,
-        )
-    except OSError as error:
+    state = folders.read_json(path / "state.json")
+    if state.get("format") != FORMAT:
         sys.exit(
-            f"what lies beyond the resume point cannot be moved to {output_dir}/left_behind: "
-            f"{error}. It is all there still: go on with --resume auto"
+            f"--resume: {path} was written by another version of `common`: resume it with that"
         )
-    for line in filter(None, (lost, said)):
-        print(line, flush=True)
-    return lost is not None
+    return state
 
 
-def digest_of_lines(identity: dict, processes: int) -> str:
-    """Stands for all that decides the lines of `metrics.jsonl`, to the last digit."""
-    decides = {
-        name: value for name, value in identity.items() if name not in arguments.NOT_IN_LINES
-    }
-    return left_behind.digest({**decides, "processes": processes})
+def check_state(state: dict) -> None:
+    """Looks at all that `load` will use, and raises whatever error that leads to."""
+    scheduler = state["scheduler"]
+    counts = [state["progress"][name] for name in COUNTERS]
+    counts += [scheduler["last_epoch"], *state["log_bytes"].values()]
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise ValueError(f"its counters are {counts}")
+
+    numbers = [*state["last_update"].values(), *scheduler["base_lrs"]]
+    for sums in state["open_sums"]:
+        for reduce, number, count in sums.values():
+            numbers += [number + NOTHING[reduce], count]
+    if not all(isinstance(number, float | int) for number in numbers):
+        raise ValueError(f"its metrics are {numbers}")
+
+    if len(state["open_sums"]) == 0 or len(scheduler["lr_lambdas"]) == 0:
+        raise ValueError("it is of no process or has no schedule")
+    if not state["arguments"].keys() >= {"data", "world"}:
+        raise ValueError("its arguments are not those of a run")
+
+
+# ============================================================ loading
 
 
 def load(run: Run, path: Path) -> dict:
     """Reads a whole checkpoint into the run and returns its `state.json`.
 
     Raises:
-        SystemExit: it is of other data, of other settings, or of a world whose state this one
-            cannot load.
+        SystemExit: the run that wrote it had other data or other settings, or a world whose state
+            this one cannot load.
     """
     state = read_state(path)
-    if state.get("format") != FORMAT:
-        sys.exit(
-            f"--resume: {path} was written by another version of `common`: resume it with that"
-        )
     refuse_another_run(run, path, state["arguments"])
-    load_engine(run, path / "engine")
+    engine_state.load(run, path / "engine")
     if len(state["open_sums"]) == run.accelerator.num_processes:
-        distributed.all_or_none(run.accelerator, True, load_random_states, run, path / "engine")
+        distributed.all_or_none(
+            run.accelerator, True, engine_state.load_random_states, run, path / "engine"
+        )
     load_schedule(run, state["scheduler"])
     for name in COUNTERS:
         setattr(run.progress, name, state["progress"][name])
@@ -520,7 +412,7 @@ def load(run: Run, path: Path) -> dict:
 
 
 def read_tensors(run: Run, file: Path) -> Any:
-    """Reads tensors onto this process's own device; those that were on the CPU stay there."""
+    """Reads a file of `torch.save` onto this process's device; what was on the CPU stays there."""
 
     def place(storage, location: str):
         if location == "cpu":
@@ -550,7 +442,8 @@ def load_own(run: Run, path: Path) -> None:
         if engine.is_sharded(accelerator):
             sys.exit(
                 f"--resume: {path} holds the running values of {len(files)} processes, now there "
-                f"are {accelerator.num_processes}: {engine.describe(accelerator)} cuts them anew"
+                f"are {accelerator.num_processes}, and {engine.describe(accelerator)} would cut "
+                "them differently"
             )
         index = 0  # where nothing is sharded all have the same
     run.own = read_tensors(run, own_file(path, index))
@@ -591,78 +484,6 @@ def universal_world(world: str) -> str:
     return world.partition(" on ")[0]
 
 
-def load_engine(run: Run, folder: Path) -> None:
-    """Loads what `accelerator.save_state` wrote: weights, optimizer, loss scale, random states.
-
-    The settings of the optimizer's groups stay those of this run.
-
-    Args:
-        folder: `engine` in a checkpoint.
-    """
-    accelerator = run.accelerator
-    settings_of_groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in run.optimizer.param_groups
-    ]
-    if engine.is_sharded(accelerator):
-        accelerator.print(
-            "NOTE: the state of DeepSpeed and FSDP2 is read as pickles, which can run code: "
-            "resume from your own checkpoints only."
-        )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        is_universal = (folder / "pytorch_model" / "zero").is_dir()  # see common/export.py
-        run.model._config.load_universal_checkpoint = is_universal
-        # A base is not in the checkpoint, see `Run.models`.
-        strict = not lora.has_adapter(run.unwrapped)
-        accelerator.load_state(str(folder), load_module_strict=strict)
-    elif engine.is_sharded(accelerator):
-        accelerator.load_state(str(folder))
-    else:
-        # Adam keeps its step counts on the CPU, unless it is fused. accelerate would load them onto
-        # the GPU, and each update would wait to read them back, one for each parameter.
-        accelerator.load_state(str(folder), map_location="cpu")
-
-    # From a universal ZeRO-3 checkpoint DeepSpeed 0.19.8 gives all groups the settings of the first
-    # one, and all parameters one step count that they share. So we set each group's own settings
-    # again and give each parameter a count of its own.
-    for group, settings in zip(run.optimizer.param_groups, settings_of_groups):
-        group.update(settings)
-    is_fused = run.optimizer.param_groups[0].get("fused")
-    for parameter, moments in run.optimizer.state.items():
-        step = moments.get("step")
-        if torch.is_tensor(step):
-            moments["step"] = step.clone()
-            if is_fused:
-                moments["step"] = moments["step"].to(parameter.device, torch.float32)
-
-
-def load_random_states(run: Run, folder: Path) -> None:
-    """Sets the random states of this process, once more: accelerate passes over any error there.
-
-    Args:
-        folder: `engine` in a checkpoint of as many processes.
-
-    Raises:
-        SystemExit: they cannot be read.
-    """
-    file = folder / f"{RNG_STATE_NAME}_{run.accelerator.process_index}.pkl"
-    try:
-        states = accelerate.utils.load(file)
-        random.setstate(states["random_state"])
-        np.random.set_state(states["numpy_random_seed"])
-        torch.set_rng_state(states["torch_manual_seed"])
-        # A run that comes from a CPU has none.
-        if run.accelerator.device.type == "cuda" and "torch_cuda_manual_seed" in states:
-            states_of_gpus = states["torch_cuda_manual_seed"]
-            torch.cuda.set_rng_state(states_of_gpus[torch.cuda.current_device()])
-    except Exception as error:  # whatever a pickle of other versions may raise
-        cause = " ".join(str(error).partition(". ")[0].split())[:200]
-        sys.exit(
-            f"--resume: the random states in {file} cannot be read, so dropout would be drawn "
-            f"otherwise ({type(error).__name__}: {cause}). Give --resume an older checkpoint"
-        )
-
-
 def load_schedule(run: Run, state: dict) -> None:
     """Puts the scheduler where it was, and sets the learning rates of the next update."""
     scheduler = run.scheduler
@@ -679,15 +500,14 @@ def load_schedule(run: Run, state: dict) -> None:
         group["lr"] = learning_rate
 
 
-def load_open_sums(run: Run, sums_by_process: list[dict[str, list[float]]]) -> None:
+def load_open_sums(run: Run, sums_by_process: list[dict[str, list]]) -> None:
     """Restores the sums of the log line that was not yet written when the checkpoint was.
 
     Each process takes the sums that it had. If the number of processes has changed, the first one
-    takes them all; the data order still goes on exactly, but random states cannot.
+    takes them all; the data order still continues exactly, but random states cannot.
 
     Args:
-        sums_by_process: sum, count, minimum and maximum by name, of each process that wrote the
-            checkpoint.
+        sums_by_process: what `Means.state` returned in each process that wrote the checkpoint.
     """
     accelerator = run.accelerator
     processes_before = len(sums_by_process)
@@ -698,5 +518,5 @@ def load_open_sums(run: Run, sums_by_process: list[dict[str, list[float]]]) -> N
     if not same_number:
         accelerator.print(
             f"note: {processes_before} processes before, {accelerator.num_processes} now: "
-            "dropout, if any, is drawn anew"
+            "dropout, if any, is drawn again"
         )

@@ -1,4 +1,4 @@
-"""What a run says before its first update and after its last one, a block each."""
+"""What a run prints before its first update and after its last one, a block each."""
 
 import re
 import time
@@ -71,7 +71,7 @@ def describe_update(run: Run) -> str:
 
 
 def end(run: Run) -> None:
-    """Prints what came of it, and how to use the model. All processes may call it."""
+    """Prints the result, and how to use the model. All processes may call it."""
     if not run.accelerator.is_main_process:
         return
     seconds = time.monotonic() - run.metrics.started
@@ -114,18 +114,18 @@ def is_classifier(run: Run) -> bool:
 def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str]:
     """Returns the key metrics of the first and the last evaluation; without any, of training.
 
-    Lines of training are not called before and after, since each is of other samples. Nothing where
+    Lines of training are not called before and after, because each is about other samples. Empty if
     the first is the last.
     """
-    log = record.log_of(output_dir)
-    shown = log.evaluations or log.ends
-    titles = ("before", "after") if log.evaluations else ("first line", "last line")
-    if len(shown) < 2:
+    ends = record.ends_of_log(output_dir)
+    shown = ends.evaluations or ends.lines
+    titles = ("before", "after") if ends.evaluations else ("first line", "last line")
+    if not shown or shown[0] == shown[1]:
         return []
     patterns = [board.pattern_of(tags) for tags in charts.values()]
     figures = [
         (name, before, after)
-        for name, before, after in record.first_and_last(shown)
+        for name, before, after in record.compared(shown)
         if any(re.match(pattern, name) for pattern in patterns)
     ]
     width = max([len(name) for name, _, _ in figures], default=0)

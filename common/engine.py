@@ -32,7 +32,7 @@ def describe(accelerator: Accelerator) -> str:
 
 
 def decides_values(accelerator: Accelerator, model: nn.Module) -> list:
-    """What decides a model's outputs to the last digit, besides weights and inputs.
+    """Returns what decides a model's outputs to the last digit, besides weights and inputs.
 
     bf16 weights under DeepSpeed give other log-probs than bf16 autocast does, and each kernel of
     the attention gives others again. Versions are part of it, since they mend models.

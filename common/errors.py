@@ -1,4 +1,4 @@
-"""How a run ends that cannot go on: one message, the last thing on the user's screen."""
+"""How a run that cannot go on ends: with one message, the last thing on the user's screen."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ LAUNCHER = os.getppid()  # or whoever else started this process
 # How long a process waits for its launcher to end it, before it ends by itself.
 PATIENCE_SECONDS = 30
 
-# What no run can help, wherever it is noticed.
+# Errors of disks, which no run can prevent, wherever they appear.
 OF_DISKS = {
     errno.ENOSPC: "a disk is full",
     errno.EDQUOT: "a disk is full",
@@ -26,8 +26,8 @@ OF_DISKS = {
 def run(main: Callable[[], None]) -> None:
     """Runs a recipe's `main`. If it fails, says why, once, as the last thing on the screen.
 
-    A launcher of several processes prints its own report below all that they wrote. There the
-    message stands at the end, see `tell_launcher`, so the process itself prints nothing.
+    A launcher of several processes prints its own report below all that they wrote. That report
+    ends with the message, see `tell_launcher`, so the process itself prints nothing.
     """
     try:
         main()
@@ -111,7 +111,7 @@ def tell_launcher(message: str) -> bool:
 def wait_for_launcher() -> None:
     """Waits to be ended, if another process of this node has told the launcher why.
 
-    The launcher ends all processes once one has failed. One that fails in the meantime would stand
+    The launcher ends all processes once one has failed. One that fails in the meantime would be
     in its report, too, maybe below the message, and so would one that its signal ends.
     """
     file = error_file()

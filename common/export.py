@@ -13,8 +13,8 @@ an ordinary Hugging Face folder. This works offline, without a GPU, and reads no
 
 Of a run with `--lora_r` the checkpoint holds adapters. OUT is then an ordinary folder of peft. With
 `--merge` it is a whole model, the adapter added to its base in fp32; the base must be where the
-adapter's config says. `--merge` also takes the folder of an adapter, such as a run's `actor/`, in
-the place of a checkpoint.
+adapter's config says. `--merge` also takes an adapter in the place of a checkpoint: a folder, such
+as a run's `actor/`, or a hub name.
 
 DeepSpeed cuts its own files for the processes that wrote them. With `--universal` OUT is a whole
 checkpoint again, from which another number of processes can resume, in the same ZeRO stage and
@@ -26,6 +26,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -93,7 +94,7 @@ def is_inside(checkpoint: Path, name: str) -> bool:
 
 
 def copy_files(checkpoint: Path, names: list[str], out: Path) -> None:
-    """Copies these files of a checkpoint, and nothing else that lies beside them."""
+    """Copies these files of a checkpoint, and nothing else that is there."""
     for name in names:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(checkpoint / name, out / name, follow_symlinks=False)
@@ -120,8 +121,8 @@ def export(
     """Copies `checkpoint/actor`, or another model's folder, to `out`.
 
     Args:
-        checkpoint: a folder `.../checkpoints/global_step_...`; with `merge_adapter` also that of an
-            adapter, such as the `actor/` of a run without checkpoints.
+        checkpoint: a folder `.../checkpoints/global_step_...`; with `merge_adapter` also an
+            adapter's folder or hub name.
         out: must not exist, or be an empty folder.
         dtype: one of `DTYPES`, to which floating-point weights are converted; None leaves them as
             they are.
@@ -132,52 +133,53 @@ def export(
         SystemExit: the checkpoint is foreign, torn or damaged (with the file and what is wrong with
             it) or has no such model, or `out` is taken; there is no adapter to merge, or no base.
     """
-    if merge_adapter and (checkpoint / "adapter_config.json").is_file():
-        check_free(out)
-        temporary = make_temporary(out)
-        shutil.copytree(checkpoint, temporary)
-        finish(temporary, out, dtype, merge_adapter)
-        return
-    names = [name for name in check(checkpoint, out) if name.startswith(f"{model}/")]
-    is_adapter = f"{model}/adapter_config.json" in names
-    if f"{model}/config.json" not in names and not is_adapter:
-        if model == "critic":
-            sys.exit(
-                f"{checkpoint} holds no critic: only checkpoints of recipes/ppo.py do, since the "
-                "release that has --critic"
-            )
-        sys.exit(f"{checkpoint} is not a whole checkpoint: its manifest names no {model}")
-    if merge_adapter and not is_adapter:
-        sys.exit(f"{checkpoint}: its {model} is whole already: --merge is for runs with --lora_r")
-    temporary = make_temporary(out)
-    of_model = [name.removeprefix(f"{model}/") for name in names]
-    copy_files(checkpoint / model, of_model, temporary)
-    finish(temporary, out, dtype, merge_adapter)
-
-
-def finish(temporary: Path, out: Path, dtype: str | None, merge_adapter: bool) -> None:
-    """Puts a copied model in the place of `out`, merged and converted as it is asked for."""
     if merge_adapter:
-        temporary = merged(temporary, out)
+        temporary = merged(checkpoint, out, model)
+    else:
+        files = files_of_model(checkpoint, out, model)
+        temporary = make_temporary(out)
+        copy_files(checkpoint / model, files, temporary)
     if dtype:
         convert(temporary, dtype)
     folders.replace(temporary, out)
 
 
-def merged(adapter: Path, out: Path) -> Path:
-    """Replaces an adapter's folder by one with the whole model, and returns that."""
-    from common.models import merge  # slow to import
+def merged(checkpoint: Path, out: Path, model: str) -> Path:
+    """Writes the whole model that an adapter makes of its base, and returns where; see `export`."""
+    from common.models import load, merge  # slow to import
 
-    whole = out.with_name(f".{out.name}.merging")
-    try:
-        merge.write(adapter, whole)
-    finally:
-        shutil.rmtree(adapter)
-    return whole
+    if load.is_adapter(str(checkpoint)):
+        check_free(out)
+        temporary = make_temporary(out)
+        merge.write(str(checkpoint), temporary)
+        return temporary
+    files = files_of_model(checkpoint, out, model)
+    if "adapter_config.json" not in files:
+        sys.exit(f"{checkpoint}: its {model} is whole already: --merge is for runs with --lora_r")
+    temporary = make_temporary(out)
+    with tempfile.TemporaryDirectory() as adapter:
+        copy_files(checkpoint / model, files, Path(adapter))
+        merge.write(adapter, temporary)
+    return temporary
+
+
+def files_of_model(checkpoint: Path, out: Path, model: str) -> list[str]:
+    """Returns the files of a model that a checkpoint's manifest names, after checking them.
+
+    Raises:
+        SystemExit: see `export`.
+    """
+    names = [name for name in check(checkpoint, out) if name.startswith(f"{model}/")]
+    files = [name.removeprefix(f"{model}/") for name in names]
+    if "config.json" not in files and "adapter_config.json" not in files:
+        if model == "critic":
+            sys.exit(f"{checkpoint} holds no critic: only checkpoints of recipes/ppo.py do")
+        sys.exit(f"{checkpoint} is not a whole checkpoint: its manifest names no {model}")
+    return files
 
 
 def convert(folder: Path, dtype: str) -> None:
-    """Converts the floating-point weights of a Hugging Face folder, and says so in its config."""
+    """Converts the floating-point weights of a Hugging Face folder, and its config with them."""
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
@@ -235,7 +237,7 @@ def universal(checkpoint: Path, out: Path) -> None:
                 "parameter the same one. ZeRO-1 and ZeRO-2 keep them apart."
             )
     state["arguments"]["world"] = world
-    state["metrics_bytes"] = 0  # of the folder that it will be in
+    state["log_bytes"] = {}  # the folder that it will be in has no lines yet
     (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
     folders.write_manifest(temporary, folders.describe_files(temporary))
@@ -281,7 +283,7 @@ def main() -> None:
     parser.add_argument(
         "checkpoint",
         type=Path,
-        help="folder .../checkpoints/global_step_...; with --merge also .../actor",
+        help="folder .../checkpoints/global_step_...; with --merge also an adapter",
     )
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument(

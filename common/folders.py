@@ -1,4 +1,4 @@
-"""Folders and files that are whole or not there: written aside, flushed, renamed, checked."""
+"""Folders that are whole or not there: written aside, flushed, renamed, verified by a manifest."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
 
     Args:
         temporary: the written folder, in the same parent folder as `directory`.
-        directory: the place to put it; what stands there is deleted.
+        directory: where to put it; what is there is deleted.
         keep: how many `global_step_*` folders stay in the parent folder, the newest; 0 keeps all.
     """
     flush(*temporary.rglob("*"), temporary)
@@ -37,8 +37,22 @@ def replace(temporary: Path, directory: Path, keep: int = 0) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def unused(path: Path, separator: str) -> Path:
+    """Returns this path; if it is taken, the first free one of `...-2`, `...-3` and so on.
+
+    Args:
+        separator: what comes before the number, here `-`.
+    """
+    free = path
+    number = 1
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}{separator}{number}")
+    return free
+
+
 def put_back(parent: Path) -> None:
-    """Gives the folders their names back that a killed `replace` had just put aside."""
+    """Gives folders their names back that a killed `replace` had just moved aside."""
     for old in parent.glob(f".{STEP_PREFIX}*.old"):
         directory = parent / old.name[1 : -len(".old")]
         if not directory.exists():
@@ -46,7 +60,7 @@ def put_back(parent: Path) -> None:
 
 
 def flush(*paths: Path) -> None:
-    """Flushes files and folders to the disk; of a folder its list of names, not its files."""
+    """Flushes files and folders to the disk: of a folder the list of names, not the files."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
@@ -62,11 +76,11 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Returns what a JSON file holds.
+    """Returns the content of a JSON file.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no JSON, or nested so deeply that Python cannot read it.
+        ValueError: it is not JSON, or is nested so deeply that Python cannot read it.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -119,7 +133,7 @@ def write_manifest(folder: Path, entries: dict[str, list[int]]) -> None:
 
 
 def fault_of(path: Path) -> str | None:
-    """Says what keeps a folder from being a whole checkpoint; None if nothing does."""
+    """Returns what keeps a folder from being a whole checkpoint; None if nothing does."""
     try:
         manifest = read_json(path / "manifest.json")
         for name, (size, crc) in manifest.items():

@@ -1,4 +1,4 @@
-"""Stops runs that cannot go on, because of values that are not finite or overflows without end."""
+"""Stops runs that cannot go on: values are not finite, or overflows do not end."""
 
 from __future__ import annotations
 
@@ -81,22 +81,25 @@ def check_finite(
     finite = [finite_rows(part) for part in parts]
     if torch.cat(finite).all():
         return
-
     bad_rows = []
     for part, part_is_finite in zip(parts, finite):
         for row, row_is_finite in zip(part.rows, part_is_finite.tolist()):
             if not row_is_finite:
                 bad_rows.append(str(row))
-
-    progress = run.progress
     described = dict(tensors or {})
     for number, part in enumerate(parts):
         described[f"loss of micro-batch {number}"] = part.losses
+    stop(run, bad_rows, described)
+
+
+def stop(run: Run, bad_rows: list[str], tensors: dict[str, torch.Tensor]) -> None:
+    """Writes a report and ends a run, because of rows that are not finite; see `check_finite`."""
+    progress = run.progress
     report = {
         "global_step": progress.global_step + 1,
         "updates_seen": progress.updates_seen,
         "rows": bad_rows,
-        "tensors": {name: statistics(tensor) for name, tensor in described.items()},
+        "tensors": {name: statistics(tensor) for name, tensor in tensors.items()},
     }
     file = run.output_dir / f"not_finite_{os.environ.get('RANK', 0)}.json"
     file.write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -156,35 +159,41 @@ class SkipWatch:
 
         A second consecutive skip ends the run if the loss scale is at its smallest and cannot fall
         further, or if there is none (DeepSpeed skips overflows in fp32 as well). Otherwise the
-        hundredth does. A warning is due when more than a tenth of the recent updates were skipped,
-        and not again before as many updates have passed.
+        hundredth does.
 
         Raises:
             SystemExit: saying what helps, on the main process.
         """
-        progress = self.progress
         smallest = self.smallest_loss_scale()
+        where = "where no loss scale is to blame"
         if loss_scale:
             where = f"at loss scale {loss_scale:g}, the smallest being {smallest:g}"
-        else:
-            where = "where no loss scale is to blame"
-
         can_fall = bool(loss_scale) and loss_scale > smallest
         allowed = self.MANY if can_fall else 2
-        if progress.consecutive_skips >= allowed:
-            message = (
-                f"update {progress.global_step + 1} overflowed {progress.consecutive_skips} times "
-                f"in a row, the last time {where}. Use bf16, a lower --learning_rate "
-                "if the loss had grown; --debug_overflow names the module"
-            )
-            errors.tell_launcher(message)
-            sys.exit(message if self.accelerator.is_main_process else 1)
+        if self.progress.consecutive_skips >= allowed:
+            self.end_run(where)
+        return self.warning(where)
 
-        recent = len(progress.recent_skips)
-        warned_recently = progress.updates_seen <= self.last_warning + RECENT_UPDATES
+    def end_run(self, where: str) -> None:
+        """Ends the program, with the reason on the main process."""
+        message = (
+            f"update {self.progress.global_step + 1} overflowed {self.progress.consecutive_skips} "
+            f"times in a row, the last time {where}. Use bf16, a lower --learning_rate "
+            "if the loss had grown; --debug_overflow names the module"
+        )
+        errors.tell_launcher(message)
+        sys.exit(message if self.accelerator.is_main_process else 1)
+
+    def warning(self, where: str) -> str | None:
+        """Returns a warning if more than a tenth of the recent updates were skipped, else None.
+
+        It is due again only after as many updates have passed. On the main process alone.
+        """
+        recent = len(self.progress.recent_skips)
+        warned_recently = self.progress.updates_seen <= self.last_warning + RECENT_UPDATES
         if not self.accelerator.is_main_process or recent <= self.A_TENTH or warned_recently:
             return None
-        self.last_warning = progress.updates_seen
+        self.last_warning = self.progress.updates_seen
         return (
             f"WARNING: {recent} of the last {RECENT_UPDATES} updates overflowed, the last {where}. "
             "Raise loss_scale_window if the scale grows back into the overflow, hysteresis "

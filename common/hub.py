@@ -1,4 +1,4 @@
-"""Finds out once whether the Hugging Face hub can be reached: no run waits for it in vain."""
+"""Finds out once whether the Hugging Face hub can be reached, so that no run waits in vain."""
 
 import functools
 import os
@@ -18,9 +18,9 @@ SECONDS = 5
 def reach() -> None:
     """Goes offline, and says so, if the hub cannot be reached.
 
-    Otherwise each file would be asked for six times, for a minute. Offline, what was downloaded
-    before is taken, and all else is refused at once. Behind a proxy nothing is tried: only the
-    proxy knows.
+    Otherwise `huggingface_hub` would ask for each file six times, for a minute. Offline, what was
+    downloaded before is used, and all else is refused at once. Behind a proxy nothing is tried:
+    only the proxy knows.
     """
     proxies = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
     if constants.is_offline_mode() or any(os.environ.get(name) for name in proxies):

@@ -1,23 +1,20 @@
-"""From the launcher's environment to an Accelerator and an output directory."""
+"""From the launcher's environment to an Accelerator."""
 
-import atexit
-import contextlib
 import datetime
 import logging
 import os
 import socket
 import sys
 import warnings
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import transformers
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, gather_object, set_seed
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import PARENT, arguments, cpu, distributed, engine, lazily, lock, record, zero
+from common import PARENT, arguments, cpu, engine, lazily, run_folder, zero
 
 datasets = lazily("datasets")
 
@@ -42,14 +39,11 @@ class Launcher(NamedTuple):
 def make_accelerator(args, recipe: str) -> Accelerator:
     """Builds the `Accelerator` that the launcher's environment asks for, and checks the result.
 
-    Decides the size of micro-batches if it was not given, derives `gradient_accumulation_steps`,
-    writes the accumulation, the micro-batch size and the clipping into the DeepSpeed config (in
-    `zero.make_plugin`), decides `args.output_dir` once for all processes, and seeds Python, NumPy
-    and torch with `args.seed`.
+    Fills in what the arguments leave open: the size of micro-batches, and `args.output_dir`, the
+    same on all processes. Seeds Python, NumPy and torch with `args.seed`.
 
     Args:
-        args: needs `train_batch_size micro_train_batch_size micro_train_tokens max_grad_norm
-            output_dir resume seed`.
+        args: a recipe's arguments.
         recipe: the recipe's name, for the default of `output_dir`.
 
     Raises:
@@ -58,7 +52,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
             another run uses, or with `--resume never` one that holds another run.
     """
     launcher = read_environment()
-    chosen = arguments.fill_in_micro_batches(args, on_gpu=not launcher.on_cpu)
+    note = arguments.fill_in_micro_batches(args, on_gpu=not launcher.on_cpu)
     accumulation = arguments.accumulation_steps(
         args.train_batch_size,
         args.micro_train_batch_size,
@@ -70,16 +64,11 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     stay_on_this_machine()
     accelerator = build(args, launcher, accumulation)
     check_built(accelerator, launcher, accumulation)
-    if launcher.fsdp:
-        keep_sums_in_fp32(accelerator)
-    if launcher.on_cpu:
-        cpu.clip_by_exact_norm(accelerator)
-    make_output_dir(accelerator, args, recipe)
+    mend_rounding(accelerator, launcher)
+    run_folder.make(accelerator, args, recipe)
     set_seed(args.seed)
-    if launcher.on_cpu and accelerator.mixed_precision != "no":
-        emulate_half_precision(accelerator)
-    if chosen:
-        accelerator.print(chosen)
+    if note:
+        accelerator.print(note)
     accelerator.print(f"{engine.describe(accelerator)}; output in {args.output_dir}", flush=True)
     return accelerator
 
@@ -96,7 +85,7 @@ def read_environment() -> Launcher:
 
 
 def launcher_is_gone() -> bool:
-    """Whether the launcher that started this process has ended, and has left it behind.
+    """Whether the launcher that started this process has ended before it.
 
     Launchers wait for what they start, so a launcher that is gone was killed. Whoever starts a
     recipe without one, such as a shell with `&`, may go.
@@ -183,6 +172,16 @@ def check_built(accelerator: Accelerator, launcher: Launcher, accumulation: int)
         sys.exit(f"the launcher's settings were not honoured: asked for {asked}, got {got}")
 
 
+def mend_rounding(accelerator: Accelerator, launcher: Launcher) -> None:
+    """Keeps what accelerate and torch would round, and makes half precision work on a CPU."""
+    if launcher.fsdp:
+        keep_sums_in_fp32(accelerator)
+    if launcher.on_cpu:
+        cpu.clip_by_exact_norm(accelerator)
+    if launcher.on_cpu and accelerator.mixed_precision != "no":
+        emulate_half_precision(accelerator)
+
+
 def keep_sums_in_fp32(accelerator: Accelerator) -> None:
     """Lets FSDP2 add up gradients, and return outputs such as log-probs, in fp32.
 
@@ -204,113 +203,8 @@ def emulate_half_precision(accelerator: Accelerator) -> None:
     )
 
 
-def make_output_dir(accelerator: Accelerator, args, recipe: str) -> None:
-    """Decides `args.output_dir` on the main process, and checks that all processes see it."""
-    args.output_dir = distributed.on_main_process(accelerator, decide_output_dir, args, recipe)
-    if not all(gather_object([Path(args.output_dir).is_dir()])):
-        sys.exit(
-            f"--output_dir {args.output_dir} is not visible to every process: "
-            "several nodes need a shared file system"
-        )
-
-
-def decide_output_dir(args, recipe: str) -> str:
-    """Returns the folder that `--output_dir` and `--resume` ask for, made if it is not there.
-
-    From then on it is this run's alone, until this process ends.
-
-    Returns:
-        `--output_dir`, the folder of the run that is resumed, or `runs/<recipe>/<date-time>`.
-
-    Raises:
-        SystemExit: nothing to resume, or a folder that holds another run, that another run uses
-            now, or that cannot be made.
-    """
-    continues = False  # whether the folder is that of the run which goes on
-    if args.resume == "never":
-        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        path = Path(args.output_dir or unused(Path("runs", recipe, now)))
-    elif args.resume == "auto":
-        if not args.output_dir:
-            sys.exit("--resume auto looks for checkpoints in --output_dir: give it")
-        path = Path(args.output_dir)
-        continues = True
-    else:
-        path = output_dir_of_checkpoint(args)
-        continues = path.resolve() / "checkpoints" == Path(args.resume).resolve().parent
-
-    # Where no run was before, the files are somebody's, and the lock must not be added to them.
-    has_files = path.is_dir() and any(path.iterdir())
-    if not continues and has_files and not (path / lock.FILE).exists():
-        refuse_used(path)
-    try:
-        # A folder named after the time must be new: another run may begin in the same instant.
-        path.mkdir(parents=True, exist_ok=bool(args.output_dir) or continues)
-        lock.take(path)
-    except OSError as error:  # also a file of that name, or no permission
-        sys.exit(f"--output_dir {path} cannot be made: {error}")
-    atexit.register(remove_if_empty, path)
-    # A run that failed before its first update has left nothing to be kept from another one.
-    if not continues and has_update(path):
-        refuse_used(path)
-    return str(path)
-
-
-def refuse_used(folder: Path) -> None:
-    """Ends the program because the folder of a new run is not free."""
-    way_on = ": it has no checkpoint to go on from"
-    if any(folder.glob("checkpoints/global_step_*")):
-        way_on = ", or --resume auto to go on from its last checkpoint"
-    sys.exit(f"--output_dir {folder} already holds another run. Take another{way_on}.")
-
-
-def has_update(folder: Path) -> bool:
-    """Whether a run's folder holds more than what is written before the first update."""
-    if any(any(folder.glob(f"{name}/*")) for name in ("checkpoints", "actors", "actor")):
-        return True
-    log = record.Log(folder)
-    log.read_on()
-    return any(line.get("global_step") != 0 for line in log.ends)
-
-
-def unused(path: Path) -> Path:
-    """Returns this path; if it is taken, the first free one of `...-2`, `...-3` and so on."""
-    free = path
-    number = 1
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
-
-
-def remove_if_empty(folder: Path) -> None:
-    """Removes the folder of a run that was refused before it wrote anything but its lock."""
-    with contextlib.suppress(OSError):  # it is not empty, or gone
-        if [path.name for path in folder.iterdir()] == [lock.FILE]:
-            (folder / lock.FILE).unlink()
-        folder.rmdir()
-
-
-def output_dir_of_checkpoint(args) -> Path:
-    """Returns `--output_dir`, or else the folder of the run whose checkpoint `--resume` names."""
-    checkpoint = Path(args.resume)
-    if not (checkpoint / "manifest.json").is_file():
-        sys.exit(
-            f"--resume {args.resume}: not a checkpoint, it holds no manifest.json. "
-            "Give never, auto or .../global_step_..."
-        )
-    if args.output_dir:
-        return Path(args.output_dir)
-    folder = checkpoint.resolve().parent
-    if folder.name != "checkpoints":
-        sys.exit(
-            f"--resume {args.resume} is not in the checkpoints of a run: give --output_dir, too"
-        )
-    return folder.parent
-
-
 def is_no_load_report(record: logging.LogRecord) -> bool:
-    """Whether a message of `transformers` is something else than its table of a model's weights."""
+    """Whether a message of `transformers` is not its table of a model's weights."""
     return "LOAD REPORT" not in record.getMessage()
 
 
@@ -319,7 +213,7 @@ def quiet() -> None:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # it also logs the errors that it raises
     transformers.logging.disable_progress_bar()
-    # What a model lacks, or has too much of, is said or refused by `common.models.load`.
+    # `common.models.load` itself reports what a model lacks, or has too much of.
     logging.getLogger("transformers.modeling_utils").addFilter(is_no_load_report)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     # It warns of tied weights, which are saved once.

@@ -1,17 +1,13 @@
 """Moves aside what a run wrote beyond the point that it resumes from, so that nothing is lost."""
 
-import hashlib
 import json
 import mmap
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from common import counted, folders, transcript
-
-# Which settings wrote the lines of metrics.jsonl: [[0, digest], [8, digest]] says that other
-# settings wrote the lines after update 8.
-WRITERS = ".metrics_writers.json"
 
 
 class LeftBehind:
@@ -27,21 +23,17 @@ class LeftBehind:
     def __init__(self, output_dir: Path, step: int):
         self.output_dir = output_dir
         name = f"after_{folders.STEP_PREFIX}{step:06d}"
-        self.folder = output_dir / "left_behind" / name
-        number = 1
-        while self.folder.exists():
-            number += 1
-            self.folder = self.folder.with_name(f"{name}_{number}")
+        self.folder = folders.unused(output_dir / "left_behind" / name, separator="_")
         self.moved: list[str] = []
 
     def place_for(self, path: Path) -> Path:
-        """The place of a file or folder of the run, with its parent folder made."""
+        """Returns the place of a file or folder of the run, and makes its parent folder."""
         place = self.folder / path.relative_to(self.output_dir)
         place.parent.mkdir(parents=True, exist_ok=True)
         return place
 
     def move(self, path: Path) -> None:
-        # `checkpoints` may be a link to another disk, to which a folder cannot be renamed.
+        """Moves a file or folder; `checkpoints` may be a link to another disk."""
         place = self.place_for(path)
         shutil.move(path, place)
         folders.flush(place.parent, path.parent)
@@ -49,114 +41,106 @@ class LeftBehind:
     def move_newest_first(self, paths: list[Path], kind: str) -> None:
         """Moves `global_step_*` folders, the newest first.
 
-        If the process is killed meanwhile, the newest checkpoint that is still there knows of all
-        lines of `metrics.jsonl` up to it.
+        If the process is killed meanwhile, `metrics.jsonl` still has all lines up to the newest
+        checkpoint that is left.
         """
         for path in sorted(paths, key=folders.step_of, reverse=True):
             self.move(path)
         if paths:
             self.moved.append(counted(len(paths), kind))
 
-    def keep_end_of(self, file: Path, start: int) -> None:
-        """Copies what a file of lines has from byte `start` on; the file itself is not cut."""
+    def move_end_of(self, file: Path, start: int) -> None:
+        """Moves what a file of lines has from byte `start` on."""
         with open(file, "rb") as lines:
             lines.seek(start)
             end = lines.read()
         place = self.place_for(file)
         place.write_bytes(end)
         folders.flush(place, place.parent)
+        os.truncate(file, start)
         number = len(end.splitlines())
         self.moved.append(f"{counted(number, 'line')} of {file.name}")
 
 
-def leave(
-    output_dir: Path,
-    step: int | None,
-    metrics_bytes: int,
-    samples_bytes: int,
-    writers: list,
-    now: str,
-) -> str | None:
-    """Moves everything beyond the resume point to a new folder in `left_behind/`.
+def leave(output_dir: Path, step: int | None, log_bytes: dict[str, int]) -> bool:
+    """Moves everything beyond the resume point to `left_behind/`, and prints what was moved.
 
-    These are checkpoints, saved actors, and the ends of `metrics.jsonl` and `samples.jsonl` with
-    their TensorBoard. These ends are only cut where the run will write the same lines again.
-
-    It may be killed at any instant: the metrics come last, so the next resume finds either the same
-    point or an earlier one, and goes on with what is still to be moved.
+    Checkpoints, actors and log lines beyond that point belong to the abandoned run. For the main
+    process.
 
     Args:
-        step: `global_step` of the checkpoint that the run resumes from; None if it begins anew.
-        metrics_bytes, samples_bytes: the sizes that the two files had at that point.
-        writers: who wrote `metrics.jsonl`, as `read_writers` returns it.
-        now: the digest of this run's settings.
+        step: `global_step` of the checkpoint that the run resumes from; None if it begins at 0.
+        log_bytes: by name, the size at that point of each file of lines that the run continues.
 
     Returns:
-        What was moved where, in one line; None if there was nothing.
+        Whether lines from before that point are lost, which is printed, too.
+
+    Raises:
+        SystemExit: something could not be moved.
     """
-    anew = step is None
-    step = step or 0
-    left = LeftBehind(output_dir, step)
+    lost = lost_lines(output_dir, log_bytes)
+    if lost:
+        print(f"NOTE: lines from before the checkpoint are lost: {lost}. These stay", flush=True)
+    try:
+        left = move_beyond(output_dir, step, log_bytes)
+    except OSError as error:
+        sys.exit(
+            f"what lies beyond the resume point cannot be moved to {output_dir}/left_behind: "
+            f"{error}. Nothing is lost: continue with --resume auto"
+        )
+    if left.moved:
+        print(f"left behind in {left.folder}: {', '.join(left.moved)}", flush=True)
+    return bool(lost)
+
+
+def move_beyond(output_dir: Path, step: int | None, log_bytes: dict[str, int]) -> LeftBehind:
+    """Does the moves of `leave`.
+
+    It may be killed at any instant: the metrics come last, so the next resume finds either the same
+    point or an earlier one, and moves the rest.
+    """
+    begins_at_0 = step is None
+    left = LeftBehind(output_dir, step or 0)
     metrics = output_dir / "metrics.jsonl"
     samples = output_dir / transcript.FILE
-    board = output_dir / "tensorboard"
     actor = output_dir / "actor"
-    lines_beyond = is_longer(metrics, metrics_bytes)
+    board = output_dir / "tensorboard"
+    has_lines_beyond = is_longer(metrics, log_bytes.get(metrics.name, 0))
 
-    checkpoints = beyond(output_dir / "checkpoints", step)
+    checkpoints = beyond(output_dir / "checkpoints", step or 0)
     left.move_newest_first(checkpoints, "checkpoint")
-    left.move_newest_first(beyond(output_dir / "actors", step), "saved actor")
+    left.move_newest_first(beyond(output_dir / "actors", step or 0), "saved actor")
     # The final actor has no step in its name. If nothing else lies beyond this point, the run had
     # ended here, and the actor stays.
-    if actor.is_dir() and (checkpoints or lines_beyond):
+    if actor.is_dir() and (checkpoints or has_lines_beyond):
         left.move(actor)
         left.moved.append("the final actor")
-
-    same_lines = not anew and set(writers_beyond(writers, step)) == {now}
-    if board.is_dir() and (anew or (lines_beyond and not same_lines)):
-        if anew:
-            left.move(board)
-        else:
-            # The run goes on in these files: TensorBoard hides there what it has left behind.
-            shutil.copytree(board, left.place_for(board))
+    # A run that continues adds to these files: TensorBoard hides in them what was logged later.
+    if board.is_dir() and begins_at_0:
+        left.move(board)
         left.moved.append(board.name)
-    for file, size in ((samples, samples_bytes), (metrics, metrics_bytes)):
-        whole = whole_lines(file, size)
-        if not is_longer(file, whole):
-            continue
-        if not same_lines or whole < size:  # what is torn will not be written again
-            left.keep_end_of(file, whole)
-        os.truncate(file, whole)
-
-    earlier = [entry for entry in writers if entry[0] < step and not anew]
-    if not earlier or earlier[-1][1] != now:
-        earlier.append([step, now])
-    write_writers(output_dir, earlier)
-    if not left.moved:
-        return None
-    return f"left behind in {left.folder}: {', '.join(left.moved)}"
+    for file in (samples, metrics):
+        whole = whole_lines(file, log_bytes.get(file.name, 0))
+        if is_longer(file, whole):
+            left.move_end_of(file, whole)
+    return left
 
 
-def lost_lines(sizes: dict[Path, int]) -> str | None:
-    """Says which files of lines have lost some that a checkpoint counts; None if none has.
-
-    Args:
-        sizes: the bytes that they had at the checkpoint.
-    """
+def lost_lines(output_dir: Path, log_bytes: dict[str, int]) -> str:
+    """Returns which files of lines have lost some that a checkpoint counts; "" if none has."""
     lost = []
-    for file, size in sizes.items():
+    for name, size in log_bytes.items():
+        file = output_dir / name
         whole = whole_lines(file, size)
         if whole < size:
             lost.append(f"{file} had {size} bytes then, of which {whole} are whole lines now")
-    if not lost:
-        return None
-    return f"NOTE: lines from before the checkpoint are lost: {'; '.join(lost)}. These stay"
+    return "; ".join(lost)
 
 
 def whole_lines(file: Path, size: int) -> int:
     """Returns how many of a file's first `size` bytes are whole lines of JSON.
 
-    After a power failure the end of a file may be missing, or be zeros. A hand may have cut it.
+    After a power failure the end of a file may be missing, or be zeros. A user may have cut it.
     """
     if not is_longer(file, 0):
         return 0
@@ -171,6 +155,7 @@ def whole_lines(file: Path, size: int) -> int:
 
 
 def is_json(line: bytes) -> bool:
+    """Whether a line holds a JSON value."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):
@@ -184,36 +169,5 @@ def is_longer(file: Path, size: int) -> bool:
 
 
 def beyond(parent: Path, step: int) -> list[Path]:
-    """The `global_step_*` folders of a folder that are later than `step`."""
+    """Returns the `global_step_*` folders of a folder that are later than `step`."""
     return [path for path in folders.by_step(parent) if folders.step_of(path) > step]
-
-
-# ============================================================ who wrote which lines
-
-
-def digest(settings: dict) -> str:
-    """A short name of settings that are JSON values."""
-    text = json.dumps(settings, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def writers_beyond(writers: list, step: int) -> list[str]:
-    """The digests of the settings that wrote the lines after `step`."""
-    ends = [start for start, _ in writers[1:]] + [float("inf")]
-    return [settings for (_, settings), end in zip(writers, ends) if end > step]
-
-
-def read_writers(output_dir: Path) -> list | None:
-    """Who wrote `metrics.jsonl`; None if an older version did, which kept no such record."""
-    file = output_dir / WRITERS
-    if not file.is_file():
-        return None
-    try:
-        return [[int(step), str(settings)] for step, settings in folders.read_json(file)]
-    except (ValueError, TypeError):
-        return [[0, "unknown"]]  # no run's own: all lines are kept
-
-
-def write_writers(output_dir: Path, writers: list) -> None:
-    """Replaces the record as a whole."""
-    folders.replace_file(output_dir / WRITERS, json.dumps(writers))

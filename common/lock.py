@@ -13,8 +13,8 @@ FILE = ".run.lock"
 def take(folder: Path) -> None:
     """Locks a run's folder until this process ends, however it ends.
 
-    The file in it says who holds the lock. It stays there, and means nothing without a holder. On a
-    file system without locks a line says so, and the run goes on.
+    A file in the folder says who holds the lock. It stays there, and means nothing without a
+    holder. On a file system without locks the run prints a note and goes on.
 
     Raises:
         SystemExit: another process holds the lock.
@@ -25,8 +25,8 @@ def take(folder: Path) -> None:
         # Never closed: that would end the lock.
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            # Of POSIX, not of BSD (`flock`): what a reward function forks, and what may outlive
-            # this run, does not inherit it. NFS has it, too.
+            # POSIX, not BSD (`flock`): processes that a reward function forks, which may outlive
+            # this run, do not inherit it. It works on NFS, too.
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             holder = os.read(handle, 1000).decode(errors="replace").strip()
@@ -50,7 +50,7 @@ def take(folder: Path) -> None:
 
 
 def is_still_there(handle: int, file: Path) -> bool:
-    """Whether an open file has its name: a run that was refused may just have removed it."""
+    """Whether an open file still has its name: a refused run may just have removed it."""
     try:
         return os.path.samestat(os.fstat(handle), file.stat())
     except FileNotFoundError:

@@ -4,15 +4,14 @@
         --num_processes 8 [--trained 2] [--frozen 2] [--lora_r 16 [--load_in_4bit]]
 
 The model is built from its config alone: that of a folder or of a hub name. The table gives each
-state in bytes per parameter and in GiB, for each process, at three moments: `forward`, at its end,
-when activations are at their largest; `backward`, at the end of the last micro-batch's; `step`,
-inside the optimizer. What the formulas rest on, and how far they were from what was measured:
+state in GiB, for each process, at three moments: `forward`, at its end, when activations are at
+their largest; `backward`, at the end of the last micro-batch's; `step`, inside the optimizer. The
+formulas in bytes per parameter, what they rest on, and how far they were from what was measured:
 docs/memory.md.
 """
 
 import argparse
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,18 +21,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common import REPOSITORY, hub, in_one_line, show_any_text
-from common.models import load, lora, rounding
+from common import REPOSITORY, in_one_line, show_any_text
+from common.models import load, lora, prepare
 from common.models.logprobs import LogProbModel
 from common.zero import read_json
 
 GIB = 2**30
 # A weight of 4 bits, and its part of the scales: one byte for 64 weights, 4 for 256 of such bytes.
 PACKED_SIZE = 0.5 + 1 / 64 + 4 / (64 * 256)
-FORWARD = "forward"
-BACKWARD = "backward"
-STEP = "step"
-MOMENTS = (FORWARD, BACKWARD, STEP)
+# By their first letters states say when they are there.
+MOMENTS = ("forward", "backward", "step")
 OMITTED = """\
 Not in the estimate: activations, the cache of generation, further layers that are gathered or in
 flight, the optimizer's temporary buffers, the CUDA context (about 0.5 GiB) and fragmentation.
@@ -47,8 +44,8 @@ class Setup(NamedTuple):
         kind: `plain` (one process), `ddp`, `fsdp2` or `zero`.
         precision: `fp16`, `bf16` or `no`.
         stage: of ZeRO.
-        bucket: what DeepSpeed reduces at once. -1 stands for accelerate's `auto`, the square of the
-            hidden size.
+        bucket: what DeepSpeed reduces at once. None stands for accelerate's `auto`, the square of
+            the hidden size.
         buckets: how many of them there are.
         live: what ZeRO-3 holds gathered at most.
         sub_group: what ZeRO-3 updates at once.
@@ -60,7 +57,7 @@ class Setup(NamedTuple):
     precision: str
     processes: int
     stage: int = 0
-    bucket: int = 0
+    bucket: int | None = 0
     buckets: int = 1
     live: int = 0
     sub_group: int = 0
@@ -69,8 +66,14 @@ class Setup(NamedTuple):
     accumulates: bool = True
 
     @property
-    def is_half(self) -> bool:
-        return self.precision != "no"
+    def size(self) -> int:
+        """Bytes of a number in the precision of the run."""
+        return 4 if self.precision == "no" else 2
+
+    @property
+    def has_autocast(self) -> bool:
+        """Whether weights are held in fp32, and rounded in each use."""
+        return self.kind in ("plain", "ddp") and self.precision != "no"
 
     @property
     def place_of_optimizer(self) -> str:
@@ -81,51 +84,51 @@ class Setup(NamedTuple):
         return "CPU" if self.weights_on_cpu else "GPU"
 
     @property
-    def while_adding(self) -> tuple[str, ...]:
+    def while_adding(self) -> str:
         """The moments at which the gradients of earlier micro-batches wait for the next ones."""
-        return (FORWARD,) if self.accumulates else ()
+        return "f" if self.accumulates else ""
+
+    @property
+    def name(self) -> str:
+        """What the launch is called, such as `DeepSpeed ZeRO-3 bf16`."""
+        names = {"plain": "one process", "ddp": "DDP", "fsdp2": "FSDP2"}
+        engine = names.get(self.kind, f"DeepSpeed ZeRO-{self.stage}")
+        return f"{engine} {self.precision.replace('no', 'fp32')}"
+
+
+class Counts(NamedTuple):
+    """How many numbers a model holds.
+
+    Attributes:
+        parameters: tied ones once.
+        unit: of its largest layer or embedding, which FSDP2 gathers at once.
+        hidden: its hidden size.
+        adapter: of an adapter on all linear layers, below which the model is frozen; 0: none.
+        packed: of the frozen weights below an adapter, those of 4 bits.
+        rounded: weights that a frozen model holds in half precision where there is autocast.
+    """
+
+    parameters: int
+    unit: int = 0
+    hidden: int = 0
+    adapter: int = 0
+    packed: int = 0
+    rounded: int = 0
 
 
 class State(NamedTuple):
-    """A state of a model, such as its gradients.
+    """A state of the models, such as their gradients.
 
     Attributes:
-        size: bytes of an element.
-        split: whether each process holds a part of it only.
-        moments: when it is there.
+        bytes: of one process.
+        moments: when it is there: the first letters of some of `MOMENTS`.
         place: `GPU` or `CPU`.
-        limit: elements that it has at most. None: no limit.
-        fixed: elements that it has whatever the model. None: grows with the parameters.
-        of_base: it is of the frozen weights below adapters, too.
     """
 
     name: str
-    size: float
-    split: bool
-    moments: tuple[str, ...] = MOMENTS
+    bytes: float
+    moments: str = "fbs"
     place: str = "GPU"
-    limit: int | None = None
-    fixed: int | None = None
-    of_base: bool = False
-
-    def formula(self, models: int = 1) -> str:
-        """Returns the bytes per parameter, such as `8 / N`, or `2 x 8 / N` for two models."""
-        if self.fixed is not None:
-            return "fixed"
-        times = f"{models} x " if models != 1 else ""
-        return f"{times}{self.size:.3g}{' / N' if self.split else ''}"
-
-    def bytes(self, parameters: int, processes: int) -> float:
-        """Returns the bytes that one process holds."""
-        if self.fixed is not None:
-            elements: float = self.fixed
-        elif self.split:
-            elements = parameters / processes
-        else:
-            elements = parameters
-        if self.limit is not None:
-            elements = min(elements, self.limit)
-        return self.size * elements
 
 
 class Row(NamedTuple):
@@ -133,7 +136,6 @@ class Row(NamedTuple):
 
     place: str
     state: str
-    formula: str
     forward: float
     backward: float
     step: float
@@ -219,15 +221,13 @@ def read_deepspeed(name: str, processes: int) -> Setup:
         value = zero.get(key, "auto")
         return int(float(default if value == "auto" else value))
 
-    bucket = elements("reduce_bucket_size", 5e8)
-    if zero.get("reduce_bucket_size") == "auto":
-        bucket = -1  # accelerate fills it in
+    accelerate_fills_in = zero.get("reduce_bucket_size") == "auto"
     return Setup(
         "zero",
         halves[0] if halves else "no",
         processes,
         stage,
-        bucket,
+        bucket=None if accelerate_fills_in else elements("reduce_bucket_size", 5e8),
         buckets=2 if zero.get("overlap_comm") is True and stage < 3 else 1,
         live=elements("stage3_max_live_parameters", 1e9),
         sub_group=elements("sub_group_size", 1e9),
@@ -239,204 +239,185 @@ def read_deepspeed(name: str, processes: int) -> Setup:
 # ============================================================ the states
 
 
-def states(setup: Setup, unit: int) -> tuple[list[State], State]:
-    """Returns the states of one trained model, with AdamW, and that of a frozen one.
+def trained_states(setup: Setup, counts: Counts, learned: int, still: int) -> list[State]:
+    """Returns the states of the trained models, with AdamW.
 
     Args:
-        unit: parameters of the largest layer or embedding, which FSDP2 gathers at once.
+        learned: how many numbers are trained.
+        still: how many frozen ones below adapters are neither rounded nor packed.
     """
     if setup.kind == "zero":
-        return zero_states(setup)
+        return zero_states(setup, counts, learned, still)
     if setup.kind == "fsdp2":
-        return fsdp2_states(setup, unit)
-    return ddp_states(setup)
+        return fsdp2_states(setup, counts, learned)
+    return ddp_states(setup, learned, still)
 
 
-def ddp_states(setup: Setup) -> tuple[list[State], State]:
-    """Returns what `states` does, under DDP or in a single process."""
-    trained = [
-        State("weights", 4, split=False),
-        State("gradients", 4, split=False, moments=(*setup.while_adding, BACKWARD, STEP)),
-        State("Adam", 8, split=False),
+def ddp_states(setup: Setup, learned: int, still: int) -> list[State]:
+    """Returns what `trained_states` does, under DDP or in a single process."""
+    states = [
+        State("trained weights", 4 * learned),
+        State("gradients", 4 * learned, setup.while_adding + "bs"),
+        State("Adam", 8 * learned),
     ]
     if setup.kind == "ddp":
         # DDP reduces copies of the gradients, and keeps them.
-        trained += [State("DDP's buckets", 4, split=False)]
-    if setup.is_half:
-        trained += [
-            State(
-                "half copies (autocast), at most",
-                2,
-                split=False,
-                moments=(FORWARD,),
-                of_base=True,
-            ),
-        ]
-    return trained, State("weights", 4, split=False)
+        states.append(State("DDP's buckets", 4 * learned))
+    if setup.has_autocast:
+        states.append(State("half copies (autocast), at most", 2 * (learned + still), "f"))
+    return states
 
 
-def fsdp2_states(setup: Setup, unit: int) -> tuple[list[State], State]:
-    """Returns what `states` does, under FSDP2."""
-    weights = State("weights", 4, split=True, place=setup.place_of_weights)
-    trained = [
-        weights,
+def fsdp2_states(setup: Setup, counts: Counts, learned: int) -> list[State]:
+    """Returns what `trained_states` does, under FSDP2."""
+    share = learned / setup.processes
+    return [
+        State("trained weights", 4 * share, place=setup.place_of_weights),
         # FSDP2 reduces gradients after the last micro-batch only. Before, they add up whole on
         # every GPU.
-        State("gradients that add up", 4, split=False, moments=setup.while_adding),
-        State(
-            "gradients",
-            4,
-            split=True,
-            moments=(BACKWARD, STEP),
-            place=setup.place_of_optimizer,
-        ),
-        State("Adam", 8, split=True, place=setup.place_of_optimizer),
-        State(
-            "gathered, one layer",
-            2 if setup.is_half else 4,
-            split=False,
-            moments=(FORWARD,),
-            fixed=unit,
-        ),
+        State("gradients that add up", 4 * learned, setup.while_adding),
+        State("gradients", 4 * share, "bs", setup.place_of_optimizer),
+        State("Adam", 8 * share, place=setup.place_of_optimizer),
+        State("gathered, one layer", setup.size * counts.unit, "f"),
     ]
-    # It rounds all weights when it gathers them, so frozen ones are held rounded.
-    return trained, weights._replace(size=2 if setup.is_half else 4)
 
 
-def zero_states(setup: Setup) -> tuple[list[State], State]:
-    """Returns what `states` does, under DeepSpeed."""
-    size = 2 if setup.is_half else 4
-    weights = State("weights", size, split=setup.stage == 3, place=setup.place_of_weights)
+def zero_states(setup: Setup, counts: Counts, learned: int, still: int) -> list[State]:
+    """Returns what `trained_states` does, under DeepSpeed."""
+    share = learned / setup.processes
     if setup.stage == 3:
-        gradients = zero3_gradients(setup, size)
+        gradients = zero3_gradients(setup, learned, still)
     elif setup.optimizer_on_cpu:
-        gradients = offloaded_gradients(setup, size)
+        gradients = offloaded_gradients(setup, learned)
     else:
-        gradients = zero1_or_2_gradients(setup, size)
-    moments_of_buffer = {
-        1: (*setup.while_adding, BACKWARD),
-        2: (BACKWARD,),
-        3: MOMENTS,
-    }
-    trained = [
-        weights,
-        State("fp32 masters", 4, split=True, place=setup.place_of_optimizer),
-        State("Adam", 8, split=True, place=setup.place_of_optimizer),
+        gradients = zero1_or_2_gradients(setup, learned)
+    bucket = counts.hidden**2 if setup.bucket is None else setup.bucket
+    moments_of_buffer = {1: setup.while_adding + "b", 2: "b", 3: "fbs"}
+    weights = setup.size * (share if setup.stage == 3 else learned)
+    return [
+        State("trained weights", weights, place=setup.place_of_weights),
+        State("fp32 masters", 4 * share, place=setup.place_of_optimizer),
+        State("Adam", 8 * share, place=setup.place_of_optimizer),
         *gradients,
         State(
-            "reduction buffer",
-            size,
-            split=False,
-            moments=moments_of_buffer[setup.stage],
-            fixed=setup.bucket * setup.buckets,
+            "reduction buffer", setup.size * bucket * setup.buckets, moments_of_buffer[setup.stage]
         ),
     ]
-    return trained, weights
 
 
-def zero3_gradients(setup: Setup, size: int) -> list[State]:
-    """Returns the gradients under ZeRO-3, and the weights that it keeps gathered.
-
-    Args:
-        size: bytes per element.
-    """
-    # From the start of the step the fp32 copies of one group of parameters are there beside the
+def zero3_gradients(setup: Setup, learned: int, still: int) -> list[State]:
+    """Returns the gradients under ZeRO-3, and the weights that it keeps gathered."""
+    share = learned / setup.processes
+    # From the start of the step the fp32 copies of one group of parameters are there besides the
     # gradients.
-    copies = State("fp32 gradients", 4, split=True, moments=(STEP,), limit=setup.sub_group)
+    copies = State("fp32 gradients", 4 * min(share, setup.sub_group), "s")
     if setup.optimizer_on_cpu:
-        copies = State("fp32 gradients", 4, split=True, place="CPU")
-    result = [State("gradients", size, split=True), copies]
+        copies = State("fp32 gradients", 4 * share, place="CPU")
+    states = [State("gradients", setup.size * share), copies]
     if setup.processes > 1:
-        result += [
-            State(
-                "gathered, at most",
-                size,
-                split=False,
-                moments=(FORWARD,),
-                limit=setup.live,
-                of_base=True,
-            )
-        ]
-    return result
+        gathered = min(learned + still, setup.live)
+        states.append(State("gathered, at most", setup.size * gathered, "f"))
+    return states
 
 
-def offloaded_gradients(setup: Setup, size: int) -> list[State]:
-    """Returns the gradients under ZeRO-1 and 2 where Adam runs on the CPU.
-
-    Args:
-        size: bytes per element.
-    """
+def offloaded_gradients(setup: Setup, learned: int) -> list[State]:
+    """Returns the gradients under ZeRO-1 and 2 where Adam runs on the CPU."""
+    share = learned / setup.processes
     if setup.stage == 1:
-        adding = State("gradients", size, split=False, moments=setup.while_adding)
+        adding = State("gradients", setup.size * learned, setup.while_adding)
     else:
-        adding = State(
-            "gradients that add up",
-            size,
-            split=True,
-            moments=MOMENTS if setup.accumulates else (),
-            place="CPU",
-        )
+        moments = "fbs" if setup.accumulates else ""
+        adding = State("gradients that add up", setup.size * share, moments, "CPU")
     return [
         adding,
-        State("fp32 gradients", 4, split=True, place="CPU"),
-        State("half copy", size, split=True, place="CPU"),
+        State("fp32 gradients", 4 * share, place="CPU"),
+        State("half copy", setup.size * share, place="CPU"),
     ]
 
 
-def zero1_or_2_gradients(setup: Setup, size: int) -> list[State]:
-    """Returns the gradients under ZeRO-1 and 2 where Adam runs on the GPU.
-
-    Args:
-        size: bytes per element.
-    """
+def zero1_or_2_gradients(setup: Setup, learned: int) -> list[State]:
+    """Returns the gradients under ZeRO-1 and 2 where Adam runs on the GPU."""
+    share = learned / setup.processes
     if setup.stage == 1:
         # Whole gradients add up, and are split at the end.
-        halves = [
-            State("gradients", size, split=False, moments=setup.while_adding),
-            State("gradients", size, split=True, moments=(BACKWARD, STEP)),
+        gradients = [
+            State("gradients", setup.size * learned, setup.while_adding),
+            State("gradients", setup.size * share, "bs"),
         ]
     else:
-        # Parts of gradients add up. Beside them is the part of the micro-batch that just ran.
-        halves = [
-            State("gradients", size, split=True, moments=(*setup.while_adding, BACKWARD, STEP)),
-            State(
-                "gradients of this micro-batch",
-                size,
-                split=True,
-                moments=(BACKWARD,) if setup.accumulates else (),
-            ),
+        # Parts of gradients add up. Besides them there is the part of the micro-batch that just
+        # ran.
+        of_this = "b" if setup.accumulates else ""
+        gradients = [
+            State("gradients", setup.size * share, setup.while_adding + "bs"),
+            State("gradients of this micro-batch", setup.size * share, of_this),
         ]
-    return [*halves, State("fp32 gradients", 4, split=True, moments=(STEP,))]
+    return [*gradients, State("fp32 gradients", 4 * share, "s")]
+
+
+def frozen_states(setup: Setup, name: str, counts: Counts, models: int) -> list[State]:
+    """Returns the weights of models that are only read.
+
+    Args:
+        counts: of each model. Its rounded and its packed weights are states of their own.
+        models: how many there are.
+    """
+    is_split = setup.kind == "fsdp2" or setup.stage == 3
+    copies = models / setup.processes if is_split else models
+    # FSDP2 rounds all weights when it gathers them, so frozen ones are held rounded.
+    size = 4 if setup.kind in ("plain", "ddp") else setup.size
+    others = counts.parameters - counts.rounded - counts.packed
+    states = [State(name, size * copies * others, place=setup.place_of_weights)]
+    if counts.rounded:
+        states.append(State(f"{name}, half", 2 * copies * counts.rounded))
+    if counts.packed:
+        states.append(State(f"{name}, 4 bits", PACKED_SIZE * copies * counts.packed))
+    return states
 
 
 # ============================================================ the model
 
 
-def count_parameters(name: str) -> tuple[int, int, int]:
-    """Counts a causal language model without reading its weights.
+def count(
+    name: str, lora_r: int = 0, load_in_4bit: bool = False, device_type: str = "cuda"
+) -> Counts:
+    """Counts the numbers of a causal language model without reading its weights.
 
-    Returns:
-        Its parameters (tied ones once), those of its largest layer or embedding, and the bytes of
-        its buffers.
+    Args:
+        lora_r: rank of an adapter on all linear layers; 0: none.
+        device_type: see `prepare.rounded_by_autocast`.
 
     Raises:
         SystemExit: there is no model of that name, or transformers does not know its architecture.
     """
     model = build(name)
+    head = model.get_output_embeddings()
     names_of_layers = model._no_split_modules or []
     units = [module for module in model.modules() if type(module).__name__ in names_of_layers]
-    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if embedding is not None:
-            units.append(embedding)
-    largest = max(count(unit.parameters()) for unit in units)
-    buffer_bytes = sum(b.numel() * b.element_size() for b in model.buffers())
-    return count(model.parameters()), largest, buffer_bytes
+    units += [part for part in (model.get_input_embeddings(), head) if part is not None]
+    linear = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+    adapted = lora.layers_to_adapt(model, [lora.ALL_LINEAR]) if lora_r else []
+    shapes = [model.get_submodule(layer).weight.shape for layer in adapted]
+    wrapper = LogProbModel(model)
+    rounded = prepare.rounded_by_autocast(wrapper, device_type)
+    return Counts(
+        parameters=parameters_of(model),
+        unit=max(map(parameters_of, units)),
+        hidden=model.config.get_text_config().hidden_size,
+        adapter=lora_r * sum(map(sum, shapes)),
+        packed=sum(layer.weight.numel() for layer in linear) if load_in_4bit else 0,
+        rounded=sum(wrapper.get_parameter(path).numel() for path in rounded),
+    )
+
+
+def parameters_of(module: nn.Module) -> int:
+    """Counts the numbers in a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def build(name: str) -> PreTrainedModel:
-    """Builds a causal language model without weights; see `count_parameters`."""
-    if not Path(name).exists():
-        hub.reach()
+    """Builds a causal language model without weights; see `count`."""
+    load.refuse_adapter(name)
     try:
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -449,117 +430,56 @@ def build(name: str) -> PreTrainedModel:
         sys.exit(f"no causal language model could be built from the config of {name!r}: {reason}")
 
 
-def count_adapter(name: str, rank: int) -> tuple[int, int]:
-    """Counts the adapter on all linear layers, and what `--load_in_4bit` would pack.
-
-    Returns:
-        The parameters of the adapter; those of all linear layers but the output layer.
-    """
-    model = build(name)
-    sizes = 0
-    for layer in lora.layers_to_adapt(model, [lora.ALL_LINEAR]):
-        sizes += sum(model.get_submodule(layer).weight.shape)
-    head = model.get_output_embeddings()
-    linear = [m for m in model.modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
-    return rank * sizes, sum(layer.weight.numel() for layer in linear)
-
-
-def count_rounded(name: str, device_type: str = "cuda") -> int:
-    """Counts the parameters that a frozen model holds in half precision where autocast is used.
-
-    Args:
-        device_type: see `rounding.rounded_by_autocast`.
-    """
-    wrapper = LogProbModel(build(name))
-    rounded = rounding.rounded_by_autocast(wrapper, device_type)
-    return count(wrapper.get_parameter(path) for path in rounded)
-
-
-def count(parameters: Iterable[nn.Parameter]) -> int:
-    """Counts the numbers that the parameters hold."""
-    return sum(p.numel() for p in parameters)
-
-
 # ============================================================ the table
 
 
-def table(
-    setup: Setup,
-    parameters: int,
-    unit: int = 0,
-    trained: int = 1,
-    frozen: int = 0,
-    adapter: int = 0,
-    packed: int = 0,
-    rounded: int = 0,
-) -> list[Row]:
+def table(setup: Setup, counts: Counts, trained: int = 1, frozen: int = 0) -> list[Row]:
     """Returns what one process holds: the states on its GPU and their sum, then those on its CPU.
 
     The trained models are parts of one engine, as in all recipes, so buffers of fixed size are
     counted once.
 
     Args:
-        parameters: of one model.
-        unit: see `states`.
+        counts: of each model.
         trained: number of trained models.
-        frozen: number of frozen models.
-        adapter: parameters of the adapter of each trained model, whose own weights are frozen then.
-            0: there is none.
-        packed: of the frozen weights below an adapter, those of 4 bits.
-        rounded: see `count_rounded`. Where there is no autocast this means nothing.
+        frozen: number of models that are only read.
     """
-    trained_states, frozen_state = states(setup, unit)
-    if setup.kind not in ("plain", "ddp") or not setup.is_half:
-        rounded = 0
-    rounded_of_base = 0 if packed else rounded  # a model of 4 bits has its other weights in fp32
-    # The number of models, a state of each, and how many parameters of each have it.
-    entries = []
-    if adapter:
-        base = frozen_state._replace(name="weights of the base")
-        entries += frozen_entries(trained, base, parameters - packed, rounded_of_base)
-    if packed:
-        in_4bit = frozen_state._replace(name="weights of the base, 4 bits", size=PACKED_SIZE)
-        entries.append((trained, in_4bit, packed))
-    for state in trained_states:
-        elements = adapter or parameters
-        if adapter and state.of_base:
-            elements += parameters - packed - rounded_of_base
-        if adapter and state.name == "weights":
-            state = state._replace(name="weights of the adapters")
-        entries.append((trained, state, elements))
+    if not setup.has_autocast:
+        counts = counts._replace(rounded=0)
+    learned = trained * counts.parameters
+    still = 0
+    states = []
+    if counts.adapter:
+        # A model of 4 bits has its other weights in fp32.
+        base = counts._replace(rounded=0) if counts.packed else counts
+        states += frozen_states(setup, "weights of the base", base, trained)
+        learned = trained * counts.adapter
+        still = trained * (base.parameters - base.rounded - base.packed)
+    states += trained_states(setup, counts, learned, still)
     if frozen:
-        state = frozen_state._replace(name="frozen weights")
-        entries += frozen_entries(frozen, state, parameters, rounded)
+        states += frozen_states(setup, "frozen weights", counts._replace(packed=0), frozen)
+    return [*rows_of("GPU", states), *rows_of("CPU", states)]
+
+
+def rows_of(place: str, states: list[State]) -> list[Row]:
+    """Returns the states in one place and their sum; nothing if there are none."""
     rows = []
-    for place in ("GPU", "CPU"):
-        here = []
-        for models, state, elements in entries:
-            if state.place == place and state.moments:
-                size = state.bytes(models * elements, setup.processes)
-                sizes = [size if moment in state.moments else 0 for moment in MOMENTS]
-                here.append(Row(place, state.name, state.formula(models), *sizes))
-        if here:
-            sums = [sum(sizes) for sizes in zip(*(row[3:] for row in here))]
-            rows += [*here, Row(place, "sum", "", *sums)]
-    return rows
-
-
-def frozen_entries(
-    models: int, state: State, elements: int, rounded: int
-) -> list[tuple[int, State, int]]:
-    """Returns the entries of frozen weights in `table`, with those that are rounded apart."""
-    if not rounded:
-        return [(models, state, elements)]
-    half = state._replace(name=f"{state.name}, half", size=2)
-    return [(models, state, elements - rounded), (models, half, rounded)]
+    for state in states:
+        if state.place == place and state.moments:
+            sizes = [state.bytes * (moment[0] in state.moments) for moment in MOMENTS]
+            rows.append(Row(place, state.name, *sizes))
+    if not rows:
+        return []
+    sums = [sum(getattr(row, moment) for row in rows) for moment in MOMENTS]
+    return [*rows, Row(place, "sum", *sums)]
 
 
 def print_table(rows: list[Row]) -> None:
     moments = " ".join(f"{moment:>9}" for moment in MOMENTS)
-    print(f"{'for each process':40} {'bytes/parameter':>15} {moments}  GiB")
-    for place, name, formula, *sizes in rows:
+    print(f"{'for each process':40} {moments}  GiB")
+    for place, name, *sizes in rows:
         in_gib = " ".join(f"{size / GIB:9.3f}" for size in sizes)
-        print(f"{place} {name:36} {formula:>15} {in_gib}")
+        print(f"{place} {name:36} {in_gib}")
 
 
 def read_arguments() -> argparse.Namespace:
@@ -607,38 +527,16 @@ def main() -> None:
     args = read_arguments()
     setup = read_setup(args.config, args.num_processes)
     setup = setup._replace(accumulates=args.accumulation_steps > 1)
-    parameters, unit, buffer_bytes = count_parameters(args.model)
-    if setup.bucket == -1:
-        setup = setup._replace(bucket=build(args.model).config.hidden_size ** 2)
-
-    adapter = packed = rounded = 0
-    if args.lora_r > 0:
-        adapter, packed = count_adapter(args.model, args.lora_r)
-    if not args.load_in_4bit:
-        packed = 0
-    elif not adapter or setup.kind not in ("plain", "ddp"):
+    if args.load_in_4bit and (args.lora_r <= 0 or setup.kind not in ("plain", "ddp")):
         sys.exit("--load_in_4bit: expected --lora_r, and a config of one process or DDP")
-    if setup.is_half and setup.kind in ("plain", "ddp") and (adapter or args.frozen):
-        rounded = count_rounded(args.model)
-    names = {
-        "plain": "one process",
-        "ddp": "DDP",
-        "fsdp2": "FSDP2",
-        "zero": f"DeepSpeed ZeRO-{setup.stage}",
-    }
-    precision = setup.precision if setup.is_half else "fp32"
-    print(
-        f"{args.model}: {parameters:,} parameters, tied ones once; "
-        f"buffers {buffer_bytes / GIB:.2f} GiB"
-    )
-    print(
-        f"{names[setup.kind]} {precision}, N = {setup.processes}, "
-        f"{args.trained} trained, {args.frozen} frozen"
-    )
-    if adapter:
-        print(f"adapters of rank {args.lora_r}: {adapter:,} parameters for each trained model")
+    counts = count(args.model, max(args.lora_r, 0), args.load_in_4bit)
+    print(f"{args.model}: {counts.parameters:,} parameters, tied ones once")
+    print(f"{setup.name}, N = {setup.processes}, {args.trained} trained, {args.frozen} frozen")
+    if counts.adapter:
+        adapter = f"{counts.adapter:,} parameters for each trained model"
+        print(f"adapters of rank {args.lora_r}: {adapter}")
     print()
-    print_table(table(setup, parameters, unit, args.trained, args.frozen, adapter, packed, rounded))
+    print_table(table(setup, counts, args.trained, args.frozen))
     print(f"\n{OMITTED}")
 
 

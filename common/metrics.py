@@ -1,7 +1,6 @@
 """Exact means over all samples, and the log lines and progress bar that show them."""
 
 import atexit
-import contextlib
 import json
 import math
 import os
@@ -16,24 +15,7 @@ from tqdm import tqdm
 
 from common import board, guards, record, trackers, transcript
 from common.progress import Progress
-
-# Dense half-precision operations per second with fp32 sums, from NVIDIA's data sheets, by the name
-# that torch gives. Other GPUs, and parts of one (MIG), log no MFU.
-PEAK_FLOPS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H200 NVL": 835e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-    "Tesla V100-SXM2-32GB": 125e12,
-    "Tesla V100-SXM2-16GB": 125e12,
-}
+from common.speed import Speed
 
 
 class Logged(NamedTuple):
@@ -64,9 +46,9 @@ class Sum(NamedTuple):
 
 
 # How two sums of values, two minima or two maxima become one.
-JOIN = {"mean": torch.add, "sum": torch.add, "min": torch.minimum, "max": torch.maximum}
-# Where nothing counts.
-NOTHING = {"mean": 0.0, "sum": 0.0, "min": math.inf, "max": -math.inf}
+JOIN = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
+# What changes no sum, no minimum and no maximum.
+NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
 
 
 class Means:
@@ -120,18 +102,17 @@ class Means:
         self.sums = {}
         mine = torch.stack([of_tag.numbers for of_tag in sums.values()])[None]
         everyone = self.accelerator.gather(mine)  # [processes, tags, 2]
-        by_kind = {"sum": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
-        # Read together: each reading waits.
-        totals = dict(zip(by_kind, torch.stack(list(by_kind.values())).tolist()))
-        totals["mean"] = totals["sum"]
+        joined = {"mean": everyone.sum(0), "min": everyone.amin(0), "max": everyone.amax(0)}
+        # Read together, because a GPU waits at each reading.
+        totals = dict(zip(joined, torch.stack(list(joined.values())).tolist()))
 
-        means = {}
+        values = {}
         for index, (name, (reduce, _)) in enumerate(sums.items()):
-            count = totals["mean"][index][1]
+            number, _ = totals[reduce][index]
+            _, count = totals["mean"][index]
             if count > 0:
-                number = totals[reduce][index][0]
-                means[name] = number / count if reduce == "mean" else number
-        return means
+                values[name] = number / count if reduce == "mean" else number
+        return values
 
     def state(self) -> dict[str, list]:
         """Returns the sums of this process for a checkpoint."""
@@ -153,18 +134,29 @@ class Means:
 class Metrics:
     """The metrics of a training run: its means, its log lines, TensorBoard and the progress bar.
 
+    An update adds its values to `pending`. Once it is applied they join the open log line, which
+    `log` writes when it is due:
+
+        metrics.pending.add([Logged({"loss": losses}, weights)])
+        metrics.update_done(applied=True, grad_norm=0.5, learning_rate=1e-5)
+        metrics.log()  # {"global_step": 1, "loss": 2.25, "grad_norm": 0.5, ...}
+
     Args:
         args: `output_dir` gets `metrics.jsonl`, `samples.jsonl` and, if `report_to` says so,
             `tensorboard/`.
-        bar_metric: the recipe's key metric, shown in the bar beside the loss.
+        bar_metric: the recipe's key metric, shown in the bar next to the loss.
         charts: the key metrics, by the title of the chart that shows them together; see
             `board.Board`.
         bar_label: what the bar calls `bar_metric`; by default the last part of its name.
-        flop: the operations for each token and each target, see `lora.flop`; decides `perf/mfu`.
+        flop: the operations for each token and for each target, see `lora.flop`; they decide
+            `perf/mfu`.
 
     Attributes:
         pending: the means of the current update, until it is applied or skipped.
-        open: the means of the next log line. PPO adds those of a rollout to it directly.
+        open: the means of the next log line. Those of a rollout are added to it directly.
+        last_update: values of the last applied update alone.
+        speed: what becomes `perf/*`.
+        board, bar, started: made by `start`, which also reads the clock.
     """
 
     def __init__(
@@ -178,43 +170,40 @@ class Metrics:
         flop: tuple[float, float] = (0.0, 0.0),
     ):
         self.accelerator = accelerator
-        self.progress = progress
-        self.bar_metric = bar_metric
-        self.bar_label = bar_label or bar_metric.split("/")[-1]
-        self.charts = charts or {}
-        self.flop = flop
-        self.skip_watch = guards.SkipWatch(accelerator, progress)
-
-        self.open = Means(accelerator)
-        self.pending = Means(accelerator)
-        self.last_update: dict[str, float] = {}  # values of the last applied update alone
-        self.seconds: dict[str, float] = {}  # see `timed`
-        self.pending_flop = 0.0  # see `computed`
-
         self.args = args
         self.output_dir = Path(args.output_dir)
         self.file = self.output_dir / "metrics.jsonl"
-        # Opened by `start`.
-        self.board: board.Board | None = None
-        self.trackers = []
-        self.bar: tqdm | None = None
+        self.progress = progress
+        self.charts = charts or {}
+        self.bar_labels = {
+            "loss": "loss",
+            bar_metric: bar_label or bar_metric.split("/")[-1],
+            "perf/tokens_per_second": "tokens_per_second",
+        }
         self.shown_in_bar: dict[str, float] = {}
-        self.start_interval()
+        self.skip_watch = guards.SkipWatch(accelerator, progress)
+
+        self.pending = Means(accelerator)
+        self.open = Means(accelerator)
+        self.last_update: dict[str, float] = {}
+        self.speed = Speed(accelerator, progress, flop)
+        self.board: board.Board | None = None
+        self.bar: tqdm | None = None
+        self.started = 0.0
 
     def start(self) -> None:
         """Opens TensorBoard, other trackers and the bar. All processes must call it."""
         if self.accelerator.is_main_process:
+            report_to = self.args.report_to
             settings = record.plain_settings(self.args)
-            self.trackers = trackers.start(self.args.report_to, self.output_dir, settings)
-            if "tensorboard" in self.args.report_to:
+            trackers.start(self.accelerator, report_to, self.output_dir, settings)
+            if "tensorboard" in report_to:
+                folder = self.output_dir / "tensorboard"
                 self.board = board.Board(
-                    self.output_dir / "tensorboard",
-                    self.progress.global_step,
-                    self.charts,
-                    settings,
+                    folder, self.progress.global_step, charts=self.charts, settings=settings
                 )
         self.started = time.monotonic()
-        self.start_interval()
+        self.speed.restart()
         self.bar = tqdm(
             total=self.progress.total_steps,
             initial=self.progress.global_step,
@@ -224,35 +213,22 @@ class Metrics:
             mininterval=0.5 if sys.stderr.isatty() else 10,
         )
 
-    def start_interval(self) -> None:
-        """Starts the clock of the next line's `perf/*`."""
-        self.since = time.perf_counter()
-        self.samples_before = self.progress.samples
-        self.tokens_before = self.progress.tokens
-        self.open_flop = 0.0  # of this process
-        # A name once timed stays in every line, if only as 0.
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
-
-    @contextlib.contextmanager
     def timed(self, name: str):
-        """Adds the seconds of a block to `perf/<name>_seconds` of the next line.
+        """Returns a context that adds its seconds to `perf/<name>_seconds` of the next line.
 
         The name `paused` stands for evaluating and saving: `perf/*` leaves these seconds out.
         """
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        return self.speed.timed(name)
 
-    def computed(self, inputs: dict, weights: torch.Tensor) -> None:
+    def computed(self, batch: dict, weights: torch.Tensor) -> None:
         """Counts the operations of a micro-batch that was trained on, for `perf/mfu`.
 
         Args:
-            inputs: of `packing.make_batch`.
+            batch: what `Packer.make_batch` returned.
             weights: of its samples, on the CPU. A micro-batch of padding alone counts nothing.
         """
         if weights.any():
-            of_token, of_target = self.flop
-            self.pending_flop += of_token * inputs["tokens"] + of_target * len(inputs["targets"])
+            self.speed.computed(batch)
 
     def update_done(self, applied: bool, **last_update: float | None) -> None:
         """Adds the pending means to the open ones, or drops them if the update was skipped.
@@ -267,82 +243,56 @@ class Metrics:
             }
             guards.check_gradient(self.last_update.get("grad_norm", 0.0), self.progress)
             self.open.take(self.pending)
-            self.open_flop += self.pending_flop
             self.bar.update()
         else:
             warning = self.skip_watch.update_skipped(last_update["loss_scale"])
             if warning:
                 self.bar.write(warning)
         self.pending.sums = {}
-        self.pending_flop = 0.0
+        self.speed.update_done(applied)
 
     def log(self) -> None:
         """Writes the training line of this `global_step`. All processes must call it.
 
         If no update was applied since the last line, it has only what rollouts added since, which
-        no update will take up; if there is nothing either, no line is written.
+        no update will take up. If there is nothing either, no line is written.
         """
         if "loss" not in self.open.sums:
             if means := self.open.reduce():
                 self.write({"epoch": self.progress.epoch, **means})
             return
-        elapsed = time.perf_counter() - self.since - self.seconds.pop("paused", 0.0)
-        # Summed by the same collective. No tensor of the host: a GPU would wait for its copy.
-        flop = torch.full_like(self.open.sums["loss"].numbers, self.open_flop)
-        self.open.join("flop", Sum("sum", flop))
+        line = self.training_line()
+        self.write(line)
+        for name, label in self.bar_labels.items():
+            if name in line:
+                self.shown_in_bar[label] = line[name]
+        self.bar.set_postfix(self.shown_in_bar, refresh=False)
+        self.speed.restart()
+
+    def training_line(self) -> dict[str, float]:
+        """Returns what is logged after an update, and forgets the open means."""
+        elapsed = self.speed.elapsed()  # before processes wait for each other
+        # By the same collective. Filled on the device, because a GPU would wait for a copy.
+        flop = torch.full_like(self.open.sums["loss"].numbers[:1], self.speed.flop)
+        self.open.add([Logged({"flop": flop}, torch.ones_like(flop))])
         means = self.open.reduce()
-        flop = means.pop("flop", 0.0)
-        line = {
+        flop_of_process = means.pop("flop")
+        return {
             "loss": means.pop("loss"),
             **self.last_update,
             "epoch": self.progress.epoch,
             **means,
-            "samples": self.progress.samples,
-            **({"sequences": self.progress.sequences} if self.progress.counts_sequences else {}),
-            "tokens": self.progress.tokens,
-            "skipped_steps": self.progress.skipped_steps,
-            **self.performance(elapsed, flop),
+            **self.progress.counts(),
+            **self.speed.values(elapsed, flop_of_process),
         }
-        self.write(line)
-        labels = {
-            "loss": "loss",
-            self.bar_metric: self.bar_label,
-            "perf/tokens_per_second": "tokens_per_second",
-        }
-        for name, label in labels.items():
-            if name in line:
-                self.shown_in_bar[label] = line[name]
-        self.bar.set_postfix(self.shown_in_bar, refresh=False)
-        self.start_interval()
-
-    def performance(self, elapsed: float, flop: float) -> dict[str, float]:
-        """Returns `perf/*` of the `elapsed` seconds of training since the last line.
-
-        Args:
-            flop: the operations of all processes in these seconds; 0 if they are not known.
-        """
-        values = {
-            "perf/samples_per_second": (self.progress.samples - self.samples_before) / elapsed,
-            "perf/tokens_per_second": (self.progress.tokens - self.tokens_before) / elapsed,
-        }
-        for name, seconds in self.seconds.items():
-            values[f"perf/{name}_seconds"] = seconds
-
-        if self.accelerator.device.type == "cuda":
-            values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            peak_of_one = PEAK_FLOPS.get(torch.cuda.get_device_name())
-            if peak_of_one and flop:
-                peak = peak_of_one * self.accelerator.num_processes
-                values["perf/mfu"] = flop / elapsed / peak
-        return values
 
     def add_rollout(
         self, values: dict[str, torch.Tensor], reduce: Literal["mean", "min", "max"] = "mean"
     ) -> None:
         """Adds values of a rollout to the next log line. NaN counts nowhere.
 
-        They stay there if the engine skips the rollout's first update, since the rollout was made
-        all the same. All processes must call it.
+        They stay there if the engine skips the rollout's first update, because the rollout was
+        made all the same. All processes must call it.
 
         Args:
             values: by tag, each of any shape, the same on every process.
@@ -407,8 +357,7 @@ class Metrics:
                 file.write(json.dumps(line) + "\n")
         if self.board:
             self.board.add_scalars(values, global_step)
-        for tracker in self.trackers:
-            tracker.log(values, step=global_step)
+        self.accelerator.log(values, step=global_step)
 
     def close(self) -> None:
         """Writes the last line if it is still open, and ends trackers, bar and process group.
@@ -416,8 +365,6 @@ class Metrics:
         All processes must call it.
         """
         self.log()
-        for tracker in self.trackers:
-            tracker.finish()
         self.bar.close()
         self.accelerator.end_training()
         if self.accelerator.num_processes > 1 and self.accelerator.device.type == "cpu":

@@ -5,7 +5,6 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
-from transformers import get_scheduler
 
 from common import counted
 from common.run import Run
@@ -88,6 +87,8 @@ def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int):
     Args:
         args: needs `lr_scheduler_type warmup_steps`.
     """
+    from transformers import get_scheduler  # slow to import
+
     warmup = warmup_updates(args.warmup_steps, total_updates)
     return get_scheduler(args.lr_scheduler_type, optimizer, warmup, total_updates)
 

@@ -98,6 +98,13 @@ class Progress:
         recent = self.updates_seen - RECENT_UPDATES
         self.recent_skips = [update for update in self.recent_skips if update > recent]
 
+    def counts(self) -> dict[str, int]:
+        """Returns what a log line tells of the counters."""
+        counts = {"samples": self.samples}
+        if self.counts_sequences:
+            counts["sequences"] = self.sequences
+        return counts | {"tokens": self.tokens, "skipped_steps": self.skipped_steps}
+
     def due(self, interval: float) -> bool:
         """Whether to save now: after every `interval` applied updates, and at the end.
 

@@ -1,7 +1,6 @@
-"""What a run records of itself: its arguments, its surroundings, and a card for its model."""
+"""What a run records about itself: arguments, surroundings, and a card for its model."""
 
 import contextlib
-import functools
 import importlib.metadata
 import json
 import os
@@ -9,8 +8,10 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from datetime import date, datetime, timezone
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -19,7 +20,7 @@ from common import REPOSITORY, counted, distributed, engine, folders
 
 ARGUMENTS_FILE = "run.yaml"
 ENVIRONMENT_FILE = "environment.json"
-# Where a run writes, and whether it goes on from a checkpoint, is no part of what it computes.
+# Where a run writes, and whether it resumes, does not belong to what it computes.
 NOT_REPEATED = ("output_dir", "resume")
 PACKAGES = (
     "torch",
@@ -75,7 +76,7 @@ def find_date(args) -> str:
     elif args.resume != "never":
         candidates = [Path(args.resume)]
     for path in candidates:
-        # A torn checkpoint is refused later. Here another one of the same run will do.
+        # A torn checkpoint is refused later. Here another one of the same run is as good.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             day = folders.read_json(path / "state.json")["arguments"]["date"]
             if day is not None:
@@ -137,8 +138,8 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """Returns the commit of this repository, with a `+` if files differ; None outside of git.
 
-    It takes no lock, so that it never is in the way of a user's own git command. `describe --dirty`
-    would take that of the index, whatever the option says.
+    It takes no lock, so that it never blocks a user's own git command. `describe --dirty` would
+    lock the index, whatever the option says.
     """
     described = git("describe", "--always", "--abbrev=40")
     if described is None:
@@ -159,7 +160,7 @@ def git(*words: str) -> str | None:
 
 # ============================================================ the card of a model
 def write_card(folder: Path, library: str) -> None:
-    """Writes a model card beside a saved actor, from what its run has recorded so far.
+    """Writes a model card into the folder of an actor, from what its run has recorded so far.
 
     Args:
         folder: somewhere below the run's `output_dir`. Without a run above it there is no card.
@@ -201,80 +202,60 @@ def card(output_dir: Path, library: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-class Log:
+class Ends(NamedTuple):
     """The first and the last lines of a run's `metrics.jsonl`.
 
-    A run may have millions of lines, and each checkpoint has a card. So each line is read once, and
-    those in between are not kept.
-
     Attributes:
-        ends: the first and the last line, or the only one.
+        lines: two lines, the same one twice if there is only one; empty without any.
         evaluations: likewise of the lines of evaluations.
     """
 
-    def __init__(self, output_dir: Path):
-        self.file = output_dir / "metrics.jsonl"
-        self.ends: list[dict] = []
-        self.evaluations: list[dict] = []
-        self.position = 0  # the bytes that are read
-
-    def read_on(self) -> None:
-        """Reads the lines that were written since the last call."""
-        if not self.file.is_file():
-            return
-        last = b""
-        with open(self.file, "rb") as lines:
-            lines.seek(self.position)
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break  # torn
-                self.position += len(line)
-                if not self.ends:
-                    keep(self.ends, line)
-                elif line.startswith(b"{"):
-                    last = line
-                if b'"eval/' in line:
-                    keep(self.evaluations, line)
-        keep(self.ends, last)
+    lines: list[dict]
+    evaluations: list[dict]
 
 
-def keep(ends: list[dict], line: bytes) -> None:
-    """Makes a line the last of these, unless it is none of ours."""
-    with contextlib.suppress(ValueError, RecursionError):
-        values = json.loads(line)
-        if isinstance(values, dict):
-            ends[1:] = [values]
+def ends_of_log(output_dir: Path) -> Ends:
+    """Returns the ends of a run's log; lines that are torn or somebody else's do not count."""
+    file = output_dir / "metrics.jsonl"
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    evaluations = [line for line in lines if b'"eval/' in line]
+    return Ends(first_and_last(lines), first_and_last(evaluations))
 
 
-the_log = functools.cache(Log)
+def first_and_last(lines: list[bytes]) -> list[dict]:
+    """Returns the first and the last of these lines that hold a JSON object; none without any."""
+    first = first_object(lines)
+    return [first, first_object(reversed(lines))] if first else []
 
 
-def log_of(output_dir: Path) -> Log:
-    """Returns the `Log` of the run that this process writes, as it stands now."""
-    log = the_log(output_dir.absolute())
-    log.read_on()
-    return log
+def first_object(lines: Iterable[bytes]) -> dict | None:
+    """Returns the first line that is a JSON object; None if there is none."""
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict):
+                return values
+    return None
 
 
 def figures(output_dir: Path) -> str:
     """Returns a table of the held-out figures before training and now; empty without any."""
-    evaluations = log_of(output_dir).evaluations
+    evaluations = ends_of_log(output_dir).evaluations
     if not evaluations:
         return ""
-    first = evaluations[0]["global_step"]
-    last = evaluations[-1]["global_step"]
+    first, last = [line["global_step"] for line in evaluations]
     rows = [f"| held out | update {first} | update {last} |", "| --- | --- | --- |"]
-    for name, before, after in first_and_last(evaluations):
+    for name, before, after in compared(evaluations):
         if name.startswith("eval/"):
             rows.append(f"| `{name}` | {before} | {after} |")
     return "\n".join(rows)
 
 
-def first_and_last(lines: list[dict]) -> list[tuple[str, str, str]]:
+def compared(ends: list[dict]) -> list[tuple[str, str, str]]:
     """Returns each metric of the last line: its name, and its first and last values as texts."""
-    first = lines[0]
+    first, last = ends
     rows = []
-    for name, value in lines[-1].items():
+    for name, value in last.items():
         before = f"{first[name]:.4g}" if name in first else "-"
         rows.append((name, before, f"{value:.4g}"))
     return rows

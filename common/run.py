@@ -38,7 +38,6 @@ class Run:
         last_saved: `global_step` of the last checkpoint in `checkpoints` that is this run's own;
             None if there is none.
         stop_signal: the signal that ends the run after its update; 0 if none came.
-        signalled_at: when the first signal came, by `time.monotonic`.
     """
 
     accelerator: Accelerator
@@ -57,7 +56,6 @@ class Run:
     beside_actor: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     last_saved: int | None = None
     stop_signal: int = 0
-    signalled_at: float = 0.0
 
     @property
     def device(self) -> torch.device:

@@ -21,9 +21,7 @@ class Bounds(NamedTuple):
     def describe(self) -> str:
         """Returns the range in words, such as `at least 0 and below 1`."""
         named = {name.replace("_", " "): limit for name, limit in self._asdict().items()}
-        return " and ".join(
-            f"{name} {limit:g}" for name, limit in named.items() if limit is not None
-        )
+        return " and ".join(f"{name} {limit}" for name, limit in named.items() if limit is not None)
 
     def hold(self, value: float) -> bool:
         """Whether a value is in the range."""
@@ -46,8 +44,8 @@ def arg(*, help: str, default: Any = MISSING, default_factory: Any = MISSING, **
 
 
 @dataclass
-class SharedArgs:
-    """What every recipe takes."""
+class DataArgs:
+    """The model that is trained, and the data that it is trained on."""
 
     model_name_or_path: str | None = arg(
         default=None, help="the model to train: a hub name or a folder"
@@ -84,6 +82,16 @@ class SharedArgs:
         help="make prompts and answers that are strings turns of user and assistant",
     )
     output_dir: str | None = arg(default=None, help="default: runs/<recipe>/<date-time>")
+    max_length: int = arg(
+        default=1024,
+        at_least=2,
+        help="tokens of prompt and answer; longer ones are cut at the end",
+    )
+
+
+@dataclass
+class UpdateArgs:
+    """The updates: their samples, their learning rate, how they are computed."""
 
     train_batch_size: int = arg(
         default=64, at_least=1, help="samples of one update, over all processes"
@@ -102,11 +110,6 @@ class SharedArgs:
     )
     max_epochs: int = arg(default=1, at_least=0, help="passes over the data")
     max_steps: int = arg(default=0, at_least=0, help="updates; 0: as many as the epochs hold")
-    max_length: int = arg(
-        default=1024,
-        at_least=2,
-        help="tokens of prompt and answer; longer ones are cut at the end",
-    )
     learning_rate: float = arg(default=1e-5, at_least=0, help="peak learning rate")
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
@@ -119,6 +122,17 @@ class SharedArgs:
     )
     adam_epsilon: float = arg(default=1e-8, at_least=0, help="Adam's epsilon")
     max_grad_norm: float = arg(default=1.0, at_least=0, help="gradient clipping; 0: none")
+    gradient_checkpointing: bool = arg(default=False, help="saves memory, costs time")
+    attn_implementation: str | None = arg(default=None, help="sdpa, eager, flash_attention_2 ...")
+    seed: int = arg(
+        default=0, at_least=0, below=2**32, help="of the data order, of sampling and of dropout"
+    )
+
+
+@dataclass
+class AdapterArgs:
+    """Low-rank adapters."""
+
     lora_r: int = arg(
         default=0,
         at_least=0,
@@ -135,11 +149,11 @@ class SharedArgs:
     load_in_4bit: bool = arg(
         default=False, help="pack the frozen weights below the adapters (QLoRA); one GPU or DDP"
     )
-    gradient_checkpointing: bool = arg(default=False, help="saves memory, costs time")
-    attn_implementation: str | None = arg(default=None, help="sdpa, eager, flash_attention_2 ...")
-    seed: int = arg(
-        default=0, at_least=0, below=2**32, help="of the data order, of sampling and of dropout"
-    )
+
+
+@dataclass
+class SavingArgs:
+    """When a run logs, evaluates and saves."""
 
     logging_steps: float = arg(
         default=1, at_least=0, help="updates between log lines; below 1: a share of all updates"
@@ -173,6 +187,11 @@ class SharedArgs:
     debug_overflow: bool = arg(
         default=False, help="name the module and the tensor that overflow; slow"
     )
+
+
+@dataclass
+class SharedArgs(SavingArgs, AdapterArgs, UpdateArgs, DataArgs):
+    """What every recipe takes. Its fields begin with those of the last base class."""
 
     # Besides what all recipes share, a resumed run may change these.
     may_change: ClassVar[set[str]] = set()

@@ -5,11 +5,12 @@ import sys
 import uuid
 from pathlib import Path
 
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from common import folders
 
-# Which run of each tracker this is, so that a resumed run goes on in it.
+# Which run of each tracker this is, so that a resumed run continues it.
 FILE = "trackers.json"
 # TensorBoard has a room of its own, `common/board.py`.
 OWN = ("tensorboard", "none")
@@ -19,7 +20,7 @@ def check(report_to: list[str]) -> None:
     """Refuses names of `--report_to` that are unknown, or whose package is not installed.
 
     Raises:
-        SystemExit: with the names that would do.
+        SystemExit: with the valid names.
     """
     known = [*OWN, *sorted(set(LOGGER_TYPE_TO_CLASS) - set(OWN))]
     installed = [str(name) for name in get_available_trackers()]
@@ -32,63 +33,49 @@ def check(report_to: list[str]) -> None:
         sys.exit(f"--report_to {' '.join(report_to)}: none goes with no other name")
 
 
-def start(report_to: list[str], output_dir: Path, settings: dict) -> list[GeneralTracker]:
-    """Opens a run in each tracker, or the one that this run already has there.
+def start(accelerator: Accelerator, report_to: list[str], output_dir: Path, settings: dict) -> None:
+    """Opens a run in each tracker, or the one that a resumed run has there already.
 
-    The project is the recipe's name, the run's name is that of `output_dir`. A tracker that cannot
-    continue a run gets a new one. For the main process.
+    The project is the recipe's name, the run's name is that of `output_dir`. For the main process.
 
     Args:
         settings: the run's arguments.
     """
-    names = [name for name in report_to if name not in OWN]
-    if not names:
-        return []
+    accelerator.log_with = [name for name in report_to if name not in OWN]
+    if not accelerator.log_with:
+        return
+    accelerator.project_configuration.set_directories(str(output_dir))  # of those with files
     file = output_dir / FILE
-    ids = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    trackers = []
-    for name in names:
-        tracker = make(name, ids.get(name), output_dir)
-        tracker.start()
-        if name not in ids:
-            tracker.store_init_configuration(settings)  # mlflow refuses another value later
-            ids[name] = id_of(tracker)
-        trackers.append(tracker)
+    is_new = not file.is_file()
+    ids = {"own": uuid.uuid4().hex[:12]} if is_new else folders.read_json(file)
+    accelerator.init_trackers(
+        project_name=Path(sys.argv[0]).stem,
+        config=settings if is_new else None,  # mlflow refuses another value later
+        init_kwargs=settings_of_trackers(output_dir, ids),
+    )
+    for tracker in accelerator.trackers:
+        if tracker.name == "mlflow":
+            ids["mlflow"] = tracker.tracker.info.run_id
+        if tracker.name == "aim":
+            ids["aim"] = tracker.tracker.hash
     folders.replace_file(file, json.dumps(ids, indent=1) + "\n")
-    return trackers
 
 
-def make(name: str, known_id: str | None, output_dir: Path) -> GeneralTracker:
-    """Returns accelerate's tracker of that name, not started.
+def settings_of_trackers(output_dir: Path, ids: dict[str, str]) -> dict[str, dict]:
+    """Returns what tells each tracker which run this is. Others begin a new run.
 
     Args:
-        known_id: of the run to go on with, as `id_of` returned it; None for a new run.
+        ids: `own`, which this run chose itself, and those that `mlflow` and `aim` chose.
     """
-    project = Path(sys.argv[0]).stem
-    run_name = output_dir.resolve().name
-    tracker_class = LOGGER_TYPE_TO_CLASS[name]
-    run_id = known_id or uuid.uuid4().hex[:12]
-    if name in ("wandb", "swanlab"):
-        return tracker_class(project, name=run_name, id=run_id, resume="allow")
-    if name == "trackio":
-        # It knows runs by their name alone: two folders of the same name must not be one run.
-        return tracker_class(project, name=known_id or f"{run_name}-{run_id[:4]}", resume="allow")
-    if name == "mlflow":
-        return tracker_class(project, run_id=known_id, run_name=run_name)
-    if name == "aim":
-        return tracker_class(project, logging_dir=str(output_dir), run_hash=known_id)
-    if name == "dvclive":
-        return tracker_class(project, dir=str(output_dir / "dvclive"), resume=known_id is not None)
-    return tracker_class(project)
-
-
-def id_of(tracker: GeneralTracker) -> str:
-    """Returns what names the run in its tracker; an empty text where nothing does."""
-    run = tracker.tracker
-    if tracker.name == "mlflow":
-        return run.info.run_id
-    if tracker.name == "trackio":
-        return run.name
-    if tracker.name == "aim":
-        return run.hash
-    return str(getattr(run, "id", ""))
+    name = output_dir.resolve().name
+    by_id = {"name": name, "id": ids["own"], "resume": "allow"}
+    # It knows runs by their name alone: two folders of the same name must not be one run.
+    by_name = {"name": f"{name}-{ids['own'][:4]}", "resume": "allow"}
+    return {
+        "wandb": by_id,
+        "swanlab": by_id,
+        "trackio": by_name,
+        "mlflow": {"run_name": name, "run_id": ids.get("mlflow")},
+        "aim": {"run_hash": ids.get("aim")},
+        "dvclive": {"dir": str(output_dir / "dvclive"), "resume": True},
+    }

@@ -131,7 +131,7 @@ def delay_scale_growth() -> None:
     that they were multiplied by. That update is halved, unless clipping decides its size.
 
     DeepSpeed also raises an error at the smallest scale. Here it does not: `Metrics.update_done`
-    ends the run, and says where.
+    ends the run, and says where it was.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 

@@ -5,10 +5,9 @@ python docs/arguments.py
 
 import argparse
 import importlib.util
-import re
 from pathlib import Path
 
-from transformers import HfArgumentParser
+from common.arguments import Parser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = ("sft", "reward", "dpo", "ppo", "grpo")
@@ -19,10 +18,10 @@ Written by `python docs/arguments.py` from the recipes' own `Args`; a test compa
 recipes/dpo.py --help` prints the same. The pages of the recipes say more about those that matter
 most: [sft](sft.md), [reward](reward.md), [dpo](dpo.md), [ppo](ppo.md), [grpo](grpo.md).
 
-A flag that is true or false may stand without a value: `--packing` is `--packing true`. What is
+A flag that is true or false may be given without a value: `--packing` is `--packing true`. What is
 true by default is turned off by `--no_share_prompts`, or `--share_prompts false`. A YAML file
-that is given first has the same names without the dashes; flags win over it. A default or a
-meaning that differs between recipes is given for each.
+that is given first has the same names without the dashes; flags win over it. Where recipes differ
+in a default, a range or a meaning, each is given with the names of its recipes.
 """
 
 
@@ -32,7 +31,7 @@ def actions(recipe: str) -> dict[str, argparse.Action]:
     spec = importlib.util.spec_from_file_location(f"arguments_of_{recipe}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = HfArgumentParser(module.Args)._actions
+    found = Parser(module.Args)._actions
     named = [action for action in found if not action.option_strings[0].startswith("--no_")]
     return {action.dest: action for action in named if action.dest != "help"}
 
@@ -41,22 +40,31 @@ def default_of(action: argparse.Action) -> str:
     """Returns a default as one would type it; `none` where there is no value."""
     value = action.default
     if value is None:
-        return "none"
+        return "`none`"
     if isinstance(value, bool):
-        return str(value).lower()
+        return f"`{str(value).lower()}`"
     if isinstance(value, list):
-        return " ".join(map(str, value)) or "none"
-    return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
+        return f"`{' '.join(map(str, value)) or 'none'}`"
+    if isinstance(value, float):
+        return f"`{value:g}`".replace("e-0", "e-")
+    return f"`{value}`"
 
 
 def values_of(action: argparse.Action) -> str:
-    """Returns what an argument takes: its choices, or the kind of its value."""
+    """Returns what an argument takes: its choices, or the kind of its value and the range."""
     if action.choices:
         return ", ".join(f"`{choice}`" for choice in action.choices)
     if isinstance(action.default, bool):
         return "true or false"
     kind = {int: "whole number", float: "number", str: "text"}.get(action.type, "text")
+    if action.bounds:
+        kind += f", {action.bounds.describe()}"
     return f"one or several: {kind}" if action.nargs in ("+", "*") else kind
+
+
+def meaning_of(action: argparse.Action) -> str:
+    """Returns the help of an argument."""
+    return action.help
 
 
 def row(name: str, of_recipes: dict[str, argparse.Action]) -> str:
@@ -65,27 +73,24 @@ def row(name: str, of_recipes: dict[str, argparse.Action]) -> str:
     Args:
         of_recipes: the argument in each recipe of the table that has it.
     """
-    defaults: dict[str, list[str]] = {}
-    helps: dict[str, list[str]] = {}
-    for recipe, action in of_recipes.items():
-        defaults.setdefault(default_of(action), []).append(recipe)
-        # In which folder a run goes is said once for all recipes.
-        text = (action.help or "").replace(f"runs/{recipe}/", "runs/<recipe>/")
-        helps.setdefault(re.sub(r"\s+", " ", text), []).append(recipe)
-    cells = [f"`--{name}`", joined(defaults, "`"), values_of(next(iter(of_recipes.values())))]
-    cells.append(joined(helps, ""))
+    cells = [f"`--{name}`"]
+    for describe in (default_of, values_of, meaning_of):
+        cells.append(joined({recipe: describe(action) for recipe, action in of_recipes.items()}))
     escaped = [cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells]
     return "| " + " | ".join(escaped) + " |"
 
 
-def joined(recipes_by_text: dict[str, list[str]], quote: str) -> str:
-    """Returns the one text, or each with the recipes that it is of."""
-    if len(recipes_by_text) == 1:
-        return f"{quote}{next(iter(recipes_by_text))}{quote}"
-    parts = [
-        f"{', '.join(recipes)}: {quote}{text}{quote}" for text, recipes in recipes_by_text.items()
-    ]
-    return "; ".join(parts)
+def joined(texts: dict[str, str]) -> str:
+    """Returns what all recipes say; where they differ, each text after the recipes that say it.
+
+    For `{"dpo": "0.1", "ppo": "0.03", "sft": "0.03"}` it is `dpo: 0.1; ppo, sft: 0.03`.
+    """
+    recipes_of: dict[str, list[str]] = {}
+    for recipe, text in texts.items():
+        recipes_of.setdefault(text, []).append(recipe)
+    if len(recipes_of) == 1:
+        return next(iter(recipes_of))
+    return "; ".join(f"{', '.join(recipes)}: {text}" for text, recipes in recipes_of.items())
 
 
 def page() -> str:

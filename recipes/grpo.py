@@ -1,4 +1,4 @@
-"""Group Relative Policy Optimization: sample a group of answers, raise those above its average.
+"""Group Relative Policy Optimization: sample groups of answers, make the better ones more likely.
 
 Shao et al. 2024, arXiv:2402.03300; from its family Dr. GRPO, DAPO, GSPO, RLOO, REINFORCE++ and
 CISPO by the arguments of the section `the algorithm`, see docs/grpo.md. Loss of an update, with
@@ -32,7 +32,6 @@ if getattr(common, "PROJECT", None) != "preference-recipes":
     )
 common.check_recipe(__file__)
 
-import contextlib
 import math
 import sys
 from dataclasses import dataclass
@@ -143,9 +142,6 @@ class Args(RewardArgs):
 
 
 # ============================================================ the algorithm
-# The random numbers of a rollout are drawn from [seed, rollout, stream]. No stream repeats another.
-SAMPLING_STREAM = 1
-ORDER_STREAM = 2
 # Added to a deviation before it divides.
 EPSILON = 1e-4
 
@@ -153,9 +149,9 @@ EPSILON = 1e-4
 def final_scores(
     scores: torch.Tensor, lengths: torch.Tensor, max_new_tokens: int, buffer: int, penalty: float
 ) -> torch.Tensor:
-    """Subtracts a penalty for length from the scores `[samples]`; a buffer of 0 subtracts nothing.
+    """Subtracts a penalty for length from the scores `[samples]`; nothing if the buffer is 0.
 
-    It grows from 0, `buffer` tokens before the longest possible response, to `penalty` at it.
+    It grows over the last `buffer` tokens of the longest possible response, from 0 to `penalty`.
     Source: DAPO, arXiv:2503.14476 eq. 13.
     """
     if buffer == 0:
@@ -167,12 +163,12 @@ def final_scores(
 def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns which groups of a rollout are kept, bool `[groups]`.
 
-    Source: DAPO, arXiv:2503.14476 section 3.2. With a KL all are kept: where the advantages are
-    zero, its term of the loss still has a gradient.
+    A group is left out if its advantages are all zero, unless the loss has a KL: that has a
+    gradient in every group. Source: DAPO, arXiv:2503.14476 section 3.2.
 
     Args:
-        scores: `[samples]`, without the penalty for length: where all responses are right, or all
-            wrong, a group is left out though their lengths differ.
+        scores: `[samples]`, without the penalty for length: a group whose responses are all right,
+            or all wrong, is left out even if their lengths differ.
     """
     if args.kl_coef or not args.drop_equal_groups:
         return torch.ones(len(scores) // args.n_samples_per_prompt, dtype=torch.bool)
@@ -184,7 +180,7 @@ def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
 def groups_with_advantages(
     scores: torch.Tensor, n_samples: int, baseline: str, advantage_std: str
 ) -> torch.Tensor:
-    """Returns which groups can have an advantage that is not zero, bool `[groups]`.
+    """Returns which groups can have an advantage other than zero, bool `[groups]`.
 
     With a baseline, a group of equal scores has none. Without one, a group of zeros has none,
     unless its scores are compared with those of the whole rollout.
@@ -204,7 +200,7 @@ def estimate_advantages(
     advantage_std: str,
     is_trained: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the advantage of each response, `[samples]`: that of all its tokens.
+    """Returns the advantage of each response, `[samples]`. All its tokens have the same.
 
     Sources: mean and deviation of the group, arXiv:2402.03300 section 4.1.2; no deviation,
     Dr. GRPO, arXiv:2503.20783; rloo, arXiv:2402.14740; deviation of the whole batch, REINFORCE++,
@@ -212,9 +208,9 @@ def estimate_advantages(
 
     Args:
         scores: `[samples]`, those of a group side by side.
-        is_trained: bool `[samples]`; the others count in their group, but not in the mean and the
-            deviation of the batch. None: all. One alone has no deviation: then the batch takes off
-            no mean, and divides by nothing.
+        is_trained: bool `[samples]`, None: all. The others count in their group, but not in the
+            mean and the deviation of the batch. A single sample has no deviation. It is then
+            neither compared with the mean nor divided.
     """
     groups = scores.double().reshape(-1, n_samples)
     if is_trained is None:
@@ -231,7 +227,7 @@ def estimate_advantages(
         advantages = advantages / (advantages.std(1, keepdim=True) + EPSILON)
     elif advantage_std == "batch" and is_trained.sum() > 1:
         trained = advantages.flatten()[is_trained]
-        if baseline == "none":  # a mean of groups is taken off already
+        if baseline == "none":  # otherwise the groups' means are subtracted already
             advantages = advantages - trained.mean()
         advantages = advantages / (trained.std() + EPSILON)
     return advantages.flatten().to(scores.dtype)
@@ -242,8 +238,8 @@ def ratios_to_old(
 ) -> torch.Tensor:
     """Returns the ratios of new to old probabilities, `[samples, length]`.
 
-    Those of a sequence are the geometric mean of its tokens' ratios, `[samples, 1]`. Source: GSPO,
-    arXiv:2507.18071 eq. 7.
+    The ratio of a sequence is the geometric mean of its tokens' ratios, `[samples, 1]`. Source:
+    GSPO, arXiv:2507.18071 eq. 7.
     """
     log_ratios = logps - old_logps
     if ratio == "sequence":
@@ -260,22 +256,24 @@ def policy_losses(
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the policy loss of each token, and where clipping below and above 1 decided it.
+    """Returns the policy loss of each token, and whether clipping below or above 1 decided it.
 
-    Where `clip` decides, a token has no gradient. `cispo` keeps it: it clips the weight of the
-    gradient, above only. Sources: clip, arXiv:2402.03300 eq. 3; another range above 1, DAPO,
-    arXiv:2503.14476 section 3.1; cispo, arXiv:2506.13585 eq. 4 and 5.
+    With `clip`, such a token has no gradient. `cispo` clips, above 1 only, the weight of the
+    gradient, so that every token has one. Sources: clip, arXiv:2402.03300 eq. 3; another range
+    above 1, DAPO, arXiv:2503.14476 section 3.1; cispo, arXiv:2506.13585 eq. 4 and 5.
 
     Args:
         ratios: `[samples, length]` or `[samples, 1]`; advantages: `[samples, 1]`.
     """
-    above = ratios > 1 + clip_high
+    is_below = ratios < 1 - clip_low
+    is_above = ratios > 1 + clip_high
     if loss_type == "cispo":
         weights = ratios.clamp(max=1 + clip_high).detach()
-        return -weights * advantages * logps, torch.zeros_like(above), above & (advantages != 0)
+        losses = -weights * advantages * logps
+        return losses, torch.zeros_like(is_below), is_above & (advantages != 0)
     clipped = ratios.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.minimum(ratios * advantages, clipped * advantages)
-    return losses, (ratios < 1 - clip_low) & (advantages < 0), above & (advantages > 0)
+    return losses, is_below & (advantages < 0), is_above & (advantages > 0)
 
 
 def kl_losses(
@@ -283,7 +281,7 @@ def kl_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the estimated KL(policy || reference) of each token, and its term of the loss.
 
-    The ratio weights the term, because the token was drawn by the old policy. So its expected
+    The ratio weights the term, because the old policy drew the token. So the term's expected
     gradient is that of the KL of the next token: for k3 because the ratio has a gradient, too, and
     for k2 because it has none. Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html;
     DeepSeek-V3.2, arXiv:2512.02556 eq. 7.
@@ -302,7 +300,7 @@ def kl_losses(
 def average_tokens(
     losses: torch.Tensor, mask: torch.Tensor, average: str, max_new_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the loss of each sample and its weight in the mean over an update, `[samples]` each.
+    """Returns the loss of each sample, and its weight in the mean over an update, `[samples]`.
 
     Sources: token, DAPO, arXiv:2503.14476 section 3.3; sequence, arXiv:2402.03300 eq. 3; constant,
     Dr. GRPO, arXiv:2503.20783.
@@ -321,15 +319,14 @@ def average_tokens(
 
 
 def compare(
-    output: dict, old: dict, weights: torch.Tensor, policy_has_moved: bool, args: Args
+    output: dict, old: dict, weights: torch.Tensor, args: Args
 ) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
     """Returns the losses of samples, their weights, and what is logged of them.
 
     Args:
         output: what `LogProbModel.forward` returned, with `entropy`.
-        old: `Rollout.tokens` of the same samples.
+        old: `Rollout.tokens` of the same samples, with `logps`.
         weights: `[samples]`, 0 for a padding row.
-        policy_has_moved: whether an update was applied since the sampler drew the responses.
 
     Returns:
         losses and weights `[samples]`; metrics.
@@ -353,7 +350,7 @@ def compare(
         "val/ratio": ratios.expand_as(logps),
     }
     if args.kl_coef:
-        # Each token's own ratio, also where one of the whole response weights the policy loss.
+        # Each token's own ratio, even if one ratio of the whole response weights the policy loss.
         token_ratios = ratios_to_old(logps, old["logps"], mask, "token")
         kl, kl_loss = kl_losses(logps, old["ref_logps"], token_ratios, args.kl_estimator)
         losses = losses + args.kl_coef * kl_loss
@@ -363,26 +360,35 @@ def compare(
     sample_weights = sample_weights * weights
     token_weights = mask * weights[:, None]
     logged = [Logged({"loss": losses}, sample_weights), Logged(of_tokens, token_weights)]
-    if not policy_has_moved:
-        difference = (logps - old["sampler_logps"]).abs()
-        name = "sampling/sampling_logp_difference"
-        logged.append(Logged({f"{name}/mean": difference}, token_weights))
-        logged.append(Logged({f"{name}/max": difference}, token_weights, reduce="max"))
     return losses, sample_weights, logged
+
+
+def sampler_differences(output: dict, old: dict, weights: torch.Tensor) -> list[Logged]:
+    """Returns, to be logged, how far the sampler's log-probs are from those of training.
+
+    The policy is the same: the sampler's kernels and precision make the difference.
+    """
+    difference = (output["logps"] - old["sampler_logps"]).abs()
+    token_weights = old["mask"] * weights[:, None]
+    name = "sampling/sampling_logp_difference"
+    return [
+        Logged({f"{name}/mean": difference}, token_weights),
+        Logged({f"{name}/max": difference}, token_weights, reduce="max"),
+    ]
 
 
 # ============================================================ the rollout
 @checkpoint.carried
 @dataclass
 class Rollout:
-    """Samples with what their updates compare with; on the CPU, the same on every process.
+    """Samples and what their updates need to know about them; on the CPU of every process.
 
     Attributes:
         samples: those of the groups that are kept.
-        is_trained: bool `[samples]`; the others count in their group only.
-        tokens: tensors `[samples, longest response]` by name: `mask`, `sampler_logps` and
-            `advantages`, the same for all tokens of a response; where an update needs them `logps`,
-            of the policy before the rollout's first update, and `ref_logps`.
+        is_trained: bool `[samples]`; the others only count in their group.
+        tokens: tensors `[samples, longest response]` by name: `mask`; `advantages`, `[samples, 1]`;
+            `sampler_logps`; if an update needs them, `logps`, of the policy before the rollout's
+            first update, and `ref_logps`, of the reference.
         made_at: `global_step` when the responses were sampled.
     """
 
@@ -398,21 +404,25 @@ class State:
     """What a run carries from update to update.
 
     Attributes:
-        rollout: whose updates are being made; None: a new one is due.
+        position: where the run is in its prompts and rollouts.
+        rollout: the one whose updates are being made; None: the next one is due.
+        prompts_seen_at_update: `position.prompts_seen` when a rollout last led to an update.
     """
 
     position: Position
     rollout: Rollout | None = None
+    prompts_seen_at_update: int = 0
 
 
 def make_rollout(
     run: Run, judge: Judge, reference: Reference | None, packer: Packer
 ) -> Rollout | None:
-    """Samples groups, scores them, and computes what their updates compare with.
+    """Samples groups, scores them, and computes what their updates need.
 
-    Returns None where no response is left to train on.
+    Returns None if no response is left to train on.
     """
     args = run.args
+    state: State = run.extra
     samples, scores = sample_groups(run, judge, packer)
     is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
     if not is_trained.any():
@@ -434,69 +444,47 @@ def make_rollout(
         },
         made_at=run.progress.global_step,
     )
-    # Before its first update the policy has not moved. Only the later updates need the old
-    # log-probs, as the pass that trains would compute them.
-    readers = {}
-    if updates_of(rollout, args) > 1:
-        readers["logps"] = run.model
-    if reference is not None:
-        readers["ref_logps"] = reference.model
-    rollout.tokens |= read_tokens(run, samples, readers, packer)
-    run.extra.position.prompts_seen_at_update = run.extra.position.prompts_seen
+    with run.metrics.timed("score"):
+        rollout.tokens |= read_tokens(run, rollout, reference, packer)
+    state.prompts_seen_at_update = state.position.prompts_seen
     return rollout
 
 
 def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torch.Tensor]:
     """Samples a group of responses to each prompt, scores them, and keeps groups that differ.
 
-    In place of the groups left out, further rounds take the prompts that come next, until none is
-    missing, `--refill_rounds` of them are made, or the epoch ends.
+    In place of the groups left out, further rounds take the next prompts, until none is missing,
+    `--refill_rounds` of them are made, or the epoch ends.
 
     Returns:
         The samples of the kept groups, and their scores `[samples]`.
     """
     args = run.args
-    mixture = run.data.mixture
     position = run.extra.position
-    samples_of_rounds = []
-    scores_of_rounds = []
+    kept_samples = []
+    kept_scores = []
     missing = args.rollout_batch_size
     for round_number in range(1 + args.refill_rounds):
-        prompt_rows = batches.rows_from(mixture, args.seed, position.prompts_seen, missing)
-        position.prompts_seen += len(prompt_rows)
-
+        prompts_of_round = position.take_prompts(run, missing)
         with run.metrics.timed("generate"):
-            prompts_of_round = run.data.train[prompt_rows]
-            uniforms = draw_uniforms(args, len(prompt_rows), position.rollouts_seen, round_number)
+            # A number for each token decides which one is sampled.
+            uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
             samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
-        # Where a logit is NaN, so is this log-prob, and the token is not worth a score.
-        check_finite(run, samples, {"sampler_logps": samples.padded_sampler_logps})
-
+        samples.check_finite(run)
         with run.metrics.timed("score"):
-            without_penalty = judge.score(run, samples, packer)
-        scores = with_penalty(without_penalty, samples, args)
-        check_finite(run, samples, {"scores": scores.total[:, None]})
+            scores = judge.score(run, samples, packer)
+        penalised = with_penalty(scores, samples, args)
 
-        is_kept = groups_to_keep(without_penalty.total, args)
-        log_samples(run, samples, scores, is_kept)
-        kept_samples = is_kept.repeat_interleave(args.n_samples_per_prompt)
-        samples_of_rounds.append(samples.select(kept_samples))
-        scores_of_rounds.append(scores.total[kept_samples])
+        is_kept = groups_to_keep(scores.total, args)
+        log_samples(run, samples, penalised, is_kept)
+        is_kept_sample = is_kept.repeat_interleave(args.n_samples_per_prompt)
+        kept_samples.append(samples.select(is_kept_sample))
+        kept_scores.append(penalised.total[is_kept_sample])
         missing -= int(is_kept.sum())
-        epoch_ended = position.prompts_seen % mixture.samples == 0
+        epoch_ended = position.prompts_seen % run.data.mixture.samples == 0
         if missing == 0 or epoch_ended:
             break
-    return Samples.joined(samples_of_rounds), torch.cat(scores_of_rounds)
-
-
-def draw_uniforms(args: Args, n_prompts: int, rollout: int, round_number: int) -> np.ndarray:
-    """Returns the numbers that decide the sampled tokens, `[prompts, samples, max_new_tokens]`.
-
-    They depend on the seed, the rollout and the round alone: not on the number of processes, nor on
-    what was drawn before.
-    """
-    draws = np.random.default_rng([args.seed, rollout, SAMPLING_STREAM, round_number])
-    return draws.random((n_prompts, args.n_samples_per_prompt, args.max_new_tokens))
+    return Samples.joined(kept_samples), torch.cat(kept_scores)
 
 
 def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
@@ -508,72 +496,63 @@ def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:
         buffer=args.overlong_buffer,
         penalty=args.overlong_penalty,
     )
-    return scores._replace(total=total)
+    return scores.with_total(total)
 
 
 @torch.no_grad()
 def read_tokens(
-    run: Run, samples: Samples, readers: dict[str, torch.nn.Module], packer: Packer
+    run: Run, rollout: Rollout, reference: Reference | None, packer: Packer
 ) -> dict[str, torch.Tensor]:
-    """Returns the log-prob of each response token under each of these models.
+    """Returns the log-probs of response tokens that a rollout's updates need, by name.
 
-    Args:
-        readers: models by the name of what they return.
+    `logps` are those of the policy, needed if there is more than one update: in the first the
+    policy has not moved. `ref_logps` are those of the reference, if there is one.
 
     Returns:
         `[samples, longest response]` each, zero after a response, the same on every process.
     """
+    readers = {}
+    if updates_of(rollout, run.args) > 1:
+        readers["logps"] = run.model
+    if reference is not None:
+        readers["ref_logps"] = reference.model
     if not readers:
         return {}
+    samples = rollout.samples
     temperature = run.args.temperature
     collected = Collected(run.accelerator)
-    with run.metrics.timed("score"), contextlib.ExitStack() as undo:
-        for reader in readers.values():
-            undo.enter_context(checks.evaluation_mode(reader))
-        for numbers, batch in samples.scoring_batches(run, packer):
+    with checks.evaluation_mode(run.model):
+        for rows, batch in samples.scoring_batches(run, packer):
             logps = {name: reader(batch, temperature)["logps"] for name, reader in readers.items()}
-            collected.add(numbers, batch["mask"], **logps)
-        tensors = collected.gather()
-    check_finite(run, samples, tensors)
-    return tensors
-
-
-def check_finite(run: Run, samples: Samples, tensors: dict[str, torch.Tensor]) -> None:
-    """Stops the run if a score or a log-prob is not finite, before one spreads over its group.
-
-    Args:
-        tensors: `[samples, longest response]` or `[samples, 1]` each, by name.
-    """
-    # A sum is finite only if all its parts are.
-    sums = sum(tensors.values(), start=torch.zeros(samples.mask.shape))
-    guards.check_finite(run, [(samples.rows, sums, samples.mask)], tensors)
+            collected.add(rows, batch["mask"], **logps)
+    tokens = collected.gather()
+    samples.check_finite(run, **tokens)
+    return tokens
 
 
 def log_samples(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tensor) -> None:
     """Adds the metrics of sampled groups to the next log line, and writes down the samples.
 
     Args:
-        is_kept: `[groups]`, which of them are trained on.
+        is_kept: bool `[groups]`, which of them are trained on.
     """
-    groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
     lengths = samples.mask.sum(1)
-    of_samples = {
+    logged = {
         "reward": scores.total,
         "completions/mean_length": lengths,
         "completions/clipped_ratio": ~samples.ended,
     }
-    of_samples |= {f"rewards/{name}/mean": part for name, part in scores.parts.items()}
-    of_groups = {
-        "frac_reward_zero_std": groups.amin(1) == groups.amax(1),
-        "frac_groups_dropped": ~is_kept,
-    }
+    for name, part in scores.parts.items():
+        logged[f"rewards/{name}/mean"] = part
+    groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
+    logged["frac_reward_zero_std"] = groups.amin(1) == groups.amax(1)
+    logged["frac_groups_dropped"] = ~is_kept
     if run.args.n_samples_per_prompt > 1:
-        of_groups["reward_std"] = groups.std(1)
-    examples = samples.examples(run.tokenizer, scores, "rollout")
-    run.metrics.add_rollout(of_samples | of_groups)
+        logged["reward_std"] = groups.std(1)
+    run.metrics.add_rollout(logged)
     run.metrics.add_rollout({"completions/min_length": lengths}, reduce="min")
     run.metrics.add_rollout({"completions/max_length": lengths}, reduce="max")
-    run.metrics.log_rollout(scores.total, examples)
+    run.metrics.log_rollout(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
 
 
 # ============================================================ the updates of a rollout
@@ -584,41 +563,34 @@ def updates_of(rollout: Rollout, args: Args) -> int:
 
 
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
-    """Returns the numbers of the samples of the rollout's next update.
+    """Returns which samples of the rollout form its next update, in a seeded order.
 
-    The updates of a pass have as many samples as one another, or one more: every update is a whole
-    step, so none is made from a few samples that are left over. A group may be divided.
+    The updates of an epoch have the same number of samples, or one more: each is a whole step, so
+    none is made of a few samples that are left over. A group may be divided.
     """
     updates_per_epoch = updates_of(rollout, args) // args.num_epochs_per_rollout
     epoch, update_of_epoch = divmod(position.update, updates_per_epoch)
-    order_seed = (args.seed, position.rollouts_seen, ORDER_STREAM)
-    numbers = order_of_samples(rollout, order_seed, epoch)
-    return np.array_split(numbers, updates_per_epoch)[update_of_epoch]
+    rows = order_of_samples(rollout, position.order_seed(args), epoch)
+    return np.array_split(rows, updates_per_epoch)[update_of_epoch]
 
 
 def order_of_samples(rollout: Rollout, order_seed: tuple, epoch: int) -> np.ndarray:
-    """Returns the numbers of a rollout's samples in the order of one pass over them.
+    """Returns the rollout's samples that are trained on, by number, in the order of one epoch.
 
-    Groups come in a seeded order. The samples of a group stand side by side, so that most of them
-    get into one update and can share the prompt.
+    Groups come in a seeded order. The samples of a group are side by side, so that most of them are
+    in the same update and can share the prompt.
     """
     n_samples = rollout.samples.per_prompt
     groups = batches.epoch_order(len(rollout.samples) // n_samples, order_seed, epoch)
-    numbers = (groups[:, None] * n_samples + np.arange(n_samples)).flatten()
-    return numbers[rollout.is_trained[numbers].numpy()]
+    rows = (groups[:, None] * n_samples + np.arange(n_samples)).flatten()
+    return rows[rollout.is_trained[rows].numpy()]
 
 
-def collate(rollout: Rollout, numbers: list[int], packer: Packer) -> tuple[dict, dict]:
-    """Returns samples of a rollout as the model reads them, and their `Rollout.tokens`."""
-    prompt_ids = [rollout.samples.prompts[number] for number in numbers]
-    responses = [rollout.samples.responses[number] for number in numbers]
-    batch = packer.make_batch(prompt_ids, responses)
-    longest = batch["mask"].shape[1]
-    old = {
-        name: batches.send(tensor[numbers, :longest], packer.device)
-        for name, tensor in rollout.tokens.items()
-    }
-    return batch, old
+def total_weight(rollout: Rollout, rows: np.ndarray, args: Args) -> int:
+    """Returns the sum of the weights that `average_tokens` gives to the samples of an update."""
+    if args.average == "token":
+        return int(rollout.tokens["mask"][rows].sum())
+    return len(rows)
 
 
 # Key metrics by the titles of the charts in TensorBoard that show them together.
@@ -649,7 +621,7 @@ def main():
     )
     rewards.check_signatures(args, data)
     schedule = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
-    # The horizon counts every group as kept, whatever is left out later.
+    # The horizon of the schedule counts every group as kept.
     progress = Progress(
         data.mixture.samples,
         args.train_batch_size,
@@ -693,19 +665,19 @@ def main():
     # ============================================================ reference and rewards
     reference = Reference(run) if args.kl_coef else None
     judge = Judge(run)
-    readers = [model, judge.model, reference and reference.model]
+    readers = [model, judge.model, reference.model if reference else None]
     packer = checks.make_packer(run, readers, args.share_prompts)
 
     # ============================================================ the loop
     checkpoint.begin(run)
     console.begin(
         run,
-        data=f"{len(data.train)} rows; {packer.describe('their responses')}",
+        data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
         updates=schedule.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)
     state = run.extra
-    # Not `updates_seen == 0`: the run may be resumed after rollouts that led to no update.
+    # Not `updates_seen == 0`: a resumed run may have had rollouts that led to no update.
     if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
     count_prompts(run)
@@ -721,11 +693,10 @@ def main():
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         lengths = rollout.samples.lengths
+        # Responses that share their prompt should be in the same micro-batch.
         sorted_by = rollout.samples.group_lengths if packer.share else lengths
         micro_batches = batches.split_update(run, update_rows, sorted_by)
-        total_weight = len(update_rows)
-        if args.average == "token":
-            total_weight = int(rollout.tokens["mask"][update_rows].sum())
+        update_weight = total_weight(rollout, update_rows, args)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
@@ -733,22 +704,21 @@ def main():
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
-                data_rows = [rollout.samples.rows[number] for number in micro_batch.rows]
+                data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
                 weights = batches.send(micro_batch.weights, run.device)
-                batch, old = collate(rollout, micro_batch.rows, packer)
+                batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
-                    old["logps"] = output["logps"].detach()  # the ratios are exactly 1
-                losses, sample_weights, logged = compare(
-                    output, old, weights, policy_has_moved, args=args
-                )
+                    metrics.pending.add(sampler_differences(output, old, weights))
+                    old["logps"] = output["logps"].detach()  # so all ratios are exactly 1
+                losses, sample_weights, logged = compare(output, old, weights, args)
                 new = {f"new {name}": tensor for name, tensor in output.items()}
                 guard.check(data_rows, losses, sample_weights, {**old, **new})
                 # The loss is the weighted mean over the update's samples. The engine itself divides
                 # by `divisor`, the number of micro-batches of all processes.
-                accelerator.backward((losses * sample_weights).sum() * divisor / total_weight)
+                accelerator.backward((losses * sample_weights).sum() * divisor / update_weight)
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(
                         model.parameters(), args.max_grad_norm or math.inf
@@ -780,7 +750,7 @@ def main():
 
 
 def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
-    """Logs, evaluates and saves where it is due, and ends the run where a signal asks for it."""
+    """Logs, evaluates and saves what is due, and ends the run if a signal asks for it."""
     args = run.args
     if run.progress.log_due(args.logging_steps):
         run.metrics.log()
@@ -794,7 +764,10 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
 
 
 def count_prompts(run: Run) -> None:
-    """Tells `progress` how many prompts are used up, and whether that ends the run."""
+    """Tells `progress` how many prompts are used up, and whether the run ends with them.
+
+    Rollouts differ in their updates, so `progress` cannot tell this from the updates alone.
+    """
     args = run.args
     n_prompts = run.data.mixture.samples
     run.progress.rows_seen = run.extra.position.prompts_seen
@@ -803,7 +776,7 @@ def count_prompts(run: Run) -> None:
 
 
 def skip_rollout(run: Run) -> None:
-    """Goes on to the next rollout, because this one has nothing to train on, and says so.
+    """Goes on to the next rollout, because this one has nothing to train on, and prints a warning.
 
     Raises:
         SystemExit: a whole epoch of prompts led to no update, and the run would go on.
@@ -816,8 +789,9 @@ def skip_rollout(run: Run) -> None:
         f"no update from rollout {position.rollouts_seen}: it has no response to train on "
         "(the advantages of all groups are zero, or all responses are cut)"
     )
-    since_update = position.prompts_seen - position.prompts_seen_at_update
+    since_update = position.prompts_seen - run.extra.prompts_seen_at_update
     if since_update >= run.data.mixture.samples and not run.progress.finished:
+        run.metrics.log()  # the rewards that taught nothing
         sys.exit(f"{message}, nor from any of the last {since_update} prompts, a whole epoch")
     run.metrics.warn(message)
 
@@ -890,7 +864,7 @@ def check_rollout_size(args: Args) -> None:
         sys.exit(
             f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
             f"{args.n_samples_per_prompt} = {samples} samples, fewer than --train_batch_size "
-            f"{args.train_batch_size}: no update would have as many. Least that would do: "
+            f"{args.train_batch_size}: no update would have as many. Smallest valid size: "
             f"--rollout_batch_size {least}"
         )
 

@@ -1,4 +1,4 @@
-"""Proximal Policy Optimization: sample answers, score them, raise the better than expected ones.
+"""Proximal Policy Optimization: sample answers, make those better than expected more likely.
 
 Schulman et al. 2017, arXiv:1707.06347; for language models Ziegler et al. 2019, arXiv:1909.08593,
 and the details of Huang et al. 2024, arXiv:2403.17031. Loss of an update, over its response tokens,
@@ -143,11 +143,6 @@ class Args(RewardArgs):
 
 
 # ============================================================ the algorithm
-# The random numbers of a rollout are drawn from [seed, rollout, stream]. No stream repeats another.
-SAMPLING_STREAM = 1
-ORDER_STREAM = 2
-
-
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimates KL(policy || reference) of each token from the sampled token alone.
 
@@ -164,7 +159,7 @@ def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) ->
 def final_scores(
     scores: torch.Tensor, ended: torch.Tensor, reward_clip: float, missing_eos_penalty: float
 ) -> torch.Tensor:
-    """Clips scores `[samples]`, if `reward_clip` is not 0, and then penalises missing ends."""
+    """Clips the scores `[samples]`, then subtracts a penalty where a response does not end."""
     if reward_clip:
         scores = scores.clamp(-reward_clip, reward_clip)
     return scores - missing_eos_penalty * ~ended
@@ -173,10 +168,10 @@ def final_scores(
 def token_rewards(
     scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float
 ) -> torch.Tensor:
-    """Returns the reward of each token `[samples, length]`, zero behind a response.
+    """Returns the reward of each token `[samples, length]`, zero after a response.
 
-    It is minus the KL of the token and, on the last token, the score `[samples]` of the response.
-    Source: arXiv:1909.08593 eq. 2.
+    It is minus `kl_coef` times the KL of the token. The last token also gets the score `[samples]`
+    of the response. Source: arXiv:1909.08593 eq. 2.
     """
     places = torch.arange(mask.shape[1], device=mask.device)
     is_last = places == mask.sum(1, keepdim=True) - 1
@@ -186,10 +181,10 @@ def token_rewards(
 def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, gae_lambda: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns advantages and returns `[samples, length]`, zero behind a response.
+    """Returns advantages and returns `[samples, length]`, zero after a response.
 
-    The state at the end of a response has the value zero. Sources: Generalised Advantage
-    Estimation, arXiv:1506.02438 eq. 16; a return is advantage plus value, TD(lambda).
+    The state after the last token has the value zero. Sources: Generalised Advantage Estimation,
+    arXiv:1506.02438 eq. 16; a return is advantage plus value, TD(lambda).
     """
     values = torch.where(mask, values, 0.0)
     advantages = torch.zeros_like(values)
@@ -219,7 +214,7 @@ def policy_losses(
     clip_high: float,
     dual_clip: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the policy loss of each token, and where clipping decided it.
+    """Returns the policy loss of each token, and whether clipping decided it.
 
     Sources: arXiv:1707.06347 eq. 7; another range above 1: DAPO, arXiv:2503.14476 section 3.1;
     dual clip: arXiv:1912.09729.
@@ -237,9 +232,9 @@ def policy_losses(
 def value_losses(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the loss of each token's value, and where clipping decided it.
+    """Returns the loss of each token's value, and whether clipping decided it.
 
-    Source: PPO's first code, see arXiv:2403.17031.
+    Source: the original PPO code, see arXiv:2403.17031.
     """
     clipped_values = values
     if clip:
@@ -255,13 +250,13 @@ def explained_variance(
 ) -> torch.Tensor:
     """Returns the share of the returns' variance over tokens that the critic's values explain.
 
-    It is 1 - Var(returns - values) / Var(returns): 1 where they agree, 0 where a constant would do
-    as well, below 0 where it would do better. NaN where the returns hardly differ.
+    It is 1 - Var(returns - values) / Var(returns): 1 if they agree, 0 if a constant would predict
+    the returns as well, below 0 if a constant would do better. NaN if the returns hardly differ.
     """
     kept = returns[mask].double()
-    errors = kept - values[mask].double()
+    residuals = kept - values[mask].double()
     variance = kept.var(unbiased=False)
-    return torch.where(variance > 1e-8, 1 - errors.var(unbiased=False) / variance, torch.nan)
+    return torch.where(variance > 1e-8, 1 - residuals.var(unbiased=False) / variance, torch.nan)
 
 
 def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, samples: int) -> float:
@@ -274,21 +269,21 @@ def next_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, sampl
 
 
 def compare(
-    output: dict, rollout: "Rollout", old: dict, weights: torch.Tensor, args: Args
+    output: dict, old: dict, weights: torch.Tensor, rollout: "Rollout", args: Args
 ) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
     """Returns the losses of response tokens, their weights, and what is logged of them.
 
     Args:
         output: what `ActorCritic.forward` returned, with `entropy`.
-        rollout: says which KL coefficient holds, and whether the actor learns.
         old: `Rollout.tokens` of the same samples.
         weights: `[samples]`, 0 for a padding row.
+        rollout: of these samples; tells the coefficient of the KL and whether the actor learns.
 
     Returns:
         losses and weights `[samples, length]`; metrics.
     """
     logps = output["logps"]
-    of_policy, policy_clipped = policy_losses(
+    policy_loss, policy_clipped = policy_losses(
         logps,
         old["logps"],
         old["advantages"],
@@ -296,39 +291,51 @@ def compare(
         clip_high=args.clip_range if args.clip_range_high is None else args.clip_range_high,
         dual_clip=args.dual_clip,
     )
-    of_values, values_clipped = value_losses(
+    value_loss, value_clipped = value_losses(
         output["values"], old["values"], old["returns"], args.value_clip_range
     )
-    of_actor = of_policy
+    actor_loss = policy_loss
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
-        of_actor = of_policy + rollout.kl_coef * kl
-    losses = of_actor * float(rollout.actor_learns) + args.vf_coef * of_values
+        actor_loss = policy_loss + rollout.kl_coef * kl
+    # While only the critic learns, the actor's gradient is zero. Engines expect it all the same.
+    losses = actor_loss * float(rollout.actor_learns) + args.vf_coef * value_loss
 
     token_weights = old["mask"] * weights[:, None]
     of_tokens = {
         "loss": losses,
-        "loss/policy_avg": of_policy,
-        "loss/value_avg": of_values,
+        "loss/policy_avg": policy_loss,
+        "loss/value_avg": value_loss,
         "policy/approxkl_avg": (logps - old["logps"]) ** 2 / 2,
         "policy/clipfrac_avg": policy_clipped.float(),
         "policy/entropy_avg": output["entropy"],
-        "val/clipfrac_avg": values_clipped.float(),
+        "val/clipfrac_avg": value_clipped.float(),
         "val/ratio": torch.exp(logps - old["logps"]),
     }
     return losses, token_weights, [Logged(of_tokens, token_weights)]
+
+
+def rounding(output: dict, old: dict, weights: torch.Tensor) -> Logged:
+    """Returns, to be logged, how far ratios are from 1 though the policy has not moved.
+
+    The pass that computed the old log-probs had other micro-batches, and rounded otherwise.
+    """
+    log_ratios = output["logps"].detach() - old["logps"]
+    of_tokens = {"val/max_rounding": log_ratios.expm1().abs()}
+    return Logged(of_tokens, old["mask"] * weights[:, None], reduce="max")
 
 
 # ============================================================ the rollout
 @checkpoint.carried
 @dataclass
 class Rollout:
-    """Samples with what their updates compare with; on the CPU, the same on every process.
+    """Samples and what their updates need to know about them; on the CPU of every process.
 
     Attributes:
+        samples: prompts and responses.
         tokens: tensors `[samples, longest response]` by name: `mask logps values advantages
             returns`, and `ref_logps` where there is a reference.
-        kl_coef: the coefficient of the KL when it was made.
+        kl_coef: the coefficient of the KL when the rollout was made.
         actor_learns: false while only the critic does.
         made_at: `global_step` when the responses were sampled.
     """
@@ -346,8 +353,9 @@ class State:
     """What a run carries from update to update.
 
     Attributes:
+        position: where the run is in its prompts and rollouts.
         kl_coef: the coefficient of the KL for the next rollout.
-        rollout: whose updates are being made; None: a new one is due.
+        rollout: the one whose updates are being made; None: the next one is due.
     """
 
     position: Position
@@ -358,63 +366,63 @@ class State:
 def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Packer) -> Rollout:
     """Samples responses, scores them, and estimates the advantage of each of their tokens."""
     args = run.args
-    state = run.extra
+    state: State = run.extra
     position = state.position
-    prompt_rows = batches.rows_from(
-        run.data.mixture, args.seed, position.prompts_seen, args.rollout_batch_size
-    )
-    position.prompts_seen += len(prompt_rows)
-
+    prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
     with run.metrics.timed("generate"):
-        prompts_of_rollout = run.data.train[prompt_rows]
-        uniforms = draw_uniforms(args, len(prompt_rows), position.rollouts_seen)
+        # A number for each token decides which one is sampled.
+        uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
         samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
     with run.metrics.timed("score"):
         scores = score(run, judge, samples, packer)
         old = read_tokens(run, samples, reference, packer)
-    check_finite(run, samples, scores.total, old)
+    # Checked now, because whitening would spread one such value over all samples.
+    samples.check_finite(run, scores=scores.total[:, None], **old)
 
-    kl_coef = state.kl_coef
-    tokens, logged = estimate_advantages(samples, scores.total, old, kl_coef, args=args)
-    log_rollout(run, samples, scores, tokens["returns"], logged=logged)
-    actor_learns = position.rollouts_seen >= args.critic_warmup_rollouts
-    # Before the actor learns there is no KL to adapt to.
-    if args.kl_target and actor_learns:
-        kl = logged["objective/kl"].mean().item()
+    mask = samples.mask
+    kl = torch.zeros_like(old["logps"])
+    if reference is not None:
+        kl = kl_estimate(old["logps"], old["ref_logps"], args.kl_estimator).where(mask, 0.0)
+    kl_coef_in_reward = state.kl_coef if args.kl_in == "reward" else 0.0
+    reward_of_token = token_rewards(scores.total, kl, mask, kl_coef_in_reward)
+    advantages, returns = gae(
+        reward_of_token, old["values"], mask, gamma=args.gamma, gae_lambda=args.gae_lambda
+    )
+    rollout = Rollout(
+        samples=samples,
+        tokens={"mask": mask, **old, "returns": returns, "advantages": whiten(advantages, mask)},
+        kl_coef=state.kl_coef,
+        actor_learns=position.rollouts_seen >= args.critic_warmup_rollouts,
+        made_at=run.progress.global_step,
+    )
+    log_rollout(run, rollout, scores, kl=kl, reward_of_token=reward_of_token)
+    # Before the actor learns, there is no KL to adapt to.
+    if args.kl_target and rollout.actor_learns:
         state.kl_coef = next_kl_coef(
-            kl_coef, kl, args.kl_target, args.kl_horizon, samples=len(samples)
+            state.kl_coef,
+            kl=kl.sum(1).mean().item(),
+            target=args.kl_target,
+            horizon=args.kl_horizon,
+            samples=len(samples),
         )
-    return Rollout(samples, tokens, kl_coef, actor_learns, made_at=run.progress.global_step)
-
-
-def draw_uniforms(args: Args, n_prompts: int, rollout: int) -> np.ndarray:
-    """Returns the numbers that decide the sampled tokens, `[prompts, samples, max_new_tokens]`.
-
-    They depend on the seed and the rollout alone: not on the number of processes, nor on what was
-    drawn before.
-    """
-    draws = np.random.default_rng([args.seed, rollout, SAMPLING_STREAM])
-    return draws.random((n_prompts, args.n_samples_per_prompt, args.max_new_tokens))
+    return rollout
 
 
 def score(run: Run, judge: Judge, samples: Samples, packer: Packer) -> Scores:
-    """Returns the scores of responses, clipped, and lower where a response does not end."""
+    """Returns the scores of responses, clipped, and lower for a response that does not end."""
     args = run.args
     scores = judge.score(run, samples, packer)
     total = final_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
-    return scores._replace(total=total)
+    return scores.with_total(total)
 
 
 @torch.no_grad()
 def read_tokens(
     run: Run, samples: Samples, reference: Reference | None, packer: Packer
 ) -> dict[str, torch.Tensor]:
-    """Returns `logps values` of response tokens, before any update of the rollout.
+    """Returns `logps` and `values` of response tokens, and `ref_logps` if there is a reference.
 
     They come from the forward pass that trains, not from generation, whose rounding differs.
-
-    Args:
-        reference: adds `ref_logps`; None where there is none.
 
     Returns:
         `[samples, longest response]` each, zero after a response, the same on every process.
@@ -422,114 +430,66 @@ def read_tokens(
     temperature = run.args.temperature
     collected = Collected(run.accelerator)
     with checks.evaluation_mode(run.model):
-        for numbers, batch in samples.scoring_batches(run, packer):
+        for rows, batch in samples.scoring_batches(run, packer):
             output = run.model(batch, temperature)
-            found = {"logps": output["logps"], "values": output["values"]}
+            values = {"logps": output["logps"], "values": output["values"]}
             if reference is not None:
-                found["ref_logps"] = reference.logps(batch, temperature)
-            collected.add(numbers, batch["mask"], **found)
+                values["ref_logps"] = reference.logps(batch, temperature)
+            collected.add(rows, batch["mask"], **values)
     return collected.gather()
 
 
-def check_finite(run: Run, samples: Samples, scores: torch.Tensor, old: dict) -> None:
-    """Stops the run if a score, a log-prob or a value is not finite.
-
-    It must be called before advantages are whitened, which spreads such a value over all samples.
-    The sampler's log-probs count, too: where a logit is NaN, the drawn token means nothing.
-    """
-    token_values = {**old, "sampler_logps": samples.padded_sampler_logps}
-    # A sum is finite only if all its parts are.
-    sums = sum(token_values.values()) + scores[:, None]
-    tensors = {"scores": scores, **token_values}
-    guards.check_finite(run, [(samples.rows, sums, samples.mask)], tensors)
-
-
-def estimate_advantages(
-    samples: Samples, scores: torch.Tensor, old: dict, kl_coef: float, args: Args
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns what the updates of a rollout compare with, and what is logged of its responses.
-
-    Args:
-        scores: `[samples]`.
-        old: of the response tokens, see `read_tokens`.
-
-    Returns:
-        `Rollout.tokens`; metrics `[samples]`, NaN where a sample has no such value.
-    """
-    mask = samples.mask
-    kl = torch.zeros(mask.shape)
-    if "ref_logps" in old:
-        kl = torch.where(mask, kl_estimate(old["logps"], old["ref_logps"], args.kl_estimator), 0.0)
-    penalty = kl_coef if args.kl_in == "reward" else 0.0
-    by_token = token_rewards(scores, kl, mask, penalty)
-    advantages, returns = gae(
-        by_token, old["values"], mask, gamma=args.gamma, gae_lambda=args.gae_lambda
-    )
-    tokens = {
-        "mask": mask,
-        **old,
-        "returns": returns,
-        "advantages": whiten(advantages, mask),
-    }
-    explained = explained_variance(old["values"], returns, mask)
-    logged = {
-        "objective/entropy": -old["logps"].sum(1),
-        "objective/scores": scores,
-        "objective/kl_coef": torch.full_like(scores, kl_coef),
-        "objective/non_score_reward": by_token.sum(1) - scores,
-        "objective/rlhf_reward": by_token.sum(1),
-        "val/explained_variance": explained.expand(len(scores)),
-    }
-    if "ref_logps" in old:
-        logged["objective/kl"] = kl.sum(1)
-    return tokens, logged
-
-
 def log_rollout(
-    run: Run, samples: Samples, scores: Scores, returns: torch.Tensor, logged: dict
+    run: Run,
+    rollout: Rollout,
+    scores: Scores,
+    kl: torch.Tensor,
+    reward_of_token: torch.Tensor,
 ) -> None:
     """Adds a rollout's metrics to the next log line, and writes down its samples.
 
     Args:
-        returns: `[samples, longest response]`.
-        logged: metrics that `estimate_advantages` returned.
+        kl, reward_of_token: `[samples, longest response]`, zero after a response.
     """
-    lengths = samples.mask.sum(1)
-    parts = {f"rewards/{name}/mean": part for name, part in scores.parts.items()}
-    of_samples = {"responses/length": lengths, "responses/eos_rate": samples.ended, **parts}
-    of_tokens = {"val/returns_avg": torch.where(samples.mask, returns, torch.nan)}
-    run.metrics.add_rollout({**logged, **of_samples, **of_tokens})
+    samples = rollout.samples
+    tokens = rollout.tokens
+    mask = tokens["mask"]
+    lengths = mask.sum(1)
+    rewards_of_samples = reward_of_token.sum(1)
+    explained = explained_variance(tokens["values"], tokens["returns"], mask)
+    logged = {
+        "objective/entropy": -tokens["logps"].sum(1),
+        "objective/scores": scores.total,
+        "objective/kl_coef": torch.full_like(scores.total, rollout.kl_coef),
+        "objective/non_score_reward": rewards_of_samples - scores.total,
+        "objective/rlhf_reward": rewards_of_samples,
+        "val/explained_variance": explained.expand(len(samples)),
+        "val/returns_avg": tokens["returns"].where(mask, torch.nan),
+        "responses/length": lengths,
+        "responses/eos_rate": samples.ended,
+    }
+    if "ref_logps" in tokens:
+        logged["objective/kl"] = kl.sum(1)
+    for name, part in scores.parts.items():
+        logged[f"rewards/{name}/mean"] = part
+    run.metrics.add_rollout(logged)
     run.metrics.add_rollout({"responses/min_length": lengths}, reduce="min")
     run.metrics.add_rollout({"responses/max_length": lengths}, reduce="max")
-    examples = samples.examples(run.tokenizer, scores, "rollout")
-    run.metrics.log_rollout(scores.total, examples)
+    run.metrics.log_rollout(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
 
 
 # ============================================================ the updates of a rollout
-def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
-    """Returns the numbers of the samples of the rollout's next update, in a seeded order."""
-    order_seed = (args.seed, position.rollouts_seen, ORDER_STREAM)
-    n_samples = len(rollout.samples)
-    return batches.rows_of_update(n_samples, args.train_batch_size, order_seed, position.update)
-
-
 def updates_of(rollout: Rollout, args: Args) -> int:
     """Returns the number of updates that a rollout makes."""
     updates_per_epoch = math.ceil(len(rollout.samples) / args.train_batch_size)
     return args.num_epochs_per_rollout * updates_per_epoch
 
 
-def collate(rollout: Rollout, numbers: list[int], packer: Packer) -> tuple[dict, dict]:
-    """Returns samples of a rollout as the model reads them, and their `Rollout.tokens`."""
-    prompt_ids = [rollout.samples.prompts[number] for number in numbers]
-    responses = [rollout.samples.responses[number] for number in numbers]
-    batch = packer.make_batch(prompt_ids, responses)
-    longest = batch["mask"].shape[1]
-    old = {
-        name: batches.send(tensor[numbers, :longest], packer.device)
-        for name, tensor in rollout.tokens.items()
-    }
-    return batch, old
+def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
+    """Returns which samples of the rollout form its next update, in a seeded order."""
+    return batches.rows_of_update(
+        len(rollout.samples), args.train_batch_size, position.order_seed(args), position.update
+    )
 
 
 # Key metrics by the titles of the charts in TensorBoard that show them together.
@@ -615,17 +575,17 @@ def main():
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
 
     # ============================================================ reference and rewards
-    # Nothing reads a reference if the KL has no weight. As one, the policy needs no critic.
+    # At --kl_coef 0 nothing reads a reference. Of the policy as one, the critic is not needed.
     reference = Reference(run, with_values=False) if args.kl_coef else None
     judge = Judge(run)
-    readers = [model, judge.model, reference and reference.model]
+    readers = [model, judge.model, reference.model if reference else None]
     packer = checks.make_packer(run, readers, args.share_prompts)
 
     # ============================================================ the loop
     checkpoint.begin(run)
     console.begin(
         run,
-        data=f"{len(data.train)} rows; {packer.describe('their responses')}",
+        data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
         updates=schedule.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)
@@ -644,25 +604,24 @@ def main():
         update_tokens = int(rollout.tokens["mask"][update_rows].sum())
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
-        rates = optim.set_learning_rates(run, held=[] if rollout.actor_learns else ["actor"])
+        held = [] if rollout.actor_learns else ["actor"]
+        learning_rates = optim.set_learning_rates(run, held)
         policy_has_moved = progress.global_step > rollout.made_at
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
-                data_rows = [rollout.samples.rows[number] for number in micro_batch.rows]
+                data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
                 weights = batches.send(micro_batch.weights, run.device)
-                batch, old = collate(rollout, micro_batch.rows, packer)
+                batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
-                    # The pass that scored had other micro-batches, and rounded otherwise.
-                    now = output["logps"].detach()
-                    rounding = {"val/max_rounding": (now - old["logps"]).expm1().abs()}
-                    token_weights = old["mask"] * weights[:, None]
-                    metrics.pending.add([Logged(rounding, token_weights, reduce="max")])
-                    old["logps"] = now  # the ratios are exactly 1
-                losses, token_weights, logged = compare(output, rollout, old, weights, args=args)
+                    metrics.pending.add([rounding(output, old, weights)])
+                    old["logps"] = output["logps"].detach()  # so all ratios are exactly 1
+                losses, token_weights, logged = compare(
+                    output, old, weights, rollout=rollout, args=args
+                )
                 new = {f"new {name}": tensor for name, tensor in output.items()}
                 guard.check(data_rows, losses, token_weights, {**old, **new})
                 # The loss is the mean over the update's tokens. The engine itself divides by
@@ -688,8 +647,8 @@ def main():
         metrics.update_done(
             applied,
             grad_norm=grad_norm,
-            learning_rate=rates["actor"],
-            critic_learning_rate=rates["critic"],
+            learning_rate=learning_rates["actor"],
+            critic_learning_rate=learning_rates["critic"],
             loss_scale=loss_scale,
         )
         if applied:
@@ -737,17 +696,17 @@ def describe_rollout(args: Args) -> str:
 
 
 def check_rollout_size(args: Args) -> None:
-    """Refuses a rollout that makes no whole number of updates, and names the nearest that do."""
+    """Refuses a rollout that is no whole number of updates, and names the nearest valid sizes."""
     # The fewest prompts whose samples are a multiple of `--train_batch_size`.
-    samples = math.lcm(args.train_batch_size, args.n_samples_per_prompt)
-    step = samples // args.n_samples_per_prompt
-    if args.rollout_batch_size % step == 0:
+    fewest_samples = math.lcm(args.train_batch_size, args.n_samples_per_prompt)
+    fewest = fewest_samples // args.n_samples_per_prompt
+    if args.rollout_batch_size % fewest == 0:
         return
-    below = args.rollout_batch_size // step * step
-    nearest = " or ".join(str(size) for size in (below, below + step) if size)
+    below = args.rollout_batch_size // fewest * fewest
+    nearest = " or ".join(str(size) for size in (below, below + fewest) if size)
     sys.exit(
         f"{describe_rollout(args)} are not a multiple of --train_batch_size "
-        f"{args.train_batch_size}. Nearest that would do: --rollout_batch_size {nearest}."
+        f"{args.train_batch_size}. Nearest valid sizes: --rollout_batch_size {nearest}."
     )
 
 
@@ -762,7 +721,7 @@ def check_kl(args: Args) -> None:
         sys.exit("--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3")
     if args.kl_target and args.kl_coef <= 0:
         sys.exit(f"--kl_target {args.kl_target} needs --kl_coef above 0")
-    # Else one rollout could turn the sign of the coefficient, see next_kl_coef.
+    # Otherwise one rollout could change the sign of the coefficient, see next_kl_coef.
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     if args.kl_target and args.kl_horizon <= samples / 5:
         sys.exit(

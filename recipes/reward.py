@@ -215,7 +215,7 @@ def main():
     console.begin(
         run,
         data=f"{len(data.train)} pairs of {int(lengths.sum())} tokens; "
-        f"{packer.describe('both answers')}",
+        f"{packer.describe('both answers', each='answer')}",
         updates=progress.describe(),
     )
     scorer.config.update(run.extra)

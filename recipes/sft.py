@@ -114,7 +114,7 @@ def encode_conversation(
     if isinstance(completion, str):
         if not completion:
             return [], [], []
-        prompt_ids, ids = tokens.encode(tokenizer, [prompt, completion], plain=True)
+        prompt_ids, ids = tokens.encode_plain(tokenizer, prompt, completion)
         targets = [learn_contexts] * len(prompt_ids) + [True] * len(ids)
         return [Sequence(prompt_ids + ids, without_first(targets))], prompt_ids, []
 
@@ -125,7 +125,7 @@ def encode_conversation(
     notes = []
     last_learned = None
     for turn in turns:
-        answer = tokens.encode_turn(tokenizer, messages, turn, turn + 1, tools)
+        answer = tokens.encode_answer(tokenizer, messages[:turn], [messages[turn]], tools)
         notes += answer.notes
         if not answer.ids:  # the template does not write it
             continue

@@ -132,7 +132,7 @@ def kl_gradients(grpo, ratio: str, estimator: str) -> tuple[torch.Tensor, torch.
         "ref_logps": token_logps(reference).flatten(0, 1),
     }
     output = {"logps": samples, "entropy": torch.zeros_like(samples)}
-    losses, weights, _ = grpo.compare(output, old, probabilities.flatten(), False, args)
+    losses, weights, _ = grpo.compare(output, old, probabilities.flatten(), args)
     found = torch.autograd.grad((losses * weights).sum(), policy, retain_graph=True)[0]
 
     new, ref = policy.log_softmax(-1), reference.log_softmax(-1)

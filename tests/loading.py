@@ -4,6 +4,7 @@ import argparse
 import json
 import runpy
 import sys
+import types
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,6 +13,7 @@ from common import launch, optim
 from common.models import load, prepare
 from common.models.logprobs import LogProbModel
 from common.rollout import generation
+from common.shared_args import SharedArgs
 from runs import recipe
 
 
@@ -50,9 +52,10 @@ def main(folder: str, output_dir: str) -> None:
     ActorCritic = runpy.run_path(str(recipe("ppo")))["ActorCritic"]
     forget_peak()
     before = memory("VmRSS")
-    actor = load.causal_lm(folder, tokenizer, None)
-    critic = load.score_model(folder, tokenizer, None, new_head=True)
-    reference = LogProbModel(load.causal_lm(folder, tokenizer, None))
+    settings = SharedArgs()
+    actor = load.causal_lm(folder, tokenizer, settings)
+    critic = load.score_model(folder, tokenizer, settings, new_head=True)
+    reference = LogProbModel(load.causal_lm(folder, tokenizer, settings, frozen=True))
     loading = memory("VmHWM") - before
     # What a buffer that is saved would hold, as some architectures have one in each layer.
     values = torch.full((3,), 1.0 + accelerator.process_index, device=actor.lm_head.weight.device)
@@ -64,7 +67,8 @@ def main(folder: str, output_dir: str) -> None:
     reference = prepare.frozen(accelerator, reference)
     held = {id(parameter) for parameter in model.parameters()}
     steps = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    with generation.ready_to_generate(accelerator, model, policy.model):
+    run = types.SimpleNamespace(accelerator=accelerator, model=model, unwrapped=policy)
+    with generation.ready_to_generate(run):
         gathered = {"actor": is_cut(policy.model), "critic": is_cut(policy.critic)}
     found = {
         "loading": loading,

@@ -47,17 +47,17 @@ class Fault(NamedTuple):
 
 
 # Tests that several faults turn red.
-ALL_SPLITS = "test_invariance.py::test_every_split_is_the_same_run"
-OVERFLOWS = "test_fp16.py::test_what_overflows_leaves_no_trace"
-GRPO_RUN = "test_grpo.py::test_a_run_is_that_of_the_plain_reference"
-PACKED = "test_logprobs.py::test_packed_answers_are_read_as_each_alone[llama]"
-PPO_RUN = "test_ppo.py::test_every_logged_number_of_a_run[kl in the reward plain]"
-RESTORED = "test_resume.py::test_a_checkpoint_holds_what_decides_the_rest_of_a_run"
-REWARD_RUN = "test_reward.py::test_every_logged_number_and_the_weights_of_a_run"
-SHARED_PREFILL = "test_ppo.py::test_responses_of_a_prompt_share_its_prefill"
-TOO_LONG = "test_rewards.py::test_a_function_that_takes_too_long"
-TOKEN_MEANS = "test_metrics.py::test_the_token_means_of_sft"
-DPO_METRICS = "test_metrics.py::test_the_eight_metrics_of_dpo"
+ALL_SPLITS = "contracts/test_invariance.py::test_every_split_is_the_same_run"
+OVERFLOWS = "contracts/test_fp16.py::test_what_overflows_leaves_no_trace"
+GRPO_RUN = "rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference"
+PACKED = "models/test_logprobs.py::test_packed_answers_are_read_as_each_alone[llama]"
+PPO_RUN = "rollout/test_ppo.py::test_every_logged_number_of_a_run[kl in the reward plain]"
+RESTORED = "contracts/test_resume.py::test_a_checkpoint_holds_what_decides_the_rest_of_a_run"
+REWARD_RUN = "models/test_reward.py::test_every_logged_number_and_the_weights_of_a_run"
+SHARED_PREFILL = "rollout/test_ppo.py::test_responses_of_a_prompt_share_its_prefill"
+TOO_LONG = "rollout/test_rewards.py::test_a_function_that_takes_too_long"
+TOKEN_MEANS = "contracts/test_metrics.py::test_the_token_means_of_sft"
+DPO_METRICS = "contracts/test_metrics.py::test_the_eight_metrics_of_dpo"
 
 # ============================================================ what is counted
 COUNTING = [
@@ -70,7 +70,7 @@ COUNTING = [
             "self.skipped_steps += 1",
             by="self.skipped_steps += 1; self.global_step += 1",
         ),
-        "test_counting.py::test_an_epoch_ends_with_its_data_and_max_steps_counts_applied_updates",
+        "contracts/test_counting.py::test_an_epoch_ends_with_its_data_and_max_steps_counts_applied_updates",
     ),
     Fault(
         "last_update_forgotten",
@@ -81,7 +81,7 @@ COUNTING = [
             "math.ceil(self.n_rows / self.train_batch_size)",
             by="self.n_rows // self.train_batch_size",
         ),
-        "test_counting.py::test_log_lines_stand_at_the_first_the_multiples_and_the_last",
+        "contracts/test_counting.py::test_log_lines_stand_at_the_first_the_multiples_and_the_last",
     ),
     Fault(
         "log_rule_with_accumulation",
@@ -92,7 +92,7 @@ COUNTING = [
             "progress.log_due(args.logging_steps)",
             by="progress.log_due(args.logging_steps * len(micro_batches))",
         ),
-        "test_counting.py::test_accumulation_changes_no_number",
+        "contracts/test_counting.py::test_accumulation_changes_no_number",
     ),
     Fault(
         "skipped_sums_kept",
@@ -119,17 +119,17 @@ COUNTING = [
         replace(
             "main",
             "batches.rows_of_update("
-            "mixture, args.train_batch_size, args.seed, progress.updates_seen)",
+            "data.mixture, args.train_batch_size, args.seed, progress.updates_seen)",
             by="batches.rows_of_update("
-            "mixture, args.train_batch_size, args.seed, progress.global_step)",
+            "data.mixture, args.train_batch_size, args.seed, progress.global_step)",
         ),
         f"{OVERFLOWS}[sft-2-2]",
     ),
     Fault(
         "rollout_lost_with_skip",
         "the metrics of a rollout are dropped if its first update is skipped",
-        "recipes/ppo.py",
-        replace("log_rollout", "metrics.open.add", by="metrics.pending.add"),
+        "common/metrics.py",
+        replace("Metrics.add_rollout", "self.open.add", by="self.pending.add"),
         f"{OVERFLOWS}[ppo-2-1]",
     ),
 ]
@@ -156,7 +156,7 @@ WEIGHTING = [
             "(losses * weights).sum() * divisor / len(update_rows)",
             by="(losses * weights).mean() * divisor",
         ),
-        "test_counting.py::test_accumulation_changes_no_number",
+        "contracts/test_counting.py::test_accumulation_changes_no_number",
     ),
     Fault(
         "short_update_by_full_size",
@@ -203,21 +203,21 @@ WEIGHTING = [
         "one process has fewer micro-batches than another, which then waits for it",
         "common/batches.py",
         replace("split", "steps * processes", by="math.ceil(len(rows) / micro_batch_size)"),
-        "test_data.py::test_a_window_is_dealt_out_exactly_once",
+        "data/test_data.py::test_a_window_is_dealt_out_exactly_once",
     ),
     Fault(
         "padding_row_counted",
         "a process without rows counts its padding row",
         "common/batches.py",
         replace("micro_batch_of", "torch.zeros(1)", by="torch.ones(1)"),
-        "test_data.py::test_a_window_is_dealt_out_exactly_once",
+        "data/test_data.py::test_a_window_is_dealt_out_exactly_once",
     ),
     Fault(
         "loss_weight_dropped",
         "the tokens of a padding row count in PPO's loss",
         "recipes/ppo.py",
         replace("compare", "old['mask'] * weights[:, None]", by="old['mask'].float()"),
-        "test_ppo.py::test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for",
+        "rollout/test_ppo.py::test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for",
     ),
     Fault(
         "clipped_by_shard",
@@ -247,29 +247,17 @@ METRICS = [
         "common/metrics.py",
         replace(
             "Means.add",
-            "torch.stack([total, weights.sum(), smallest, largest])",
-            by="torch.stack([total / weights.sum().clamp(min=1), weights.any().double(),"
-            " smallest, largest])",
+            "torch.stack([number, weights.sum()])",
+            by="torch.stack([number / weights.sum().clamp(min=1), weights.any().double()])",
         ),
         f"{TOKEN_MEANS}[plain]",
-    ),
-    Fault(
-        "norms_of_one_shard",
-        "the norms of actor and critic are those of one process's shards",
-        "common/engine.py",
-        replace(
-            "record_group_norms.group_norms",
-            "accelerator.reduce(table).sqrt()",
-            by="table.sqrt()",
-        ),
-        f"{ALL_SPLITS}[zero2-tokens-ppo]",
     ),
     Fault(
         "log_not_cut",
         "a resumed run keeps the lines that the killed one wrote after its checkpoint",
         "common/left_behind.py",
-        drop_call("leave", "os.truncate"),
-        "test_resume.py::test_going_back_leaves_behind_what_came_after",
+        drop_call("LeftBehind.move_end_of", "os.truncate"),
+        "contracts/test_resume.py::test_going_back_leaves_behind_what_came_after",
     ),
 ]
 
@@ -280,14 +268,14 @@ ORDER = [
         "every epoch has the same order",
         "common/batches.py",
         replace("epoch_order", "np.append(seed, epoch)", by="seed"),
-        "test_data.py::test_windows_are_a_permutation_of_each_epoch",
+        "data/test_data.py::test_windows_are_a_permutation_of_each_epoch",
     ),
     Fault(
         "same_half",
         "a set of weight 0.5 has the same half of its rows in every epoch",
         "common/data/mixture.py",
         replace("rows_of_epoch", "epoch * count", by="0"),
-        "test_mixing.py::test_half_of_a_set_and_the_other_half_in_the_next_epoch",
+        "data/test_mixing.py::test_half_of_a_set_and_the_other_half_in_the_next_epoch",
     ),
     Fault(
         "order_by_process",
@@ -300,19 +288,24 @@ ORDER = [
         "draw_by_process",
         "the responses of a rollout depend on the process that samples them",
         "recipes/ppo.py",
-        replace("sample", "SAMPLING_STREAM", by="accelerator.process_index"),
+        replace(
+            "make_rollout",
+            "position.draw_uniforms(args, len(prompts_of_rollout['row']))",
+            by="position.draw_uniforms(args, len(prompts_of_rollout['row']), "
+            "run.accelerator.process_index)",
+        ),
         f"{ALL_SPLITS}[ddp-tokens-ppo]",
     ),
     Fault(
         "gathered_as_they_come",
-        "what the processes gather stands in their order, not in that of the rows",
+        "what the processes gather is in their order, not in that of the rows",
         "common/distributed.py",
         replace(
             "gather_rows",
             "[by_row[row] for row in range(len(by_row))]",
             by="list(by_row.values())",
         ),
-        "test_ppo.py::test_collected_values_are_padded_with_zeros",
+        "rollout/test_ppo.py::test_collected_values_are_padded_with_zeros",
     ),
     Fault(
         "padding_response_kept",
@@ -323,7 +316,7 @@ ORDER = [
             "micro_batch.rows if is_real else []",
             by="micro_batch.rows",
         ),
-        "test_ppo.py::test_a_padding_row_is_read_but_not_kept",
+        "rollout/test_ppo.py::test_a_padding_row_is_read_but_not_kept",
     ),
 ]
 
@@ -331,7 +324,7 @@ ORDER = [
 SAVING = [
     Fault(
         "random_states_lost",
-        "a resumed run draws its dropout as if it began anew",
+        "a resumed run draws its dropout as if it had just begun",
         "common/checkpoint.py",
         replace(
             "load",
@@ -346,8 +339,8 @@ SAVING = [
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
-            by="load_engine(run, path / 'engine'); run.optimizer.state.clear()",
+            "engine_state.load(run, path / 'engine')",
+            by="engine_state.load(run, path / 'engine'); run.optimizer.state.clear()",
         ),
         RESTORED,
     ),
@@ -362,7 +355,7 @@ SAVING = [
         "open_sums_not_saved",
         "the log line that is open at a checkpoint loses what it has so far",
         "common/checkpoint.py",
-        replace("state_beside_engine", "metrics.open.state()", by="{}"),
+        replace("state_besides_engine", "run.metrics.open.state()", by="{}"),
         RESTORED,
     ),
     Fault(
@@ -378,11 +371,11 @@ SAVING = [
         "common/checkpoint.py",
         replace(
             "save",
-            "earlier = folders.by_step(run.folder)",
-            by="earlier = folders.by_step(run.folder)\n"
+            "earlier = folders.by_step(run.checkpoints)",
+            by="earlier = folders.by_step(run.checkpoints)\n"
             "for path in earlier: shutil.rmtree(path, ignore_errors=True)",
         ),
-        "test_stopping.py::test_only_the_main_process_removes_what_failed",
+        "contracts/test_stopping.py::test_only_the_main_process_removes_what_failed",
     ),
     Fault(
         "written_in_place",
@@ -392,21 +385,21 @@ SAVING = [
             replace("save", "write(run, temporary, final)", by="write(run, final, final)"),
             drop_call("write", "folders.replace"),
         ),
-        "test_stopping.py::test_only_the_main_process_removes_what_failed",
+        "contracts/test_stopping.py::test_only_the_main_process_removes_what_failed",
     ),
     Fault(
         "checksum_not_compared",
         "a damaged file of the right size is taken for whole",
         "common/folders.py",
         replace("fault_of", "(found_size, found_crc) != (size, crc)", by="found_size != size"),
-        "test_resume.py::test_damage_is_named_and_the_checkpoint_before_taken",
+        "contracts/test_resume.py::test_damage_is_named_and_the_checkpoint_before_taken",
     ),
     Fault(
         "settings_not_compared",
         "a checkpoint of other data or other settings is resumed",
         "common/checkpoint.py",
         drop_call("load", "refuse_another_run"),
-        "test_resume.py::test_a_checkpoint_of_another_run_is_refused",
+        "contracts/test_resume.py::test_a_checkpoint_of_another_run_is_refused",
     ),
     Fault(
         "any_world",
@@ -417,28 +410,28 @@ SAVING = [
             "before.get('world') == universal_world(now['world'])",
             by="True",
         ),
-        "test_stopping.py::test_a_world_that_cannot_read_a_checkpoint_is_refused",
+        "contracts/test_stopping.py::test_a_world_that_cannot_read_a_checkpoint_is_refused",
     ),
     Fault(
         "one_process_hears",
         "a signal ends the process that got it, and the others wait for it",
-        "common/checkpoint.py",
-        replace("stop_if_asked", "run.accelerator.reduce(own_signal, 'max')", by="run.stop_signal"),
-        "test_stopping.py::test_a_signal_ends_the_run_with_a_checkpoint[zero2-SIGUSR1]",
+        "common/stopping.py",
+        replace("signal_of_any", "run.accelerator.reduce(number, 'max')", by="mine"),
+        "contracts/test_stopping.py::test_a_signal_ends_the_run_with_a_checkpoint[zero2-SIGUSR1]",
     ),
     Fault(
         "data_known_by_path",
         "the same data under another path is other data",
-        "common/data/dataset.py",
+        "common/data/conversion.py",
         argument("select_usable", "converted.select", "new_fingerprint", "None"),
-        "test_resume.py::test_going_back_leaves_behind_what_came_after",
+        "contracts/test_resume.py::test_going_back_leaves_behind_what_came_after",
     ),
     Fault(
         "ids_not_keyed_by_source",
         "ids from the cache are of an older row function",
-        "common/data/dataset.py",
+        "common/data/conversion.py",
         return_instead("source_of", "inspect.getsource(function)"),
-        "test_data.py::test_the_cache_knows_the_source_of_what_a_row_function_calls",
+        "data/test_data.py::test_the_cache_knows_the_source_of_what_a_row_function_calls",
     ),
 ]
 
@@ -448,7 +441,7 @@ MODELS = [
         "actor_from_one_shard",
         "the saved actor holds one process's part of the weights",
         "common/actor.py",
-        return_instead("gather_weights", "unwrapped.state_dict()"),
+        return_instead("gather_weights", "run.unwrapped.state_dict()"),
         # Not SFT's: without generation, DeepSpeed holds weights this small on every process.
         f"{ALL_SPLITS}[zero3-tokens-ppo]",
     ),
@@ -458,8 +451,8 @@ MODELS = [
         "recipes/sft.py",
         replace(
             "main",
-            "model(inputs, extras=('correct',))",
-            by="policy(inputs, extras=('correct',))",
+            "model(batch, extras=('correct',))",
+            by="policy(batch, extras=('correct',))",
         ),
         f"{ALL_SPLITS}[ddp-2-sft]",
     ),
@@ -468,32 +461,36 @@ MODELS = [
         "the rotary frequencies are rounded to half precision with the weights",
         "common/models/prepare.py",
         replace("for_training", "exact_buffers(accelerator, model)", by="contextlib.nullcontext()"),
-        "test_strategies.py::test_buffers_are_not_rounded_with_the_weights",
+        "engines/test_strategies.py::test_buffers_are_not_rounded_with_the_weights",
     ),
     Fault(
         "reference_moves",
         "the reference is the model that is trained",
         "recipes/dpo.py",
-        replace("main.reference_logps", "reference(inputs)", by="model(inputs)"),
+        replace(
+            "main",
+            "reference = Reference(run)",
+            by="reference = Reference(run); reference.model = model",
+        ),
         f"{DPO_METRICS}[plain-more0]",
     ),
     Fault(
         "cached_padding_row_added",
         "the reference's log-probs of a padding row are added to those of the row itself",
-        "recipes/dpo.py",
-        replace("reference_table", "weights > 0", by="weights >= 0"),
+        "common/models/reference.py",
+        replace("Reference.table_of", "weights > 0", by="weights >= 0"),
         f"{DPO_METRICS}[ddp-more3]",
     ),
     Fault(
         "any_reference_cached",
         "cached log-probs are taken for those of another reference",
-        "recipes/dpo.py",
+        "common/models/reference.py",
         replace(
-            "main",
-            "ref_fingerprint = load.fingerprint(accelerator, ref_name, reference.config)",
-            by="ref_fingerprint = []",
+            "Reference.precompute",
+            "['reference', *self.identity, packer.share, dataset._fingerprint]",
+            by="['reference', packer.share, dataset._fingerprint]",
         ),
-        "test_metrics.py::test_reference_log_probs_are_computed_once",
+        "contracts/test_metrics.py::test_reference_log_probs_are_computed_once",
     ),
     Fault(
         "dropout_left_on",
@@ -507,7 +504,7 @@ MODELS = [
         "DeepSpeed's loss scale grows within an update, which is then halved",
         "common/zero.py",
         drop("delay_scale_growth.update_scale", "scaler.cur_scale = before"),
-        "test_fp16.py::test_no_update_is_halved_where_the_scale_grows[2]",
+        "contracts/test_fp16.py::test_no_update_is_halved_where_the_scale_grows[2]",
     ),
 ]
 
@@ -516,52 +513,52 @@ TOKENS = [
     Fault(
         "row_from_zero",
         "a message names the row before the one that is wrong",
-        "common/data/dataset.py",
+        "common/data/conversion.py",
         replace(
-            "convert_row",
+            "Converter.convert_row",
             "f'row {index + 1}: {error}'",
             by="f'row {index}: {error}'",
         ),
-        "test_bad_input.py::test_rows_that_do_not_fit",
+        "users/test_bad_input.py::test_rows_that_do_not_fit",
     ),
     Fault(
         "system_lost",
         "a system message that only the column prompt has is lost",
         "common/data/formats.py",
-        replace("joined_prompt", "prompt[:-length] + shared", by="shared"),
-        "test_formats.py::test_nothing_of_a_prompt_is_lost_beside_conversations",
+        replace("join_prompts", "stated[:-length] + repeated", by="repeated"),
+        "data/test_formats.py::test_nothing_of_a_prompt_is_lost_beside_conversations",
     ),
     Fault(
         "bos_doubled",
         "a text that begins with BOS gets another one",
         "common/data/tokens.py",
-        replace("encode", "puts_bos_in_front and whole[:1] != bos", by="puts_bos_in_front"),
-        "test_data.py::test_plain_text_gets_bos_and_eos_once",
+        replace("encode_plain", "puts_bos_in_front and first_id != bos", by="puts_bos_in_front"),
+        "data/test_data.py::test_plain_text_gets_bos_and_eos_once",
     ),
     Fault(
         "eos_dropped",
         "a plain answer has no end, so a model does not learn to stop",
         "common/data/tokens.py",
-        drop("encode", "pieces[-1] = pieces[-1] + eos"),
-        "test_data.py::test_plain_text_gets_bos_and_eos_once",
+        replace("encode_plain", "ids if ids[-1:] == [eos] else [*ids, eos]", by="ids"),
+        "data/test_data.py::test_plain_text_gets_bos_and_eos_once",
     ),
     Fault(
         "merged_boundary",
         "where prompt and answer merge into one token, a character is lost",
-        "common/data/tokens.py",
-        replace("encode", "whole[:len(ids_so_far)] == ids_so_far", by="True"),
-        "test_data.py::test_a_merge_over_the_boundary_loses_no_character",
+        "common/data/ids.py",
+        replace("encode_after", "whole[:len(beginning.ids)] == beginning.ids", by="True"),
+        "data/test_data.py::test_a_merge_over_the_boundary_loses_no_character",
     ),
     Fault(
         "prompt_encoded_again",
         "the prompt of a pair is encoded for each of its answers",
         "common/data/tokens.py",
         replace(
-            "encode_turn",
-            "encode_longer(tokenizer, beginning, after)",
-            by="encode_text(tokenizer, after)",
+            "turn_of",
+            "encode_longer(tokenizer, prompt, whole_text)",
+            by="encode_text(tokenizer, whole_text)",
         ),
-        "test_tokenising.py::test_the_prompt_of_a_pair_is_encoded_once[qwen3]",
+        "data/test_tokenising.py::test_the_prompt_of_a_pair_is_encoded_once[qwen3]",
     ),
     Fault(
         "cut_within_a_marker",
@@ -570,7 +567,7 @@ TOKENS = [
         replace(
             "find_cuts", "sum(token.content in content for content in contents) == 1", by="True"
         ),
-        "test_tokenising.py::test_a_text_is_cut_only_where_its_ids_stay[byte level]",
+        "data/test_tokenising.py::test_a_text_is_cut_only_where_its_ids_stay[byte level]",
     ),
     Fault(
         "patience_of_gloo",
@@ -581,60 +578,60 @@ TOKENS = [
             "InitProcessGroupKwargs(backend='gloo', timeout=PATIENCE)",
             by="InitProcessGroupKwargs(backend='gloo')",
         ),
-        "test_tokenising.py::test_the_others_wait_for_hours[ddp-True]",
+        "data/test_tokenising.py::test_the_others_wait_for_hours[ddp-True]",
     ),
     Fault(
         "rewritten_history_kept",
         "a later answer follows the earlier ones as they were learned, though the template rewrites them",
         "recipes/sft.py",
         replace("encode_conversation", "answer.context[:len(ids)] != ids", by="False"),
-        "test_templates.py::test_two_answers_without_thinking[qwen3]",
+        "data/test_templates.py::test_two_answers_without_thinking[qwen3]",
     ),
     Fault(
         "no_end_learned",
         "under a template without an end token nothing ends an answer",
         "common/data/tokens.py",
-        replace("encode_turn", "not ends(tokenizer, ids)", by="False"),
-        "test_templates.py::test_two_answers_without_thinking[glm4moe]",
+        replace("encode_answer", "not ends(tokenizer, ids)", by="False"),
+        "data/test_templates.py::test_two_answers_without_thinking[glm4moe]",
     ),
     Fault(
         "what_follows_the_end_learned",
-        "an answer ends with what the template writes behind the last turn only",
+        "an answer ends with what the template writes after the last turn only",
         "common/data/templates.py",
-        replace("place_of_stop", "(shared, tail)", by="(tail,)"),
-        "test_templates.py::test_two_answers_without_thinking[phi3]",
+        replace("place_of_stop", "(shared, ending)", by="(ending,)"),
+        "data/test_templates.py::test_two_answers_without_thinking[phi3]",
     ),
     Fault(
         "thinking_dropped",
         "what the template drops of an answer is not learned",
         "common/data/tokens.py",
-        replace("encode_turn", "thought and thought not in written", by="False"),
-        "test_templates.py::test_thinking_inside_the_content_is_learned_whole[deepseekv3]",
+        replace("encode_answer", "thought and thought not in turn.whole_rest", by="False"),
+        "data/test_templates.py::test_thinking_inside_the_content_is_learned_whole[deepseekv3]",
     ),
     Fault(
         "newline_twice",
         "white space that the prompt has written is learned again",
         "common/data/tokens.py",
         replace(
-            "join",
-            "without_white_space(tokenizer, whole[shared:], only_in_prompt)",
-            by="whole[shared:]",
+            "split_turn",
+            "without_white_space(tokenizer, answer_ids, turn.prompt_rest)",
+            by="answer_ids",
         ),
-        "test_templates.py::test_what_the_prompt_has_beyond_the_answer",
+        "data/test_templates.py::test_what_the_prompt_has_beyond_the_answer",
     ),
     Fault(
         "empty_calls_learned",
         "a tool call that the template does not write is learned as an empty answer",
         "common/data/templates.py",
         replace("why_unwritten", "message.get('tool_calls')", by="False"),
-        "test_templates.py::test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted",
+        "data/test_templates.py::test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted",
     ),
     Fault(
         "date_of_today",
         "a resumed run reads the date of the day on which it is resumed",
-        "common/checkpoint.py",
-        replace("find_date", "date is not None", by="False"),
-        "test_sequences.py::test_the_date_is_that_of_the_newest_checkpoint",
+        "common/record.py",
+        replace("find_date", "day is not None", by="False"),
+        "data/test_sequences.py::test_the_date_is_that_of_the_newest_checkpoint",
     ),
     Fault(
         "sequences_lost",
@@ -645,7 +642,7 @@ TOKENS = [
             "np.arange(self._starts[row], self._starts[row + 1])",
             by="np.arange(self._starts[row], self._starts[row] + 1)",
         ),
-        "test_sequences.py::test_the_first_update_by_hand",
+        "data/test_sequences.py::test_the_first_update_by_hand",
     ),
     Fault(
         "answers_meet",
@@ -660,9 +657,13 @@ TOKENS = [
     ),
     Fault(
         "positions_of_the_row",
-        "the positions of an answer count what stands before it in its row",
+        "the positions of an answer count what is before it in its row",
         "common/models/packing.py",
-        replace("lay_out", "np.arange(end - start) + piece.position", by="np.arange(start, end)"),
+        replace(
+            "Layout.write",
+            "np.arange(position, position + len(ids))",
+            by="np.arange(place, end) % self.ids.shape[1]",
+        ),
         PACKED,
     ),
     Fault(
@@ -670,21 +671,21 @@ TOKENS = [
         "log-probs are of logits without the architecture's soft cap",
         "common/models/architecture.py",
         replace("logits_formula", "result[..., 0].item() > 1000000.0", by="True"),
-        "test_logprobs.py::test_architectures[gemma2]",
+        "models/test_logprobs.py::test_architectures[gemma2]",
     ),
     Fault(
         "tower_trained",
         "modules that text never reaches are given to the optimizer, whose decay shrinks them",
         "common/models/architecture.py",
         drop_call("freeze_unreached", "parameter.requires_grad_"),
-        "test_architectures.py::test_what_text_never_reaches_is_found[gemma3]",
+        "models/test_architectures.py::test_what_text_never_reaches_is_found[gemma3]",
     ),
     Fault(
         "dropout_of_the_config",
         "layers that read dropout from the config still drop",
         "common/models/prepare.py",
         drop("disable_dropout", "module.config = silent_configs[key]"),
-        "test_architectures.py::test_dropout_is_off[falcon]",
+        "models/test_architectures.py::test_dropout_is_off[falcon]",
     ),
 ]
 
@@ -694,22 +695,22 @@ ROLLOUTS = [
         "temperature_ignored",
         "the old log-probs are at another temperature than the responses were sampled at",
         "recipes/ppo.py",
-        replace("read_tokens", "model(inputs, args.temperature)", by="model(inputs)"),
+        replace("read_tokens", "run.model(batch, temperature)", by="run.model(batch)"),
         PPO_RUN,
     ),
     Fault(
         "gae_over_padding",
-        "the values behind the end of a response count in its advantages",
+        "the values after the end of a response count in its advantages",
         "recipes/ppo.py",
         drop("gae", "values = torch.where(mask, values, 0.0)"),
-        "test_ppo.py::test_advantages[1.0-0.95]",
+        "rollout/test_ppo.py::test_advantages[1.0-0.95]",
     ),
     Fault(
         "whitened_by_part",
         "advantages are whitened by response, not over the whole rollout",
         "recipes/ppo.py",
         replace(
-            "estimate_advantages",
+            "make_rollout",
             "whiten(advantages, mask)",
             by="torch.stack([whiten(*row) for row in zip(advantages, mask)])",
         ),
@@ -720,10 +721,10 @@ ROLLOUTS = [
         "the KL coefficient is adapted to one process's samples, so the processes diverge",
         "recipes/ppo.py",
         replace(
-            "main",
-            "logged['objective/kl'].mean().item()",
-            by="logged['objective/kl']"
-            "[accelerator.process_index::accelerator.num_processes].mean().item()",
+            "make_rollout",
+            "kl.sum(1).mean().item()",
+            by="kl.sum(1)"
+            "[run.accelerator.process_index::run.accelerator.num_processes].mean().item()",
         ),
         f"{ALL_SPLITS}[ddp-tokens-ppo]",
     ),
@@ -738,42 +739,46 @@ ROLLOUTS = [
         "grpo_moved_by_a_skipped_update",
         "after an overflow GRPO takes the policy for one that has moved",
         "recipes/grpo.py",
-        replace("main", "rollout['made_at'] == progress.global_step", by="position['update'] == 0"),
-        "test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved",
+        replace("main", "progress.global_step > rollout.made_at", by="state.position.update > 0"),
+        "contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved",
     ),
     Fault(
         "grpo_same_draws_again",
         "a refill of GRPO's draws by the numbers of the first round",
         "recipes/grpo.py",
-        replace("sample", "round_number", by="0"),
+        replace(
+            "sample_groups",
+            "position.draw_uniforms(args, len(prompts_of_round['row']), round_number)",
+            by="position.draw_uniforms(args, len(prompts_of_round['row']), 0)",
+        ),
         f"{GRPO_RUN}[refilled]",
     ),
     Fault(
         "grpo_tokens_divided_by_samples",
         "GRPO's mean over tokens is divided by the number of samples",
         "recipes/grpo.py",
-        replace("main", "args.average == 'token'", by="False"),
+        replace("total_weight", "args.average == 'token'", by="False"),
         f"{GRPO_RUN}[defaults]",
     ),
     Fault(
         "grpo_deviation_of_groups",
         "GRPO divides by the deviation of each group where that of the rollout was asked for",
         "recipes/grpo.py",
-        replace("build_rollout", "args.advantage_std", by="'group'"),
+        replace("make_rollout", "args.advantage_std", by="'group'"),
         f"{GRPO_RUN}[defaults]",
     ),
     Fault(
         "grpo_cut_responses_trained",
         "GRPO trains on responses that --mask_truncated leaves out",
         "recipes/grpo.py",
-        drop("build_rollout", "is_trained = samples.ended"),
+        replace("make_rollout", "args.mask_truncated", by="False"),
         f"{GRPO_RUN}[refilled]",
     ),
     Fault(
         "grpo_rollout_not_counted",
         "every rollout of GRPO draws by the same numbers",
-        "recipes/grpo.py",
-        drop("end_rollout", "position['rollouts_seen'] += 1"),
+        "common/rollout/schedule.py",
+        drop("Position.end_rollout", "self.rollouts_seen += 1"),
         f"{GRPO_RUN}[defaults]",
     ),
     Fault(
@@ -781,7 +786,7 @@ ROLLOUTS = [
         "GRPO's KL is not weighted by the ratio",
         "recipes/grpo.py",
         replace("kl_losses", "kl * ratios", by="kl"),
-        "test_grpo_values.py::test_the_kl_terms_have_the_gradient_of_the_kl_at_any_ratio",
+        "rollout/test_grpo_values.py::test_the_kl_terms_have_the_gradient_of_the_kl_at_any_ratio",
     ),
     Fault(
         "grpo_groups_apart",
@@ -789,34 +794,34 @@ ROLLOUTS = [
         "recipes/grpo.py",
         replace(
             "order_of_samples",
-            "np.arange(args.n_samples_per_prompt)",
-            by="np.zeros(args.n_samples_per_prompt, dtype=int)",
+            "np.arange(n_samples)",
+            by="np.zeros(n_samples, dtype=int)",
         ),
-        "test_grpo.py::test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_together",
+        "rollout/test_grpo.py::test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_together",
     ),
     Fault(
         "first_ratio_from_scoring",
         "the first update compares with log-probs that another pass rounded",
         "recipes/ppo.py",
-        drop("main", "old['logps'] = now"),
+        drop("main", "old['logps'] = output['logps'].detach()"),
         PPO_RUN,
     ),
     Fault(
         "prefill_of_the_first",
         "all responses of a batch begin with the cache of its first prompts",
         "common/rollout/generation.py",
-        replace("read_prompts_once", "torch.tensor(owners)", by="torch.tensor(owners) * 0"),
+        replace(
+            "Rows.read_prompts",
+            "torch.from_numpy(copies)",
+            by="torch.from_numpy(copies) * 0",
+        ),
         f"{SHARED_PREFILL}[4-llama]",
     ),
     Fault(
         "prefill_for_each",
         "a prompt is read once for each of its responses",
         "common/rollout/generation.py",
-        replace(
-            "generate_batch",
-            "read_prompts_once(model, prompts, ids, padding, settings)",
-            by="None",
-        ),
+        drop_call("generate_batch", "rows.read_prompts"),
         f"{SHARED_PREFILL}[100-llama]",
     ),
     Fault(
@@ -825,8 +830,8 @@ ROLLOUTS = [
         "common/rollout/generation.py",
         replace(
             "SampleByUniform.__call__",
-            "(scaled.gather(1, token) - scaled.logsumexp(-1, keepdim=True))[:, 0]",
-            by="scores.float().log_softmax(-1).gather(1, token)[:, 0]",
+            "scaled.gather(1, token) - scaled.logsumexp(-1, keepdim=True)",
+            by="scores.float().log_softmax(-1).gather(1, token)",
         ),
         f"{SHARED_PREFILL}[4-llama]",
     ),
@@ -835,59 +840,55 @@ ROLLOUTS = [
         "the responses to a prompt are scored on different processes",
         "common/rollout/samples.py",
         replace("Samples.whole_groups", "self.per_prompt", by="1"),
-        "test_rewards.py::test_a_prompts_samples_are_never_split_between_processes[4]",
+        "rollout/test_rewards.py::test_a_prompts_samples_are_never_split_between_processes[4]",
     ),
     Fault(
         "none_counts_as_zero",
         "a function that says nothing of a response gives it 0",
         "common/rollout/calls.py",
         replace("check", "math.nan if value is None else float(value)", by="float(value or 0)"),
-        "test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
+        "rollout/test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
     ),
     Fault(
         "functions_share_lists",
         "what a reward function changes reaches the samples that are trained on",
         "common/rollout/calls.py",
         replace("call", "copy.deepcopy", by="tuple"),
-        "test_rewards.py::test_what_a_function_changes_reaches_neither_the_samples_nor_the_next_function",
+        "rollout/test_rewards.py::test_what_a_function_changes_reaches_neither_the_samples_nor_the_next_function",
     ),
     Fault(
         "weights_of_rewards_ignored",
         "each reward counts once, whatever its weight",
         "common/rollout/rewards.py",
         replace("score", "values * weights", by="values"),
-        "test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
+        "rollout/test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
     ),
     Fault(
         "interrupted_once",
         "a function that catches everything is interrupted once and then goes on",
         "common/rollout/calls.py",
         replace("time_limit.watch", "pause = 1.0", by="return"),
-        f"{TOO_LONG}[catches_all-parts1]",
+        f"{TOO_LONG}[catches_all]",
     ),
     Fault(
         "evaluation_draws_anew",
         "each evaluation draws by other numbers, so its curves do not compare",
-        "recipes/ppo.py",
-        replace("evaluate", "EVALUATION_STREAM", by="id(line)"),
-        "test_ppo.py::test_evaluation_by_sampling",
+        "common/rollout/evaluation.py",
+        replace("evaluate", "EVALUATION_STREAM", by="run.progress.global_step"),
+        "rollout/test_ppo.py::test_evaluation_by_sampling",
     ),
     Fault(
         "bias_not_explained",
         "a critic that is off by a constant explains less of the returns",
         "recipes/ppo.py",
-        replace("explained_variance", "errors.var(unbiased=False)", by="(errors**2).mean()"),
-        "test_ppo.py::test_explained_variance",
+        replace("explained_variance", "residuals.var(unbiased=False)", by="(residuals**2).mean()"),
+        "rollout/test_ppo.py::test_explained_variance",
     ),
     Fault(
         "shortest_is_mean",
         "the shortest response is logged as the mean length",
-        "common/metrics.py",
-        replace(
-            "Means.reduce",
-            "means[name] = smallest[index][MIN]",
-            by="means[name] = totals[index][SUM] / totals[index][COUNT]",
-        ),
+        "recipes/ppo.py",
+        replace("log_rollout", "'min'", by="'mean'"),
         PPO_RUN,
     ),
     Fault(
@@ -895,25 +896,25 @@ ROLLOUTS = [
         "numbers are compared as they are written",
         "common/rollout/answers.py",
         replace("is_right", "NUMBER.fullmatch(right)", by="False"),
-        "test_answers.py::test_a_response_is_right[1,200-1200-True]",
+        "rollout/test_answers.py::test_a_response_is_right[1,200-1200-True]",
     ),
     Fault(
         "any_number_counts",
         "a response that names several numbers is right if the first one is",
         "common/rollout/answers.py",
         replace("number_in", "len(words) != 1", by="not words"),
-        "test_answers.py::test_a_response_is_right[18 or 19-18-False]",
+        "rollout/test_answers.py::test_a_response_is_right[18 or 19-18-False]",
     ),
     Fault(
         "critic_is_the_actor",
         "what is saved as the critic is the actor",
         "common/actor.py",
         replace(
-            "save",
-            "weights_of(model, weights, unwrapped)",
-            by="weights_of(unwrapped.model, weights, unwrapped)",
+            "save_all",
+            "weights_of(model, weights, run.unwrapped)",
+            by="weights_of(run.unwrapped.model, weights, run.unwrapped)",
         ),
-        "test_ppo.py::test_the_critic_is_taken_out_of_a_checkpoint[kl in the reward plain]",
+        "rollout/test_ppo.py::test_the_critic_is_taken_out_of_a_checkpoint[kl in the reward plain]",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Edits of a program by its syntax tree: it does not matter where a line stands or how it looks.
+"""Edits of a program by its syntax tree: it does not matter where a line is or how it looks.
 
 An edit names a function and quotes a piece of its code. The quote and the code are compared as
 trees. So comments, line breaks, quotation marks and other functions may change, and the edit still
@@ -108,14 +108,14 @@ def edit(
 
     Args:
         described: the wanted node, for messages.
-        change: returns what stands in its place.
+        change: returns what takes its place.
     """
 
     def plant(tree: ast.Module) -> None:
         editor = Editor(is_wanted, change)
         editor.generic_visit(find_definition(tree, function))
         if editor.found != 1:
-            raise Misfit(f"{described!r} stands {editor.found} times in {function}, expected once")
+            raise Misfit(f"{described!r} is {editor.found} times in {function}, expected once")
 
     return plant
 

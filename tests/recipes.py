@@ -1,16 +1,270 @@
-"""The recipes, and each as a module."""
+"""What the tests of every recipe need to know about each, in one table: `RECIPES`."""
 
 import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
+from typing import Literal, NamedTuple
 
-from runs import recipe
+REPOSITORY = Path(__file__).resolve().parent.parent
 
-NAMES = ["sft", "reward", "dpo", "ppo", "grpo"]
+# Rewards that are not in the data.
+ANSWER_REWARD = "common.rollout.rewards:answer_reward"
+TIES = "tests.tied_rewards:ties"
+
+
+class Demo(NamedTuple):
+    """What a demo must reach.
+
+    Attributes:
+        config: one of those in `accelerate_configs/` that the recipe's page gives figures of.
+        tag: what it learns, as a share of the held-out rows.
+        gain: how much that share must grow from before the first update to after the last.
+        adapters: with `--lora_r 16` the learning rate that docs/lora.md gives, and the gain.
+    """
+
+    config: str
+    tag: str
+    gain: float
+    adapters: tuple[float, float] | None = None
+
+
+class Overflow(NamedTuple):
+    """Under which ZeRO stage, and on how many processes, a run overflows."""
+
+    stage: int
+    processes: int
+    slow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What the tests of every recipe need to know about one. Flags are those of tiny runs.
+
+    Attributes:
+        data: the stem of the embedded data it learns from: conversations, pairs or prompts.
+        shares: the flag by which several answers or rows get into one row of the model.
+        evaluates_answers: whether an evaluation generates answers of up to `--max_new_tokens`.
+        key_metric: what the progress bar shows.
+
+        demo: for test_learning.py.
+        demo_batches_divided_by: for test_golden.py, so that five updates are quick.
+        glossary_flags: for test_docs.py, so that every tag of the glossary is logged.
+        board_flags: for test_board.py.
+
+        split_flags: for test_invariance.py.
+        split_updates: how many updates these make.
+        splits_left_out: the splits of test_invariance.py that other recipes are tested with.
+        resume_on, resume_on_slow: the launchers under which a killed run is resumed, in `make test`
+            and in `make test-slow`.
+        resume_flags: for test_resume.py.
+        overflow: for test_fp16.py; None: not tested there.
+        fp16_losses_slow: whether the losses in fp16 are compared in `make test-slow` only.
+        fp16_flags: for test_fp16.py.
+
+        device_flags: for test_waits.py and test_devices.py.
+        waits: for test_waits.py, flags by what they are for.
+        waits_fast: those of `waits` in `make test`: the others come to the same code, or to less.
+        device_slow: whether test_devices.py is left to `make test-slow`: the fast ones cover both
+            kinds of loops.
+        ten_rows_fast: the format of test_ten_rows.py that is tested in `make test`.
+    """
+
+    data: Literal["sft", "preferences", "prompts"]
+    shares: Literal["packing", "share_prompts"] = "share_prompts"
+    evaluates_answers: bool = False
+    key_metric: str
+
+    demo: Demo
+    demo_batches_divided_by: int = 1
+    glossary_flags: list = field(default_factory=list)
+    board_flags: list = field(default_factory=list)
+
+    split_flags: list = field(default_factory=list)
+    split_updates: int = 6
+    splits_left_out: list[tuple]
+    resume_on: list[str]
+    resume_on_slow: list[str] = field(default_factory=list)
+    resume_flags: list = field(default_factory=list)
+    overflow: Overflow | None = None
+    fp16_losses_slow: bool = False
+    fp16_flags: list = field(default_factory=list)
+
+    device_flags: list = field(default_factory=list)
+    waits: dict[str, list]
+    waits_fast: list[str]
+    device_slow: bool = False
+    ten_rows_fast: str | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether it learns from responses that it samples."""
+        return self.data == "prompts"
+
+    @property
+    def train_file(self) -> str:
+        """The embedded training data."""
+        return f"{self.data}_train.jsonl" + (".gz" if self.data == "preferences" else "")
+
+    @property
+    def held_out_file(self) -> str:
+        """The embedded held-out data."""
+        return f"{self.data}_eval.jsonl"
+
+
+RECIPES = {
+    "sft": Recipe(
+        data="sft",
+        shares="packing",
+        evaluates_answers=True,
+        key_metric="mean_token_accuracy",
+        demo=Demo("ds_fp16", "eval/exact_match", 0.45, adapters=(3e-3, 0.4)),  # docs/sft.md: 0.496
+        splits_left_out=[("zero2", "tokens"), ("ddp", "tokens"), ("compiled", 4)],
+        resume_on=[],
+        resume_on_slow=["ddp", "zero3", "offload"],
+        overflow=Overflow(stage=2, processes=2, slow=True),
+        fp16_losses_slow=True,
+        waits={
+            "alone": ["--packing", "false"],
+            "packed": ["--packing", "true"],
+            "checkpointing": ["--gradient_checkpointing", "true"],
+        },
+        waits_fast=["packed"],
+        ten_rows_fast="messages",
+    ),
+    "reward": Recipe(
+        data="preferences",
+        key_metric="accuracy",
+        demo=Demo("cpu", "eval/accuracy", 0.45),  # docs/reward.md: 0.498 to 0.520
+        split_flags=["--learning_rate", 0.003],
+        splits_left_out=[("zero2", "tokens"), ("ddp", 2), ("compiled", 4)],
+        resume_on=["plain"],
+        overflow=Overflow(stage=3, processes=2),
+        fp16_losses_slow=True,
+        waits={"alone": ["--share_prompts", "false"], "shared": []},
+        waits_fast=["shared"],
+        device_slow=True,
+        ten_rows_fast="hh-rlhf",
+    ),
+    "dpo": Recipe(
+        data="preferences",
+        evaluates_answers=True,
+        key_metric="rewards/accuracies",
+        demo=Demo("ds_fp16", "eval/exact_match", 0.15, adapters=(2e-3, 0.15)),
+        splits_left_out=[("zero1", 2), ("ddp", "tokens"), ("compiled", 4)],
+        resume_on=["plain", "growing"],
+        resume_on_slow=["fsdp2"],
+        overflow=Overflow(stage=1, processes=1),
+        waits={
+            "alone": ["--share_prompts", "false"],
+            "shared": [],
+            "with a table": ["--precompute_ref_log_probs", "true"],
+            "adapters": ["--lora_r", 2],
+        },
+        waits_fast=["adapters"],
+        device_slow=True,
+        ten_rows_fast="strings",
+    ),
+    "ppo": Recipe(
+        data="prompts",
+        key_metric="objective/scores",
+        demo=Demo("cpu", "eval/exact_match", 0.25),
+        demo_batches_divided_by=8,
+        board_flags=[
+            *("--reward_function", TIES, "--rollout_batch_size", 4, "--max_new_tokens", 4),
+            *("--generate_batch_size", 8, "--score_batch_size", 8),
+        ],
+        # Rollouts of 16 and 4 prompts: in the first only the critic learns. Two epochs of each: 4
+        # updates of 16 samples and 2 of 8, and again. The third rollout's KL, 0.081, is so near the
+        # target that the step to the next coefficient is not clipped. The last update reads that one.
+        split_flags=[
+            *("--reward_function", "rewarding:vowels"),
+            *("--reward_model_name_or_path", "scorer", "--normalize_reward"),
+            *("--rollout_batch_size", 16, "--n_samples_per_prompt", 2, "--max_new_tokens", 6),
+            *("--num_epochs_per_rollout", 2, "--max_steps", 11, "--critic_warmup_rollouts", 1),
+            *("--critic_learning_rate", 0.003, "--learning_rate", 0.003),
+            *("--kl_target", 0.085, "--kl_horizon", 50),
+        ],
+        split_updates=11,
+        splits_left_out=[("zero1", 2), ("ddp", 2)],
+        resume_on=["zero3"],
+        # Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
+        resume_flags=[
+            *("--reward_function", ANSWER_REWARD, "--rollout_batch_size", 16),
+            *("--num_epochs_per_rollout", 2, "--max_steps", 12, "--max_new_tokens", 6),
+            *("--generate_batch_size", 8, "--score_batch_size", 8),
+            *("--critic_learning_rate", 0.01, "--kl_target", 1),
+        ],
+        overflow=Overflow(stage=2, processes=1),
+        fp16_losses_slow=True,
+        # One rollout of 48 samples, twice, is as many updates as two epochs of the others' rows.
+        fp16_flags=[
+            *("--reward_function", ANSWER_REWARD, "--rollout_batch_size", 48),
+            *("--num_epochs_per_rollout", 2, "--max_new_tokens", 6),
+            *("--generate_batch_size", 8, "--score_batch_size", 8),
+            *("--critic_learning_rate", 0.01),
+        ],
+        device_flags=[
+            *("--reward_function", ANSWER_REWARD, "--rollout_batch_size", 16),
+            *("--max_new_tokens", 4),
+        ],
+        waits={
+            "alone": ["--share_prompts", "false"],
+            "shared, second pass": [
+                *("--num_epochs_per_rollout", 2, "--kl_in", "loss", "--kl_estimator", "k3")
+            ],
+        },
+        waits_fast=["shared, second pass"],
+    ),
+    "grpo": Recipe(
+        data="prompts",
+        key_metric="reward",
+        demo=Demo("cpu", "eval/exact_match", 0.25, adapters=(3e-3, 0.25)),
+        demo_batches_divided_by=8,
+        glossary_flags=["--kl_coef", 0.01],
+        board_flags=[
+            *("--reward_function", TIES, "--rollout_batch_size", 4, "--max_new_tokens", 4),
+            *("--generate_batch_size", 8, "--score_batch_size", 8, "--n_samples_per_prompt", 2),
+        ],
+        # Rollouts of 8 groups, without the responses that are cut, so that their updates differ in
+        # size. Groups that are left out and replaced, which a KL excludes, are in test_resume.py.
+        split_flags=[
+            *("--reward_function", "rewarding:ties", "rewarding:brief", "--reward_weights", 1, 0.5),
+            *("--rollout_batch_size", 8, "--n_samples_per_prompt", 4, "--max_new_tokens", 6),
+            *("--learning_rate", 0.003, "--max_steps", 7, "--kl_coef", 0.1),
+            *("--mask_truncated", True),
+        ],
+        split_updates=7,
+        splits_left_out=[("plain", "tokens"), ("ddp", "tokens"), ("zero1", 2), ("compiled", 4)],
+        resume_on=["plain"],
+        resume_on_slow=["zero2"],
+        # Rollouts of 6 groups; those of equal scores are replaced once or left out, so a rollout
+        # has 1 to 3 updates.
+        resume_flags=[
+            *("--reward_function", TIES, "--rollout_batch_size", 6, "--n_samples_per_prompt", 4),
+            *("--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 6),
+            *("--max_steps", 12, "--refill_rounds", 1),
+        ],
+        device_flags=[
+            *("--reward_function", "test_waits:unequal", "--rollout_batch_size", 8),
+            *("--n_samples_per_prompt", 2, "--max_new_tokens", 4, "--kl_coef", 0.1),
+        ],
+        waits={
+            "alone": ["--share_prompts", "false"],
+            "shared, second pass": ["--num_epochs_per_rollout", 2, "--average", "token"],
+        },
+        waits_fast=["alone"],
+        device_slow=True,
+        ten_rows_fast="gsm8k",
+    ),
+}
+NAMES = list(RECIPES)
 
 
 def load(name: str) -> ModuleType:
     """Imports a recipe without running it."""
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", recipe(name))
+    path = REPOSITORY / f"recipes/{name}.py"
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

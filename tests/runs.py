@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common.prove import bench, warm
+from common.prove import processes, warm
+from recipes import RECIPES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
@@ -120,7 +121,7 @@ def kill(process: subprocess.Popen | warm.Process) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()
     process.wait()
-    while any(bench.is_alive(worker) for worker in started):
+    while any(processes.is_alive(worker) for worker in started):
         time.sleep(0.01)
 
 
@@ -240,7 +241,7 @@ def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
         "inputs": {"input_ids": ids},
         "targets": ids[scored],
         "mask": scored,
-        "places": scored.flatten().nonzero().flatten(),
+        "cells": scored.flatten().nonzero().flatten(),
         "before": before[scored],
     }
 
@@ -272,10 +273,11 @@ def tiny_inputs(folder: Path) -> Path:
         }
         for w in words
     ]
-    write_jsonl(
-        folder / "sft.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs]
-    )
-    write_jsonl(folder / "dpo.jsonl", pairs)
-    write_jsonl(folder / "reward.jsonl", pairs)
-    write_jsonl(folder / "ppo.jsonl", [{"prompt": say("user", w), "answer": w} for w in words])
+    rows = {
+        "sft": [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs],
+        "preferences": pairs,
+        "prompts": [{"prompt": say("user", w), "answer": w} for w in words],
+    }
+    for name, of_recipe in RECIPES.items():
+        write_jsonl(folder / f"{name}.jsonl", rows[of_recipe.data])
     return folder

@@ -6,15 +6,16 @@
 import runpy
 import sys
 
-from common.metrics import Metrics
+from common.speed import Speed
 
-performance = Metrics.performance
+values = Speed.values
 
 
 def with_flop(self, elapsed: float, flop: float) -> dict[str, float]:
-    return {**performance(self, elapsed, flop), "perf/flop": flop}
+    all_processes = flop * self.accelerator.num_processes
+    return {**values(self, elapsed, flop), "perf/flop": all_processes}
 
 
-Metrics.performance = with_flop
+Speed.values = with_flop
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,1 +1,1 @@
-"""Data sets: reading files, recognising the formats of rows, token ids, and what is cached."""
+"""Reads data sets, recognises the formats of their rows, and turns them into cached token ids."""

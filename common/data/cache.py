@@ -1,4 +1,4 @@
-"""What is kept on disk from run to run: its checksums, and arrays that are computed once."""
+"""Keeps files from run to run: checks that they are whole, and computes an array only once."""
 
 import contextlib
 import errno
@@ -17,10 +17,6 @@ from accelerate.utils import gather_object
 from common import folders, lazily
 
 datasets = lazily("datasets")
-
-WHOLE = "whole"
-DAMAGED = "damaged"
-UNKNOWN = "unknown"
 
 
 def root() -> Path:
@@ -42,11 +38,11 @@ def check_root() -> None:
         )
 
 
-class Kept:
-    """Files that one run makes and later runs use, if their checksums are those of a record.
+class Record:
+    """Sizes and checksums of files that one run makes, so that later runs use them only if whole.
 
     Attributes:
-        record: the file with the size and the checksum of each, by its path from `root`.
+        file: where the record is.
     """
 
     def __init__(self, name: str):
@@ -54,62 +50,56 @@ class Kept:
         Args:
             name: changes with everything that the files depend on.
         """
-        self.record = root() / "checksums" / f"{name}.json"
+        self.file = root() / "checksums" / f"{name}.json"
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Lets one process at a time check and make these files; others wait until it is done."""
-        self.record.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.record.with_suffix(".lock"), "w") as file:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.file.with_suffix(".lock"), "w") as lock:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 print(
-                    f"waiting for another process, which reads the same data ({file.name})",
+                    f"waiting for another process, which reads the same data ({lock.name})",
                     flush=True,
                 )
-                fcntl.flock(file, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             except OSError:  # a file system without locks: both make the same files
                 pass
             yield
 
-    def files(self) -> list[Path]:
-        """Returns the files of the record."""
-        return [root() / name for name in self.entries()]
-
-    def entries(self) -> dict[str, list[int]]:
-        """Returns the record; nothing if there is none, or none that this module wrote."""
+    def entries(self) -> dict[Path, list[int]]:
+        """Returns size and checksum of each file; nothing if there is no record of this module."""
         try:
-            entries = dict(json.loads(self.record.read_text(encoding="utf-8")))
+            entries = dict(json.loads(self.file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return {}
-        return {} if any(".." in Path(name).parts for name in entries) else entries
+        if any(".." in Path(name).parts for name in entries):
+            return {}
+        return {root() / name: entry for name, entry in entries.items()}
 
-    def state(self) -> str:
-        """Compares the files with the record, and says so if they are damaged.
-
-        Returns:
-            `WHOLE`, `DAMAGED`, or `UNKNOWN`: without a record, or without some of its files.
-        """
+    def is_true(self) -> bool:
+        """Whether there are files, all as they were recorded; prints which one is damaged."""
         entries = self.entries()
-        if not entries or not all(file.is_file() for file in self.files()):
-            return UNKNOWN
-        for name, entry in entries.items():
-            if describe(root() / name) != entry:
-                print(f"NOTE: {root() / name} is damaged, so it is made again", flush=True)
-                return DAMAGED
-        return WHOLE
+        if not all(file.is_file() for file in entries):
+            return False
+        for file, entry in entries.items():
+            if describe(file) != entry:
+                print(f"NOTE: {file} is damaged, so it is made again", flush=True)
+                return False
+        return bool(entries)
 
     def write(self, files: list[Path]) -> None:
         """Records files as they are."""
         entries = {os.path.relpath(file, root()): describe(file) for file in files}
-        self.record.parent.mkdir(parents=True, exist_ok=True)
-        self.record.write_text(json.dumps(entries), encoding="utf-8")
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(entries), encoding="utf-8")
 
-    def remove(self) -> None:
-        """Removes the files, and the folders that are empty without them."""
-        for file in self.files():
-            file.unlink()
+    def remove_files(self) -> None:
+        """Removes the recorded files, and the folders that are empty without them."""
+        for file in self.entries():
+            file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # other files are in it
                 file.parent.rmdir()
 
@@ -130,10 +120,10 @@ def array(accelerator, key: list, compute: Callable[[], np.ndarray]) -> np.ndarr
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
     path = root() / "computed" / f"{digest}.npy"
-    kept = Kept(digest)
-    # One process of each machine looks for damage.
+    record = Record(digest)
+    # One process of each machine looks for damage, and it alone prints what it found.
     is_first = accelerator.is_local_main_process
-    is_there = kept.state() == WHOLE if is_first else path.is_file()
+    is_there = record.is_true() if is_first else path.is_file()
     # Processes may see different disks. `compute` is collective, so all read or all compute.
     if all(gather_object([is_there])):
         accelerator.print(f"taken from the cache: {path}")
@@ -142,7 +132,7 @@ def array(accelerator, key: list, compute: Callable[[], np.ndarray]) -> np.ndarr
     result = compute()
     if is_first:
         write(path, result)
-        kept.write([path])
+        record.write([path])
     accelerator.wait_for_everyone()
     return result
 

@@ -22,9 +22,6 @@ from common.data import cache
 # The `datasets` builder for each file suffix. JSON has a reader of our own, see `JsonRows`.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
-# Characters read at once from a JSON array.
-CHUNK = 2**20
-
 WHITE_SPACE = re.compile(r"\s*")
 
 # JSON may write a character as two halves of these numbers.
@@ -53,7 +50,7 @@ class Rows(NamedTuple):
 
 
 class JsonRows(datasets.GeneratorBasedBuilder):
-    """Keeps each row of JSON files as its own text, beside the names of its columns.
+    """Keeps each row of JSON files as its own text, together with the names of its columns.
 
     So every value keeps the type that it has in its row. A table has one type for a whole column:
     in one a number would turn the text "046" of another row into 46, and dates would become times.
@@ -77,16 +74,13 @@ class JsonRows(datasets.GeneratorBasedBuilder):
                 number += 1
 
 
-def load(name: str, split: str, check: bool = True) -> Rows:
+def load(name: str, split: str) -> Rows:
     """Loads a hub data set (`owner/name` or `owner/name:config`), a local file, or a folder.
 
     Files are `.jsonl .json .csv`, also gzipped, and `.parquet`. A single file is the split `train`.
     As on the hub, the file names in a folder say the split (`train*`, `test*` ...); if none does,
     all files are `train`. A folder may also be one that `save_to_disk` wrote. The name of a file or
     a folder is never a pattern. The cells of a CSV are text.
-
-    Args:
-        check: look for damage in what `datasets` has cached, and make it again.
 
     Raises:
         SystemExit: nothing there, malformed JSON (with the row), no rows.
@@ -99,13 +93,13 @@ def load(name: str, split: str, check: bool = True) -> Rows:
         sys.exit(f"folder {name!r} mixes {sorted(kinds)} files: give a folder of one kind")
     try:
         if files or Path(name).is_dir():
-            table = read_files(split, kinds, split_files(Path(name)), check=check)
+            table = read_files(split, kinds, split_files(Path(name)))
         else:
             hub_name, _, config = name.partition(":")
             hub.reach()
             source = (hub_name, config or None)
             make = partial(datasets.load_dataset_builder, *source)
-            table = read(split, make, source, check=check)
+            table = read(split, make, source)
     except Exception as error:  # each reader raises what its library does
         refuse(name, split, error)
     return as_rows(name, split, table, is_json=kinds == {"json"})
@@ -182,12 +176,12 @@ def split_files(path: Path) -> DataFilesDict:
     if path.is_file():
         return DataFilesDict.from_patterns({"train": [escaped]})
     if escaped == str(path.resolve()):
-        # This also reads what the data card of a cloned hub folder says of its files.
+        # This also reads what the data card of a cloned hub folder says about its files.
         return datasets.load_dataset_builder(str(path)).config.data_files
     return DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
 
 
-def read_files(split: str, kinds: set[str], files: DataFilesDict, check: bool) -> datasets.Dataset:
+def read_files(split: str, kinds: set[str], files: DataFilesDict) -> datasets.Dataset:
     """Returns the rows of one split of local files, all of one kind; see `read`."""
     if kinds == {"json"}:
         json_files = {
@@ -198,7 +192,7 @@ def read_files(split: str, kinds: set[str], files: DataFilesDict, check: bool) -
         }
         version = datasets.fingerprint.Hasher.hash(Path(__file__).read_text("utf-8"))
         make = partial(JsonRows, data_files=DataFilesDict(json_files), hash=version)
-        return read(split, make, (kinds, files, version), check=check)
+        return read(split, make, (kinds, files, version))
 
     escaped = {
         part: [glob.escape(file) for file in paths if is_data_file(Path(file))]
@@ -209,37 +203,31 @@ def read_files(split: str, kinds: set[str], files: DataFilesDict, check: bool) -
         first_split = next(iter(files.values()))
         options = csv_options(Path(first_split[0]))
     make = partial(datasets.load_dataset_builder, *kinds, data_files=escaped, **options)
-    return read(split, make, (kinds, files, options), check=check)
+    return read(split, make, (kinds, files, options))
 
 
 def read(
-    split: str, make: Callable[[], datasets.DatasetBuilder], source: tuple, check: bool
+    split: str, make: Callable[[], datasets.DatasetBuilder], source: tuple
 ) -> datasets.Dataset:
-    """Returns the rows of one split, which `datasets` caches.
+    """Returns the rows of one split, which `datasets` caches; what is damaged is made again.
 
     Args:
         make: makes the builder of `datasets` that reads the source.
         source: what the rows are read from.
-        check: make again what is damaged in the cache. Else it was checked a moment ago.
     """
-    if not check:
-        builder = make()
-        builder.download_and_prepare()
-        return builder.as_dataset(split)
-
-    kept = cache.Kept(datasets.fingerprint.Hasher.hash([source, split]))
-    with kept.alone():
-        state = kept.state()
-        if state == cache.DAMAGED:
-            kept.remove()
-        # After that, because a builder reads of the cache as soon as it is made.
+    record = cache.Record(datasets.fingerprint.Hasher.hash([source, split]))
+    with record.locked():
+        is_whole = record.is_true()
+        if not is_whole:
+            record.remove_files()
+        # After that, because a builder reads what is cached as soon as it is made.
         builder = make()
         builder.download_and_prepare()
         table = builder.as_dataset(split)
-        read_from = [Path(file["filename"]) for file in table.cache_files]
-        described = [Path(builder.cache_dir) / "dataset_info.json"]
-        if state != cache.WHOLE or kept.files() != described + read_from:
-            kept.write(described + read_from)
+        files = [Path(builder.cache_dir) / "dataset_info.json"]
+        files += [Path(file["filename"]) for file in table.cache_files]
+        if not is_whole or list(record.entries()) != files:
+            record.write(files)
     return table
 
 
@@ -263,7 +251,7 @@ def is_saved_to_disk(path: Path) -> bool:
 
 
 def load_saved(name: str, split: str) -> datasets.Dataset:
-    """Returns one split of what `save_to_disk` wrote. A data set alone is `train`, too."""
+    """Returns one split of what `save_to_disk` wrote. A data set without splits is `train`, too."""
     try:
         saved = datasets.load_from_disk(name)
     except Exception as error:  # a torn folder raises what pyarrow, json or the disk do
@@ -280,6 +268,8 @@ def load_saved(name: str, split: str) -> datasets.Dataset:
 def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
     """Yields text and value of each row of a JSON file: one row a line, or one array of rows.
 
+    Of lines only one is in memory at a time, of an array its whole text.
+
     Raises:
         SystemExit: a row that cannot be read, or that is no JSON object; with its number, from 1.
     """
@@ -290,7 +280,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
         with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             is_array = first_character(file) == "["
             file.seek(0)
-            for text, row in array_rows(file) if is_array else line_rows(file):
+            for text, row in array_rows(file.read()) if is_array else line_rows(file):
                 if not isinstance(row, dict):
                     found = json.dumps(row, ensure_ascii=False)[:60]
                     sys.exit(f"{path}, row {number}: expected a JSON object, found {found}")
@@ -299,7 +289,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
                 yield text, row
                 number += 1
     except UnicodeDecodeError as error:
-        sys.exit(f"{path}, row {number} or one soon after it, is not UTF-8: {error}")
+        sys.exit(f"{path}, row {number} or a later one, is not UTF-8: {error}")
     except (ValueError, RecursionError) as error:
         sys.exit(f"{path}, row {number}: malformed JSON: {error}")
     except (OSError, EOFError, zlib.error) as error:
@@ -336,52 +326,29 @@ def line_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
             yield text, row
 
 
-def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
-    """Yields text and value of each element of a JSON array; only a part of it is in memory."""
-    decoder = json.JSONDecoder()
-    buffer = file.read(CHUNK)
-    while "[" not in buffer:  # the array may stand below empty lines
-        buffer += file.read(CHUNK)
-    position = buffer.index("[") + 1
-    lines_before = 0  # lines of the file that are no longer in the buffer
-    may_end = True  # not after a comma
-    comma_due = False
-    while True:
-        position = WHITE_SPACE.match(buffer, position).end()
-        character = buffer[position : position + 1]
-        # Not a JSONDecodeError: to make one counts all lines before it, here for every row.
-        fault = "the array does not end"
-        fault_position = position
-        if character == "]" and may_end:
-            return
-        if comma_due and character == ",":
-            position += 1
-            comma_due = False
-            may_end = False
-            continue
-        if comma_due and character:
-            line = lines_before + buffer.count("\n", 0, position) + 1
-            raise ValueError(f"Expecting ',' delimiter: line {line}")
-        if character:
-            try:
-                row, end = decoder.raw_decode(buffer, position)
-                yield buffer[position:end], row
-                position = end
-                comma_due = True
-                may_end = True
-                continue
-            except json.JSONDecodeError as unfinished:
-                fault = unfinished.msg
-                fault_position = unfinished.pos
+def array_rows(text: str) -> Iterator[tuple[str, object]]:
+    """Yields text and value of each element of a JSON array, so that an error comes after its rows.
 
-        # The buffer ends within a row, or the row is malformed: then the whole file does not help.
-        more = file.read(max(CHUNK, len(buffer) - position))
-        if not more:
-            line = lines_before + buffer.count("\n", 0, fault_position) + 1
-            raise ValueError(f"{fault}: line {line}")
-        lines_before += buffer.count("\n", 0, position)
-        buffer = buffer[position:] + more
-        position = 0
+    Example: `[{"a": 1}, {"a": 2}]` yields `{"a": 1}` with its dict, then `{"a": 2}` with its own.
+    """
+    decoder = json.JSONDecoder()
+    start = after_white_space(text, text.index("[") + 1)
+    if text.startswith("]", start):
+        return
+    while True:
+        row, end = decoder.raw_decode(text, start)
+        yield text[start:end], row
+        end = after_white_space(text, end)
+        if text.startswith("]", end):
+            return
+        if not text.startswith(",", end):
+            raise json.JSONDecodeError("Expecting ',' delimiter or ']'", text, end)
+        start = after_white_space(text, end + 1)
+
+
+def after_white_space(text: str, start: int) -> int:
+    """Returns the place of the first character from `start` on that is no white space."""
+    return WHITE_SPACE.match(text, start).end()
 
 
 # ============================================================ refusals

@@ -1,10 +1,11 @@
-"""Token ids and texts: the plain ways from one to the other, and what ids have in common."""
+"""Turns plain texts into token ids and back, and compares token ids."""
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from common.data.formats import BadRow
+from common.data.messages import BadRow
 
 # Twice what the longest context of a model takes. Tokenising so much takes some ten seconds.
 MOST_CHARACTERS = 10_000_000
@@ -13,22 +14,9 @@ MOST_CHARACTERS = 10_000_000
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
-class Beginning(NamedTuple):
-    """A text with its token ids, and how much of both stays when more text follows.
-
-    Attributes:
-        kept_ids, kept_characters: what stands in front of the last marker, see `find_cuts`. 0 if
-            there is none.
-    """
-
-    text: str
-    ids: list[int]
-    kept_ids: int
-    kept_characters: int
-
-
+# ============================================================ one text
 def encoding_of(tokenizer, text: str):
-    """What the tokenizer makes of a text, without the special tokens that it puts around texts.
+    """Returns the tokenizer's encoding of a text, without the special tokens it puts around texts.
 
     Raises:
         BadRow: the text is too long, or holds half of a character.
@@ -47,12 +35,38 @@ def encoding_of(tokenizer, text: str):
 
 
 def encode_text(tokenizer, text: str) -> list[int]:
-    """Token ids of a text, see `encoding_of`."""
+    """Returns the token ids of a text, see `encoding_of`."""
     return encoding_of(tokenizer, text).input_ids
 
 
+def decode(tokenizer, ids: list[int]) -> str:
+    """Returns the text of token ids as it is, special tokens included."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+# ============================================================ a text and longer ones
+class Beginning(NamedTuple):
+    """A text with its token ids, and how much of both stays the same in every longer text.
+
+    What precedes the last marker stays the same, see `find_cuts`. Example:
+
+        text             <user>Hi<bot>     ids   1 40 2
+        kept_characters  8: <user>Hi       kept_ids   2: 1 40
+
+    Of the longer text `<user>Hi<bot>Yes` only `<bot>Yes` is tokenised.
+
+    Attributes:
+        kept_ids, kept_characters: 0 if there is no marker.
+    """
+
+    text: str
+    ids: list[int]
+    kept_ids: int
+    kept_characters: int
+
+
 def encode_beginning(tokenizer, text: str) -> Beginning:
-    """Token ids of a text that longer ones begin with, see `encode_longer`."""
+    """Returns the token ids of a text that longer texts begin with."""
     encoding = encoding_of(tokenizer, text)
     ids = encoding.input_ids
     cuts = cut_tokens(tokenizer)
@@ -68,41 +82,54 @@ def encode_beginning(tokenizer, text: str) -> Beginning:
 
 
 def encode_longer(tokenizer, beginning: Beginning, text: str) -> list[int]:
-    """Token ids of a text, the same as `encode_text` returns, without its beginning's work."""
+    """Returns what `encode_text` returns, and saves the work for the text's beginning."""
     if not text.startswith(beginning.text):
         return encode_text(tokenizer, text)
     kept = beginning.ids[: beginning.kept_ids]
     return kept + encode_text(tokenizer, text[beginning.kept_characters :])
 
 
-def decode(tokenizer, ids: list[int]) -> str:
-    """The text of ids, special tokens included, as it is."""
-    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+def encode_after(tokenizer, beginning: Beginning, text: str) -> list[int]:
+    """Returns the token ids of a text as a model meets them that reads both texts at once.
+
+    They are those of the whole text, without the beginning's. If one token spans the border, no
+    such cut exists, and the text is tokenised alone. Examples, with a space between tokens:
+
+        beginning     text   both texts    returned
+        <user> Hi     you    <user> Hi you      you
+        ab            cd     a bc d             c d
+    """
+    whole = encode_longer(tokenizer, beginning, beginning.text + text)
+    if whole[: len(beginning.ids)] == beginning.ids:
+        return whole[len(beginning.ids) :]
+    return encode_text(tokenizer, text)
 
 
+# ============================================================ the tokens of a tokenizer
 def added_tokens(tokenizer) -> dict:
-    """The tokens added to the vocabulary, by id."""
+    """Returns the tokens added to the vocabulary, by id."""
     return read_added_tokens(tokenizer, len(tokenizer))
 
 
 @functools.lru_cache(maxsize=16)
 def read_added_tokens(tokenizer, _size: int) -> dict:
-    """What `added_tokens` returns; once for each tokenizer and size, because it takes long."""
+    """Does the work of `added_tokens` once for each tokenizer and size, because it takes long."""
     return tokenizer.added_tokens_decoder
 
 
 def cut_tokens(tokenizer) -> dict[int, str]:
-    """The markers in front of which texts can be cut, by id; see `find_cuts`."""
+    """Returns the markers in front of which texts can be cut, by id; see `find_cuts`."""
     return find_cuts(tokenizer, len(tokenizer))
 
 
 @functools.lru_cache(maxsize=16)
 def find_cuts(tokenizer, _size: int) -> dict[int, str]:
-    """The tokens in front of which a text can be cut, and both parts tokenised alone.
+    """Finds the tokens in front of which a text can be cut, and both parts tokenised alone.
 
     A fast tokenizer first looks for special tokens, from left to right, then tokenises each stretch
-    of text between them alone. So what follows a special token changes nothing in front of it. Left
-    out are tokens that are looked for later or under conditions, and those that a longer one holds.
+    of text between them alone. So what follows a special token changes nothing in front of it.
+    Tokens that are looked for later or under conditions are no such cuts, nor is a token that is
+    part of a longer one.
     """
     if not tokenizer.is_fast:
         return {}
@@ -121,9 +148,15 @@ def is_marker(tokenizer, token: int) -> bool:
     return added is not None and not added.content.isspace()
 
 
-def shared_length(first: list[int], second: list[int]) -> int:
-    """The number of tokens that both lists begin with."""
+# ============================================================ comparing
+def n_shared(first: Sequence, second: Sequence) -> int:
+    """Returns how many tokens, or characters, both begin with."""
     for place, (one, other) in enumerate(zip(first, second)):
         if one != other:
             return place
     return min(len(first), len(second))
+
+
+def n_shared_at_end(first: Sequence, second: Sequence) -> int:
+    """Returns how many tokens, or characters, both end with."""
+    return n_shared(first[::-1], second[::-1])

@@ -1,4 +1,4 @@
-"""Says which rows of which data set an epoch takes, where several are mixed with weights."""
+"""Says which rows of which data set an epoch takes, where several sets are mixed with weights."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 class Mixture(NamedTuple):
-    """Data sets that stand behind each other, and how often an epoch takes the rows of each.
+    """Data sets whose rows are numbered one after the other, and how often an epoch takes them.
 
     Attributes:
         sizes: usable rows of each set.
-        weights: above 0. 2: each row twice an epoch; 0.5: half of the rows, the other half in the
-            next epoch.
+        weights: one for each set, above 0. With 2 an epoch takes each row twice; with 0.5 half of
+            the rows, and the next epoch the other half.
     """
 
     sizes: tuple[int, ...]
@@ -19,7 +19,7 @@ class Mixture(NamedTuple):
 
     @property
     def counts(self) -> list[int]:
-        """How many samples of each set an epoch has, the same number in every epoch."""
+        """The samples of each set in an epoch, the same number in every epoch."""
         return [max(round(size * weight), 1) for size, weight in zip(self.sizes, self.weights)]
 
     @property
@@ -40,6 +40,10 @@ class Mixture(NamedTuple):
 
         Each set is passed through in one seeded permutation after another, and each epoch goes on
         where the one before it stopped. So no row comes twice before every other came once.
+        Example: a set of 4 rows with weight 0.75, whose first two passes are 2 0 3 1 and 1 3 0 2:
+
+            epoch 0    2 0 3
+            epoch 1    1 1 3
         """
         taken = []
         first_row = 0

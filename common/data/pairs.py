@@ -1,4 +1,4 @@
-"""Turns a preference row into token ids, for every recipe that learns from pairs."""
+"""Turns a row with a preference into token ids, for every recipe that learns from pairs."""
 
 from common.data import formats, tokens
 
@@ -13,7 +13,7 @@ def preference_row(
     Returns:
         `prompt_ids`, `chosen_ids` and `rejected_ids`; `length`, the tokens of both sequences
         together, the prompt twice; `truncated`, whether anything was cut; `reason`, why the row
-        must be left out, "" if it can be used; `notes`, if there are some, see `dataset.load`.
+        must be left out, "" if it can be used; `notes`, if there are any, see `dataset.load`.
 
     Raises:
         BadRow: the row is no preference, or the chat template refuses it.
@@ -39,7 +39,7 @@ def preference_row(
     # Compared after the cut: only what is left can tell them apart.
     if not reason and chosen_ids == rejected_ids:
         reason = "chosen equal to rejected" if room else "prompt fills max_length"
-    # The order of the keys is part of the data's fingerprint, see `dataset.checksum`.
+    # The order of the keys is part of the data's fingerprint, see `conversion.checksum`.
     values = {
         "prompt_ids": prompt_ids,
         "chosen_ids": chosen_ids,
@@ -54,7 +54,7 @@ def preference_row(
 
 
 def missing_text(prompt, chosen, rejected) -> str:
-    """Says why a pair without some of its text must be left out; "" if it has all."""
+    """Returns why a pair that lacks a text must be left out; "" if it has all."""
     if not formats.has_text(prompt):
         return "empty prompt"
     if not (formats.has_text(chosen) and formats.has_text(rejected)):

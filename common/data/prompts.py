@@ -3,6 +3,8 @@
 import json
 
 from common.data import formats, templates, tokens
+from common.data.ids import encode_text
+from common.data.messages import as_messages
 
 
 def prompt_row(
@@ -12,9 +14,13 @@ def prompt_row(
     max_new_tokens: int,
     strings_as_messages: bool = False,
 ) -> dict:
-    """Returns `prompt_ids length truncated columns reason` of one row, and `notes` if any.
+    """Returns `prompt_ids length truncated columns reason` of one row, and maybe `notes`.
 
-    `columns` is the whole row as a JSON text, for the reward function.
+    `columns` is the whole row as a JSON text, for the reward function. Of `max_length` tokens,
+    `max_new_tokens` are for the response.
+
+    Raises:
+        BadRow: the row has no prompt, or the chat template refuses it.
     """
     formats.require(row, "prompt", expected="'prompt'")
     prompt = row["prompt"]
@@ -22,11 +28,11 @@ def prompt_row(
         (prompt,) = formats.as_turns(prompt)
     notes = []
     if isinstance(prompt, str):
-        ids = tokens.encode(tokenizer, [prompt, ""], plain=True)[0]
+        (ids,) = tokens.encode_plain(tokenizer, prompt)
     else:
-        messages = formats.as_messages(prompt, "user")
-        text = templates.render(tokenizer, messages, True, row.get("tools"))
-        ids = tokens.encode(tokenizer, [text])[0]
+        messages = as_messages(prompt, "user")
+        text = templates.render(tokenizer, messages, row.get("tools"), add_generation_prompt=True)
+        ids = encode_text(tokenizer, text)
         notes = templates.unwritten_parts(tokenizer, messages, row.get("tools"))
     reason = ""  # why the row cannot be used
     if not formats.has_text(prompt):

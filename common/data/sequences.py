@@ -12,7 +12,8 @@ class Sequences:
 
     A row holds one, or one for each answer; see `sft_row`. The sequences of a row are all in one
     update, but in any of its micro-batches: the mean over the update's tokens does not depend on
-    where they are.
+    where they are. Example: if rows 0, 1 and 2 hold one, two and one, row 1 holds the sequences
+    1 and 2.
 
     Attributes:
         lengths: tokens of each sequence.
@@ -34,7 +35,7 @@ class Sequences:
             ]
             self.lengths = np.concatenate(by_row)
             self._row_of = np.repeat(self._row_of, [len(lengths) for lengths in by_row])
-        # Where each row's first sequence stands, and behind the last row the end.
+        # The number of each row's first sequence, and at the end the number of all sequences.
         self._starts = np.searchsorted(self._row_of, np.arange(len(dataset) + 1))
 
     def __len__(self) -> int:

@@ -4,64 +4,58 @@ import contextlib
 import datetime
 import functools
 import json
-import os
 import re
-import resource
-import signal
 import sys
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import jinja2
 import transformers.utils.chat_template_utils as template_utils
 
 from common import in_one_line
-from common.data import formats, ids, thoughts
-from common.data.formats import BadRow
+from common.data import ids, thoughts
+from common.data.messages import BadRow, without_nulls
+from common.data.template_limits import TooMuch, memory_limit, time_limit
 
-# What is said of a data set whose messages the template does not write.
+# What the run prints about a data set whose messages the template does not write.
 DROPS_CALLS = "tool calls are not learned, because the chat template does not write them"
 DROPS_ANSWER = "answers are not learned, because the chat template does not write them"
 DROPS_ROLE = "messages that the chat template does not write"
 DROPS_TOOLS = "tools that the chat template does not write"
 
-
-# What a template may take for one conversation. Those that people use take less than a thousandth.
-MOST_SECONDS = 5
-MOST_BYTES = 2**30
-
 # What every template is given anyway.
 GIVEN_TO_TEMPLATES = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 
 
-class TooMuch(SystemExit):
-    """A chat template takes too much time or memory; the message says so.
-
-    It is no `Exception`, because the template did not refuse what it was given.
-    """
-
-
 class Conventions(NamedTuple):
-    """How a chat template writes messages, as found out by rendering some.
+    r"""How a chat template writes messages, as found out by rendering some.
+
+    Example: ChatML writes an answer as `Yes<|im_end|>\n`, so its `ending` is the ids of
+    `<|im_end|>` and a newline, `stop` is 0, `white_ending` the newline.
 
     Attributes:
         wants_parts: whether contents must be lists of parts (LLaVA), not strings.
-        is_known: whether it could be found out. Some templates refuse two short messages.
-        tail: ids of what follows the last answer, whatever the answer is.
-        stop: the place in `tail` of the token that ends an answer; None if no token does.
-        white_tail: the white space at the very end of `tail`.
+        is_known: whether the rest could be found out. Some templates refuse two short messages.
+        ending: ids of what follows the last answer, whatever the answer is.
+        stop: the place in `ending` of the token that ends an answer; None if no token does.
+        white_ending: the white space at the very end of the text of `ending`.
     """
 
     wants_parts: bool = False
     is_known: bool = False
-    tail: tuple[int, ...] = ()
+    ending: tuple[int, ...] = ()
     stop: int | None = None
-    white_tail: str = ""
+    white_ending: str = ""
+
+    @property
+    def end_of_answer(self) -> list[int]:
+        """The ids that follow an answer up to the token that ends it; empty if no token does."""
+        return [] if self.stop is None else list(self.ending[: self.stop + 1])
 
 
 # ============================================================ the template itself
 def read(path: str) -> str:
-    """The chat template in a file.
+    """Returns the chat template in a file.
 
     Raises:
         SystemExit: no such file, not UTF-8, no Jinja template, or one that computes without end.
@@ -84,7 +78,7 @@ def set_defaults(tokenizer, text: str) -> None:
     """Gives variables of a tokenizer's chat template default values.
 
     They are written at the beginning of the template. So they are saved with it, and whoever loads
-    the actor gets the same prompts without knowing of them.
+    the actor gets the same prompts without knowing about them.
 
     Args:
         text: a JSON object of names and values.
@@ -120,7 +114,7 @@ def set_defaults(tokenizer, text: str) -> None:
 
 
 def as_jinja(value) -> str:
-    """A JSON value as Jinja writes it: null is `none`, all else is as in JSON."""
+    """Returns a JSON value as Jinja writes it: null is `none`, all else is as in JSON."""
     if isinstance(value, dict):
         pairs = (f"{as_jinja(name)}: {as_jinja(part)}" for name, part in value.items())
         return "{" + ", ".join(pairs) + "}"
@@ -133,13 +127,14 @@ def as_jinja(value) -> str:
 def render(
     tokenizer,
     messages: list[dict],
-    add_generation_prompt: bool = False,
     tools: list[dict] | str | None = None,
+    add_generation_prompt: bool = False,
 ) -> str:
-    """Messages as the chat template writes them.
+    """Returns messages as the chat template writes them.
 
     Args:
         tools: what the messages may call, as JSON schemas or as a JSON text of them.
+        add_generation_prompt: end with what precedes an answer.
 
     Raises:
         BadRow: there is no chat template, or it refuses the messages.
@@ -153,10 +148,10 @@ def render(
         schemas = None
         if tools:
             text = tools if isinstance(tools, str) else json.dumps(tools, default=str)
-            schemas = formats.without_nulls(text)
+            schemas = without_nulls(text)
         if conventions(tokenizer).wants_parts:
             messages = [with_parts(message) for message in messages]
-        return apply_template(tokenizer, messages, add_generation_prompt, schemas)
+        return apply_template(tokenizer, messages, schemas, add_generation_prompt)
     except Exception as error:  # a template raises what it likes, such as that roles must alternate
         given = "messages or tools" if tools else "messages"
         reason = in_one_line(error)
@@ -164,9 +159,12 @@ def render(
 
 
 def apply_template(
-    tokenizer, messages: list[dict], add_generation_prompt: bool, schemas: list | None = None
+    tokenizer,
+    messages: list[dict],
+    schemas: list | None = None,
+    add_generation_prompt: bool = False,
 ) -> str:
-    """What `apply_chat_template` writes; a date that it prints is that of the run.
+    """Returns what `apply_chat_template` writes; a date that it prints is that of the run.
 
     Raises:
         TooMuch: see `time_limit`.
@@ -178,61 +176,6 @@ def apply_template(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
-
-
-@contextlib.contextmanager
-def time_limit():
-    """Limits what a template may compute: it is a program, and anyone may have written it.
-
-    The time is that of the CPU, so a machine that is busy or asleep changes nothing. The block must
-    run in the main thread, which alone takes signals.
-
-    Raises:
-        TooMuch: the block takes more than `MOST_SECONDS`.
-    """
-    take_alarms()
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS, 1)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-
-
-@functools.cache
-def take_alarms() -> None:
-    """Lets the alarm of `time_limit` interrupt this process. No library of ours uses that one."""
-    signal.signal(signal.SIGVTALRM, interrupt)
-
-
-def interrupt(*_) -> NoReturn:
-    raise TooMuch(f"the chat template computes for more than {MOST_SECONDS} seconds")
-
-
-@contextlib.contextmanager
-def memory_limit():
-    """Limits what a template may hold, on Linux. That takes as long as to render, so it is rare.
-
-    Raises:
-        TooMuch: the block takes more than `MOST_BYTES`.
-    """
-    counted = Path("/proc/self/statm")
-    if not counted.exists():
-        yield
-        return
-    held = int(counted.read_text().split()[5]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = held + MOST_BYTES
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    try:
-        yield
-    except MemoryError:
-        raise TooMuch(
-            f"the chat template takes more than {MOST_BYTES >> 20} MiB of memory"
-        ) from None
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 @contextlib.contextmanager
@@ -264,13 +207,13 @@ def prints_date(tokenizer) -> bool:
 
 
 def with_parts(message: dict) -> dict:
-    """A message whose content is a list of parts, as the templates of vision models want it."""
+    """Returns a message whose content is a list of parts, as templates of vision models want it."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 # ============================================================ what a template does
 def conventions(tokenizer) -> Conventions:
-    """What `find_conventions` finds; once for each tokenizer and template."""
+    """Returns what `find_conventions` finds; once for each tokenizer and template."""
     return find_conventions(
         tokenizer,
         str(tokenizer.chat_template),
@@ -281,140 +224,170 @@ def conventions(tokenizer) -> Conventions:
 
 @functools.lru_cache(maxsize=16)
 def find_conventions(tokenizer, template: str, eos: int, date: str | None) -> Conventions:
-    """Renders two short answers, and tells from what is common to them how the template writes.
+    """Renders two short answers, and infers from what both have how the template writes.
 
     Args:
-        template, eos, date: of the tokenizer, for the cache alone.
+        template, eos, date: those of the tokenizer, for the cache alone.
     """
-    user = {"role": "user", "content": "zqz"}
-
-    def rendered(messages: list[dict], add_generation_prompt: bool) -> str:
-        with memory_limit():
-            return apply_template(tokenizer, messages, add_generation_prompt)
-
-    wants_parts = False
-    with contextlib.suppress(Exception):
-        wants_parts = user["content"] in rendered([with_parts(user)], True)
-    with contextlib.suppress(Exception):
-        takes_string = user["content"] in rendered([user], True)
-        wants_parts = wants_parts and not takes_string
-
-    def behind_answers(following: list[dict]) -> tuple[list[int], str]:
-        """Ids and text that follow an answer, whatever the answer is."""
-        texts = []
-        for content in ("a", "b"):
-            messages = [user, {"role": "assistant", "content": content}, *following]
-            if wants_parts:
-                messages = [with_parts(message) for message in messages]
-            texts.append(rendered(messages, False))
-        first, second = (ids.encode_text(tokenizer, text) for text in texts)
-        reversed_texts = [text[::-1] for text in texts]
-        return (
-            first[len(first) - ids.shared_length(first[::-1], second[::-1]) :],
-            os.path.commonprefix(reversed_texts)[::-1],
-        )
-
+    wants_parts = takes_only_parts(tokenizer)
+    question = [{"role": "user", "content": "zqz"}]
     try:
-        tail, text = behind_answers([])
-        earlier_tail, _ = behind_answers([user])
+        ending, text = find_ending(tokenizer, question, [], wants_parts)
+        earlier_ending, _ = find_ending(tokenizer, question, question, wants_parts)
     except Exception:  # no template, or one that wants other messages
         return Conventions(wants_parts)
-    white_tail = text[len(text.rstrip()) :]
     return Conventions(
         wants_parts,
         is_known=True,
-        tail=tuple(tail),
-        stop=place_of_stop(tokenizer, tail, earlier_tail),
-        white_tail=white_tail,
+        ending=tuple(ending),
+        stop=place_of_stop(tokenizer, ending, earlier_ending),
+        white_ending=text[len(text.rstrip()) :],
     )
 
 
-def place_of_stop(tokenizer, tail: list[int], earlier_tail: list[int]) -> int | None:
-    """The place in `tail` of the token that ends an answer; None if no token does.
+def takes_only_parts(tokenizer) -> bool:
+    """Whether the template writes a content that is a list of parts, and none that is a string."""
+    message = {"role": "user", "content": "zqz"}
 
-    What the template writes behind an answer may also hold what follows the end: Phi-3 writes an
-    EOS behind the last turn only, Command A the header of the next turn. So the end is looked for
-    in what an earlier answer is followed by, too. Only where that has none (gpt-oss) does the
-    last answer's own end count.
+    def writes(message: dict) -> bool:
+        with contextlib.suppress(Exception):
+            return "zqz" in try_out(tokenizer, [message], add_generation_prompt=True)
+        return False
+
+    return writes(with_parts(message)) and not writes(message)
+
+
+def find_ending(
+    tokenizer, before: list[dict], after: list[dict], wants_parts: bool
+) -> tuple[list[int], str]:
+    r"""Returns ids and text of what follows an answer, whatever the answer is.
+
+    Example: what these two end with, `<|im_end|>` and a newline.
+
+        <|im_start|>user\nzqz<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n
+        <|im_start|>user\nzqz<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n
 
     Args:
-        tail, earlier_tail: ids that follow the last answer, and an earlier one.
+        before, after: the other messages of the conversation.
     """
-    shared = tail[: ids.shared_length(tail, earlier_tail)]
-    for part in (shared, tail):
+    texts = []
+    for content in ("a", "b"):
+        messages = [*before, {"role": "assistant", "content": content}, *after]
+        if wants_parts:
+            messages = [with_parts(message) for message in messages]
+        texts.append(try_out(tokenizer, messages))
+    first, second = (ids.encode_text(tokenizer, text) for text in texts)
+    n_ids = ids.n_shared_at_end(first, second)
+    n_characters = ids.n_shared_at_end(*texts)
+    return first[len(first) - n_ids :], texts[0][len(texts[0]) - n_characters :]
+
+
+def try_out(tokenizer, messages: list[dict], add_generation_prompt: bool = False) -> str:
+    """Returns what the template writes within the limits of time and memory."""
+    with memory_limit():
+        return apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+
+
+def place_of_stop(tokenizer, ending: list[int], earlier_ending: list[int]) -> int | None:
+    """Returns the place in `ending` of the token that ends an answer; None if no token does.
+
+    The template may also write what follows the end: Phi-3 an EOS after the last turn only,
+    Command A the header of the next turn. So the end is a token that also follows an earlier
+    answer. Only where nothing follows both (gpt-oss) does the last answer's own end count.
+    Examples:
+
+        ending               earlier_ending      the end
+        <|end|><eos>         <|end|><|user|>     <|end|>       Phi-3
+        <|return|>           <|end|>             <|return|>    gpt-oss
+
+    Args:
+        ending, earlier_ending: ids that follow the last answer, and an earlier one.
+    """
+    shared = ending[: ids.n_shared(ending, earlier_ending)]
+    for part in (shared, ending):
         if tokenizer.eos_token_id in part:
             return part.index(tokenizer.eos_token_id)
         markers = [place for place, token in enumerate(part) if ids.is_marker(tokenizer, token)]
         if markers:
-            # Several that end the tail end the turn together (<|END_RESPONSE|><|END_OF_TURN|>).
-            return markers[-1] if part == tail == shared else markers[0]
+            # Several that end the text end the turn together (<|END_RESPONSE|><|END_OF_TURN|>).
+            return markers[-1] if part == ending == shared else markers[0]
     return None
 
 
 # ============================================================ what a template does not write
-def why_unwritten(
-    tokenizer, messages: list[dict], start: int, end: int, after: str, written: str, tools
-) -> str:
-    """Why an answer cannot be learned, since the template does not write it; "" if it does.
+class Conversation:
+    """Messages, and the text that the chat template writes for them.
+
+    Attributes:
+        messages, tools: see `render`.
+        text: what the template writes, without a generation prompt.
+    """
+
+    def __init__(self, tokenizer, messages: list[dict], tools: list[dict] | str | None = None):
+        """
+        Raises:
+            BadRow: there is no chat template, or it refuses the messages.
+        """
+        self.tokenizer = tokenizer
+        self.messages = messages
+        self.tools = tools
+        self.text = render(tokenizer, messages, tools)
+
+    def leaves_out(self, place: int, field: str) -> bool:
+        """Whether the template writes the same if one message lacks a field."""
+        message = {key: value for key, value in self.messages[place].items() if key != field}
+        changed = [*self.messages[:place], {"content": "", **message}, *self.messages[place + 1 :]]
+        return self._is_text_of(changed, self.tools)
+
+    def leaves_out_tools(self) -> bool:
+        """Whether there are tools, and the template writes the same without them."""
+        return bool(self.tools) and self._is_text_of(self.messages, None)
+
+    def _is_text_of(self, messages: list[dict], tools: list[dict] | str | None) -> bool:
+        try:
+            return render(self.tokenizer, messages, tools) == self.text
+        except BadRow:
+            return False
+
+
+def why_unwritten(conversation: Conversation, start: int, answer_text: str) -> str:
+    """Returns why an answer cannot be learned, since the template does not write it; else "".
 
     Args:
-        after: the conversation as the template writes it.
-        written: what of it is the answer, and what follows.
+        start: the place of the answer's first message. Its last one ends the conversation.
+        answer_text: what the template writes for the answer, and after it.
     """
-    for place in range(start, end):
-        message = messages[place]
-        if message["role"] != "assistant":
+    for place, message in enumerate(conversation.messages):
+        if place < start or message["role"] != "assistant":
             continue
-        if message.get("tool_calls") and is_same_without(
-            tokenizer, messages[:end], place, "tool_calls", after, tools
-        ):
+        if message.get("tool_calls") and conversation.leaves_out(place, "tool_calls"):
             return DROPS_CALLS
         text = thoughts.without_thought(message["content"]).strip()
-        if (
-            text
-            and text not in written
-            and is_same_without(tokenizer, messages[:end], place, "content", after, tools)
-        ):
+        is_written = not text or text in answer_text
+        if not is_written and conversation.leaves_out(place, "content"):
             return DROPS_ANSWER
     return ""
 
 
-def is_same_without(
-    tokenizer, messages: list[dict], place: int, field: str, after: str, tools
-) -> bool:
-    """Whether the template writes the same if one message lacks a field."""
-    message = {key: value for key, value in messages[place].items() if key != field}
-    changed = [*messages[:place], {"content": "", **message}, *messages[place + 1 :]]
-    try:
-        return render(tokenizer, changed, False, tools) == after
-    except BadRow:
-        return False
-
-
-def unwritten_parts(tokenizer, messages: list[dict], tools=None) -> list[str]:
-    """Notes on messages and tools that the chat template leaves out without a word.
+def unwritten_parts(
+    tokenizer, messages: list[dict], tools: list[dict] | str | None = None
+) -> list[str]:
+    """Returns notes on messages and tools that the chat template leaves out without a word.
 
     At inference it leaves them out as well, so the rows are used. The user should know it.
     """
     try:
-        written = render(tokenizer, messages, False, tools)
+        conversation = Conversation(tokenizer, messages, tools)
     except BadRow:  # such as an empty prompt
         return []
     notes = []
     for place, message in enumerate(messages):
         text = message["content"].strip()
-        if message["role"] == "assistant" or not text or text in written:
+        is_written = not text or text in conversation.text
+        if message["role"] == "assistant" or is_written:
             continue
-        if is_same_without(tokenizer, messages, place, "content", written, tools):
+        if conversation.leaves_out(place, "content"):
             notes.append(f"{DROPS_ROLE} (role {message['role']!r})")
-    if tools and is_same_without_tools(tokenizer, messages, written):
+    if conversation.leaves_out_tools():
         notes.append(DROPS_TOOLS)
     return notes
-
-
-def is_same_without_tools(tokenizer, messages: list[dict], written: str) -> bool:
-    """Whether the template writes the same if there are no tools."""
-    try:
-        return render(tokenizer, messages, False) == written
-    except BadRow:
-        return False

@@ -1,4 +1,4 @@
-"""Thinking in messages: where it stands, and the markers that open and close it."""
+"""Finds the thinking in messages, and writes it with the markers that open and close it."""
 
 import re
 
@@ -15,12 +15,12 @@ MARKERS = [
     ("[THINK]", "[/THINK]"),
     ("◁think▷", "◁/think▷"),
 ]
-# Fields of a message that hold a thought. transformers takes them all for the same.
+# Fields of a message that hold a thought. To transformers they all mean the same.
 FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def of_message(message: dict) -> str:
-    """What an assistant thought before its answer, from a field or the content; "" if nothing."""
+    """Returns what an assistant thought before its answer, from a field or the content; or ""."""
     for field in FIELDS:
         if isinstance(message.get(field), str) and message[field].strip():
             return message[field].strip()
@@ -32,16 +32,17 @@ def of_message(message: dict) -> str:
 
 
 def without_thought(content: str) -> str:
-    """The content of a message behind its thinking."""
+    """Returns the content of a message after its thinking."""
     for _, closer in MARKERS:
         content = content.rpartition(closer)[2]
     return content
 
 
 def with_markers(tokenizer, message: dict) -> str:
-    """An answer with its thinking as one text, where a field holds the thinking.
+    r"""Returns an answer with its thinking as one text, also where a field has the thinking.
 
-    The markers are those that the chat template knows, or else `<think>`.
+    The markers are those that the chat template knows, or else `<think>`. Example: the content
+    `Yes` and the field `reasoning_content` `Why` become `<think>\nWhy\n</think>\n\nYes`.
     """
     content = message["content"]
     if without_thought(content) != content:
@@ -58,7 +59,11 @@ def with_markers(tokenizer, message: dict) -> str:
 
 
 def is_whole_thought(text: str) -> bool:
-    """Whether a text is a thinking block that opens and closes, such as `<think></think>`."""
+    r"""Whether a text is a thinking block that opens and closes.
+
+    Examples: `<think></think>` is one, and so is `[THINK]\n[/THINK]`; `<think>\n` is not closed,
+    and `<|im_start|><|im_end|>` is not about thinking.
+    """
     markers = re.findall(r"[<\[◁][^<>\[\]◁▷]*[>\]▷]", text)
     is_about_thinking = re.search("think|thought|reason|analysis", text, re.IGNORECASE)
     starts_and_ends = re.fullmatch(r"\s*[<\[◁].*[>\]▷]\s*", text, re.DOTALL)

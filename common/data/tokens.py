@@ -1,7 +1,7 @@
-"""Turns texts and messages into token ids, as the tokenizer's own chat template writes them."""
+"""Turns prompts and answers into token ids, as the tokenizer's own chat template writes them."""
 
+import itertools
 import json
-import os
 from typing import NamedTuple
 
 from common.data import templates, thoughts
@@ -9,28 +9,51 @@ from common.data.ids import (
     Beginning,
     added_tokens,
     decode,
+    encode_after,
     encode_beginning,
     encode_longer,
     encode_text,
     is_marker,
-    shared_length,
+    n_shared,
+    n_shared_at_end,
 )
 
-# What is said of a data set whose template does something that a user should know.
+# What the run prints about a data set whose template does something that a user should know.
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
 DROPS_THOUGHT = "the chat template drops the thinking of answers, so they are learned as given"
 
 
+# ============================================================ plain text
+def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
+    """Returns the token ids of a prompt and of each answer, all texts that no template writes.
+
+    The prompt gets the BOS that this tokenizer puts in front of texts, if it puts one, and every
+    answer an EOS at its end, unless they have them already.
+    """
+    beginning = encode_beginning(tokenizer, prompt)
+    prompt_ids = beginning.ids
+    answer_ids = [encode_after(tokenizer, beginning, answer) for answer in answers]
+
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    puts_bos_in_front = tokenizer("").input_ids[:1] == [bos]
+    first_id = next(itertools.chain(prompt_ids, *answer_ids), None)
+    if puts_bos_in_front and first_id != bos:
+        prompt_ids = [bos, *prompt_ids]
+    return prompt_ids, *(ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids)
+
+
+# ============================================================ one answer
 class Answer(NamedTuple):
-    """An answer as a model should generate it.
+    """The token ids of an answer as a model should generate it, and of what precedes it.
 
     Attributes:
-        prompt: ids of what the model reads at inference before it answers.
-        context: ids that precede the answer in training: `prompt`, or a beginning of it where the
-            template writes the answer behind another prompt.
-        ids: ids of the answer, up to and including the token that ends it; empty if the template
-            does not write what the user gave.
-        notes: what the user should know of it, as `note` writes it.
+        prompt: what the model reads at inference before it answers.
+        context: what precedes the answer in training: `prompt`, or a beginning of it where the
+            template writes the answer after another prompt.
+        ids: the answer up to and including the token that ends it; empty if the template does not
+            write what the user gave.
+        notes: what the user should know about it, see `note`.
     """
 
     prompt: list[int]
@@ -39,49 +62,34 @@ class Answer(NamedTuple):
     notes: list[str]
 
 
-# ============================================================ ids of texts
-def encode(
-    tokenizer, texts: list[str], plain: bool = False, beginning: Beginning | None = None
-) -> list[list[int]]:
-    """Returns the token ids of consecutive pieces of one text, one list for each piece.
+class Turn(NamedTuple):
+    r"""A history as the template writes it with its generation prompt, and with an answer.
 
-    The ids are those of the whole text, cut at the ends of the pieces: so they are what a model
-    meets when it reads the text. Where a token spans the end of a piece, no such cut exists. Then
-    the next piece is tokenised alone, and so is every later one, because the tokens of the whole
-    text no longer begin with the ids so far. The ids of a piece never depend on later pieces.
+    The two begin alike. Where the prompt opens a thought that the answer does not have:
 
-    Args:
-        plain: the text was not written by a chat template. It then gets the BOS that this
-            tokenizer puts in front, if it puts one, and EOS at its end, unless it has them.
-        beginning: the first piece, if the caller has encoded it.
+        prompt.text  <user>Hi<bot><think>\n      prompt_rest  <think>\n
+        whole_text   <user>Hi<bot>Hello.<end>    whole_rest   Hello.<end>
+
+    Attributes:
+        prompt: the history with the generation prompt, which the model reads at inference.
+        whole_text, whole_ids: the history with the answer, and what the template adds to it.
+        n_shared: how many token ids both begin with.
+        prompt_rest, whole_rest: the text of the other ids of each.
     """
-    if beginning is None:
-        beginning = encode_beginning(tokenizer, texts[0])
-    whole = beginning.ids
-    pieces = [whole]
-    ids_so_far = list(whole)
-    text_so_far = beginning.text
-    for piece in texts[1:]:
-        text_so_far += piece
-        whole = encode_longer(tokenizer, beginning, text_so_far)
-        if whole[: len(ids_so_far)] == ids_so_far:
-            ids = whole[len(ids_so_far) :]
-        else:
-            ids = encode_text(tokenizer, piece)
-        pieces.append(ids)
-        ids_so_far += ids
-    if plain:
-        bos = [tokenizer.bos_token_id]
-        eos = [tokenizer.eos_token_id]
-        puts_bos_in_front = tokenizer("").input_ids[:1] == bos
-        if puts_bos_in_front and whole[:1] != bos:
-            pieces[0] = bos + pieces[0]
-        if pieces[-1][-1:] != eos:
-            pieces[-1] = pieces[-1] + eos
-    return pieces
+
+    prompt: Beginning
+    whole_text: str
+    whole_ids: list[int]
+    n_shared: int
+    prompt_rest: str
+    whole_rest: str
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the answer follows the whole prompt, token by token."""
+        return self.n_shared == len(self.prompt.ids)
 
 
-# ============================================================ one answer
 def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Beginning:
     """Returns what a model reads before it answers these messages, and its token ids.
 
@@ -92,132 +100,157 @@ def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Beginning:
     Raises:
         BadRow: there is no chat template, or it refuses the messages.
     """
-    text = templates.render(tokenizer, messages, True, tools) if messages else ""
+    text = ""
+    if messages:
+        text = templates.render(tokenizer, messages, tools, add_generation_prompt=True)
     return encode_beginning(tokenizer, text)
 
 
-def encode_turn(
+def encode_answer(
     tokenizer,
-    messages: list[dict],
-    start: int,
-    end: int,
+    history: list[dict],
+    answer: list[dict],
     tools=None,
-    beginning: Beginning | None = None,
+    prompt: Beginning | None = None,
 ) -> Answer:
-    """Returns the token ids of the answer `messages[start:end]`, and of what precedes it.
+    r"""Returns the token ids of an answer, and of what precedes it.
 
-    Where the template writes the answer right behind its own generation prompt, the answer is what
-    follows the prompt; where it does not, see `join`. Where it drops thinking from the answer, the
-    answer is what the user gave.
+    Most templates write an answer right after their generation prompt. Then it is what follows the
+    prompt, up to the token that ends it; for other templates see `split_turn`. For one that drops
+    the thinking of the answer, see `encode_as_given`. Example, with ChatML:
+
+        history  user: Hi          prompt   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
+        answer   assistant: Yes    context  the same
+                                   ids      Yes<|im_end|>
 
     Args:
+        history, answer: messages.
         tools: see `templates.render`.
-        beginning: what `encode_prompt` returns for `messages[:start]`, if several answers share it.
+        prompt: what `encode_prompt` returns for the history, if several answers share it.
 
     Raises:
         BadRow: there is no chat template, or it refuses the messages.
     """
-    if beginning is None:
-        beginning = encode_prompt(tokenizer, messages[:start], tools)
-    before = beginning.text
-    prompt = beginning.ids
-    after = templates.render(tokenizer, messages[:end], False, tools)
-    whole = encode_longer(tokenizer, beginning, after)
-
-    shared = shared_length(prompt, whole)
-    only_in_prompt = decode(tokenizer, prompt[shared:])
-    written = decode(tokenizer, whole[shared:])
-    unwritten = templates.why_unwritten(tokenizer, messages, start, end, after, written, tools)
+    if prompt is None:
+        prompt = encode_prompt(tokenizer, history, tools)
+    conversation = templates.Conversation(tokenizer, history + answer, tools)
+    turn = turn_of(tokenizer, prompt, conversation.text)
+    unwritten = templates.why_unwritten(conversation, len(history), turn.whole_rest)
     if unwritten:
-        return Answer(prompt, prompt, [], [unwritten])
+        return Answer(prompt.ids, prompt.ids, [], [unwritten])
 
     notes = []
-    message = messages[end - 1]
-    thought = thoughts.of_message(message)
-    if thought and thought not in written:
-        context, ids = as_given(tokenizer, before, prompt, message, only_in_prompt, written)
+    thought = thoughts.of_message(answer[-1])
+    if thought and thought not in turn.whole_rest:
         notes.append(DROPS_THOUGHT)
+        context, ids = encode_as_given(tokenizer, turn, answer[-1])
     else:
-        context, rest = join(tokenizer, before, after, prompt, whole)
-        if len(context) < len(prompt):
-            notes.append(describe_other_prompt(tokenizer, only_in_prompt, rest))
-        ids = up_to_end(tokenizer, rest)
+        context, ids = split_turn(tokenizer, turn)
+        ids = up_to_end(tokenizer, ids)
+        if len(context) < len(prompt.ids):
+            notes.append(describe_other_prompt(tokenizer, turn))
     if not ends(tokenizer, ids):
-        ids = [*ids, tokenizer.eos_token_id]
         notes.append(APPENDS_EOS)
-    return Answer(prompt, context, ids, notes)
+        ids = [*ids, tokenizer.eos_token_id]
+    return Answer(prompt.ids, context, ids, notes)
 
 
-def join(
-    tokenizer, before: str, after: str, prompt: list[int], whole: list[int]
-) -> tuple[list[int], list[int]]:
-    """Returns the ids of an answer's context, and of the answer with what the template adds to it.
+def turn_of(tokenizer, prompt: Beginning, whole_text: str) -> Turn:
+    """Compares a history with its generation prompt and the same history with an answer."""
+    whole_ids = encode_longer(tokenizer, prompt, whole_text)
+    shared = n_shared(prompt.ids, whole_ids)
+    return Turn(
+        prompt=prompt,
+        whole_text=whole_text,
+        whole_ids=whole_ids,
+        n_shared=shared,
+        prompt_rest=decode(tokenizer, prompt.ids[shared:]),
+        whole_rest=decode(tokenizer, whole_ids[shared:]),
+    )
 
-    Args:
-        before, prompt: the history with the generation prompt, and its ids.
-        after, whole: the history with the answer, and its ids.
+
+def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
+    r"""Returns the token ids of an answer's context, and of the answer and what follows it.
+
+    Examples, with a space between tokens:
+
+        prompt                    whole          context                   answer
+        <bot>                     <bot> Yes      <bot>                     Yes
+        <bot> a                   <bot> ab c     <bot> a                   b c
+        <bot> <think>             <bot> Yes      <bot>                     Yes
+        <bot> <think> </think>    <bot> Yes      <bot> <think> </think>    Yes
+        <bot> \n\n                <bot> \n Yes   <bot> \n\n                Yes
     """
-    if whole[: len(prompt)] == prompt:
-        return prompt, whole[len(prompt) :]
-    if after.startswith(before):
+    prompt_ids = turn.prompt.ids
+    answer_ids = turn.whole_ids[turn.n_shared :]
+    if turn.continues_prompt:
+        return prompt_ids, answer_ids
+    if turn.whole_text.startswith(turn.prompt.text):
         # The answer's first characters merge with the prompt's last ones. At inference the prompt
         # is tokenised alone, and so is what the model generates.
-        return prompt, encode_text(tokenizer, after[len(before) :])
-
-    shared = shared_length(prompt, whole)
-    only_in_prompt = decode(tokenizer, prompt[shared:])
-    if only_in_prompt.strip() and not thoughts.is_whole_thought(only_in_prompt):
-        # No model would write this answer behind this prompt, such as one without thinking behind
-        # an open <think>.
-        return whole[:shared], whole[shared:]
-    return prompt, without_white_space(tokenizer, whole[shared:], only_in_prompt)
+        return prompt_ids, encode_text(tokenizer, turn.whole_text[len(turn.prompt.text) :])
+    if turn.prompt_rest.strip() and not thoughts.is_whole_thought(turn.prompt_rest):
+        # No model would give this answer after the rest of the prompt, such as an open thought.
+        return turn.whole_ids[: turn.n_shared], answer_ids
+    # After white space, or a thought that is closed again, it would.
+    return prompt_ids, without_white_space(tokenizer, answer_ids, turn.prompt_rest)
 
 
-def without_white_space(tokenizer, rest: list[int], only_in_prompt: str) -> list[int]:
-    """`rest` without the white space that the prompt has written already.
+def without_white_space(tokenizer, ids: list[int], prompt_rest: str) -> list[int]:
+    r"""Returns an answer without the white space that the prompt has written already.
 
-    Ids differ where one newline and two are two tokens: the characters that both begin with are
-    the prompt's.
+    One newline and two may be different tokens. Example: of the answer `\n Yes`, `Yes` is left
+    where the rest of the prompt is `\n\n`.
     """
-    white = 0
-    while white < len(rest) and decode(tokenizer, rest[white : white + 1]).isspace():
-        white += 1
-    leading = decode(tokenizer, rest[:white])
-    shared = os.path.commonprefix([leading, only_in_prompt])
-    if not shared:
-        return rest
-    return encode_text(tokenizer, leading[len(shared) :]) + rest[white:]
+    n_white = 0
+    while n_white < len(ids) and decode(tokenizer, ids[n_white : n_white + 1]).isspace():
+        n_white += 1
+    white = decode(tokenizer, ids[:n_white])
+    n_written = n_shared(white, prompt_rest)
+    if not n_written:
+        return ids
+    return encode_text(tokenizer, white[n_written:]) + ids[n_white:]
 
 
-def as_given(
-    tokenizer, before: str, prompt: list[int], message: dict, only_in_prompt: str, written: str
-) -> tuple[list[int], list[int]]:
-    """Returns the ids of an answer's context, and of the answer as the user gave it, to its end.
+# ============================================================ an answer whose thinking is dropped
+def encode_as_given(tokenizer, turn: Turn, message: dict) -> tuple[list[int], list[int]]:
+    """Returns the token ids of an answer's context, and of the answer with its thinking.
 
-    What opens its thinking is left out where the generation prompt has written that already.
+    Examples, where the user gave `<think>Why</think>Yes`, and the template writes `Yes<end>`:
+
+        prompt                  context         answer
+        <bot>                   <bot>           <think>Why</think>Yes<end>
+        <bot><think>            <bot><think>    Why</think>Yes<end>
+        <bot><think></think>    <bot>           <think>Why</think>Yes<end>
 
     Args:
-        before, prompt: see `join`.
-        only_in_prompt: what the prompt writes and the template's answer does not continue.
-        written: the answer as the template writes it, without the thinking.
+        message: the answer.
     """
-    given = thoughts.with_markers(tokenizer, message)
-    if thoughts.is_whole_thought(only_in_prompt):
-        before = before.removesuffix(only_in_prompt)
-        prompt = encode_text(tokenizer, before)
-    elif only_in_prompt.strip() and given.lstrip().startswith(only_in_prompt.strip()):
-        given = given.lstrip()
-        written_already = os.path.commonprefix([given, only_in_prompt.lstrip()])
-        given = given[len(written_already) :]
-    elif not only_in_prompt:
-        given = lead_of(message, written) + given
-    found = templates.conventions(tokenizer)
-    end = [] if found.stop is None else list(found.tail[: found.stop + 1])
-    return prompt, encode(tokenizer, [before, given])[1] + end
+    context = turn.prompt
+    answer_text = thoughts.with_markers(tokenizer, message)
+    rest = turn.prompt_rest
+    if not rest:
+        answer_text = lead_of(message, turn.whole_rest) + answer_text
+    elif thoughts.is_whole_thought(rest):
+        # The prompt says that nothing was thought, and something was.
+        context = encode_beginning(tokenizer, context.text.removesuffix(rest))
+    elif rest.strip() and answer_text.lstrip().startswith(rest.strip()):
+        # The prompt has written what opens the thinking.
+        answer_text = answer_text.lstrip()
+        answer_text = answer_text[n_shared(answer_text, rest.lstrip()) :]
+    end = templates.conventions(tokenizer).end_of_answer
+    return context.ids, encode_after(tokenizer, context, answer_text) + end
 
 
 def lead_of(message: dict, written: str) -> str:
-    """What the template writes between its prompt and an answer, such as a space (LLaVA)."""
+    """Returns what the template writes between its prompt and an answer; "" if it is a thought.
+
+    Example: the space where LLaVA writes the answer `Yes` as ` Yes`. White space that belongs to
+    the answer itself is not part of it.
+
+    Args:
+        written: the answer as the template writes it, without the thinking.
+    """
     visible = thoughts.without_thought(message["content"])
     place = written.find(visible.strip())
     lead = written[: max(place, 0)]
@@ -227,49 +260,31 @@ def lead_of(message: dict, written: str) -> str:
     return lead.removesuffix(white_of_answer)
 
 
-def describe_other_prompt(tokenizer, only_in_prompt: str, rest: list[int]) -> str:
-    """A note on an answer that does not continue the generation prompt."""
-    answer_text = decode(tokenizer, rest)
-    way_out = "--chat_template FILE with another generation prompt"
-    for name in ("enable_thinking", "thinking"):
-        if name in str(tokenizer.chat_template):
-            opens = any(opener in only_in_prompt for opener, _ in thoughts.MARKERS)
-            value = json.dumps({name: not opens})
-            way_out = f"--chat_template_kwargs '{value}'"
-            break
-    return note(
-        "answers do not continue the generation prompt, so they are learned behind what both "
-        f"share ({way_out} may align them)",
-        f"the prompt ends {only_in_prompt!r}, the answer begins {answer_text[:30]!r}",
-    )
-
-
-def note(kind: str, example: str = "") -> str:
-    """What a user should know of a row; rows of one kind are counted, and one example is shown.
-
-    Args:
-        example: without tabs and newlines.
-    """
-    return f"{kind}\t{example}" if example else kind
-
-
 # ============================================================ where an answer ends
 def up_to_end(tokenizer, ids: list[int]) -> list[int]:
-    """An answer without what the template writes behind the token that ends it."""
-    found = templates.conventions(tokenizer)
-    tail = list(found.tail)
-    has_tail = bool(tail) and ids[-len(tail) :] == tail
-    if found.stop is not None and has_tail:
-        return ids[: len(ids) - len(tail) + found.stop + 1]
-    if found.stop is not None or not found.is_known:
-        # A call of a tool may end otherwise than an answer in words.
+    r"""Returns an answer without what the template writes after the token that ends it.
+
+    Examples, with a space between tokens:
+
+        ending of the template    answer              returned
+        <end> \n                  Yes <end> \n        Yes <end>
+        <end> \n                  call <call> \n      call <call>    a tool call may end otherwise
+        \n\n                      Yes \n\n            Yes            no token ends an answer
+        \n\n                      Yes .\n\n           Yes .          and the white space has merged
+    """
+    conventions = templates.conventions(tokenizer)
+    ending = list(conventions.ending)
+    has_ending = bool(ending) and ids[-len(ending) :] == ending
+    if conventions.stop is not None and has_ending:
+        return ids[: -len(ending)] + conventions.end_of_answer
+    if conventions.stop is not None or not conventions.is_known:
         return ids[: turn_length(tokenizer, ids) or len(ids)]
-    if has_tail and not decode(tokenizer, tail).strip():
-        return ids[: len(ids) - len(tail)]
-    # Between the turns the template writes white space, which has merged with the answer's end.
-    last = decode(tokenizer, ids[-1:])
-    if found.white_tail and last.endswith(found.white_tail):
-        return ids[:-1] + encode_text(tokenizer, last.removesuffix(found.white_tail))
+    if has_ending and not decode(tokenizer, ending).strip():
+        return ids[: -len(ending)]
+    white = conventions.white_ending
+    last_text = decode(tokenizer, ids[-1:])
+    if white and last_text.endswith(white):
+        return ids[:-1] + encode_text(tokenizer, last_text.removesuffix(white))
     return ids
 
 
@@ -277,20 +292,24 @@ def ends(tokenizer, ids: list[int]) -> bool:
     """Whether the last token of an answer ends it."""
     if ids[-1:] == [tokenizer.eos_token_id]:
         return True
-    found = templates.conventions(tokenizer)
-    if found.is_known and found.stop is None:
+    conventions = templates.conventions(tokenizer)
+    if conventions.is_known and conventions.stop is None:
         return False
-    if found.stop is not None and ids[-1:] == [found.tail[found.stop]]:
+    if ids and ids[-1:] == conventions.end_of_answer[-1:]:
         return True
     return turn_length(tokenizer, ids) == len(ids) > 0
 
 
 def turn_length(tokenizer, ids: list[int]) -> int:
-    """Counts a turn's tokens up to the one that ends it; 0 if no token does.
+    r"""Counts a turn's tokens up to the one that ends it; 0 if no token does.
 
-    The last EOS ends a turn. Some templates write none (calls of tools in gpt-oss). There the
+    The last EOS ends a turn. Some templates write none, such as gpt-oss for a tool call. There the
     special token at the end of the turn ends it, also where a newline follows. What follows the
-    end is never generated, so it is not learned.
+    end is never generated, so it is not learned. Examples, with a space between tokens:
+
+        Yes <eos> \n          2
+        call <call> \n        2
+        Yes                   0
     """
     eos = tokenizer.eos_token_id  # a property that searches each time
     if eos in ids:
@@ -301,6 +320,32 @@ def turn_length(tokenizer, ids: list[int]) -> int:
         if token is not None and token.special:
             return length
     return 0
+
+
+def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
+    """Counts the tokens of a prompt that are new since the answer at `place`, its end not counted.
+
+    They are what the prompt ends with whatever that answer is. Example: of
+
+        <user> One <bot> a <end> <user> Two <bot>
+        <user> One <bot> b <end> <user> Two <bot>
+
+    the last four tokens are equal. The first of them ends the answer, so three are new.
+
+    Args:
+        messages: the history of the prompt.
+        tools: see `templates.render`.
+    """
+    prompts = []
+    for content in ("a", "b"):
+        answer = {"role": "assistant", "content": content}
+        changed = [*messages[:place], answer, *messages[place + 1 :]]
+        text = templates.render(tokenizer, changed, tools, add_generation_prompt=True)
+        prompts.append(encode_text(tokenizer, text))
+    first, second = prompts
+    n_equal = n_shared_at_end(first, second)
+    has_end = templates.conventions(tokenizer).stop is not None
+    return n_equal - int(has_end and is_marker(tokenizer, first[len(first) - n_equal]))
 
 
 # ============================================================ preferences
@@ -317,31 +362,25 @@ def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> Prefer
     """Returns the token ids of a pair. An answer is empty if the chat template does not write it.
 
     The prompt's ids are the same for both answers. Where one of them continues less of the
-    generation prompt than the other (one thinks, the other does not), the prompt is what both
-    continue, and the rest of it belongs to the answer that continues it.
+    generation prompt than the other, the prompt is what both continue, and the rest of it belongs
+    to the answer that continues it. Example, where the generation prompt ends with `<think>`:
+
+        chosen     <think>Why</think>Yes    context  <bot><think>    Why</think>Yes<end>
+        rejected   No                       context  <bot>           No<end>
+        the pair                            prompt   <bot>           <think>Why</think>Yes<end>
+                                                                     No<end>
 
     Args:
         prompt, chosen, rejected: three strings, or three message lists.
         tools: see `templates.render`.
     """
     if isinstance(prompt, str):
-        beginning = encode_beginning(tokenizer, prompt)
-        (prompt_ids, chosen_ids), (_, rejected_ids) = (
-            encode(tokenizer, [prompt, answer], plain=True, beginning=beginning)
-            for answer in (chosen, rejected)
-        )
+        prompt_ids, chosen_ids, rejected_ids = encode_plain(tokenizer, prompt, chosen, rejected)
         return Preference(prompt_ids, chosen_ids, rejected_ids, [])
 
-    beginning = encode_prompt(tokenizer, prompt, tools)
+    encoded_prompt = encode_prompt(tokenizer, prompt, tools)
     answers = [
-        encode_turn(
-            tokenizer,
-            messages=prompt + answer,
-            start=len(prompt),
-            end=len(prompt) + len(answer),
-            tools=tools,
-            beginning=beginning,
-        )
+        encode_answer(tokenizer, prompt, answer, tools, prompt=encoded_prompt)
         for answer in (chosen, rejected)
     ]
     context = min((answer.context for answer in answers), key=len)
@@ -375,37 +414,40 @@ def stop_tokens(tokenizer, model) -> set[int]:
     own = model.generation_config.eos_token_id
     if own is not None:
         stops |= {own} if isinstance(own, int) else set(own)
-    found = templates.conventions(tokenizer)
-    if found.stop is not None:
-        stops.add(found.tail[found.stop])
-    return stops
+    return stops | set(templates.conventions(tokenizer).end_of_answer[-1:])
 
 
 # ============================================================ notes
+def note(kind: str, example: str = "") -> str:
+    """Returns what a user should know about a row.
+
+    The run prints each kind once, with its number of rows and one example.
+
+    Args:
+        example: without tabs and newlines.
+    """
+    return f"{kind}\t{example}" if example else kind
+
+
+def describe_other_prompt(tokenizer, turn: Turn) -> str:
+    """Returns a note on an answer that does not continue the generation prompt."""
+    way_out = "--chat_template FILE with another generation prompt"
+    for name in ("enable_thinking", "thinking"):
+        if name in str(tokenizer.chat_template):
+            opens = any(opener in turn.prompt_rest for opener, _ in thoughts.MARKERS)
+            value = json.dumps({name: not opens})
+            way_out = f"--chat_template_kwargs '{value}'"
+            break
+    return note(
+        "answers do not continue the generation prompt, so they are learned after what both "
+        f"share ({way_out} may align them)",
+        f"the prompt ends {turn.prompt_rest!r}, the answer begins {turn.whole_rest[:30]!r}",
+    )
+
+
 def reason_of(notes: list[str]) -> str:
-    """Why a row is left out, where its notes say that an answer is not written; else ""."""
+    """Returns why a row is left out, if its notes say that an answer is not written; else ""."""
     for text in notes:
         if text in (templates.DROPS_CALLS, templates.DROPS_ANSWER):
             return text
     return ""
-
-
-def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
-    """How many tokens of a prompt are new since the answer at `place`, its end not counted.
-
-    They are what the prompt ends with whatever that answer is.
-
-    Args:
-        messages: the history of the prompt.
-        tools: see `templates.render`.
-    """
-    prompts = []
-    for content in ("a", "b"):
-        answer = {"role": "assistant", "content": content}
-        changed = [*messages[:place], answer, *messages[place + 1 :]]
-        text = templates.render(tokenizer, changed, True, tools)
-        prompts.append(encode_text(tokenizer, text))
-    first, second = prompts
-    new = shared_length(first[::-1], second[::-1])
-    has_end = templates.conventions(tokenizer).stop is not None
-    return new - int(has_end and is_marker(tokenizer, first[len(first) - new]))

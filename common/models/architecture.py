@@ -55,7 +55,7 @@ def hidden_states(model: nn.Module, inputs: dict) -> torch.Tensor:
     """Returns the hidden states that a model's head reads, `[rows * row length, h]`.
 
     Args:
-        inputs: of `packing.make_batch`.
+        inputs: those of a batch, see `Packer.make_batch`.
     """
     if "attention_mask" in inputs:
         inputs = inputs | {"attention_mask": as_numbers(model, inputs["attention_mask"])}
@@ -262,13 +262,13 @@ def holds_experts(parameter: nn.Parameter) -> bool:
 
 # ============================================================ what text reaches
 def freeze_unreached(accelerator, wrapper: nn.Module, max_length: int) -> None:
-    """Freezes the modules that no text of this run reaches, and says which.
+    """Freezes the modules that no text of this run reaches, and prints which.
 
     These are towers for images and sound, their projectors, and heads that no loss reads. An
     optimizer would let weight decay shrink them. The experts of a mixture are reached, even if no
     token visits one: which ones a text visits is not looked at.
 
-    Also says that the auxiliary loss of a router is not trained, if the config asks for it.
+    Also prints that the auxiliary loss of a router is not trained, if the config asks for it.
 
     Args:
         wrapper: a `ModelWrapper`, not prepared yet. Under ZeRO-3 its weights may be cut already.
@@ -283,7 +283,7 @@ def freeze_unreached(accelerator, wrapper: nn.Module, max_length: int) -> None:
         if name in unreached:
             parameter.requires_grad_(False)
     if names:
-        # The layers of a model are many, and actor and critic may be alike: said once.
+        # The layers of a model are many, and actor and critic may be alike: named once.
         once = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
         accelerator.print(f"not trained: {', '.join(once)} (text never reaches them)")
 

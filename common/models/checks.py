@@ -5,6 +5,7 @@ import sys
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.models import architecture, load
 from common.models.packing import Packer
@@ -51,14 +52,18 @@ def check_positions(models: list[nn.Module], max_length: int) -> None:
     Raises:
         SystemExit: a model has a table, and it is shorter.
     """
-    for prepared in models:
-        for model in architecture.whole_models(prepared).values():
-            limit = architecture.positions_of(model)
-            if limit is not None and max_length > limit:
-                sys.exit(
-                    f"--max_length {max_length}: {model.config.name_or_path!r} has a table of "
-                    f"{limit} positions and cannot read longer rows: give --max_length {limit}"
-                )
+    for model in models_inside(models):
+        limit = architecture.positions_of(model)
+        if limit is not None and max_length > limit:
+            sys.exit(
+                f"--max_length {max_length}: {model.config.name_or_path!r} has a table of "
+                f"{limit} positions and cannot read longer rows: give --max_length {limit}"
+            )
+
+
+def models_inside(models: list[nn.Module]) -> list[PreTrainedModel]:
+    """Returns the Hugging Face models in some modules; PPO's module holds two."""
+    return [inside for model in models for inside in architecture.whole_models(model).values()]
 
 
 def make_packer(
@@ -66,12 +71,12 @@ def make_packer(
 ) -> Packer:
     """Returns how answers are laid out as rows, so that these models read each as if alone.
 
-    Refuses rows that are longer than a model's table of positions. All processes must call it.
+    All processes must call it.
 
     Args:
         models: all that will read the rows, prepared; their output is scores or log-probs. None
             stands for none.
-        share: whether prompts and rows are shared, if all models can, see `can_pack`.
+        share: whether prompts and rows are shared, if all models allow it, see `can_pack`.
         by_lengths: rows are packed as flash attention takes them, see `Packer`.
 
     Raises:
@@ -81,57 +86,73 @@ def make_packer(
     check_positions(readers, run.args.max_length)
     if not share or not can_pack(run, readers, by_lengths):
         return Packer(run.device)
-    inside = [whole for model in readers for whole in architecture.whole_models(model).values()]
-    equal = architecture.attention_equals_rest(inside)
-    return Packer(run.device, share, by_lengths, equal)
+    return Packer(
+        run.device,
+        share=True,
+        by_lengths=by_lengths,
+        attention_equals_rest=architecture.attention_equals_rest(models_inside(readers)),
+    )
 
 
-@torch.no_grad()
 def can_pack(run: Run, models: list[nn.Module], by_lengths: bool = False) -> bool:
     """Whether all models read several answers in one row as they read each alone.
 
     They do not where attention or positions are of another kind than usual, or where something
     besides attention carries information between tokens (recurrent layers). If the attention was
-    chosen by the user, this says so. All processes must call it.
+    chosen by the user, the run prints a note. All processes must call it.
 
     Args:
         models, by_lengths: see `make_packer`.
     """
+    packer = Packer(run.device, share=True, by_lengths=by_lengths)
     for prepared in models:
         # Those of whole models: the parts of one have other configs, such as a vision tower's.
-        models_inside = architecture.whole_models(prepared).values()
-        configs = [model.config.get_text_config() for model in models_inside]
-        for kind in {config._attn_implementation for config in configs} - {"sdpa"}:
-            if not by_lengths:
-                load.note(
-                    f"NOTE: with --attn_implementation {kind} each answer has a row of its own: "
-                    "only sdpa is given a mask, by which a row can hold several"
-                )
+        configs = [model.config.get_text_config() for model in models_inside([prepared])]
+        if not by_lengths:
+            note_attention_without_mask(configs)
         longest = run.args.max_length
         if not all(attends_to_whole_rows(config, longest, by_lengths) for config in configs):
             return False
-        vocab_size = min(config.vocab_size for config in configs)
-        if not reads_packed_alike(prepared, vocab_size, Packer(run.device, True, by_lengths)):
+        if not reads_packed_alike(prepared, configs, packer):
             return False
     return True
 
 
-def attends_to_whole_rows(config, longest: int, by_lengths: bool) -> bool:
+def note_attention_without_mask(configs: list[PreTrainedConfig]) -> None:
+    """Prints a note where the user chose an attention that keeps answers in rows of their own."""
+    for kind in {config._attn_implementation for config in configs} - {"sdpa"}:
+        load.note(
+            f"NOTE: with --attn_implementation {kind} each answer has a row of its own: "
+            "only sdpa is given a mask, by which a row can hold several"
+        )
+
+
+def attends_to_whole_rows(config: PreTrainedConfig, longest: int, by_lengths: bool) -> bool:
     """Whether attention reaches over a whole row, and takes a mask and positions as usual.
 
     Args:
-        by_lengths: it is told lengths instead of a mask.
+        longest: tokens of the longest row.
+        by_lengths: attention takes lengths instead of a mask.
     """
-    window = longest
-    for name in ("sliding_window", "attention_chunk_size", "index_topk"):
-        window = min(window, getattr(config, name, None) or longest)
     kind = config._attn_implementation
-    is_told = architecture.takes_lengths(kind) if by_lengths else kind == "sdpa"
-    return is_told and window >= longest and not getattr(config, "alibi", False)
+    takes_rows = architecture.takes_lengths(kind) if by_lengths else kind == "sdpa"
+    windows = [
+        getattr(config, name, None) or longest
+        for name in ("sliding_window", "attention_chunk_size", "index_topk")
+    ]
+    return takes_rows and min(windows) >= longest and not getattr(config, "alibi", False)
 
 
-def reads_packed_alike(prepared: nn.Module, vocab_size: int, packer: Packer) -> bool:
-    """Whether a model's output for some answers is the same alone and packed into rows."""
+@torch.no_grad()
+def reads_packed_alike(
+    prepared: nn.Module, configs: list[PreTrainedConfig], packer: Packer
+) -> bool:
+    """Whether a model's output for some answers is the same alone and packed into rows.
+
+    Args:
+        configs: of the Hugging Face models inside.
+    """
+    vocab_size = min(config.vocab_size for config in configs)
     # No two tokens are alike: otherwise attention to the wrong ones would not show.
     ids = [7 * i % vocab_size for i in range(40)]
     prompts = [ids[:16], ids[:16], ids[:8], ids[3:9]]
@@ -146,11 +167,11 @@ def reads_packed_alike(prepared: nn.Module, vocab_size: int, packer: Packer) -> 
     with evaluation_mode(prepared):
         alone = read(ids[16:24], Packer(packer.device))
         packed = read(ids[16:24], packer)
-        beside_another = read(ids[32:], packer)
+        with_another = read(ids[32:], packer)
     if (alone - packed).abs().mean() > 0.01 * (1 + alone.abs().max()):
         return False
     # Another first answer must not change the others at all: what leaks may be small.
-    return packed[1:].equal(beside_another[1:])
+    return packed[1:].equal(with_another[1:])
 
 
 @contextlib.contextmanager

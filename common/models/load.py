@@ -21,9 +21,12 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations import is_fsdp_enabled
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import cpu, distributed, folders, hub, record, speaks_for_all, zero
 from common.data import templates, tokens
+
+EXPECTED = "(expected a Hugging Face folder or a hub name)"
 
 
 def tokenizer_of_run(accelerator, args):
@@ -268,35 +271,47 @@ def load(
         attn_implementation=args.attn_implementation,
         **settings,
     )
-    if quantization is None and getattr(model, "hf_quantizer", None) is not None:
+    if quantization is not None:
+        keep_packing(model)
+    elif getattr(model, "hf_quantizer", None) is not None:
         sys.exit(
             f"{name!r} holds quantized weights, which are not loaded as they are: give the model "
             "that they were made of, with --lora_r and --load_in_4bit to pack it"
         )
-    # Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers those
-    # that no weight needed, and would save Gemma 3 under names that nothing reads.
-    if getattr(model, "_weight_conversions", None):
-        used = [renaming for renaming in model._weight_conversions if renaming.was_used()]
-        model._weight_conversions = used
-    config = model.config.get_text_config()
-    # Gemma 3's small models know no images, but their tokenizer ends with a token for them.
-    text_tokens = len(tokenizer) - hasattr(tokenizer, "image_token")
-    if text_tokens > config.vocab_size:
-        sys.exit(
-            f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, "
-            f"but the vocab_size of {name!r} is {config.vocab_size}: "
-            "use the model's own tokenizer, or resize the model's embeddings and save it"
-        )
-    if PartialState().device.type == "cpu" and config.hidden_size > 128:
+    forget_unused_renamings(model)
+    refuse_missing_embeddings(name, model, tokenizer)
+    if PartialState().device.type == "cpu" and model.config.get_text_config().hidden_size > 128:
         cpu.use_onednn()
-    if quantization is not None:
-        keep_packing(model)
     if args.gradient_checkpointing and not frozen:
         # transformers renamed it, warns of the old name, and will take that away in version 6.
         new_name = "activation_checkpointing_enable"
         enable = new_name if hasattr(model, new_name) else "gradient_checkpointing_enable"
         getattr(model, enable)({"use_reentrant": False})
     return model, set(info["missing_keys"]), set(info["unexpected_keys"])
+
+
+def forget_unused_renamings(model: PreTrainedModel) -> None:
+    """Keeps only those renamings of weights that were needed to load them.
+
+    Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers those
+    that no weight needed, and would save Gemma 3 under names that nothing reads.
+    """
+    if getattr(model, "_weight_conversions", None):
+        used = [renaming for renaming in model._weight_conversions if renaming.was_used()]
+        model._weight_conversions = used
+
+
+def refuse_missing_embeddings(name: str, model: PreTrainedModel, tokenizer) -> None:
+    """Refuses a model that has fewer embeddings than its tokenizer has tokens."""
+    vocab_size = model.config.get_text_config().vocab_size
+    # Gemma 3's small models know no images, but their tokenizer ends with a token for them.
+    text_tokens = len(tokenizer) - hasattr(tokenizer, "image_token")
+    if text_tokens > vocab_size:
+        sys.exit(
+            f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, "
+            f"but the vocab_size of {name!r} is {vocab_size}: "
+            "use the model's own tokenizer, or resize the model's embeddings and save it"
+        )
 
 
 def keep_packing(model: PreTrainedModel) -> None:
@@ -335,30 +350,71 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
     Code that a model brings along is never run. By default transformers would ask on standard
     input whether it may, and take the first line of a pipe for the answer.
     """
-    expected = "(expected a Hugging Face folder or a hub name)"
-    folder = Path(name)
-    if folder.is_file():
-        sys.exit(f"no {kind} could be loaded from {name!r}: it is a file {expected}")
-    # transformers' own message would name what it tried, not what is missing.
-    if folder.is_dir() and not any(folder.glob("*config.json")):
-        way_on = f"; take {folder / 'actor'}" if (folder / "actor").is_dir() else f" {expected}"
-        sys.exit(f"no {kind} could be loaded from {name!r}: it holds no config.json{way_on}")
-    if kind == "tokenizer" and folder.is_dir() and not holds_tokenizer(folder):
-        sys.exit(
-            f"no tokenizer could be loaded from {name!r}: it holds none, such as tokenizer.json; "
-            "save the model's tokenizer into the same folder"
-        )
-    if not folder.exists():
-        is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-        if is_path:
-            sys.exit(f"no {kind} could be loaded from {name!r}: there is no such folder {expected}")
+    refuse_adapter(name)
+    refuse_what_holds_no_model(kind, name)
+    if is_hub_name(name):
         hub.reach()
     try:
         return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
         refuse_own_code(name, error)
         first_line = str(error).strip().splitlines()[0]
-        sys.exit(f"no {kind} could be loaded from {name!r}: {first_line} {expected}")
+        sys.exit(f"no {kind} could be loaded from {name!r}: {first_line} {EXPECTED}")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name is that of a repository on the hub: no file or folder, nor like a path."""
+    looks_like_a_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    return not Path(name).exists() and not looks_like_a_path
+
+
+def refuse_what_holds_no_model(kind: str, name: str) -> None:
+    """Refuses files and folders without a model, where transformers' message would not say so.
+
+    It names what it tried, not what is missing.
+    """
+    folder = Path(name)
+    fault = None
+    if folder.is_file():
+        fault = f"it is a file {EXPECTED}"
+    elif not folder.is_dir():
+        if not is_hub_name(name):
+            fault = f"there is no such folder {EXPECTED}"
+    elif not any(folder.glob("*config.json")):
+        holds_actor = (folder / "actor").is_dir()
+        way_on = f"; take {folder / 'actor'}" if holds_actor else f" {EXPECTED}"
+        fault = f"it holds no config.json{way_on}"
+    elif kind == "tokenizer" and not holds_tokenizer(folder):
+        fault = (
+            "it holds none, such as tokenizer.json; save the model's tokenizer into the same folder"
+        )
+    if fault:
+        sys.exit(f"no {kind} could be loaded from {name!r}: {fault}")
+
+
+def refuse_adapter(name: str) -> None:
+    """Refuses an adapter in the place of a model; `transformers` would load its base with it.
+
+    Raises:
+        SystemExit: with the command that merges it.
+    """
+    if is_adapter(name):
+        sys.exit(
+            f"{name!r} is an adapter, not a whole model: merge it into its base with "
+            f"`python -m common.export {name} OUT --merge`, and give OUT instead"
+        )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a folder or a hub name holds an adapter instead of a whole model."""
+    if is_hub_name(name):
+        hub.reach()
+    elif not Path(name).is_dir():
+        return False
+    try:
+        return find_adapter_config_file(name) is not None
+    except Exception:  # no such name, or no network: whoever loads it says so
+        return False
 
 
 def refuse_own_code(name: str, error: Exception) -> None:

@@ -162,15 +162,15 @@ def logits_of(
 def by_answer(values: torch.Tensor, batch: dict) -> torch.Tensor:
     """Returns values of targets, `[targets]`, as `[answers, longest]`, zero where there is none.
 
-    The host knows the places, so it waits for no GPU. `masked_scatter` with the mask of the batch
+    The host knows the cells, so it waits for no GPU. `masked_scatter` with the mask of the batch
     gives the same, but its backward pass waits.
 
     Args:
-        batch: of `packing.make_batch`.
+        batch: of `Packer.make_batch`.
     """
     mask = batch["mask"]
     empty = values.new_zeros(mask.numel())
-    return empty.index_copy(0, batch["places"], values).view(mask.shape)
+    return empty.index_copy(0, batch["cells"], values).view(mask.shape)
 
 
 class LogProbHead(nn.Linear):
@@ -238,7 +238,7 @@ class ScoreModel(ModelWrapper):
         """Scores what ends with certain tokens.
 
         Args:
-            batch: of `packing.make_batch`.
+            batch: of `Packer.make_batch`.
             places: of these tokens, counted through the rows one after the other; by default the
                 last token of each answer.
 
@@ -281,7 +281,7 @@ class LogProbModel(ModelWrapper):
         """Returns the log-probs of the targets of a batch.
 
         Args:
-            batch: of `packing.make_batch`.
+            batch: of `Packer.make_batch`.
             temperature: the logits are divided by it.
             extras: names of `EXTRAS` to return as well.
             check: run the architecture's own forward too, for `checks.check_logprobs`; this adds

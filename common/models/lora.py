@@ -37,12 +37,17 @@ MOMENTS_FILE = "reward_moments.json"
 def check_settings(accelerator, args) -> None:
     """Refuses settings of the adapters that would be ignored, or cannot work, and fills in alpha.
 
+    Also refuses an adapter as any model of the run, before data are read.
+
     Args:
         args: `SharedArgs`.
 
     Raises:
         SystemExit: with the argument and its value; also if peft or bitsandbytes is not installed.
     """
+    for name, value in vars(args).items():
+        if name.endswith("model_name_or_path") and value is not None:
+            load.refuse_adapter(value)
     if args.lora_r == 0:
         refuse_without_adapters(args)
         return
@@ -125,7 +130,7 @@ def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
     kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
     accelerator.print(
         f"adapters of rank {args.lora_r}, alpha {args.lora_alpha:g} on {len(layers)} layers "
-        f"({', '.join(kinds)}): {trained:,} trained parameters beside {total:,} frozen ones"
+        f"({', '.join(kinds)}): {trained:,} trained parameters besides {total:,} frozen ones"
     )
 
 
@@ -142,7 +147,7 @@ def add_adapter(model: PreTrainedModel, layers: list[str], args, seed: int) -> N
         r=args.lora_r,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
-        target_modules=short_names(model, layers),
+        target_modules=layers,  # peft shortens long lists
         modules_to_save=["score"] if is_scorer else None,
     )
     with torch.random.fork_rng(devices=[]):
@@ -177,13 +182,19 @@ def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
         is_linear = isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads
         if is_linear and is_reached(module) and f"{name}.weight" not in of_other_senses:
             layers.append(name)
-    if targets != [ALL_LINEAR]:
-        for target in targets:
-            check_target(model, target, layers)
-        layers = [layer for layer in layers if any(is_named(layer, name) for name in targets)]
     if not layers:
         sys.exit(f"{type(model).__name__} has no linear layers that could get an adapter")
-    return layers
+    if targets == [ALL_LINEAR]:
+        return layers
+    for target in targets:
+        if not any(is_named(layer, target) for layer in layers):
+            kinds = sorted({layer.rpartition(".")[2] for layer in layers})
+            sys.exit(
+                f"--lora_target_modules {target}: no linear layer of {type(model).__name__} that "
+                f"could get an adapter has this name. There are {', '.join(kinds)} (embeddings, "
+                "the output layer and score heads get none)"
+            )
+    return [layer for layer in layers if any(is_named(layer, target) for target in targets)]
 
 
 def is_reached(layer: nn.Module) -> bool:
@@ -197,39 +208,6 @@ def is_reached(layer: nn.Module) -> bool:
 def is_named(layer: str, target: str) -> bool:
     """Whether peft means a layer by this name."""
     return layer == target or layer.endswith(f".{target}")
-
-
-def check_target(model: PreTrainedModel, target: str, layers: list[str]) -> None:
-    """Refuses a name in `lora_target_modules` that names none of these layers, and says why."""
-    if any(is_named(layer, target) for layer in layers):
-        return
-    named = [name for name, _ in model.named_modules() if is_named(name, target)]
-    modules = {id(model.get_submodule(name)) for name in named}
-    if id(model.get_input_embeddings()) in modules or id(model.get_output_embeddings()) in modules:
-        reason = (
-            "embeddings and the output layer get no adapter, since many models share one matrix "
-            "for both, and log-probs are computed from that matrix itself"
-        )
-    elif id(getattr(model, "score", None)) in modules:
-        reason = "the score head is trained whole, without an adapter"
-    elif named:
-        reason = f"{named[0]} is not a linear layer that text reaches"
-    else:
-        reason = f"{type(model).__name__} has no module of that name"
-    kinds = sorted({layer.rpartition(".")[2] for layer in layers})
-    sys.exit(f"--lora_target_modules {target}: {reason}. There are {', '.join(kinds)}")
-
-
-def short_names(model: PreTrainedModel, layers: list[str]) -> list[str]:
-    """Returns the last parts of the layers' names, or whole names where those mean other layers.
-
-    The saved config holds them, and peft finds the layers by them again.
-    """
-    short = sorted({layer.rpartition(".")[2] for layer in layers})
-    meant = {
-        name for name, _ in model.named_modules() if any(is_named(name, part) for part in short)
-    }
-    return short if meant == set(layers) else sorted(layers)
 
 
 # ============================================================ the base

@@ -1,5 +1,6 @@
 """Lays out prompts and answers as the rows that a model reads, with prompts shared."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,52 +15,79 @@ MOST_MASK = 2**28
 # A mask is computed in parts of about so many elements, since what is compared takes as much again.
 MASK_AT_ONCE = 2**24
 
-NO_PIECE = -1
+PADDING = -1  # stands for a piece where there is none
 
 
-class Piece(NamedTuple):
-    """A prompt or an answer, as it stands in a row.
+class Group(NamedTuple):
+    """A prompt, and the answers that follow it in a row.
 
     Attributes:
-        ids: its tokens.
-        position: the position of its first token, as if its prompt began the row.
-        number: which piece it is: answer i has number i; prompts are numbered on from the number of
-            answers.
-        prompt: the `number` of the prompt it belongs to; a prompt belongs to itself.
+        prompt: token ids; may be empty.
+        answers: the token ids of each answer, by the answer's number in the batch.
     """
 
-    ids: list[int]
-    position: int
-    number: int
-    prompt: int
+    prompt: list[int]
+    answers: dict[int, list[int]]
 
     @property
-    def is_prompt(self) -> bool:
-        return self.number == self.prompt
+    def length(self) -> int:
+        """Tokens of the prompt, once, and of all answers."""
+        return len(self.prompt) + sum(map(len, self.answers.values()))
 
 
-# A group is a prompt followed by its answers; a row is one or more groups.
-Pieces = list[Piece]
+Row = list[Group]
 
 
-class Layout(NamedTuple):
-    """Rows as arrays.
+class Layout:
+    """Rows as arrays, in which each token has a place: its number, counted through all rows.
 
-    A place is the index of a token, counted through all rows one after the other.
+    A piece is a prompt or an answer. Answer i is piece i; the prompts are numbered from there on.
 
     Attributes:
         ids, positions: of each token, `[rows, row length]`.
-        numbers, prompts: of the piece that each token belongs to, `[rows, row length]`.
+        pieces, prompts: the piece that each token belongs to, and that piece's prompt, `[rows, row
+            length]`; a prompt is its own.
         before: for each answer, the places of the tokens that predict its tokens.
         last: for each answer, the place of its last token.
     """
 
-    ids: np.ndarray
-    positions: np.ndarray
-    numbers: np.ndarray
-    prompts: np.ndarray
-    before: list[list[int]]
-    last: list[int]
+    def __init__(self, shape: tuple[int, int], n_answers: int):
+        self.ids = np.zeros(shape, dtype=np.int64)
+        self.positions = np.zeros(shape, dtype=np.int64)
+        self.pieces = np.full(shape, PADDING)
+        self.prompts = np.full(shape, PADDING)
+        self.before: list[list[int]] = [[] for _ in range(n_answers)]
+        self.last = [0] * n_answers
+        self.prompt_pieces = itertools.count(n_answers)
+
+    def add(self, group: Group, place: int) -> int:
+        """Writes a group from a place on, and returns the place after it."""
+        piece = next(self.prompt_pieces)
+        end = self.write(group.prompt, place, position=0, piece=piece, prompt=piece)
+        # An empty prompt has no last token, and this place then means nothing. That is harmless:
+        # `refuse_unpredicted` refuses an answer whose first token needs it.
+        last_of_prompt = end - 1
+        for number, answer in group.answers.items():
+            start = end
+            position = len(group.prompt)  # as if the answer followed its prompt directly
+            end = self.write(answer, start, position=position, piece=number, prompt=piece)
+            # The prompt's last token predicts the first one; each token of the answer the next.
+            self.before[number] = [last_of_prompt, *range(start, end - 1)]
+            self.last[number] = end - 1
+        return end
+
+    def write(self, ids: list[int], place: int, *, position: int, piece: int, prompt: int) -> int:
+        """Writes a piece from a place on, and returns the place after it.
+
+        Args:
+            position: that of its first token.
+        """
+        end = place + len(ids)
+        self.ids.flat[place:end] = ids
+        self.positions.flat[place:end] = np.arange(position, position + len(ids))
+        self.pieces.flat[place:end] = piece
+        self.prompts.flat[place:end] = prompt
+        return end
 
 
 @dataclass(frozen=True)
@@ -90,6 +118,22 @@ class Packer:
     ) -> dict:
         """Returns answers to prompts as tensors that a model reads.
 
+        Three answers, the first two of them to one prompt, if prompts may be shared:
+
+            make_batch([[1, 2], [1, 2], [3]], [[4, 5], [6], [7, 8, 9]])
+
+            input_ids     1  2  4  5  6        place of each token     0  1  2  3  4
+                          3  7  8  9  0                                5  6  7  8  9
+            position_ids  0  1  2  3  2
+                          0  1  2  3  0        the last is padding
+            targets       4  5 | 6 | 7  8  9   all tokens of the answers
+            before        1  2 | 1 | 5  6  7   the places of 2 4 | 2 | 3 7 8, which predict them
+            last             3 | 4 |       8   the places of 5, 6 and 9
+            mask          1  1  0              answer by answer, in the shape of what is returned
+                          1  0  0              for the tokens of answers
+                          1  1  1
+            cells         0  1 | 3 | 6  7  8   where the targets are in the flattened mask
+
         Nothing here waits for a GPU: it computes one micro-batch while the next one is laid out.
 
         Args:
@@ -102,12 +146,12 @@ class Packer:
             inputs: what a `transformers` model takes: `input_ids` `[rows, row length]`, padded on
                 the right, and, if a row holds several answers, `position_ids` of the same shape and
                 either the bool `attention_mask` `[rows, 1, row length, row length]` or, by lengths,
-                what `lengths_of_pieces` returns.
-            mask: which tokens are targets, bool `[answers, longest answer]`.
-            places: where each target stands in `mask`, counted through its rows, `[targets]`.
-            targets: their ids, `[targets]`, answer after answer.
+                what `lengths_of_groups` returns.
+            targets: ids of the targets, answer after answer, `[targets]`.
             before: the place of the token that predicts each target, `[targets]`.
             last: the place of each answer's last token, `[answers]`.
+            mask: which tokens are targets, bool `[answers, longest answer]`.
+            cells: where each target is in the flattened mask, `[targets]`.
             tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
 
         Raises:
@@ -117,69 +161,73 @@ class Packer:
             scored = [[True] * len(answer) for answer in answers]
         refuse_unpredicted(prompts, scored)
         rows = self.arrange(prompts, answers)
-        layout = lay_out(rows, len(answers))
+        layout = lay_out(rows)
+        mask = batches.pad(scored, False, "cpu").bool()
+        # A GPU could find the cells, too, but the host would wait for their number.
+        cells = mask.flatten().nonzero().squeeze(1)
         return {
-            "inputs": self.inputs_of(layout, prompts, answers),
-            "mask": batches.pad(scored, False, self.device).bool(),
-            "places": batches.send(places_of_targets(scored), self.device),
+            "inputs": self.inputs_of(rows, layout),
             "targets": batches.send(of_targets(answers, scored), self.device),
             "before": batches.send(of_targets(layout.before, scored), self.device),
             "last": batches.send(layout.last, self.device),
-            "tokens": sum(map(length_of, rows)),
+            "mask": batches.send(mask, self.device),
+            "cells": batches.send(cells, self.device),
+            "tokens": sum(map(tokens_of, rows)),
         }
 
-    def arrange(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[Pieces]:
-        """Returns the rows: groups packed together where that pays, else a row for each answer."""
-        alone = group_by_prompt(prompts, answers, share=False)
+    def arrange(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[Row]:
+        """Returns the groups of each row: packed where that pays, else an answer in each row."""
+        groups = [
+            Group(prompt, {number: answer})
+            for number, (prompt, answer) in enumerate(zip(prompts, answers))
+        ]
         if self.share and self.by_lengths:
-            return [[piece for group in alone for piece in group]]
-        alone.sort(key=length_of, reverse=True)
+            return [groups]
+        alone = [[group] for group in longest_first(groups)]
         if not self.share:
             return alone
-        groups = group_by_prompt(prompts, answers, share=True)
-        groups.sort(key=length_of, reverse=True)
-        packed = first_fit(groups, row_length=length_of(groups[0]))
-        needs_large_mask = len(packed) * longest_of(packed) ** 2 > MOST_MASK
-        return alone if needs_large_mask or self.costs_more(packed, alone) else packed
+        packed = first_fit(longest_first(share_prompts(groups)))
+        return packed if self.pays(packed, alone) else alone
 
-    def costs_more(self, packed: list[Pieces], alone: list[Pieces]) -> bool:
-        """Returns whether packed rows cost more than a row for each answer.
+    def pays(self, packed: list[Row], alone: list[Row]) -> bool:
+        """Returns whether packed rows cost no more than a row for each answer.
 
-        The cost of attention grows with the square of the row's length n, all other cost with n,
-        and both are equal at a length e that depends on the model: together n * (n + e). Causal
+        The cost of attention grows with the square of the row length n, all other cost with n, and
+        both are equal at a length e that depends on the model: together n * (n + e). Causal
         attention computes only the half of the square below the diagonal. A packed row needs a
         mask, and then the whole square is computed: n * (2 * n + e).
         """
         equal = self.attention_equals_rest
         length = longest_of(packed)
+        if len(packed) * length**2 > MOST_MASK:
+            return False
         cost_packed = len(packed) * length * (2 * length + equal)
         length = longest_of(alone)
         cost_alone = len(alone) * length * (length + equal)
-        return cost_packed > cost_alone
+        return cost_packed <= cost_alone
 
-    def inputs_of(
-        self, layout: Layout, prompts: Sequence[list[int]], answers: Sequence[list[int]]
-    ) -> dict:
+    def inputs_of(self, rows: list[Row], layout: Layout) -> dict:
         """Returns what a `transformers` model takes, see `make_batch`."""
         inputs = {"input_ids": batches.send(layout.ids, self.device)}
-        if len(layout.ids) == len(answers):  # each has a row of its own
+        if len(rows) == len(layout.last):  # each answer has a row of its own
             return inputs
         inputs["position_ids"] = batches.send(layout.positions, self.device)
         if self.by_lengths:
-            return inputs | lengths_of_pieces(prompts, answers, self.device)
-        numbers = batches.send(layout.numbers, self.device)
-        prompt_numbers = batches.send(layout.prompts, self.device)
-        return inputs | {"attention_mask": attention_mask(numbers, prompt_numbers)}
+            return inputs | lengths_of_groups(rows[0], self.device)
+        pieces = batches.send(layout.pieces, self.device)
+        prompts = batches.send(layout.prompts, self.device)
+        return inputs | {"attention_mask": attention_mask(pieces, prompts)}
 
-    def describe(self, answers: str) -> str:
+    def describe(self, answers: str, each: str) -> str:
         """Returns in words how often a prompt is computed.
 
         Args:
-            answers: what has a prompt in common, such as `both answers`.
+            answers, each: what has a prompt in common, such as `both answers`, and one of them,
+                such as `answer`.
         """
         if self.share:
             return f"prompts are computed once for {answers}"
-        return f"prompts are computed for each of {answers}"
+        return f"prompts are computed for each {each}"
 
 
 def refuse_unpredicted(prompts: Sequence[list[int]], scored: Sequence[list]) -> None:
@@ -192,123 +240,100 @@ def refuse_unpredicted(prompts: Sequence[list[int]], scored: Sequence[list]) -> 
             )
 
 
-def group_by_prompt(
-    prompts: Sequence[list[int]], answers: Sequence[list[int]], share: bool
-) -> list[Pieces]:
-    """Returns each prompt with the answers that share it, or a group for each answer."""
-    numbers_by_prompt: dict[object, list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        # A group cannot be divided among rows. Answers without a prompt (SFT passes empty prompts)
-        # share nothing, so each is a group of its own: as one group they would fill a single row.
-        key = tuple(prompt) if share and prompt else number
-        numbers_by_prompt.setdefault(key, []).append(number)
+# ============================================================ groups and rows
+def share_prompts(groups: list[Group]) -> list[Group]:
+    """Joins groups that have the same prompt.
 
-    groups = []
-    for prompt_number, numbers in enumerate(numbers_by_prompt.values(), start=len(answers)):
-        prompt = prompts[numbers[0]]
-        group = [Piece(prompt, position=0, number=prompt_number, prompt=prompt_number)]
-        for number in numbers:
-            answer = Piece(
-                answers[number],
-                position=len(prompt),
-                number=number,
-                prompt=prompt_number,
-            )
-            group.append(answer)
-        groups.append(group)
-    return groups
+    Answers without a prompt (SFT passes empty prompts) have nothing in common. As one group, which
+    no two rows can divide, they would fill a single row.
+    """
+    joined: dict[object, Group] = {}
+    for number, group in enumerate(groups):
+        key = tuple(group.prompt) or number
+        of_prompt = joined.setdefault(key, Group(group.prompt, {}))
+        of_prompt.answers.update(group.answers)
+    return list(joined.values())
 
 
-def length_of(pieces: Pieces) -> int:
-    """Returns the number of tokens of a group or a row."""
-    return sum(len(piece.ids) for piece in pieces)
+def longest_first(groups: list[Group]) -> list[Group]:
+    """Returns groups by length; those of the same length stay in their order."""
+    return sorted(groups, key=lambda group: group.length, reverse=True)
 
 
-def longest_of(rows: list[Pieces]) -> int:
-    """Returns the number of tokens of the longest row."""
-    return max(map(length_of, rows))
+def first_fit(groups: list[Group]) -> list[Row]:
+    """Puts each group into the first row that has room for it, else into a new one.
 
-
-def first_fit(groups: list[Pieces], row_length: int) -> list[Pieces]:
-    """Puts each group into the first row that has room for it, else into a new one."""
-    rows: list[Pieces] = []
+    Args:
+        groups: the longest first, which gives the length of all rows.
+    """
+    row_length = groups[0].length
+    rows: list[Row] = []
     for group in groups:
         for row in rows:
-            if length_of(row) + length_of(group) <= row_length:
-                row.extend(group)
+            if tokens_of(row) + group.length <= row_length:
+                row.append(group)
                 break
         else:
-            rows.append(list(group))
+            rows.append([group])
     return rows
 
 
-def lay_out(rows: list[Pieces], n_answers: int) -> Layout:
-    """Returns rows as arrays, padded on the right to the longest of them."""
+def tokens_of(row: Row) -> int:
+    """Returns the number of tokens of a row."""
+    return sum(group.length for group in row)
+
+
+def longest_of(rows: list[Row]) -> int:
+    """Returns the number of tokens of the longest row."""
+    return max(map(tokens_of, rows))
+
+
+# ============================================================ from rows to arrays
+def lay_out(rows: list[Row]) -> Layout:
+    """Writes rows into arrays, padded on the right to the longest row; see `make_batch`."""
     row_length = longest_of(rows)
-    shape = (len(rows), row_length)
-    layout = Layout(
-        ids=np.zeros(shape, dtype=np.int64),
-        positions=np.zeros(shape, dtype=np.int64),
-        numbers=np.full(shape, NO_PIECE),
-        prompts=np.full(shape, NO_PIECE),
-        before=[[] for _ in range(n_answers)],
-        last=[0] * n_answers,
-    )
-    for index, row in enumerate(rows):
-        row_start = index * row_length  # the place of the row's first token
-        end = 0
-        for piece in row:
-            start = end
-            end = start + len(piece.ids)
-            layout.ids[index, start:end] = piece.ids
-            layout.positions[index, start:end] = np.arange(end - start) + piece.position
-            layout.numbers[index, start:end] = piece.number
-            layout.prompts[index, start:end] = piece.prompt
-            if piece.is_prompt:
-                # An empty prompt has no last token, and this place then means nothing. That is
-                # harmless: `refuse_unpredicted` refuses an answer whose first token needs it.
-                last_of_prompt = row_start + end - 1
-            else:
-                # The prompt's last token predicts the answer's first token; each token of the
-                # answer predicts the next.
-                places = range(row_start + start, row_start + end)
-                layout.before[piece.number] = [last_of_prompt, *places[:-1]]
-                layout.last[piece.number] = row_start + end - 1
+    n_answers = sum(len(group.answers) for row in rows for group in row)
+    layout = Layout((len(rows), row_length), n_answers)
+    for number, row in enumerate(rows):
+        place = number * row_length
+        for group in row:
+            place = layout.add(group, place)
     return layout
 
 
-def attention_mask(numbers: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+def attention_mask(pieces: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
     """Returns which tokens see which: a token sees its own piece and its prompt, up to itself.
 
-    Padding has the number of no piece, so it sees only padding, and no piece sees it. It sees at
-    least itself: attention over nothing would be NaN.
+    Padding belongs to no piece, so it sees only padding, and no piece sees it. It sees at least
+    itself: attention over nothing would be NaN.
 
     Args:
-        numbers, prompts: of the piece of each token, `[rows, length]`; see `Piece`.
+        pieces, prompts: of each token, `[rows, row length]`; see `Layout`.
 
     Returns:
-        bool `[rows, 1, length, length]`: whether the query (third dimension) sees the key (fourth).
+        bool `[rows, 1, row length, row length]`: whether the query (third dimension) sees the key
+        (fourth).
     """
-    rows, length = numbers.shape
-    key = numbers[:, None, None, :]
-    mask = torch.empty(rows, 1, length, length, dtype=torch.bool, device=numbers.device)
+    rows, length = pieces.shape
+    key = pieces[:, None, None, :]
+    mask = torch.empty(rows, 1, length, length, dtype=torch.bool, device=pieces.device)
     queries_at_once = max(1, MASK_AT_ONCE // (rows * length))
     for start in range(0, length, queries_at_once):
         part = slice(start, start + queries_at_once)
-        query = numbers[:, None, part, None]
+        query = pieces[:, None, part, None]
         prompt_of_query = prompts[:, None, part, None]
         mask[:, :, part] = ((key == query) | (key == prompt_of_query)).tril(start)
     return mask
 
 
-def lengths_of_pieces(prompts: Sequence[list[int]], answers: Sequence[list[int]], device) -> dict:
-    """Returns where the answers of a row begin, each with its prompt, as flash attention takes it.
+def lengths_of_groups(row: Row, device) -> dict:
+    """Returns where the groups of a row begin, as flash attention takes it.
 
     Returns:
-        `cu_seq_lens_q` and `cu_seq_lens_k`: int32 `[answers + 1]`, the place of each beginning, and
+        `cu_seq_lens_q` and `cu_seq_lens_k`: int32 `[groups + 1]`, the place of each beginning, and
         the row's length; `max_length_q` and `max_length_k`: tokens of the longest, as a number.
     """
-    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers)]
+    lengths = [group.length for group in row]
     beginnings = batches.send(np.cumsum([0, *lengths], dtype=np.int32), device)
     return {
         "cu_seq_lens_q": beginnings,
@@ -318,19 +343,9 @@ def lengths_of_pieces(prompts: Sequence[list[int]], answers: Sequence[list[int]]
     }
 
 
-def places_of_targets(scored: Sequence[Sequence]) -> list[int]:
-    """Returns the place of each target in answers padded to the longest, answer after answer.
-
-    A GPU could find them in the mask, but the host would wait for their number.
-    """
-    longest = max(map(len, scored))
-    rows = [range(number * longest, (number + 1) * longest) for number in range(len(scored))]
-    return of_targets(rows, scored)
-
-
 def of_targets(values: Sequence[Sequence[int]], scored: Sequence[Sequence]) -> list[int]:
-    """Returns the values of the target tokens, answer after answer."""
-    chosen = []
+    """Returns the values that belong to targets, answer after answer."""
+    chosen: list[int] = []
     for values_of_answer, flags in zip(values, scored):
-        chosen += [value for value, flag in zip(values_of_answer, flags) if flag]
+        chosen += itertools.compress(values_of_answer, flags)
     return chosen

@@ -23,7 +23,8 @@ class Reference:
     Attributes:
         model: reads batches as the policy does; None where all its log-probs are precomputed.
         identity: what decides its log-probs to the last digit, besides what it reads.
-        tables: its log-probs of the answers of whole data sets, `[rows, answers of a row]`.
+        tables: its log-probs of the answers of whole data sets, `[rows, answers of a row]`, by the
+            names of the sets.
     """
 
     def __init__(self, run: Run, **settings):
@@ -32,20 +33,18 @@ class Reference:
         Args:
             settings: what the trained model's forward pass is always given as a reference.
         """
-        accelerator = run.accelerator
-        name = run.args.ref_model_name_or_path
-        if run.args.lora_r and name is None:
-            name = run.args.model_name_or_path
+        args = run.args
+        name = args.ref_model_name_or_path or args.model_name_or_path
+        if args.lora_r and args.ref_model_name_or_path is None:
             fingerprint = run.models["base model"]
-            values = engine.decides_values(accelerator, run.unwrapped)
+            unprepared = run.unwrapped
             self.model = lora.WithoutAdapters(run.model, **settings)
         else:
-            name = name or run.args.model_name_or_path
-            model = LogProbModel(load.causal_lm(name, run.tokenizer, run.args, frozen=True))
-            fingerprint = load.fingerprint(accelerator, name, model.config)
+            unprepared = LogProbModel(load.causal_lm(name, run.tokenizer, args, frozen=True))
+            fingerprint = load.fingerprint(run.accelerator, name, unprepared.config)
             run.models["reference model"] = fingerprint
-            values = engine.decides_values(accelerator, model)
-            self.model = prepare.frozen(accelerator, model)
+            self.model = prepare.frozen(run.accelerator, unprepared)
+        values = engine.decides_values(run.accelerator, unprepared)
         self.identity = [name, fingerprint, values]
         self.tables: dict[str, np.ndarray] = {}
 
@@ -62,12 +61,13 @@ class Reference:
         """Returns the log-prob of each answer, fp32 `[answers]`, from a table if there is one.
 
         Args:
-            batch: of these rows: all their first answers, then all their second ones, and so on.
-            name, rows: which rows of which data set these are, see `precompute`.
+            batch: of some rows: all their first answers, then all their second ones, and so on.
+            name, rows: the name of the data set, see `precompute`, and the numbers of these rows.
         """
-        if name in self.tables:
-            return batches.send(self.tables[name][rows].T.reshape(-1), batch["mask"].device)
-        return self.logps(batch).sum(1)
+        if name not in self.tables:
+            return self.logps(batch).sum(1)
+        answers_in_order = self.tables[name][rows].T.reshape(-1)
+        return batches.send(answers_in_order, batch["mask"].device)
 
     def precompute(
         self, run: Run, sets: dict, collate: Callable[[dict, Packer], dict], packer: Packer
@@ -78,23 +78,26 @@ class Reference:
 
         Args:
             sets: data sets by the names that `answer_logps` is given.
-            collate: makes the batch of some rows of their columns, see `answer_logps`.
+            collate: makes the batch of some rows, as `answer_logps` takes it, from their columns.
         """
-        make_batch = lambda columns: collate(columns, packer)
         for name, dataset in sets.items():
             # Whether rows are shared changes rounding.
             key = ["reference", *self.identity, packer.share, dataset._fingerprint]
-            compute = partial(self.table_of, run, dataset, make_batch)
+            compute = partial(self.table_of, run, dataset, collate, packer)
             self.tables[name] = cache.array(run.accelerator, key, compute)
         self.model = None
 
-    def table_of(self, run: Run, dataset, make_batch: Callable[[dict], dict]) -> np.ndarray:
+    def table_of(
+        self, run: Run, dataset, collate: Callable[[dict, Packer], dict], packer: Packer
+    ) -> np.ndarray:
         """Returns the log-probs of all answers, fp32 `[rows, answers]`, on every process."""
         table = None
         for rows, columns, weights in batches.evaluation_batches(run, dataset):
-            logps = self.logps(make_batch(columns)).sum(1).view(-1, len(rows)).T
+            answer_logps = self.logps(collate(columns, packer)).sum(1)
+            of_rows = answer_logps.view(-1, len(rows)).T
             if table is None:
-                table = torch.zeros(len(dataset), logps.shape[1], device=run.device)
-            real = weights > 0  # a padding row repeats a row that another process fills in
-            table[torch.tensor(rows, device=run.device)[real]] = logps[real]
+                table = torch.zeros(len(dataset), of_rows.shape[1], device=run.device)
+            is_real = weights > 0  # a padding row repeats a row that another process fills in
+            table[torch.tensor(rows, device=run.device)[is_real]] = of_rows[is_real]
+        # Each row is of one process, and zero on the others.
         return run.accelerator.reduce(table, reduction="sum").cpu().numpy()

@@ -29,7 +29,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from common import REPOSITORY, show_any_text
 
-if TYPE_CHECKING:  # it imports slowly: only where it is needed
+if TYPE_CHECKING:  # slow to import
+    from common.prove.bench import Bench
+    from common.prove.compare import Check
     from common.prove.promises import Promise
 
 
@@ -37,13 +39,13 @@ class Outcome(NamedTuple):
     """What became of a promise.
 
     Attributes:
-        checks: what was measured, see `promises.Check`.
+        checks: what was measured.
         failure: the error that ended the checks, if one did.
         unchecked: why there are no further checks, if something is missing.
     """
 
     promise: "Promise"
-    checks: list
+    checks: "list[Check]"
     failure: str = ""
     unchecked: str = ""
 
@@ -55,11 +57,11 @@ class Outcome(NamedTuple):
         return "unchecked" if self.unchecked else "green"
 
 
-def judge(promise, bench) -> Outcome:
+def judge(promise: "Promise", bench: "Bench") -> Outcome:
     """Checks one promise. Whatever goes wrong in its runs makes it red."""
     from common.prove.bench import RunFailed, Unchecked
 
-    checks: list = []
+    checks: list[Check] = []
     try:
         for check in promise.check(bench):
             checks.append(check)
@@ -73,10 +75,8 @@ def judge(promise, bench) -> Outcome:
 
 
 # ============================================================ the table
-
-
 def table(outcomes: list[Outcome]) -> str:
-    """Returns one line for each check, and what is to be said of those that are not green."""
+    """Returns one line for each check, and one for each promise that has not been checked whole."""
     rows = [("", "promise", "checked", "measured", "bound")]
     for outcome in outcomes:
         for check in outcome.checks:
@@ -95,7 +95,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def number(value: float) -> str:
-    """Returns a count as it is, and what was measured with two digits."""
+    """Returns a whole number as it is, any other with two digits."""
     if value == round(value, 0):
         return f"{value:g}"
     return f"{value:.1e}"
@@ -115,53 +115,55 @@ def explain(outcomes: list[Outcome]) -> str:
                 lines.append(f"    {check.what}: {off}. First in {difference.where}")
         lines += [f"    {line}" for line in outcome.failure.splitlines()]
         lines.append(f"    see {outcome.promise.docs}")
-    return "\n".join(lines)
+    return "".join(f"{line}\n" for line in lines)
 
 
-def as_json(outcomes: list[Outcome], recipe: Path, quick: bool, seconds: float) -> dict:
-    """Returns the table for programs."""
+def as_json(outcomes: list[Outcome], args: argparse.Namespace, seconds: float) -> dict:
+    """Returns the table for programs.
+
+    Args:
+        args: see `parse`.
+    """
     return {
-        "recipe": str(recipe),
-        "quick": quick,
+        "recipe": str(args.recipe.resolve()),
+        "quick": args.quick,
         "seconds": round(seconds, 1),
         "green": not any(outcome.status == "red" for outcome in outcomes),
-        "promises": {
-            outcome.promise.name: {
-                "status": outcome.status,
-                "why": outcome.failure or outcome.unchecked,
-                "checks": [
-                    {
-                        "what": check.what,
-                        "green": check.difference.green,
-                        "measured": str(check.difference.measured),
-                        "bound": str(check.difference.bound),
-                        "where": check.difference.where,
-                    }
-                    for check in outcome.checks
-                ],
+        "promises": {outcome.promise.name: promise_as_json(outcome) for outcome in outcomes},
+    }
+
+
+def promise_as_json(outcome: Outcome) -> dict:
+    """Returns the lines of one promise for programs."""
+    return {
+        "status": outcome.status,
+        "why": outcome.failure or outcome.unchecked,
+        "checks": [
+            {
+                "what": check.what,
+                "green": check.difference.green,
+                "measured": str(check.difference.measured),
+                "bound": str(check.difference.bound),
+                "where": check.difference.where,
             }
-            for outcome in outcomes
-        },
+            for check in outcome.checks
+        ],
     }
 
 
 # ============================================================ the command
-
-
-def prove(recipe: Path, argv: list[str], quick: bool, only: list[str], keep: bool) -> list[Outcome]:
+def prove(args: argparse.Namespace, of_recipe: list[str]) -> list[Outcome]:
     """Checks the promises of a recipe and returns what became of each.
 
     Args:
-        argv: the recipe's own arguments.
-        only: the names of the promises; none: all.
-        keep: leave the runs on the disk, and say where.
+        args, of_recipe: see `parse`.
     """
     from common.prove.bench import Bench  # slow to import
     from common.prove.promises import PROMISES
 
-    wanted = [promise for promise in PROMISES if not only or promise.name in only]
+    wanted = [promise for promise in PROMISES if not args.only or promise.name in args.only]
     folder = Path(tempfile.mkdtemp(prefix="prove-"))
-    bench = Bench(recipe, argv, folder, quick)
+    bench = Bench(args.recipe.resolve(), of_recipe, folder, args.quick)
     threads = ThreadPoolExecutor(len(wanted))
     try:
         bench.prepare()
@@ -169,7 +171,7 @@ def prove(recipe: Path, argv: list[str], quick: bool, only: list[str], keep: boo
     finally:
         bench.stop()  # after Ctrl-C or an error some runs still go on
         threads.shutdown(cancel_futures=True)
-        if keep:
+        if args.keep:
             print(f"the runs are in {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -183,8 +185,14 @@ def set_environment() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
-def main(argv: list[str] | None = None) -> int:
-    show_any_text()
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the command's own arguments, and those of the recipe.
+
+    Raises:
+        SystemExit: there is no such recipe, promise or folder.
+    """
+    from common.prove.promises import PROMISES  # slow to import
+
     parser = argparse.ArgumentParser(
         prog="python -m common.prove",
         usage="%(prog)s RECIPE [the recipe's arguments] [--quick] [--only NAME] [--json FILE]",
@@ -198,14 +206,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="name the promises, run nothing")
     parser.add_argument("--json", type=Path, help="write the table to this file, too")
     parser.add_argument("--keep", action="store_true", help="leave the runs on the disk")
-    args, own = parser.parse_known_args(argv)
-    from common.prove.bench import RunFailed, Unchecked  # slow to import
-    from common.prove.promises import PROMISES
-
+    args, of_recipe = parser.parse_known_args(argv)
     if args.list:
-        for promise in PROMISES:
-            print(f"{promise.name:12} {promise.says}")
-        return 0
+        return args, of_recipe
     names = [promise.name for promise in PROMISES]
     unknown = [name for name in args.only if name not in names]
     if unknown:
@@ -216,12 +219,25 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{args.recipe}: no such file. Name a recipe, such as recipes/sft.py")
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json {args.json}: there is no folder {args.json.absolute().parent}")
+    return args, of_recipe
 
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    show_any_text()
+    args, of_recipe = parse(argv)
+    from common.prove.bench import RunFailed, Unchecked  # slow to import
+    from common.prove.promises import PROMISES
+
+    if args.list:
+        for promise in PROMISES:
+            print(f"{promise.name:12} {promise.says}")
+        return 0
     start = time.monotonic()
     set_environment()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        outcomes = prove(args.recipe.resolve(), own, args.quick, args.only, args.keep)
+        outcomes = prove(args, of_recipe)
     except (RunFailed, Unchecked) as error:
         print(f"nothing can be checked: {error}", file=sys.stderr)
         return 2
@@ -230,16 +246,13 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGINT
     seconds = time.monotonic() - start
     print(table(outcomes))
-    said = explain(outcomes)
-    if said:
-        print(said)
-    counts = {status: 0 for status in ("green", "red", "unchecked")}
-    for outcome in outcomes:
-        counts[outcome.status] += 1
+    print(explain(outcomes), end="")
+    statuses = [outcome.status for outcome in outcomes]
+    counts = {status: statuses.count(status) for status in ("green", "red", "unchecked")}
     shown = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     print(f"\n{args.recipe}: {shown} in {seconds:.0f} s, with {REPOSITORY}/common")
     if args.json:
-        report = as_json(outcomes, args.recipe, args.quick, seconds)
+        report = as_json(outcomes, args, seconds)
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 1 if counts["red"] else 0
 

@@ -1,7 +1,7 @@
 """How far two runs are from each other: their log lines and their weights."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,14 +16,18 @@ WEIGHTS = 1e-5
 LEARNING_RATE = 1e-9
 # Gradients that sum up to a smaller norm are themselves larger, and round as larger ones do.
 SMALL_NORM = 1e-2
+# What must differ, such as another seed's lines, differs by this much.
+UNLIKE = 1e-5
 # Cumulative numbers.
 COUNTERS = ("samples", "sequences", "tokens", "skipped_steps", "global_step")
-# These are counted, not added up from what a model computes, so nothing rounds them.
+# These are counted, not computed by a model, so nothing rounds them.
 EXACT = (*COUNTERS, "epoch", "loss_scale")
+# These, and the learning rates, are those of the last update alone.
+OF_LAST_UPDATE = ("grad_norm", "loss_scale", "epoch", "global_step")
 
 
 class Difference(NamedTuple):
-    """A measured difference beside its bound.
+    """A measured difference with its bound.
 
     Attributes:
         measured, bound: of the first metric beyond its bound; if there is none, of the one nearest
@@ -37,7 +41,15 @@ class Difference(NamedTuple):
 
     @property
     def green(self) -> bool:
+        """Whether it is within its bound."""
         return self.measured <= self.bound
+
+
+class Check(NamedTuple):
+    """One line of the table: what was compared, how far it is off, and how far it may be."""
+
+    what: str
+    difference: Difference
 
 
 def first_or_nearest(differences: Iterable[Difference]) -> Difference:
@@ -53,10 +65,21 @@ def first_or_nearest(differences: Iterable[Difference]) -> Difference:
     return nearest
 
 
-# ============================================================ lines
+def faults(found: list[str]) -> Difference:
+    """Returns how many faults were found, of which there must be none."""
+    return Difference(len(found), 0, "; ".join(found))
 
 
-def of_lines(
+def lists(expected: list, found: list, what: str) -> Difference:
+    """Counts the entries that only one of two lists has."""
+    if expected == found:
+        return Difference(0, 0)
+    wrong = len(set(expected) ^ set(found)) or 1
+    return Difference(wrong, 0, f"{what} at {found}, expected at {expected}")
+
+
+# ============================================================ log lines
+def lines(
     expected: list[dict], found: list[dict], only: set[str] | None = None, exact: bool = False
 ) -> Difference:
     """Compares log lines, in their order.
@@ -68,8 +91,10 @@ def of_lines(
     return first_or_nearest(differences_of_lines(expected, found, only, exact))
 
 
-def differences_of_lines(expected, found, only=None, exact=False) -> Iterable[Difference]:
-    """Yields the difference of each tag of each line."""
+def differences_of_lines(
+    expected: list[dict], found: list[dict], only: set[str] | None, exact: bool
+) -> Iterator[Difference]:
+    """Yields the difference of each tag of each line, see `lines`."""
     for number, (line, other) in enumerate(zip(expected, found)):
         step = line["global_step"]
         tags = [tag for tag in {**line, **other} if only is None or tag in only]
@@ -80,7 +105,7 @@ def differences_of_lines(expected, found, only=None, exact=False) -> Iterable[Di
                 continue
             if is_rounding(tag, line):
                 continue
-            bound = 0.0 if exact else bound_of(tag, line, first=number == 0)
+            bound = 0.0 if exact else bound_of(tag, line, is_first=number == 0)
             measured = abs(line[tag] - other[tag])
             if not math.isfinite(measured) and line[tag] == other[tag]:
                 measured = 0.0
@@ -91,34 +116,34 @@ def differences_of_lines(expected, found, only=None, exact=False) -> Iterable[Di
         yield Difference(math.inf, 0.0, f"{len(expected)} lines, {len(found)}")
 
 
-def bound_of(tag: str, line: dict, first: bool) -> float:
+def bound_of(tag: str, line: dict, is_first: bool) -> float:
     """Returns how much a metric may differ between two ways to compute the same update.
 
-    Log-probs are sums over a response, and what is made of them rounds as they do.
+    Log-probs are sums over a response, and what is computed from them rounds as they do.
     """
     if tag in EXACT:
         return 0.0
     value = size_of(line[tag])
     if tag.endswith("learning_rate"):
         return LEARNING_RATE * value
-    if tag.endswith("grad_norm"):
+    if tag == "grad_norm":
         return METRIC * max(value, SMALL_NORM)
     size = max(1.0, value)
     if tag.rpartition("/")[2] == "loss":
-        return (LOSS if first else LATER_LOSS) * size
+        return (LOSS if is_first else LATER_LOSS) * size
     sums = [size_of(other) for name, other in line.items() if "logps" in name]
     return METRIC * max([size, *sums])
 
 
 def size_of(value: float) -> float:
-    """The absolute value; 0 of one that is not finite, so that no bound is infinite."""
+    """Returns the absolute value; 0 if it is not finite, so that no bound is infinite."""
     return abs(value) if math.isfinite(value) else 0.0
 
 
 def is_rounding(tag: str, line: dict) -> bool:
     """Whether a metric counts the signs of margins that are nothing but rounding.
 
-    Such are the margins of a policy that is still its own reference.
+    A policy that is still its own reference has such margins.
     """
     if not tag.endswith("accuracies"):
         return False
@@ -126,28 +151,49 @@ def is_rounding(tag: str, line: dict) -> bool:
     return abs(margins) < 1e-4
 
 
+def unlike(some: list[dict], others: list[dict]) -> Difference:
+    """Returns whether log lines differ in one metric at least, as they must.
+
+    Differences of large values count as a share of them.
+    """
+    apart = [
+        abs(line[tag] - value) / max(1.0, abs(value))
+        for line, other in zip(some, others)
+        for tag, value in other.items()
+        if tag in line and tag not in EXACT and not tag.endswith("learning_rate")
+    ]
+    largest = max(apart, default=math.inf)
+    if largest >= UNLIKE:
+        return Difference(0, 0, f"{largest:.3g}")
+    where = f"all metrics: they differ by {largest:.3g} at most, expected at least {UNLIKE:g}"
+    return Difference(1, 0, where)
+
+
+def is_of_last_update(tag: str) -> bool:
+    """Whether a metric is that of the last update, and not of all since the last line."""
+    return tag in OF_LAST_UPDATE or tag.endswith("learning_rate")
+
+
 # ============================================================ weights
-
-
-def of_models(expected: Finished, found: Finished, exact: bool = False) -> Difference:
+def models(expected: Finished, found: Finished, exact: bool = False) -> Difference:
     """Compares all models that two runs have saved, each as one vector, relative to its norm."""
-    ours = expected.models()
-    theirs = found.models()
+    ours = expected.models
+    theirs = found.models
     if not ours and not theirs:
         return Difference(math.inf, 0.0, "the output folders: neither run has saved a model")
     if ours.keys() != theirs.keys():
         one_only = ours.keys() ^ theirs.keys()
         return Difference(math.inf, 0.0, f"models of one run only: {' '.join(sorted(one_only))}")
     return first_or_nearest(
-        of_weights(weights_of(folder), weights_of(theirs[name]), name, exact)
+        weights(weights_of(folder), weights_of(theirs[name]), name, exact)
         for name, folder in ours.items()
     )
 
 
-def of_weights(
+def weights(
     expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], name: str, exact: bool
 ) -> Difference:
-    """Returns the norm of the difference over the norm, and the tensor that differs most."""
+    """Returns the norm of the difference over the norm, and names the tensor that differs most."""
     bound = 0.0 if exact else WEIGHTS
     if expected.keys() != found.keys():
         return Difference(math.inf, bound, f"{name}: other tensors")

@@ -1,8 +1,8 @@
-"""Loads a saved model as somebody without this repository would, and prints what was found.
+"""Loads a saved model as somebody without this repository would, and prints what it found.
 
     python common/prove/plain.py FOLDER START
 
-START is the model that the training began with: what it has besides weights, FOLDER must have, too.
+START is the model that the training began with. What it has besides weights, FOLDER must have, too.
 It imports transformers alone (for an adapter, peft too), and prints one JSON object at the end.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 
 def load(folder: Path):
-    """Returns the model, and what transformers says of its weights."""
+    """Returns the model, and what transformers says about its weights."""
     if (folder / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 
@@ -33,10 +33,10 @@ def load(folder: Path):
 
 
 def lost_files(folder: Path, tokenizer, start: Path) -> list[str]:
-    """Returns what the start has beside its weights and the saved model has not.
+    """Returns what the start has besides its weights, and the saved model has not.
 
     Args:
-        tokenizer: of the saved model.
+        tokenizer: that of the saved model.
     """
     from transformers import AutoTokenizer
 

@@ -1,13 +1,13 @@
-"""Starts recipes, with a launcher or without, in processes forked from one with all libraries.
+"""Starts recipes, under a launcher or not, in processes forked from one that imported everything.
 
-Most of a short run is the imports. A forked run has a command line, environment, folder, process
-group and signals of its own. It shares the libraries as they were imported, and the seed of
-Python's hashes.
+A short run spends most of its time on imports. A forked run has its own command line, environment,
+folder, process group and signals. It shares the imported libraries, and the seed of Python's
+hashes.
 
 Under `accelerate launch` accelerate itself reads the YAML and the flags and sets the environment.
 Only torchrun, which would start new interpreters, is replaced: `run_ranks` forks the processes of
-the world. So a part of the runs starts everything as a user does: `fresh` in `Bench.run`, and in
-`launch` of the tests.
+the world. So some runs start everything as a user does: `fresh` in `Bench.run`, and in `launch` of
+the tests.
 """
 
 import atexit
@@ -28,10 +28,10 @@ from functools import cache
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
-# Read when a library is imported. One thread: so that sums are added in the same order everywhere.
+# Libraries read these when they are imported. One thread adds sums in the same order everywhere.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-# What DeepSpeed imports inside `initialize`. Its Muon brings PyTorch's compiler with it: seconds in
-# each process.
+# What DeepSpeed imports inside `initialize`. Its Muon imports PyTorch's compiler, which takes
+# seconds in each process.
 LATE = [
     "deepspeed.comm.torch",
     "deepspeed.module_inject.auto_ep_layer",
@@ -41,12 +41,12 @@ LATE = [
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch._functorch.aot_autograd",
 ]
-# How the line begins that names the process of a world that failed first.
+# The beginning of the line that names the process of a world that failed first.
 FAILED = "the process that failed first:"
 
 
 def aborted_at_exit(output: str) -> bool:
-    """Whether a recipe that failed had done all its work by then, as its output tells.
+    """Whether a recipe's output shows that it failed after it had done all its work.
 
     torch's gloo threads now and then abort a process that has finished, while it exits (seen with
     torch 2.13, on CPUs).
@@ -56,11 +56,9 @@ def aborted_at_exit(output: str) -> bool:
 
 @cache
 def server() -> tuple[tempfile.TemporaryDirectory, subprocess.Popen]:
-    """The folder of the socket and the process of this interpreter's own server.
+    """Returns the folder of the socket and the process of this interpreter's own server.
 
-    The first call starts it.
-
-    The server ends with its stdin.
+    The first call starts it. The server ends when its stdin is closed.
     """
     folder = tempfile.TemporaryDirectory()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -93,18 +91,19 @@ class Process:
         self.pid = self.connection.recv()
 
     def poll(self, timeout: float | None = 0) -> int | None:
-        """Its exit status as `subprocess.Popen` has it, None if it still runs after the timeout."""
+        """Returns the exit status, as `Popen.poll` does; None if it still runs at the timeout."""
         if self.returncode is None and self.connection.poll(timeout):
             self.returncode = self.connection.recv()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit status, as `Popen.wait` does."""
         if self.poll(timeout) is None:
             raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """Waits for its end and returns what it wrote, as `subprocess.Popen` has it."""
+        """Waits for its end and returns what it wrote, as `Popen.communicate` does."""
         self.wait(timeout)
         return Path(self.output).read_text(errors="replace"), None
 
@@ -112,7 +111,7 @@ class Process:
 def run(
     command: list[str], cwd: str | os.PathLike, env: dict[str, str], timeout: float, **_
 ) -> subprocess.CompletedProcess:
-    """`subprocess.run` of a `[sys.executable, ...]`, stdout and stderr together."""
+    """Does what `subprocess.run` does with `[sys.executable, ...]`, stdout and stderr together."""
     with tempfile.NamedTemporaryFile() as console:
         process = Process(command[1:], cwd, env, console.name)
         output, _ = process.communicate(timeout)
@@ -120,7 +119,7 @@ def run(
 
 
 def import_libraries() -> None:
-    """Imports and computes, once for all, what each run would while it starts."""
+    """Imports and computes once what each run would while it starts."""
     os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="warning")  # as the recipes do
     import accelerate.commands.launch
     import datasets  # noqa: F401
@@ -144,6 +143,7 @@ def import_libraries() -> None:
 
 
 def serve(listener: socket.socket) -> None:
+    """Imports everything, and forks a process for each connection."""
     gc.disable()
     import_libraries()
     gc.freeze()
@@ -159,7 +159,7 @@ def serve(listener: socket.socket) -> None:
 
 
 def wait_for_one(connection: Connection) -> None:
-    """Forks the run that is asked for and tells its process id, then its exit status."""
+    """Forks the run that is asked for, and sends its process id, then its exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     command, cwd, environment, output = connection.recv()
     pid = os.fork()
@@ -172,7 +172,7 @@ def wait_for_one(connection: Connection) -> None:
 
 
 def become(function) -> None:
-    """Calls a function as if it were all that this process does, and does not return."""
+    """Calls a function as if this process did nothing else, and exits."""
     status = 1
     try:
         function()
@@ -192,7 +192,7 @@ def become(function) -> None:
 
 
 def start(command: list[str], cwd: str, environment: dict[str, str], output: str) -> None:
-    """Goes on as `python *command` in a session of its own."""
+    """Continues as `python *command` in a session of its own."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
@@ -212,13 +212,14 @@ def start(command: list[str], cwd: str, environment: dict[str, str], output: str
 
 
 def run_script(command: list[str]) -> None:
+    """Runs a script in this process, as `python *command` does."""
     sys.argv = command
     sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
     runpy.run_path(command[0], run_name="__main__")
 
 
 def run_alone(args) -> None:
-    """In place of accelerate's launcher of a single process: goes on as that process."""
+    """Takes the place of accelerate's launcher of a single process: continues as that process."""
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     _, environment = prepare_simple_launcher_cmd_env(args)
@@ -227,11 +228,11 @@ def run_alone(args) -> None:
 
 
 def run_ranks(args) -> None:
-    """In place of torchrun: forks the processes of a world on one node; if one fails, ends all.
+    """Takes the place of torchrun: forks the processes of one node; if one fails, it ends all.
 
     As with torchrun this process keeps the store, so that none of them waits for another one to
-    end. The store is a thread and begins after the forks; who connects before that waits in the
-    socket's queue.
+    end. The store is a thread and begins after the forks. Processes that connect before that wait
+    in the socket's queue.
     """
     from torch.distributed import TCPStore
 
@@ -277,7 +278,7 @@ def run_ranks(args) -> None:
 
 
 def end(running: set[int]) -> None:
-    """Asks processes to end; kills them if they have not within half a minute, as torchrun does."""
+    """Asks processes to end, and kills them after half a minute, as torchrun does."""
     for pid in running:
         os.kill(pid, signal.SIGTERM)
 

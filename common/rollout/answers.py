@@ -1,4 +1,4 @@
-"""Whether a response gives the right answer, and the share that does over a held-out set."""
+"""Whether a response gives the right answer, and the share of a held-out set that does."""
 
 import re
 import sys
@@ -9,15 +9,15 @@ from common.rollout import generation
 from common.run import Run
 
 # What states the answer in a sentence: "The answer is 18.", "Answer: 18". It ends with its line, or
-# with a full stop; the point in 1.5 is none.
+# with a full stop, which the point in 1.5 is not.
 STATEMENT = re.compile(
     r"\banswer\b(?:[^.\n:=]*?\bis\b|\s*[:=])\s*:?\s*(.*?)(?:\.(?=\s|$)|\n|$)", re.IGNORECASE
 )
-# A number as people write one, and in a response perhaps a unit behind it. Digits that begin with a
-# zero, such as 007, are no number but a text: they equal only themselves.
+# A number as people write one, and the unit that may follow it in a response. Digits that begin
+# with a zero, such as 007, are no number but a text: they equal only themselves.
 NUMBER = re.compile(r"[-+]?(?=\.?\d)(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*|0)?(?:\.\d+)?")
 UNIT = re.compile(r"/?[^\W\d_]{2,}(?:/[^\W\d_]+)?")
-# What people and LaTeX write around an answer, and what it is without that.
+# What people and LaTeX write around an answer, and what replaces it.
 PLAIN_FORMS = [
     (re.compile(r"\\(?:text|textbf|mathrm|mbox) *\{([^{}]*)\}"), r"\1"),
     (re.compile(r"\\[dt]?frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),
@@ -30,9 +30,9 @@ PLAIN_FORMS = [
 def is_right(response: str, answer: str | float) -> bool:
     """Returns whether a response and an answer have the same final answer.
 
-    If the answer is a number, the response must state one number and no other, of the same value:
-    1,200 is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text, without regard
-    to case, spaces and a final full stop.
+    If the answer is a number, the response must state exactly one number, of the same value: 1,200
+    is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text, without regard to
+    case, spaces and a final full stop.
     """
     stated = plain(final_answer(response))
     right = plain(final_answer(answer))
@@ -44,8 +44,8 @@ def is_right(response: str, answer: str | float) -> bool:
 def final_answer(text: str | float) -> str:
     """Returns the part of a text that states its answer.
 
-    It is the line behind the last `####` (GSM8K's mark), else what the last `\\boxed{}` holds, else
-    what the last "the answer is" is followed by, else the whole text. What a model thought before
+    It is the line after the last `####` (GSM8K's mark), else what the last `\\boxed{}` holds, else
+    what follows the last "the answer is", else the whole text. What a model thought before
     answering does not count.
     """
     text = str(text).split("</think>")[-1]
@@ -61,7 +61,7 @@ def final_answer(text: str | float) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """Returns what the last whole `\\boxed{...}` holds, with inner braces; None without one."""
+    """Returns what the last whole `\\boxed{...}` holds, inner braces included; None without one."""
     mark = "\\boxed{"
     start = text.rfind(mark)
     while start >= 0:
@@ -76,14 +76,14 @@ def last_box(text: str) -> str | None:
 
 
 def plain(text: str) -> str:
-    """Returns a text without signs of currency and per cent, LaTeX's spaces and the like."""
+    """Returns a text without currency and per cent signs, LaTeX's spaces and the like."""
     for pattern, replacement in PLAIN_FORMS:
         text = pattern.sub(replacement, text)
     return text.strip()
 
 
 def number_in(text: str) -> Decimal | None:
-    """Returns the only number of a text; None if it has none, or several, such as 1/2 or 9:30."""
+    """Returns the only number in a text; None if there is none, or several, as in 1/2 or 9:30."""
     name, equals, value = text.partition("=")
     if equals and not any(letter.isdigit() for letter in name):
         text = value  # x = 18
@@ -92,25 +92,27 @@ def number_in(text: str) -> Decimal | None:
         return None
     word = words[0].lstrip("(['\"").rstrip(")]'\".,;:!?")
     number = NUMBER.match(word)
-    behind = word[number.end() :] if number else word
-    if number is None or (behind and not UNIT.fullmatch(behind)):
+    if number is None:
+        return None
+    unit = word[number.end() :]
+    if unit and not UNIT.fullmatch(unit):
         return None
     return to_decimal(number[0])
 
 
 def to_decimal(number: str) -> Decimal:
-    """Returns the value of a text that `NUMBER` matches."""
+    """Returns the value of a number that `NUMBER` matches."""
     return Decimal(number.replace(",", ""))
 
 
 def as_text(text: str) -> str:
-    """Returns a text as it is compared: a letter in brackets, such as (B), is that letter."""
+    """Returns a text in the form in which it is compared: (B) becomes b, the letter alone."""
     text = " ".join(text.split()).rstrip(".").casefold()
     return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
 
 
 def rows_with_answer(eval_set) -> dict[str, list]:
-    """Returns `row prompt_ids answer` of the rows that have an answer."""
+    """Returns the columns `row prompt_ids answer` of the rows that have an answer."""
     answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
     return eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
 
@@ -118,7 +120,7 @@ def rows_with_answer(eval_set) -> dict[str, list]:
 def check_room(run: Run) -> None:
     """Refuses held-out prompts whose answers may go beyond a model's table of positions.
 
-    A prompt of SFT may even be longer than --max_length, which cuts only what is learned.
+    In SFT a prompt may even be longer than `--max_length`, which only cuts what is learned.
 
     Raises:
         SystemExit: naming the longest prompt.
@@ -148,7 +150,7 @@ def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list
         prefix: of the set's tags, such as `eval/`.
 
     Returns:
-        the share of right responses by its tag, nothing where the set has no column `answer`; all
+        The share of right responses by its tag, nothing if the set has no column `answer`; all
         prompts and responses, see `common/transcript.py`.
     """
     if "answer" not in eval_set.column_names:

@@ -15,7 +15,6 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -29,20 +28,12 @@ OWN_KEYWORDS = ("response_ids", "truncated", "step")
 OWN_NAMES = ("prompt", "prompts", "responses", *OWN_KEYWORDS)
 # The largest score that fp32 holds.
 LARGEST = float(np.finfo(np.float32).max)
-# An async function is cancelled in time. Only one that also blocks is interrupted, so much later.
+# How long an async function may take to end after it is cancelled.
 GRACE_SECONDS = 1.0
 
 
 class OutOfTime(BaseException):
-    """A function took too long. It is no `Exception`, so that the function does not catch it.
-
-    Attributes:
-        frames: where an async function and all that it started stood.
-    """
-
-    def __init__(self, frames: Sequence[FrameType] = ()):
-        super().__init__()
-        self.frames = frames
+    """A function took too long. It is no `Exception`, so that the function does not catch it."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +43,26 @@ class Given:
     Attributes:
         prompts: as the data has them, strings or lists of messages.
         responses: texts, without special tokens.
-        keywords: the columns of the data and our own by name, see `OWN_KEYWORDS`.
-        rows: the number of each prompt's row in the data, for messages.
-        columns: those that the training data have, though perhaps not these rows of a mixture.
+        keywords: columns of the data, and our own keywords, see `OWN_KEYWORDS`.
+        data_rows: the number of each prompt's row in the data, for messages.
+        columns: those of the training data; in a mixture, these rows may lack some of them.
     """
 
     prompts: list
     responses: list[str]
     keywords: dict[str, Any]
-    rows: list[int]
+    data_rows: list[int]
     columns: Sequence[str] = ()
 
-    def describe(self, samples: Sequence[int]) -> str:
-        """Returns the rows and the response of samples that have the same one, for messages."""
-        rows = " or ".join(str(row) for row in dict.fromkeys(self.rows[i] for i in samples))
-        return f"data row {rows}, response {cut(self.responses[samples[0]])}"
+    def describe(self, sample: int) -> str:
+        """Returns a sample's data row and its response, for messages."""
+        return f"data row {self.data_rows[sample]}, response {cut(self.responses[sample])}"
+
+    def describe_rows(self) -> str:
+        """Returns the data rows of all samples, for messages."""
+        first = min(self.data_rows)
+        last = max(self.data_rows)
+        return f"data row {first}" if first == last else f"data rows {first} to {last}"
 
 
 def cut(value: Any) -> str:
@@ -84,32 +80,37 @@ def one_line(text: str, most: int = 200) -> str:
 
 
 def collect(
-    tokenizer, samples: Samples, mine: list[int], step: int, columns: Sequence[str] = ()
+    tokenizer, samples: Samples, rows: list[int], step: int, columns: Sequence[str] = ()
 ) -> Given:
-    """Collects what reward functions are given of some samples.
+    """Collects what reward functions are given about some samples.
 
     Args:
-        mine: the numbers of these samples.
+        rows: of these samples.
         step: `global_step`.
         columns: see `Given`.
     """
-    rows = [json.loads(samples.row_texts[number]) for number in mine]
-    response_ids = [samples.responses[number] for number in mine]
-    # Mixed data sets may have different columns.
-    names = dict.fromkeys(name for row in rows for name in row)
+    data = [json.loads(samples.row_texts[row]) for row in rows]
+    response_ids = [samples.responses[row] for row in rows]
     keywords: dict[str, Any] = {
-        name: [row.get(name) for row in rows] for name in names if name not in OWN_NAMES
+        name: [values.get(name) for values in data]
+        for name in columns_of(data)
+        if name not in OWN_NAMES
     }
     keywords["response_ids"] = response_ids
-    keywords["truncated"] = [not samples.ended[number].item() for number in mine]
+    keywords["truncated"] = [not samples.ended[row].item() for row in rows]
     keywords["step"] = step
     return Given(
-        prompts=[row["prompt"] for row in rows],
+        prompts=[values["prompt"] for values in data],
         responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
         keywords=keywords,
-        rows=[samples.rows[number] for number in mine],
+        data_rows=[samples.data_rows[row] for row in rows],
         columns=columns,
     )
+
+
+def columns_of(data: list[dict]) -> list[str]:
+    """Returns the names of the columns of some rows: those of a mixture may differ."""
+    return list(dict.fromkeys(name for row in data for name in row))
 
 
 def call(name: str, function: Callable, given: Given, timeout: float) -> list[float]:
@@ -126,33 +127,33 @@ def call(name: str, function: Callable, given: Given, timeout: float) -> list[fl
         A score for each sample, NaN where the function returned None.
 
     Raises:
-        SystemExit: it raised, took too long, wanted to end the program, or returned something else
+        SystemExit: it raised, took too long, wanted to end the program, or returned something other
             than one number that fp32 holds or None for each response. The message names the
-            function and, where it is known, the sample.
+            function and the data rows.
         KeyboardInterrupt: the user's Ctrl-C, where no run handles it.
     """
     try:
         keywords = keywords_for(function, given)
-        # Strings are shared by the copies: `samples_in` looks for the very same ones.
         prompts, responses, keywords = copy.deepcopy((given.prompts, given.responses, keywords))
         with arguments.no_silent_end():
             with time_limit(timeout):
                 scores = function(prompts, responses, **keywords)
             if inspect.isawaitable(scores):
+                # An async function is cancelled in time. One that also blocks is interrupted later.
                 with time_limit(timeout and timeout + GRACE_SECONDS):
                     scores = event_loop().run_until_complete(finish(scores, timeout))
-    except OutOfTime as error:
+    except OutOfTime:
         sys.exit(
             f"--reward_function {name} took longer than --reward_timeout {timeout:g} seconds for "
-            f"{len(given.responses)} responses{culprit(error, given)}"
+            f"{len(given.responses)} responses, {given.describe_rows()}"
         )
     except BaseException as error:
         if is_ctrl_c(error):
             raise
-        said = one_line("".join(traceback.format_exception_only(error)))
+        message = one_line("".join(traceback.format_exception_only(error)))
         sys.exit(
-            f"--reward_function {name} raised {said} "
-            f"({place_of(error, function)}){culprit(error, given)}"
+            f"--reward_function {name} raised {message} ({place_of(error, function)}), "
+            f"called with {given.describe_rows()}"
         )
     return check(name, scores, given)
 
@@ -160,11 +161,20 @@ def call(name: str, function: Callable, given: Given, timeout: float) -> list[fl
 def is_ctrl_c(error: BaseException) -> bool:
     """Whether an error may be the user's Ctrl-C.
 
-    A run handles Ctrl-C by itself, see `checkpoint.install_signals`. So in a run a
+    A run handles Ctrl-C by itself, see `stopping.listen`. So in a run a
     KeyboardInterrupt is the function's own: it failed, and the other processes must learn of it.
     """
     is_handled = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     return isinstance(error, KeyboardInterrupt) and not is_handled
+
+
+def place_of(error: BaseException, function: Callable) -> str:
+    """Returns the file and line of an error, in the function's own file if it passed there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(function, "__code__", None)
+    own_frames = [frame for frame in frames if code and frame.filename == code.co_filename]
+    frame = (own_frames or frames)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def keywords_for(function: Callable, given: Given) -> dict[str, Any]:
@@ -172,7 +182,7 @@ def keywords_for(function: Callable, given: Given) -> dict[str, Any]:
     signature = signature_of(function)
     keywords = accepted(signature, given.keywords)
     for name in wanted_columns(signature):
-        # These rows of a mixture are all of data sets that lack the column.
+        # In a mixture, all of these rows may be from data sets that lack the column.
         if name in given.columns:
             keywords.setdefault(name, [None] * len(given.responses))
     return keywords
@@ -182,7 +192,7 @@ def check(name: str, scores: Any, given: Given) -> list[float]:
     """Returns what a function returned as a list of numbers, NaN where it returned None.
 
     Raises:
-        SystemExit: it is something else than one number that fp32 holds or None for each response.
+        SystemExit: it is something other than one number that fp32 holds or None for each response.
     """
     scores = as_plain(scores, "tolist")  # of torch or numpy
     expected = (
@@ -202,15 +212,15 @@ def check(name: str, scores: Any, given: Given) -> list[float]:
         if not is_number or not abs(value) <= LARGEST:
             sys.exit(
                 f"--reward_function {name}: {expected}, got {cut(value)} for "
-                f"{given.describe([sample])}"
+                f"{given.describe(sample)}"
             )
     return [math.nan if value is None else float(value) for value in values]
 
 
 def as_plain(value: Any, method: str) -> Any:
-    """Returns what `tolist` or `item` of a value gives; the value itself without such a method.
+    """Returns what `tolist` or `item` of a value gives, or the value itself if that fails.
 
-    It is also returned if the method fails, as `item` of a tensor of several numbers does.
+    It fails if there is no such method, and as `item` does for a tensor of several numbers.
     """
     try:
         return getattr(value, method)()
@@ -235,27 +245,12 @@ def check_signature(
     """
     signature = signature_of(function)
     given = [column for column in columns if column not in OWN_NAMES]
-    passed = dict.fromkeys([*given, *OWN_KEYWORDS])
-    keywords = accepted(signature, passed)
+    passed = [*given, *OWN_KEYWORDS]
     wanted = wanted_columns(signature)
-
-    bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
-    takes = f"--reward_function {name} takes {inspect.Signature(bare)}"
-    is_called = "it is called with prompts and responses, in this order, and columns by name"
-    first, second, *_ = [*signature.parameters, "", ""]
-    if is_of_trl(signature, has_messages):
-        sys.exit(
-            f"{takes}: completions are TRL's; {is_called}. The responses are texts. "
-            "docs/ppo.md shows how to wrap it (Rewards)"
-        )
-    if first == "responses" or second == "prompts":
-        sys.exit(f"{takes}: {is_called}")
-    try:
-        signature.bind([], [], **(dict.fromkeys(wanted) | keywords))
-    except TypeError as error:
-        sys.exit(f"{takes}: {is_called}: {error}")
+    keywords = [*wanted, *accepted(signature, dict.fromkeys(passed))]
+    check_places(name, signature, keywords, has_messages)
     for column in wanted:
-        if column not in keywords:
+        if column not in passed:
             hint = arguments.did_you_mean(column, passed)
             sys.exit(
                 f"--reward_function {name} wants `{column}`{hint}; the columns of {data} are "
@@ -264,10 +259,40 @@ def check_signature(
             )
 
 
-def is_of_trl(signature: inspect.Signature, has_messages: bool) -> bool:
-    """Whether a function wants TRL's `completions`: by that name, and messages where prompts are.
+def check_places(
+    name: str, signature: inspect.Signature, keywords: Sequence[str], has_messages: bool
+) -> None:
+    """Refuses a function that cannot take the prompts and then the responses by their places.
 
-    In the place of the responses, and with prompts that are texts, they mean the same.
+    Args:
+        keywords: the names of what it is given besides them.
+        has_messages: see `check_signature`.
+
+    Raises:
+        SystemExit: with the function's signature, and how it would be called.
+    """
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
+    takes = f"--reward_function {name} takes {inspect.Signature(bare)}"
+    is_called = "it is called with prompts and responses, in this order, and columns by name"
+    if is_of_trl(signature, has_messages):
+        sys.exit(
+            f"{takes}: completions are TRL's; {is_called}. The responses are texts. "
+            "docs/ppo.md shows how to wrap it (Rewards)"
+        )
+    first, second, *_ = [*signature.parameters, "", ""]
+    if first == "responses" or second == "prompts":
+        sys.exit(f"{takes}: {is_called}")
+    try:
+        signature.bind([], [], **dict.fromkeys(keywords))
+    except TypeError as error:
+        sys.exit(f"{takes}: {is_called}: {error}")
+
+
+def is_of_trl(signature: inspect.Signature, has_messages: bool) -> bool:
+    """Whether a function wants TRL's `completions`, which are not what it would be given.
+
+    TRL passes them by name, and as messages where prompts are messages. A function that has them in
+    the place of the responses can take those, if the prompts are texts.
     """
     parameter = signature.parameters.get("completions")
     if parameter is None or parameter.default is not parameter.empty:
@@ -276,7 +301,7 @@ def is_of_trl(signature: inspect.Signature, has_messages: bool) -> bool:
 
 
 def signature_of(function: Callable) -> inspect.Signature:
-    """Returns a function's signature; that of one which takes anything where it has none."""
+    """Returns a function's signature; if it has none, that of a function that takes anything."""
     try:
         return inspect.signature(function)
     except ValueError:  # a built-in
@@ -292,7 +317,7 @@ def accepted(signature: inspect.Signature, keywords: dict[str, Any]) -> dict[str
 
 
 def wanted_columns(signature: inspect.Signature) -> list[str]:
-    """Returns what a function must be given besides prompts and responses."""
+    """Returns the names of what a function must be given besides prompts and responses."""
     return [
         parameter.name
         for parameter in list(signature.parameters.values())[2:]
@@ -306,10 +331,10 @@ def wanted_columns(signature: inspect.Signature) -> list[str]:
 
 @contextlib.contextmanager
 def time_limit(seconds: float):
-    """Raises `OutOfTime` inside the block after so many seconds; 0: never.
+    """Raises `OutOfTime` inside the block after this many seconds; 0: never.
 
-    The block must run in the main thread, where libraries that check answers set alarms of their
-    own. So another thread watches the time, and sends a signal whose handler raises.
+    The block runs in the main thread, and libraries that check answers set alarms of their own
+    there. So another thread watches the time, and sends a signal whose handler raises.
     """
     if not seconds:
         yield
@@ -361,41 +386,7 @@ async def finish(scores: Awaitable, timeout: float) -> Any:
     if task.done():
         return task.result()
     started = asyncio.all_tasks() - {asyncio.current_task()}
-    error = OutOfTime([frame for task in started for frame in task.get_stack()])
     for task in started:
         task.cancel()
     await asyncio.wait(started, timeout=GRACE_SECONDS)
-    raise error
-
-
-# ============================================================ where it failed
-
-
-def place_of(error: BaseException, function: Callable) -> str:
-    """Returns the file and line of an error, in the function's own file if it passed there."""
-    frames = traceback.extract_tb(error.__traceback__)
-    code = getattr(function, "__code__", None)
-    own_frames = [frame for frame in frames if code and frame.filename == code.co_filename]
-    frame = (own_frames or frames)[-1]
-    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
-
-
-def culprit(error: BaseException, given: Given) -> str:
-    """Says which sample a function was at when it failed, as far as that can be seen.
-
-    It can if one of the function's local variables is one of the responses.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    frames += getattr(error, "frames", [])
-    for frame in reversed(frames):  # the innermost first
-        samples = samples_in(frame, given.responses)
-        if samples:
-            return f", at {given.describe(samples)}"
-    rows = list(dict.fromkeys(given.rows))
-    return f", of data rows {min(rows)} to {max(rows)}" if len(rows) > 1 else f", of row {rows[0]}"
-
-
-def samples_in(frame: FrameType, responses: list[str]) -> list[int]:
-    """Returns the samples whose response is a local variable of this frame."""
-    values = {id(value) for value in frame.f_locals.values() if isinstance(value, str)}
-    return [sample for sample, response in enumerate(responses) if id(response) in values]
+    raise OutOfTime

@@ -9,23 +9,20 @@ import torch
 from common.rollout import answers, generation
 from common.rollout.rewards import Scores
 from common.rollout.samples import Samples
+from common.rollout.schedule import EVALUATION_STREAM
 from common.run import Run
-
-# Every evaluation draws the same numbers, from [seed, 0, stream], so that evaluations compare. No
-# stream of a recipe that draws repeats them.
-EVALUATION_STREAM = 3
 
 
 def check_settings(args) -> None:
-    """Refuses several responses to a prompt where all would be the same.
+    """Refuses several responses to a prompt if all would be the same.
 
     Args:
         args: `RolloutArgs`.
     """
     if args.eval_samples > 1 and args.eval_temperature == 0:
         sys.exit(
-            f"--eval_samples {args.eval_samples} at --eval_temperature 0: greedy responses to one "
-            "prompt are all the same"
+            f"--eval_samples {args.eval_samples} needs --eval_temperature above 0: greedy "
+            "responses to one prompt are all the same"
         )
 
 
@@ -66,19 +63,20 @@ def evaluate(run: Run, score: Callable[[Samples], Scores]) -> None:
 
 
 def shares_of_right(run: Run, samples: Samples, prompt_answers: list[str]) -> dict[str, np.ndarray]:
-    """Returns what the shares of right responses are means of, a value for each prompt by name.
+    """Returns for each prompt, by name, the share of its responses that are right.
 
     Args:
         prompt_answers: one for each prompt; prompts without one are left out.
     """
     texts = run.tokenizer.batch_decode(samples.responses, skip_special_tokens=True)
     n_samples = samples.per_prompt
-    is_right = []  # `[prompts with an answer, samples of each]`
-    for number, answer in enumerate(prompt_answers):
+    right_of_prompts = []
+    for prompt, answer in enumerate(prompt_answers):
         if answer:
-            of_prompt = texts[number * n_samples :][:n_samples]
-            is_right.append([answers.is_right(text, answer) for text in of_prompt])
-    is_right = np.array(is_right)
+            first = prompt * n_samples
+            responses = texts[first : first + n_samples]
+            right_of_prompts.append([answers.is_right(text, answer) for text in responses])
+    is_right = np.array(right_of_prompts)  # bool `[prompts with an answer, samples]`
     if run.args.eval_temperature == 0:
         return {"exact_match": is_right[:, 0]}
     return {

@@ -1,9 +1,10 @@
-"""Scores responses by a reward model, by reward functions or by both; two functions are here."""
+"""Scores responses by a reward model, reward functions or both; has two such functions."""
 
 import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,9 +36,13 @@ class Scores(NamedTuple):
     total: torch.Tensor
     parts: dict[str, torch.Tensor]
 
+    def with_total(self, total: torch.Tensor) -> "Scores":
+        """Returns the same parts with another total, such as one that is clipped."""
+        return Scores(total, self.parts)
+
 
 def check_settings(args) -> None:
-    """Refuses settings of the rewards that would be ignored or cannot work, before long work.
+    """Refuses settings of the rewards that would be ignored or cannot work.
 
     Args:
         args: `RewardArgs`.
@@ -60,8 +65,7 @@ class Judge:
         model: a prepared `ScoreModel`, or None.
         functions: reward functions by the names of their parts, see `calls.call`.
         weights: of each part of the score, by its name; the reward model's is `reward_model`.
-        columns: of the training data; None is passed of those that a function wants and none of
-            the rows of a call has.
+        columns: those of the training data, see `calls.Given`.
     """
 
     def __init__(self, run: Run):
@@ -73,7 +77,7 @@ class Judge:
         args = run.args
         self.functions = load_functions(args.reward_function)
         self.weights = weights_by_part(args)
-        self.columns = columns_of(first_rows(run.data)["the training data"])
+        self.columns = calls.columns_of(first_rows(run.data)["the training data"])
         self.model: nn.Module | None = None
         # The model's scores are normalised by them.
         self.mean = 0.0
@@ -109,13 +113,12 @@ class Judge:
             parts[OF_MODEL] = self.scores_of_model(run, samples, packer)
         if self.functions:
             parts |= self.scores_of_functions(run, samples)
-        values = np.array([parts[name] for name in self.weights])
+        values = np.array([parts[name] for name in self.weights])  # [parts, samples]
         weights = np.array([[weight] for weight in self.weights.values()])
-        there = ~np.isnan(values)
-        total = np.where(there, values * weights, 0.0).sum(0)
-        main = run.accelerator.is_main_process
-        check = self.check_totals
-        distributed.all_or_none(run.accelerator, main, check, samples, there, total)
+        is_there = ~np.isnan(values)
+        total = np.where(is_there, values * weights, 0.0).sum(0)
+        check = partial(self.check_totals, samples, is_there, total)
+        distributed.all_or_none(run.accelerator, run.accelerator.is_main_process, check)
         return Scores(
             total=torch.tensor(total, dtype=torch.float32),
             parts={name: torch.tensor(parts[name], dtype=torch.float32) for name in self.weights},
@@ -127,17 +130,16 @@ class Judge:
         Raises:
             SystemExit: on every process, if one is not finite.
         """
-        score_of_sample = {}
-        for numbers, batch in samples.scoring_batches(run, packer):
+        score_of_row = {}
+        for rows, batch in samples.scoring_batches(run, packer):
             # It reads a padding row, too: other processes may wait for its forward pass.
             scores = self.model(batch).double().cpu().numpy()
             normalised = (scores - self.mean) / self.std
-            score_of_sample |= dict(zip(numbers, normalised.tolist()))
-        scores = distributed.gather_rows(score_of_sample)
-        # Later, NaN means that a function returned None.
-        main = run.accelerator.is_main_process
-        check = check_model_scores
-        distributed.all_or_none(run.accelerator, main, check, run.tokenizer, samples, scores)
+            score_of_row |= dict(zip(rows, normalised.tolist()))
+        scores = distributed.gather_rows(score_of_row)
+        # Checked here: from now on NaN means that a function returned None.
+        check = partial(check_model_scores, run.tokenizer, samples, scores)
+        distributed.all_or_none(run.accelerator, run.accelerator.is_main_process, check)
         return scores
 
     def scores_of_functions(self, run: Run, samples: Samples) -> dict[str, list[float]]:
@@ -146,51 +148,50 @@ class Judge:
         The processes share the samples, a prompt's samples all on one of them.
         """
         mine = samples.whole_groups(run.accelerator)
+        call = partial(self.call_functions, run, samples, mine)
         # If a function fails on one process, the others would wait for its scores forever.
-        of_mine = distributed.all_or_none(
-            run.accelerator, True, self.call_functions, run, samples, mine
-        )
-        of_sample = dict(zip(mine, zip(*of_mine)))
-        columns = zip(*distributed.gather_rows(of_sample))
-        return dict(zip(self.functions, map(list, columns)))
+        scores_of_mine = distributed.all_or_none(run.accelerator, True, call)
+        scores_of_row = dict(zip(mine, zip(*scores_of_mine)))
+        scores_of_functions = zip(*distributed.gather_rows(scores_of_row))
+        return dict(zip(self.functions, map(list, scores_of_functions)))
 
-    def call_functions(self, run: Run, samples: Samples, mine: list[int]) -> list[list[float]]:
-        """Returns for each function its scores of this process's samples."""
-        if not mine:
+    def call_functions(self, run: Run, samples: Samples, rows: list[int]) -> list[list[float]]:
+        """Returns for each function its scores of these samples."""
+        if not rows:
             return [[] for _ in self.functions]
         given = calls.collect(
-            run.tokenizer, samples, mine, step=run.progress.global_step, columns=self.columns
+            run.tokenizer, samples, rows, step=run.progress.global_step, columns=self.columns
         )
         return [
             calls.call(name, function, given, run.args.reward_timeout)
             for name, function in self.functions.items()
         ]
 
-    def check_totals(self, samples: Samples, there: np.ndarray, total: np.ndarray) -> None:
+    def check_totals(self, samples: Samples, is_there: np.ndarray, total: np.ndarray) -> None:
         """Refuses a sample that no part scored, or whose weighted sum fp32 does not hold.
 
         Args:
-            there: bool `[parts, samples]`, which scores there are.
+            is_there: bool `[parts, samples]`, which scores there are.
             total: `[samples]`.
         """
-        for number, is_scored in enumerate(there.any(0)):
+        for data_row, is_scored, reward in zip(samples.data_rows, is_there.any(0), total):
             if not is_scored:
                 sys.exit(
-                    f"no reward for data row {samples.rows[number]}: "
-                    f"{', '.join(self.weights)} returned None for one of its responses"
+                    f"no reward for data row {data_row}: {', '.join(self.weights)} returned None "
+                    "for one of its responses"
                 )
-            if not abs(total[number]) <= calls.LARGEST:
+            if not abs(reward) <= calls.LARGEST:
                 weights = ", ".join(
                     f"{weight:g} for {part}" for part, weight in self.weights.items()
                 )
                 sys.exit(
-                    f"--reward_weights ({weights}): the reward of data row {samples.rows[number]} "
-                    f"is {total[number]:g}, expected none beyond {calls.LARGEST:.3g} (fp32)"
+                    f"--reward_weights ({weights}): the reward of data row {data_row} is "
+                    f"{reward:g}, expected none beyond {calls.LARGEST:.3g} (fp32)"
                 )
 
 
 def load_functions(names: list[str] | None) -> dict[str, Callable]:
-    """Loads reward functions; returns them by their own names, or by MODULE:NAME if those collide.
+    """Returns reward functions by their own names, or by MODULE:NAME if those collide.
 
     Raises:
         SystemExit: a function cannot be loaded, or is given twice.
@@ -211,7 +212,8 @@ def weights_by_part(args) -> dict[str, float]:
     """Returns the weight of each part of the score, the reward model's first; default 1 each.
 
     Raises:
-        SystemExit: the weights are not as many, or not finite; a function cannot be loaded.
+        SystemExit: there are more or fewer weights than parts, or one is not finite; a function
+            cannot be loaded.
     """
     names = [OF_MODEL] if args.reward_model_name_or_path else []
     names += load_functions(args.reward_function)
@@ -234,14 +236,14 @@ def check_signatures(args, data: Data) -> None:
         has_messages = any(not isinstance(row["prompt"], str) for row in rows)
         for name, function in load_functions(args.reward_function).items():
             calls.check_signature(
-                name, function, name_of_data, columns_of(rows), has_messages=has_messages
+                name, function, name_of_data, calls.columns_of(rows), has_messages=has_messages
             )
 
 
 def first_rows(data: Data) -> dict[str, list[dict]]:
-    """Returns the first row of each set of some data by the data's name, for messages.
+    """Returns the first row of each set, by the name that messages give to the data.
 
-    It tells the columns of its set: one that a row lacks is None in it.
+    It tells the columns of its set: all its rows have the same, with None for what is missing.
     """
     starts = np.cumsum((0, *data.mixture.sizes[:-1])).tolist()
     texts = {"the training data": data.train[starts]["columns"]}
@@ -251,16 +253,11 @@ def first_rows(data: Data) -> dict[str, list[dict]]:
     return {name: [json.loads(row) for row in rows] for name, rows in texts.items()}
 
 
-def columns_of(rows: list[dict]) -> list[str]:
-    """Returns the names of the columns of some rows."""
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
 def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None:
     """Refuses scores of the reward model that are not finite.
 
     Raises:
-        SystemExit: naming the first such sample, with the statistics of all scores.
+        SystemExit: naming the first such sample, with statistics of all scores.
     """
     is_finite = np.abs(scores) <= calls.LARGEST
     if is_finite.all():
@@ -273,7 +270,7 @@ def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None
         others = f", the others from {finite.min():g} to {finite.max():g}, their mean "
         others += f"{finite.mean():g}"
     sys.exit(
-        f"the reward model's score of data row {samples.rows[first]}, response "
+        f"the reward model's score of data row {samples.data_rows[first]}, response "
         f"{calls.cut(response)}, is {scores[first]}; {len(scores) - len(finite)} of {len(scores)} "
         f"scores are not finite{others}. fp16 activations overflow where bf16's do not"
     )
@@ -287,7 +284,7 @@ def answer_reward(
 ) -> list[float | None]:
     """Returns 1 if the response's final answer is the column `answer`, else 0.
 
-    Returns None where the row has no answer: see `answers.is_right` for what is right.
+    Returns None if the row has no answer. `answers.is_right` decides what is right.
     """
     return [
         float(answers.is_right(response, right)) if right not in (None, "") else None
@@ -304,8 +301,8 @@ def format_reward(
 ) -> list[float]:
     """Returns 1 if the response matches a regular expression from its beginning, else 0.
 
-    The expression is the column `format_pattern`, where the data has one, else `THINK_FORMAT`. A
-    dot matches line breaks, too.
+    The expression is the column `format_pattern`, if the row has one, else `THINK_FORMAT`. A dot
+    also matches line breaks.
     """
     patterns = format_pattern or [None] * len(responses)
     flags = re.DOTALL | re.MULTILINE

@@ -1,4 +1,4 @@
-"""The samples of a rollout, their micro-batches for scoring, and values gathered by token."""
+"""The samples of a rollout, as models read them, and the values of their tokens."""
 
 import math
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from common import batches, distributed
+from common import batches, distributed, guards
 from common.checkpoint import carried
 from common.models.packing import Packer
 from common.run import Run
 
 # What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted. Without
-# gradients a token takes about a third of what it takes in training.
+# gradients a token takes about a third of the memory that it takes in training.
 SCORED_TOKENS = 2**15
 
 
@@ -22,12 +22,13 @@ SCORED_TOKENS = 2**15
 class Samples:
     """Prompts with one response each, the same on every process.
 
-    A prompt with several responses stands here once for each of them, side by side.
+    A prompt with several responses occurs once for each of them, side by side. A sample's row is
+    its place here: 0, 1, 2 ...
 
     Attributes:
         prompts, responses: token ids.
         row_texts: the prompt's row in the data, as a JSON text.
-        rows: the number of that row, from 1.
+        data_rows: the number of that row, from 1.
         ended: bool `[samples]`, whether the response ends with a stop token.
         per_prompt: how many samples, side by side, answer the same prompt.
         sampler_logps: the log-prob of each token of each response, as the sampler computed it when
@@ -37,7 +38,7 @@ class Samples:
     prompts: list[list[int]]
     responses: list[list[int]]
     row_texts: list[str]
-    rows: list[int]
+    data_rows: list[int]
     ended: torch.Tensor
     per_prompt: int = 1
     sampler_logps: list[list[float]] = field(default_factory=list)
@@ -53,9 +54,9 @@ class Samples:
 
     @property
     def group_lengths(self) -> np.ndarray:
-        """The longest of the lengths of each sample's group, `[samples]`.
+        """The length of the longest sample in each sample's group, `[samples]`.
 
-        Sorted by them, the samples of a group stand side by side and can share their prompt.
+        Sorted by it, the samples of a group stay side by side and can share their prompt.
         """
         return self.lengths.reshape(-1, self.per_prompt).max(1).repeat(self.per_prompt)
 
@@ -67,41 +68,78 @@ class Samples:
 
     @property
     def padded_sampler_logps(self) -> torch.Tensor:
-        """fp32 `[samples, longest response]`: `sampler_logps`, zero behind a response."""
+        """fp32 `[samples, longest response]`: `sampler_logps`, zero after a response."""
         rows = [torch.tensor(logps, dtype=torch.float32) for logps in self.sampler_logps]
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
+    def make_batch(self, rows: list[int], packer: Packer) -> dict:
+        """Returns some of the samples as models read them."""
+        prompts = [self.prompts[row] for row in rows]
+        responses = [self.responses[row] for row in rows]
+        return packer.make_batch(prompts, responses)
+
+    def collate(
+        self, rows: list[int], tokens: dict[str, torch.Tensor], packer: Packer
+    ) -> tuple[dict, dict]:
+        """Returns some of the samples as models read them, and values of their response tokens.
+
+        Args:
+            tokens: values of all samples by name, `[samples, longest response]` or `[samples, 1]`.
+        """
+        batch = self.make_batch(rows, packer)
+        longest = batch["mask"].shape[1]
+        values = {
+            name: batches.send(tensor[rows, :longest], packer.device)
+            for name, tensor in tokens.items()
+        }
+        return batch, values
+
     def scoring_batches(self, run: Run, packer: Packer) -> Iterator[tuple[list[int], dict]]:
-        """Yields this process's micro-batches: the numbers of their samples, and what models read.
+        """Yields this process's micro-batches: the rows of their samples, and what models read.
 
         The samples of all processes together are all samples, each once. A process that has none
-        still gets inputs, of a padding row, because the others wait for its forward pass. The
-        numbers are an empty list then, and nothing of that pass is kept.
+        still gets a batch, of a padding row, because the others wait for its forward pass. Then
+        `rows` is an empty list, and nothing of that pass is kept.
 
-        They hold `--score_batch_size` samples, or as many as fit into `SCORED_TOKENS`.
+        A micro-batch has `--score_batch_size` samples, or as many as fit into `SCORED_TOKENS`.
         """
-        numbers = np.arange(len(self))
-        lengths = self.group_lengths
         batch_size = run.args.score_batch_size
-        most_tokens = 0 if batch_size else SCORED_TOKENS
-        for micro_batch in batches.split(
-            run.accelerator, numbers, lengths, batch_size, most_tokens
-        ):
-            batch = packer.make_batch(
-                [self.prompts[number] for number in micro_batch.rows],
-                [self.responses[number] for number in micro_batch.rows],
-            )
+        micro_batches = batches.split(
+            run.accelerator,
+            np.arange(len(self)),
+            self.group_lengths,
+            batch_size,
+            max_tokens=0 if batch_size else SCORED_TOKENS,
+        )
+        for micro_batch in micro_batches:
             is_real = micro_batch.weights.any()
-            yield (micro_batch.rows if is_real else []), batch
+            rows = micro_batch.rows if is_real else []
+            yield rows, self.make_batch(micro_batch.rows, packer)
 
     def whole_groups(self, accelerator) -> list[int]:
-        """Returns the numbers of this process's samples, a prompt's samples all on one process.
+        """Returns the rows of this process's samples, a prompt's samples all on one process.
 
         The samples of all processes together are all samples, each once; a process may have none.
         """
-        prompts = np.arange(len(self.responses)).reshape(-1, self.per_prompt)
+        prompts = np.arange(len(self)).reshape(-1, self.per_prompt)
         share = np.array_split(prompts, accelerator.num_processes)[accelerator.process_index]
         return share.flatten().tolist()
+
+    def check_finite(self, run: Run, **values: torch.Tensor) -> None:
+        """Stops the run if a value of a sample is not finite, and names its data row.
+
+        The sampler's log-probs count, too: where a logit is NaN, the drawn token means nothing.
+
+        Args:
+            values: by name, `[samples, longest response]` or `[samples, 1]`.
+
+        Raises:
+            FloatingPointError: see `guards.check_finite`.
+        """
+        tensors = {**values, "sampler_logps": self.padded_sampler_logps}
+        # A sum is finite only if all its parts are.
+        sums = sum(tensors.values())
+        guards.check_finite(run, [(self.data_rows, sums, self.mask)], tensors)
 
     def select(self, is_kept: torch.Tensor) -> "Samples":
         """Returns some of the samples, in the same order.
@@ -109,25 +147,25 @@ class Samples:
         Args:
             is_kept: bool `[samples]`; the samples of a prompt are kept together or not at all.
         """
-        numbers = is_kept.nonzero().flatten().tolist()
+        rows = is_kept.nonzero().flatten().tolist()
         return Samples(
-            prompts=[self.prompts[number] for number in numbers],
-            responses=[self.responses[number] for number in numbers],
-            row_texts=[self.row_texts[number] for number in numbers],
-            rows=[self.rows[number] for number in numbers],
+            prompts=[self.prompts[row] for row in rows],
+            responses=[self.responses[row] for row in rows],
+            row_texts=[self.row_texts[row] for row in rows],
+            data_rows=[self.data_rows[row] for row in rows],
             ended=self.ended[is_kept],
             per_prompt=self.per_prompt,
-            sampler_logps=[self.sampler_logps[number] for number in numbers],
+            sampler_logps=[self.sampler_logps[row] for row in rows],
         )
 
     @staticmethod
     def joined(parts: list["Samples"]) -> "Samples":
-        """Returns the samples of several objects behind each other."""
+        """Returns the samples of all parts, one part after the other."""
         return Samples(
             prompts=[prompt for part in parts for prompt in part.prompts],
             responses=[response for part in parts for response in part.responses],
             row_texts=[text for part in parts for text in part.row_texts],
-            rows=[row for part in parts for row in part.rows],
+            data_rows=[row for part in parts for row in part.data_rows],
             ended=torch.cat([part.ended for part in parts]),
             per_prompt=parts[0].per_prompt,
             sampler_logps=[logps for part in parts for logps in part.sampler_logps],
@@ -144,20 +182,19 @@ class Samples:
         responses = tokenizer.batch_decode(self.responses)
         parts = {name: part.tolist() for name, part in scores.parts.items()}
         examples = []
-        for number, (prompt, response) in enumerate(zip(prompts, responses)):
+        for row, data_row in enumerate(self.data_rows):
+            rewards = {name: part[row] for name, part in parts.items()}
             example = {
                 "source": source,
-                "row": self.rows[number],
-                "prompt": prompt,
-                "response": response,
-                "score": scores.total[number].item(),
+                "row": data_row,
+                "prompt": prompts[row],
+                "response": responses[row],
+                "score": scores.total[row].item(),
+                # NaN: the function returned None. JSON has no NaN.
+                "rewards": {
+                    n: None if math.isnan(value) else value for n, value in rewards.items()
+                },
             }
-            # NaN: the function returned None. JSON has no NaN.
-            rewards = {name: part[number] for name, part in parts.items()}
-            if rewards:
-                example["rewards"] = {
-                    name: None if math.isnan(reward) else reward for name, reward in rewards.items()
-                }
             examples.append(example)
         return examples
 
@@ -170,21 +207,21 @@ class Collected:
         self.names: list[str] = []
         self.of_sample: dict[int, torch.Tensor] = {}  # [tokens of the response, names], on the CPU
 
-    def add(self, numbers: list[int], mask: torch.Tensor, **values: torch.Tensor) -> None:
+    def add(self, rows: list[int], mask: torch.Tensor, **values: torch.Tensor) -> None:
         """Adds the values of a micro-batch of `Samples.scoring_batches`.
 
         Args:
-            numbers: of its samples; empty for a padding row, of which nothing is kept.
+            rows: of its samples; empty for a padding row, of which nothing is kept.
             mask: `[samples, longest]`, which places are tokens.
             values: tensors of the same shape, by name; the same names in every call.
         """
         self.names = list(values)
         stacked = torch.stack(list(values.values()), 2).cpu()
-        for number, of_tokens, is_token in zip(numbers, stacked, mask.cpu()):
-            self.of_sample[number] = of_tokens[is_token]
+        for row, of_places, is_token in zip(rows, stacked, mask.cpu()):
+            self.of_sample[row] = of_places[is_token]
 
     def gather(self) -> dict[str, torch.Tensor]:
-        """Returns the values by name, each `[samples, longest]` on the CPU, zero behind a response.
+        """Returns the values by name, each `[samples, longest]` on the CPU, zero after a response.
 
         They are the same on every process. All processes must call it.
         """

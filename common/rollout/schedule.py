@@ -1,10 +1,19 @@
-"""The arithmetic of rollouts and updates: how many there are, and which one comes next."""
+"""Where a run is in its prompts and rollouts; how many rollouts and updates there are."""
 
 import math
 from dataclasses import dataclass
 
-from common import counted
+import numpy as np
+
+from common import batches, counted
 from common.checkpoint import carried
+from common.run import Run
+
+# Random numbers are drawn from [seed, rollout, stream]. Each purpose has its own stream, so that
+# none repeats the numbers of another. All evaluations draw as for rollout 0, so that they compare.
+SAMPLING_STREAM = 1
+ORDER_STREAM = 2
+EVALUATION_STREAM = 3
 
 
 @carried
@@ -13,16 +22,43 @@ class Position:
     """Where a run is in its prompts and rollouts.
 
     Attributes:
-        prompts_seen: prompts taken so far.
-        prompts_seen_at_update: those of them that were taken when a rollout last led to an update.
-        rollouts_seen: rollouts whose updates are all made.
-        update: updates made of the current rollout.
+        prompts_seen: prompts taken so far, over all epochs.
+        rollouts_seen: rollouts that are finished: all their updates are made.
+        update: how many updates of the current rollout are made.
     """
 
     prompts_seen: int = 0
-    prompts_seen_at_update: int = 0
     rollouts_seen: int = 0
     update: int = 0
+
+    def take_prompts(self, run: Run, most: int) -> dict:
+        """Takes the next prompts of the data order, at most to the end of the epoch.
+
+        Returns:
+            Their columns, see `generation.sample`.
+        """
+        rows = batches.rows_from(run.data.mixture, run.args.seed, self.prompts_seen, most)
+        self.prompts_seen += len(rows)
+        return run.data.train[rows]
+
+    def draw_uniforms(self, args, n_prompts: int, round_number: int = 0) -> np.ndarray:
+        """Returns the numbers that decide the tokens of the rollout, see `generation.sample`.
+
+        They depend on the seed, the rollout and the round alone: not on the number of processes,
+        nor on what was drawn before.
+
+        Args:
+            args: `RolloutArgs`.
+            round_number: of a rollout that samples several times.
+        """
+        draws = np.random.default_rng(
+            [args.seed, self.rollouts_seen, SAMPLING_STREAM, round_number]
+        )
+        return draws.random((n_prompts, args.n_samples_per_prompt, args.max_new_tokens))
+
+    def order_seed(self, args) -> tuple[int, ...]:
+        """Returns what seeds the order of the rollout's samples, see `batches.epoch_order`."""
+        return (args.seed, self.rollouts_seen, ORDER_STREAM)
 
     def end_rollout(self) -> None:
         """Goes on to the next rollout."""

@@ -66,7 +66,9 @@ def test_the_end_is_evaluated_once_whether_or_not_its_update_is_skipped():
         progress, due = Progress(5, 1, 1, 0), []
         for index in range(5):
             progress.update_done(index not in skipped, 1, 1)
-            due += [progress.global_step] * progress.due(interval)
+            due += [progress.global_step] * progress.evaluation_due(interval)
+            saves = progress.due(interval)
+            assert saves == (interval > 0 and progress.evaluation_due(interval))
         assert due == expected, (skipped, interval)
 
 
@@ -81,7 +83,7 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do():
         match=r"--train_batch_size 200 .* 6 x 1 process = 6.*198 or 204.*--micro_train_batch_size 5",
     ):
         arguments.accumulation_steps(200, 6, 1)
-    with pytest.raises(SystemExit, match=r"Nearest that would do: --train_batch_size 64"):
+    with pytest.raises(SystemExit, match=r"Nearest valid sizes: --train_batch_size 64"):
         arguments.accumulation_steps(3, 8, 8)
 
 

@@ -19,6 +19,7 @@ from common import guards
 from common.metrics import Metrics
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.progress import Progress
+from recipes import RECIPES
 from runs import (
     REPOSITORY,
     config_launcher,
@@ -34,10 +35,7 @@ from runs import (
 )
 
 TESTS = REPOSITORY / "tests"
-RECIPES = ("sft", "dpo", "reward", "ppo")
-# One rollout of 48 samples, twice, is as many windows as two epochs of the others' rows.
-PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 48, "--num_epochs_per_rollout", 2, "--generate_batch_size", 8, "--score_batch_size", 8,
-       "--max_new_tokens", 6, "--critic_learning_rate", 0.01]  # fmt: skip
+OVERFLOWING = {name: of_recipe for name, of_recipe in RECIPES.items() if of_recipe.overflow}
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +68,16 @@ def fp16_launcher(folder, stage: int, processes: int, **fp16) -> list[str]:
 def flags(inputs, name, output, *more):
     return ["--model_name_or_path", inputs / "still", "--dataset_name", inputs / f"{name}.jsonl", "--output_dir", output, "--train_batch_size", 8,
             "--micro_train_batch_size", 2, "--learning_rate", 0.003, "--lr_scheduler_type", "constant", "--warmup_steps", 0, "--report_to", "none",
-            "--max_epochs", 1 if name == "ppo" else 2, *(PPO if name == "ppo" else []), *more]  # fmt: skip
+            "--max_epochs", 1 if name == "ppo" else 2, *RECIPES[name].fp16_flags, *more]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name, stage, processes",
     [
-        pytest.param("sft", 2, 2, marks=pytest.mark.slow),
-        ("dpo", 1, 1),
-        ("reward", 3, 2),
-        ("ppo", 2, 1),
+        pytest.param(name, stage, processes, marks=[pytest.mark.slow] * slow)
+        for name, (stage, processes, slow) in (
+            (name, of_recipe.overflow) for name, of_recipe in OVERFLOWING.items()
+        )
     ],
 )
 def test_what_overflows_leaves_no_trace(inputs, name, stage, processes):
@@ -149,8 +147,8 @@ def test_a_rollout_ends_with_its_last_update_though_that_is_skipped(inputs):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("sft", "reward", "ppo")))
-        for name in RECIPES
+        pytest.param(name, marks=[pytest.mark.slow] * of_recipe.fp16_losses_slow)
+        for name, of_recipe in OVERFLOWING.items()
     ],
 )
 def test_losses_are_those_of_fp32(inputs, name):
@@ -345,7 +343,7 @@ def test_what_a_half_model_returns_is_computed_in_fp32(inputs, half):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_losses_of_values_that_fp16_cannot_hold(autocast):
     """From fp32 log-probs and values, under autocast as well: sums of log-probs, sigmoid of margins, KL, value loss, whitening."""
-    recipes = {name: runpy.run_path(str(recipe(name))) for name in RECIPES}
+    recipes = {name: runpy.run_path(str(recipe(name))) for name in OVERFLOWING}
     dpo, reward, ppo = recipes["dpo"], recipes["reward"], recipes["ppo"]
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         one = torch.ones(1)
@@ -358,10 +356,9 @@ def test_losses_of_values_that_fp16_cannot_hold(autocast):
         losses, logged = dpo["compare"](
             sums, real, torch.tensor([-120_000.0, -240_000.0]), one, args
         )
-        metrics, _ = logged[0]
-        assert metrics["logps/rejected"].item() == -240_120 and losses.item() == pytest.approx(
-            math.log1p(math.exp(-6)), rel=1e-5
-        )
+        assert logged[0].values[
+            "logps/rejected"
+        ].item() == -240_120 and losses.item() == pytest.approx(math.log1p(math.exp(-6)), rel=1e-5)
         assert dpo["preference_loss"](
             one * 300, -one * 100, one, one, 0.05, "sigmoid"
         ).item() == pytest.approx(math.exp(-20), rel=1e-5)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from recipes import RECIPES
 from runs import (
     LAUNCHERS,
     evaluation_lines,
@@ -34,14 +35,6 @@ SPLITS = {
 REFERENCE = "plain", 16  # one micro-batch a window, nothing packed, shared or cached
 ARGUMENTS = ["--train_batch_size", BATCH, "--max_epochs", 2, "--learning_rate", 0.01, "--max_length", 96, "--warmup_steps", 0,
              "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--eval_steps", 3, "--report_to", "none"]  # fmt: skip
-# Rollouts of 16 and 4 prompts: in the first only the critic learns; two epochs of each: 4 windows of 16 samples and 2 of 8, and again.
-# The third rollout's KL, 0.081, is so near the target that the step to the next coefficient is not clipped. The last update reads that one.
-PPO = ["--reward_function", "rewarding:vowels", "--reward_model_name_or_path", "scorer", "--normalize_reward", "--rollout_batch_size", 16, "--n_samples_per_prompt", 2, "--num_epochs_per_rollout", 2,
-       "--max_new_tokens", 6, "--critic_warmup_rollouts", 1, "--critic_learning_rate", 0.003, "--learning_rate", 0.003, "--max_steps", 11, "--kl_target", 0.085, "--kl_horizon", 50]  # fmt: skip
-# Rollouts of 8 groups, without the responses that are cut, so that their updates differ in size. Groups that are left
-# out and replaced, which a KL excludes, are in test_resume.py.
-GRPO = ["--reward_function", "rewarding:ties", "rewarding:brief", "--reward_weights", 1, 0.5, "--rollout_batch_size", 8, "--n_samples_per_prompt", 4,
-        "--max_new_tokens", 6, "--learning_rate", 0.003, "--max_steps", 7, "--kl_coef", 0.1, "--mask_truncated", True]  # fmt: skip
 REWARDING = """
 def vowels(prompts, responses, **columns):
     return [len(set(text) & set("aeiou0123456789ABCDEFGHIJ")) - len(text) / 5 for text in responses]
@@ -76,13 +69,9 @@ def inputs(tmp_path_factory):
     pairs = [{"prompt": p, "chosen": a, "rejected": b} for p, a, b in zip(user, *replies)]
     chats = [{"messages": p + a} for p, a in zip(user, replies[0])]
     prompts = [{"prompt": p} for p in user[: 20 + 5]]
-    for name, rows in (
-        ("dpo", pairs),
-        ("sft", chats),
-        ("reward", pairs),
-        ("ppo", prompts),
-        ("grpo", prompts),
-    ):
+    kinds = {"sft": chats, "preferences": pairs, "prompts": prompts}
+    for name, of_recipe in RECIPES.items():
+        rows = kinds[of_recipe.data]
         write_jsonl(folder / f"{name}.jsonl", rows[:-5])
         write_jsonl(folder / f"{name}_eval.jsonl", rows[-5:])  # 5 rows: divides nothing
     (folder / "rewarding.py").write_text(REWARDING)
@@ -119,17 +108,15 @@ def run(inputs, name: str, launcher: str, micro: int | str, *extra):
         ]
         size = 4 if micro == "tokens" else micro
         flags += (
-            ["--learning_rate", 0.003] * (name == "reward")
-            + [*PPO, "--generate_batch_size", size, "--score_batch_size", size + 1]
-            * (name == "ppo")
-            + [*GRPO, "--generate_batch_size", size, "--score_batch_size", size + 1]
-            * (name == "grpo")
+            RECIPES[name].split_flags
+            + ["--generate_batch_size", size, "--score_batch_size", size + 1]
+            * RECIPES[name].generates
             + (
                 ["--micro_train_tokens", 180]
                 if micro == "tokens"
                 else ["--micro_train_batch_size", micro]
             )
-            + ["--packing" if name == "sft" else "--share_prompts", "pack" in less]
+            + [f"--{RECIPES[name].shares}", "pack" in less]
             + ["--precompute_ref_log_probs", "cached" in less] * (name == "dpo")
             + ["--gradient_checkpointing", "again" in less]
         )
@@ -177,15 +164,13 @@ def assert_same_run(one, other, name, base=None):
                 )
 
 
-# The two of a pair are as costly as they are alike: each recipe takes one of them. torch.compile is tried with PPO, whose actor is a policy like the others.
-HALF = {"sft": [("zero2", "tokens"), ("ddp", "tokens"), ("compiled", 4)], "reward": [("zero2", "tokens"), ("ddp", 2), ("compiled", 4)],
-        "dpo": [("zero1", 2), ("ddp", "tokens"), ("compiled", 4)], "ppo": [("zero1", 2), ("ddp", 2)],
-        "grpo": [("plain", "tokens"), ("ddp", "tokens"), ("zero1", 2), ("compiled", 4)]}  # fmt: skip
+# The two of a pair are as costly as they are alike: each recipe leaves one of them out. torch.compile is tried with PPO,
+# whose actor is a policy like the others.
 RUNS = [
     (name, *split)
     for split in SPLITS
-    for name in HALF
-    if split != REFERENCE and split not in HALF[name]
+    for name, of_recipe in RECIPES.items()
+    if split != REFERENCE and split not in of_recipe.splits_left_out
 ]
 
 
@@ -208,12 +193,12 @@ def case(name, launcher, micro):
 @pytest.mark.parametrize("name, launcher, micro", [case(*one) for one in RUNS])
 def test_every_split_is_the_same_run(inputs, name, launcher, micro):
     reference = run(inputs, name, *REFERENCE)
-    assert name not in ("ppo", "grpo") or all(
+    assert not RECIPES[name].generates or all(
         {"perf/generate_seconds", "perf/score_seconds"} <= line.keys()
         for line in training_lines(reference)
     )
     assert (
-        len(training_lines(reference)) == {"ppo": 11, "grpo": 7}.get(name, 6)
+        len(training_lines(reference)) == RECIPES[name].split_updates
         and torch.isfinite(weights(reference)).all()
     )
     assert_same_run(reference, run(inputs, name, launcher, micro), name)
@@ -229,7 +214,7 @@ FAST_LORA = [("dpo", "zero3"), ("ppo", "ddp")]
     [
         pytest.param(name, *split, marks=[pytest.mark.slow] * ((name, split[0]) not in FAST_LORA))
         for split in LORA_SPLITS
-        for name in HALF
+        for name in RECIPES
     ],
 )
 def test_with_adapters_every_split_is_the_same_run(inputs, name, launcher, micro):

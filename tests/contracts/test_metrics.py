@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import batches
-from common.metrics import Metrics
+from common.metrics import Logged, Metrics
 from common.progress import Progress
 from runs import (
     LAUNCHERS,
@@ -225,8 +225,7 @@ def test_equal_rewards_are_no_success():
     ref_logps = logps.sum(1) - torch.tensor([0.0, 0.5, 0.0, 0.0])
     args = module["Args"](beta=BETA)
     _, logged = module["compare"](output, mask, ref_logps, torch.ones(2), args)
-    of_pairs, _ = logged[0]
-    assert of_pairs["rewards/accuracies"].tolist() == [0.0, 1.0]
+    assert logged[0].values["rewards/accuracies"].tolist() == [0.0, 1.0]
 
 
 def closed_form(kind, chosen, rejected, lengths, beta, smoothing):
@@ -284,6 +283,7 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
         num_processes=2,
         is_main_process=True,
         gather=lambda table: torch.cat([table, table]),  # both did the same
+        log=lambda values, step: None,
     )
     progress = Progress(64, 8, 1, 0)
     args = types.SimpleNamespace(output_dir=tmp_path, report_to=["none"])
@@ -292,7 +292,7 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
         update=lambda: None, set_postfix=lambda *args, **kwargs: None
     )
     metrics.skip_watch = types.SimpleNamespace(update_skipped=lambda loss_scale: None)
-    metrics.start_interval()
+    metrics.speed.restart()
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**29)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
     of_one = 989e12 * 0.4
@@ -300,12 +300,12 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     targets = [0] * int((of_one - 6e9 * tokens) / 2e9)
     padding = {"tokens": 10**9, "targets": targets}
     for applied in (False, True):  # what a skipped update computed does not count, like its tokens
-        metrics.pending.add({"loss": torch.ones(8)}, torch.ones(8))
+        metrics.pending.add([Logged({"loss": torch.ones(8)}, torch.ones(8))])
         metrics.computed({"tokens": tokens, "targets": targets}, torch.ones(8))
         metrics.computed(padding, torch.zeros(1))
         progress.update_done(applied, 8, tokens=10**6)
         metrics.update_done(applied, grad_norm=1.0, loss_scale=1.0)
-    clock = iter([metrics.since + 1.0, metrics.since + 1.0])
+    clock = iter([metrics.speed.since + 1.0, metrics.speed.since + 1.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     metrics.log()
     (line,) = training_lines(tmp_path)
@@ -346,6 +346,7 @@ def metrics_of_one_process(folder, report_to=("none",)) -> Metrics:
         num_processes=1,
         is_main_process=True,
         gather=lambda table: table,
+        log=lambda values, step: None,
     )
     args = types.SimpleNamespace(output_dir=folder, report_to=report_to)
     metrics = Metrics(accelerator, args, Progress(64, 8, 1, 0), "loss")
@@ -369,7 +370,7 @@ def test_the_seconds_and_the_rates_of_each_line(tmp_path, monkeypatch):
             now[0] += seconds
 
     def update():
-        metrics.pending.add({"loss": torch.ones(8)}, torch.ones(8))
+        metrics.pending.add([Logged({"loss": torch.ones(8)}, torch.ones(8))])
         metrics.progress.update_done(True, samples=8, tokens=120)
         metrics.update_done(True, grad_norm=1.0)
 
@@ -393,15 +394,14 @@ def test_what_rollouts_added_after_the_last_update_is_a_line_of_its_own(tmp_path
     """They led to none, or the engine skipped all of theirs. Else no line would hold their rewards."""
     metrics = metrics_of_one_process(tmp_path)
     metrics.accelerator.end_training = metrics.bar.close = lambda: None
-    metrics.open.add({"reward": torch.tensor([2.0, 0.0])}, torch.ones(2))
-    metrics.pending.add({"loss": torch.tensor([3.0])}, torch.ones(1))
+    metrics.open.add([Logged({"reward": torch.tensor([2.0, 0.0])}, torch.ones(2))])
+    metrics.pending.add([Logged({"loss": torch.tensor([3.0])}, torch.ones(1))])
     metrics.progress.update_done(True, samples=8, tokens=9)
     metrics.update_done(True, grad_norm=1.0)
     metrics.log()
-    metrics.open.add({"reward": torch.tensor([4.0, 0.0])}, torch.ones(2))
+    metrics.open.add([Logged({"reward": torch.tensor([4.0, 0.0])}, torch.ones(2))])
     metrics.log()  # no update since the last line
-    assert len(lines(tmp_path)) == 1
-    metrics.close()
+    metrics.close()  # nothing is left
     first, last = lines(tmp_path)
     assert (first["loss"], first["reward"]) == (3.0, 1.0)
     assert last == {"global_step": 1, "epoch": 1 / 8, "reward": 2.0}
@@ -427,9 +427,9 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(
 def test_sums_that_another_process_takes_over_leave_only_their_names(tmp_path):
     """Not a minimum, a maximum or a count: those of the values to come stay."""
     means = metrics_of_one_process(tmp_path).open
-    means.load_state(
-        {"min_reward": [9.0, 3.0, 2.0, 4.0], "max_reward": [9.0, 3.0, 2.0, 4.0]}, mine=False
-    )
+    before = {"mean": 9.0, "min": 2.0, "max": 4.0}
+    means.load_state({name: [name, number, 3.0] for name, number in before.items()}, mine=False)
     values = torch.tensor([-3.0, -1.0, -7.0])
-    means.add({"min_reward": values, "max_reward": values}, torch.tensor([1.0, 1.0, 0.0]))
-    assert means.reduce() == {"min_reward": -3.0, "max_reward": -1.0}
+    for name in before:
+        means.add([Logged({name: values}, torch.tensor([1.0, 1.0, 0.0]), reduce=name)])
+    assert means.reduce() == {"mean": -2.0, "min": -3.0, "max": -1.0}

@@ -117,29 +117,26 @@ def test_a_card_names_what_is_on_the_hub(tmp_path):
     assert not [*elsewhere.iterdir()]
 
 
-def test_a_line_is_read_once_for_all_cards(tmp_path):
-    """So the card of a run of a million lines costs no more than that of a short one."""
+def test_the_ends_of_a_log(tmp_path):
+    """What is torn, or no line of ours, does not count."""
     file = tmp_path / "metrics.jsonl"
-    numbers = lambda log: [
-        [line["global_step"] for line in part] for part in (log.ends, log.evaluations)
+    steps = lambda: [
+        [line["global_step"] for line in part] for part in record.ends_of_log(tmp_path)
     ]
-    assert numbers(record.log_of(tmp_path)) == [[], []]
+    assert steps() == [[], []]
     first = '{"global_step": 0, "eval/loss": 3}\n'
     file.write_text(first)
-    assert numbers(record.log_of(tmp_path)) == [[0], [0]]
+    assert steps() == [[0, 0], [0, 0]]
     middle = "".join(f'{{"global_step": {step}, "loss": 2}}\n' for step in (1, 2))
     evaluation = '{"global_step": 2, "eval/loss": 2}\n'
-    file.write_text(first + middle + evaluation)
-    assert numbers(record.log_of(tmp_path)) == [[0, 2], [0, 2]]
-    # What was read is not read again; what is torn counts when it is whole.
+    file.write_text(first + middle)
+    assert steps() == [[0, 2], [0, 0]]
     last = '{"global_step": 3, "loss": 1}\n'
-    read = len(first + middle + evaluation)
-    other = '{"global_step": 9, "eval/loss": 9}'.ljust(read - 1) + "\n"
-    file.write_text(other + last[:-9])
-    assert numbers(record.log_of(tmp_path)) == [[0, 2], [0, 2]]
-    for _ in range(2):  # the second time there is nothing new
-        file.write_text(other + last + "no JSON\n")
-        assert numbers(record.log_of(tmp_path)) == [[0, 3], [0, 2]]
+    for end in (last[:-9], "no JSON\n", '"eval/loss"\n', "[" * 100_000, "7"):
+        file.write_text(end.strip() + "\n" + first + middle + evaluation + end)
+        assert steps() == [[0, 2], [0, 2]], end[:20]
+    file.write_text(first + middle + evaluation + last)
+    assert steps() == [[0, 3], [0, 2]]
 
 
 def test_a_commit_is_read_without_the_lock_of_the_clone(tmp_path, monkeypatch):

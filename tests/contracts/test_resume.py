@@ -20,9 +20,11 @@ from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import checkpoint, folders
-from common.metrics import Metrics
+import recipes
+from common import checkpoint, folders, record
+from common.metrics import Logged, Metrics
 from common.progress import Progress
+from recipes import RECIPES
 from runs import (
     LAUNCHERS,
     kill,
@@ -39,18 +41,11 @@ from runs import (
 )
 
 # growing: ZeRO-2 in fp16, whose loss scale doubles every second update.
-CASES = [("dpo", "plain"), pytest.param("sft", "ddp", marks=pytest.mark.slow), ("dpo", "growing"), pytest.param("sft", "zero3", marks=pytest.mark.slow), pytest.param("dpo", "fsdp2", marks=pytest.mark.slow), ("reward", "plain"), ("ppo", "zero3"), ("grpo", "plain"),
-         pytest.param("grpo", "zero2", marks=pytest.mark.slow),
-         pytest.param("sft", "offload", marks=pytest.mark.slow)]  # fmt: skip
-# Four updates a rollout: checkpoint 8 holds the end of the second, line 9 is of the third.
-PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 16, "--num_epochs_per_rollout", 2,
-       "--generate_batch_size", 8, "--score_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--critic_learning_rate", 0.01, "--kl_target", 1]  # fmt: skip
-
-# Rollouts of 6 groups; those of equal scores are replaced once or left out, so a rollout has 1 to 3 updates.
-GRPO = ["--reward_function", "tests.tied_rewards:ties", "--rollout_batch_size", 6, "--n_samples_per_prompt", 4, "--generate_batch_size", 8,
-        "--score_batch_size", 8, "--max_new_tokens", 6, "--max_steps", 12, "--refill_rounds", 1]  # fmt: skip
-MORE = {"ppo": PPO, "grpo": GRPO}
-DATA = {"grpo": "ppo"}
+CASES = [
+    pytest.param(name, launcher, marks=[pytest.mark.slow] * (launcher in of_recipe.resume_on_slow))
+    for name, of_recipe in RECIPES.items()
+    for launcher in (*of_recipe.resume_on, *of_recipe.resume_on_slow)
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +54,9 @@ def inputs(tmp_path_factory):
 
 
 def flags(inputs, name, output):
-    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{DATA.get(name, name)}.jsonl", "--output_dir", output,
+    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / f"{name}.jsonl", "--output_dir", output,
             "--train_batch_size", 8, "--micro_train_batch_size", 2, "--max_epochs", 2, "--learning_rate", 0.01, "--logging_steps", 3,
-            "--save_steps", 2, "--save_total_limit", 2, *MORE.get(name, [])]  # fmt: skip
+            "--save_steps", 2, "--save_total_limit", 2, *RECIPES[name].resume_flags]  # fmt: skip
 
 
 def kill_when(inputs, name, launcher, output, ready, *more):
@@ -108,13 +103,21 @@ def test_killed_and_resumed_is_the_run_never_killed(request, inputs, unbroken, n
     )
     assert "resumed from" in result.stdout
     assert timeless(output) == timeless(reference)
-    assert samples(output) == samples(reference) and bool(samples(reference)) == (name in MORE)
+    assert (
+        samples(output) == samples(reference)
+        and bool(samples(reference)) == RECIPES[name].generates
+    )
     assert torch.equal(weights(output), weights(reference))
     if (
         name == "grpo"
     ):  # the checkpoint that was resumed is within a rollout; some groups were left out
-        state = torch.load(reference / "checkpoints/global_step_000010/extra.pt", weights_only=True)
-        assert state["rollouts_seen"] >= 3 and state["rollout"] is not None and state["update"] > 0
+        module = recipes.load(name)
+        own = [(getattr(module, kind), f"__main__.{kind}") for kind in ("State", "Rollout")]
+        with torch.serialization.safe_globals(own):
+            file = reference / "checkpoints/global_step_000010/extra.pt"
+            state = torch.load(file, weights_only=True)
+        assert state.rollout is not None
+        assert state.position.rollouts_seen >= 3 and state.position.update > 0
         dropped = [line["frac_groups_dropped"] for line in lines(reference) if "reward" in line]
         assert min(dropped) > 0 and max(dropped) < 1
     board = EventAccumulator(str(output / "tensorboard"))
@@ -136,7 +139,7 @@ LORA_CASES = [("dpo", "plain"), *(pytest.param(*case, marks=pytest.mark.slow) fo
 
 @pytest.mark.parametrize("name, launcher", LORA_CASES)
 def test_with_adapters_killed_and_resumed_is_the_run_never_killed(inputs, name, launcher):
-    more = LORA_OF_SAMPLERS if name in MORE else LORA
+    more = LORA_OF_SAMPLERS if RECIPES[name].generates else LORA
     reference, output = (
         inputs / f"lora-{name}-{launcher}",
         inputs / f"lora-killed-{name}-{launcher}",
@@ -189,15 +192,15 @@ def run_in_this_process(folder) -> checkpoint.Run:
             optimizer.optimizer, lambda step: 1 / (1 + step)
         ),
         tokenizer=None,
+        data=types.SimpleNamespace(fingerprint="d"),
         progress=progress,
         metrics=Metrics(accelerator, args, progress, "loss"),
-        data_fingerprint="d",
     )
 
 
 def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch):
     """Weights, moments, rates, random states, counters, the open log line, the recipe's own values."""
-    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)
     run = run_in_this_process(tmp_path)
     for applied in (True, True, False, True):
         run.model(torch.randn(4, 2)).sum().backward()
@@ -205,7 +208,9 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch
             run.optimizer.step()
             run.scheduler.step()
         run.progress.update_done(applied, samples=4, tokens=9)
-    run.metrics.open.add({"loss": torch.tensor([2.0, 5.0])}, torch.ones(2))
+    both = {"loss": torch.tensor([2.0, 5.0])}
+    run.metrics.open.add([Logged(both, torch.ones(2))])
+    run.metrics.open.add([Logged({"longest": torch.tensor([3.0, 4.0])}, torch.ones(2), "max")])
     run.metrics.last_update = {"grad_norm": 0.5}
     run.extra = {"kl_coef": 0.3, "rollout": {"rows": [3, 1]}}
     final = tmp_path / "global_step_000003"
@@ -226,13 +231,15 @@ def test_a_checkpoint_holds_what_decides_the_rest_of_a_run(tmp_path, monkeypatch
     assert resumed.scheduler.get_last_lr() == run.scheduler.get_last_lr() == [0.025]
     assert resumed.optimizer.param_groups[0]["lr"] == 0.025
     assert (
-        resumed.metrics.open.state() == run.metrics.open.state() == {"loss": [7.0, 2.0, 2.0, 5.0]}
+        resumed.metrics.open.state()
+        == run.metrics.open.state()
+        == {"loss": ["mean", 7.0, 2.0], "longest": ["max", 4.0, 2.0]}
     )
     assert resumed.metrics.last_update == {"grad_norm": 0.5} and resumed.extra == run.extra
 
 
 def test_the_logs_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)
     run = run_in_this_process(tmp_path)
     for file in checkpoint.logs_of(run):
         file.write_text('{"global_step": 0}\n')
@@ -248,8 +255,8 @@ def test_the_logs_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_pat
     fsync = note("flush", os.fsync, lambda handle: os.readlink(f"/proc/self/fd/{handle}"))
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", note("rename", Path.rename, str))
-    writing = run.folder / ".writing"
-    checkpoint.write(run, writing, run.folder / "global_step_000000")
+    writing = run.checkpoints / ".writing"
+    checkpoint.write(run, writing, run.checkpoints / "global_step_000000")
     renamed = done.index(("rename", str(writing)))
     # The folder holds the names of the logs, and that of `checkpoints`.
     for path in (*checkpoint.logs_of(run), tmp_path):
@@ -258,7 +265,7 @@ def test_the_logs_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_pat
 
 def test_random_states_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
     """accelerate passes over any error there, and the run would draw other dropout without a word."""
-    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)
     final = tmp_path / "global_step_000000"
     checkpoint.write(run_in_this_process(tmp_path), tmp_path / ".writing", final)
     file = final / "engine/random_states_0.pkl"
@@ -285,12 +292,15 @@ TAMPERED = {
     "a step of words": {"progress": {"global_step": "ten"}},
     "a step before the first": {"progress": {"global_step": -1}},
     "no counters": {"progress": {}},
-    "half a size": {"metrics_bytes": 1.5},
+    "half a size": {"log_bytes": {"metrics.jsonl": 1.5}},
+    "no sizes": {"log_bytes": 7},
     "no scheduler": {"scheduler": {}},
     "no processes": {"open_sums": []},
     "a number for sums": {"open_sums": [1]},
-    "three sums": {"open_sums": [{"loss": [1.0, 2.0, 3.0]}]},
-    "sums of words": {"open_sums": [{"loss": ["a", "b", "c", "d"]}]},
+    "a sum too few": {"open_sums": [{"loss": ["mean", 1.0]}]},
+    "sums of words": {"open_sums": [{"loss": ["mean", "a", "b"]}]},
+    "sums of no kind": {"open_sums": [{"loss": ["median", 1.0, 2.0]}]},
+    "sums of lists": {"open_sums": [{"loss": [[], 1.0, 2.0]}]},
     "nested": NESTED,
 }
 
@@ -299,12 +309,12 @@ def test_what_somebody_changed_is_named_and_the_checkpoint_before_taken(
     tmp_path, monkeypatch, capsys
 ):
     """Whoever writes `state.json` anew can write its checksum, too."""
-    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)
     run = run_in_this_process(tmp_path)
     run.args.resume = "auto"
-    older, newest = (run.folder / f"global_step_00000{step}" for step in (1, 2))
+    older, newest = (run.checkpoints / f"global_step_00000{step}" for step in (1, 2))
     for final in (older, newest):
-        checkpoint.write(run, run.folder / ".writing", final)
+        checkpoint.write(run, run.checkpoints / ".writing", final)
     file = newest / "state.json"
     whole = json.loads(file.read_text())
     assert checkpoint.find_checkpoint(run) == newest
@@ -316,9 +326,17 @@ def test_what_somebody_changed_is_named_and_the_checkpoint_before_taken(
         (newest / "manifest.json").unlink()
         folders.write_manifest(newest, folders.describe_files(newest))
         assert checkpoint.find_checkpoint(run) == older, name
-        assert checkpoint.find_date(run.args) == str(datetime.date.today())
+        assert record.find_date(run.args) == str(datetime.date.today())
         said = capsys.readouterr().out
         assert f"passed over {newest}: state.json cannot be used: " in said, (name, said)
+    # One of another version is refused, since it is whole.
+    file.write_text(json.dumps({**whole, "format": 1}))
+    (newest / "manifest.json").unlink()
+    folders.write_manifest(newest, folders.describe_files(newest))
+    refuses(
+        f"{newest} was written by another version of `common`",
+        call=lambda: checkpoint.find_checkpoint(run),
+    )
     for text in (NESTED, "[]", '{"state.json": 1}'):
         (newest / "manifest.json").write_text(text)
         assert checkpoint.find_checkpoint(run) == older, text[:20]
@@ -327,11 +345,11 @@ def test_what_somebody_changed_is_named_and_the_checkpoint_before_taken(
 
 def test_a_date_that_is_none_is_not_taken(tmp_path, monkeypatch):
     """A template prints what stands there: only a date may."""
-    monkeypatch.setattr(checkpoint.actor, "save", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)
     run = run_in_this_process(tmp_path)
     run.args.resume = "auto"
-    final = run.folder / "global_step_000001"
-    checkpoint.write(run, run.folder / ".writing", final)
+    final = run.checkpoints / "global_step_000001"
+    checkpoint.write(run, run.checkpoints / ".writing", final)
     state = checkpoint.read_state(final)
     for date, expected in (
         ("2020-02-29", "2020-02-29"),
@@ -341,7 +359,7 @@ def test_a_date_that_is_none_is_not_taken(tmp_path, monkeypatch):
     ):
         state["arguments"]["date"] = date
         (final / "state.json").write_text(json.dumps(state))
-        assert checkpoint.find_date(run.args) == (expected or str(datetime.date.today()))
+        assert record.find_date(run.args) == (expected or str(datetime.date.today()))
 
 
 def test_lost_lines_are_said_and_what_is_whole_stays(inputs, unbroken):

@@ -3,6 +3,7 @@
 They go on as if nothing had been.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,9 +21,8 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from common import checkpoint, folders
-from common.launch import decide_output_dir
-from common.prove import bench
+from common import checkpoint, folders, run_folder
+from common.prove import processes
 from runs import (
     LAUNCHERS,
     REPOSITORY,
@@ -220,10 +220,10 @@ def test_what_a_killed_launcher_leaves_ends_with_a_checkpoint(inputs, launcher, 
             assert result.returncode and refusal in result.stdout
             named = int(result.stdout.split(refusal)[1].split()[0])
             assert named in [worker.pid for worker in left]
-        assert all(bench.is_alive(worker) for worker in left)
+        assert all(processes.is_alive(worker) for worker in left)
     finally:
         go.touch()
-    while any(bench.is_alive(worker) for worker in left):
+    while any(processes.is_alive(worker) for worker in left):
         time.sleep(0.01)
     assert "stopped by the end of its launcher after update 1, saved in" in console.read_text()
     assert [path.name for path in (output / "checkpoints").iterdir()] == ["global_step_000001"]
@@ -374,7 +374,7 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, world, stage
         args=types.SimpleNamespace(beta=1, may_change=set()),
         models={},
         accelerator=accelerator,
-        data_fingerprint="d",
+        data=types.SimpleNamespace(fingerprint="d"),
     )
     before = {"beta": 1, "data": "d", "world": world}
     call = lambda: checkpoint.refuse_another_run(run, tmp_path, before)
@@ -442,10 +442,10 @@ def test_ctrl_c_leaves_a_reward_functions_workers_to_finish(inputs):
 
 FORKS = """
 import json, multiprocessing, os, signal, threading, types
-from common import checkpoint
+from common import stopping
 
 run = types.SimpleNamespace(stop_signal=0)
-checkpoint.install_signals(run)
+stopping.listen(run)
 fork = multiprocessing.get_context("fork")
 # Ended at once: some while they are being forked, some while they wait for what never comes.
 ended = []
@@ -460,7 +460,7 @@ for number in range(60):
 
 def tell(pipe):
     os.kill(os.getpid(), signal.SIGINT)
-    pipe.send([signal.getsignal(number).name for number in checkpoint.STOPPING])
+    pipe.send([signal.getsignal(number).name for number in stopping.SIGNALS])
 
 def ask():
     here, there = fork.Pipe()
@@ -494,16 +494,17 @@ def saving_run(folder, **more):
     args.save_dtype = None
     return partial_run(
         args=args,
+        metrics=types.SimpleNamespace(timed=lambda name: contextlib.nullcontext()),
         progress=types.SimpleNamespace(global_step=4),
         unwrapped=torch.nn.ModuleDict({"model": torch.nn.Linear(1, 1)}),
         **more,
     )
 
 
-def test_what_a_killed_save_left_is_cleared_before_the_disk_is_measured(tmp_path):
+def test_what_a_killed_save_left_is_removed(tmp_path):
     for name in (".global_step_000004.writing", ".global_step_000002.old", "global_step_000002"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    checkpoint.check_disk(saving_run(tmp_path))
+    checkpoint.remove_half_written(saving_run(tmp_path))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["global_step_000002"]
 
 
@@ -516,7 +517,7 @@ def test_only_the_main_process_removes_what_failed(tmp_path, monkeypatch, main, 
     monkeypatch.setattr(checkpoint, "write", fail)
     run = saving_run(tmp_path, accelerator=types.SimpleNamespace(is_main_process=main))
     if before:
-        (run.folder / "global_step_000002").mkdir(parents=True)
+        (run.checkpoints / "global_step_000002").mkdir(parents=True)
     way_on = (
         "--resume auto goes on from global_step_000002." if before else "There is none before it."
     )
@@ -525,8 +526,8 @@ def test_only_the_main_process_removes_what_failed(tmp_path, monkeypatch, main, 
         way_on,
         call=lambda: checkpoint.save(run),
     )
-    assert (run.folder / ".global_step_000004.writing").exists() != main
-    assert (run.folder / "global_step_000002").exists() == before
+    assert (run.checkpoints / ".global_step_000004.writing").exists() != main
+    assert (run.checkpoints / "global_step_000002").exists() == before
 
 
 def test_a_signal_while_a_checkpoint_is_written_does_not_write_it_twice(tmp_path, monkeypatch):
@@ -551,7 +552,7 @@ def test_where_a_resumed_run_goes(tmp_path):
         (folder / "manifest.json").write_text("{}")
 
     def decide(resume, output_dir=None):
-        return decide_output_dir(
+        return run_folder.decide(
             types.SimpleNamespace(resume=str(resume), output_dir=output_dir and str(output_dir)),
             "sft",
         )

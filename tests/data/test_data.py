@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from common.data import cache, dataset, formats, templates
-from common.data.formats import BadRow
+from common.data import cache, conversion, dataset, formats, templates
+from common.data.messages import BadRow
 from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
 from common.data.tokens import stop_tokens
@@ -283,7 +283,10 @@ def test_a_turn_ends_where_its_template_ends_it(template, eos, ends, stops, tmp_
         "do_sample": False,
     }  # as published, though transformers would not let it be made
     (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
-    model = causal_lm(str(tmp_path / "model"), tokenizer, None)
+    args = types.SimpleNamespace(
+        load_in_4bit=False, attn_implementation=None, gradient_checkpointing=False
+    )
+    model = causal_lm(str(tmp_path / "model"), tokenizer, args)
     assert model.generation_config.eos_token_id == sorted([9, *ids(*stops)]) and stop_tokens(
         tokenizer, model
     ) == {9, *ids(*stops)}
@@ -299,10 +302,10 @@ def test_the_last_of_the_markers_that_end_every_answer_ends_it():
     tokenizer.eos_token = "<pad>"
     first, second = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     place = templates.place_of_stop
-    assert place(tokenizer, [first, second], earlier_tail=[first, second]) == 1
-    assert place(tokenizer, [first, second], earlier_tail=[first, 9]) == 0
-    assert place(tokenizer, [first, second], earlier_tail=[9]) == 0
-    assert place(tokenizer, [9, 8], earlier_tail=[9, 8]) is None
+    assert place(tokenizer, [first, second], earlier_ending=[first, second]) == 1
+    assert place(tokenizer, [first, second], earlier_ending=[first, 9]) == 0
+    assert place(tokenizer, [first, second], earlier_ending=[9]) == 0
+    assert place(tokenizer, [9, 8], earlier_ending=[9, 8]) is None
 
 
 def test_an_answer_may_be_missing(tokenizer, accelerator, tmp_path):
@@ -858,7 +861,7 @@ def test_the_cache_knows_the_source_of_what_a_row_function_calls(tmp_path):
         path.write_text(source)
         rows = types.SimpleNamespace(table=types.SimpleNamespace(_fingerprint="rows"))
         function = runpy.run_path(str(path))["row_of"]
-        return dataset.cache_key(rows, function, tokenizer, {}, {})
+        return conversion.cache_key(rows, conversion.Converter(function, tokenizer, {}, {}))
 
     tokenizer = make_tokenizer()
     first = key("first", end=".", other="2")
@@ -948,30 +951,32 @@ def test_a_damaged_array_is_computed_again_and_said(accelerator, tmp_path, capsy
 def test_a_record_that_names_files_elsewhere_is_none(tmp_path):
     """What it names would be removed."""
     (tmp_path / "mine").write_text("mine")
-    kept = cache.Kept("name")
-    kept.write([tmp_path / "mine"])
-    assert kept.state() == cache.UNKNOWN and kept.files() == []
+    record = cache.Record("name")
+    record.write([tmp_path / "mine"])
+    assert not record.is_true() and record.entries() == {}
+    record.remove_files()
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_one_run_makes_what_another_waits_for(tmp_path, monkeypatch):
-    kept = cache.Kept("name")
+    record = cache.Record("name")
     file = tmp_path / "cache/file"
     somebody_waits = threading.Event()
     states = []
     monkeypatch.setattr(cache, "print", lambda *_, **__: somebody_waits.set(), raising=False)
 
     def another_run():
-        with kept.alone():
-            states.append(kept.state())
+        with record.locked():
+            states.append(record.is_true())
 
     thread = threading.Thread(target=another_run)
-    with kept.alone():
+    with record.locked():
         thread.start()
         assert somebody_waits.wait(60) and states == []
         file.write_text("made")
-        kept.write([file])
+        record.write([file])
     thread.join()
-    assert states == [cache.WHOLE]
+    assert states == [True]
 
 
 # A process that has imported `datasets` no longer reads its environment.
@@ -1009,6 +1014,39 @@ def test_two_processes_make_damage_good_once(tmp_path):
     assert [said.count(f"NOTE: {file} is damaged") for file in damaged] == [1, 1, 1], said
     for name in ("loss", "logps/chosen", "logps/rejected"):
         assert found[name] == expected[name]
+
+
+def test_the_processes_of_a_machine_read_what_its_first_one_wrote(
+    accelerator, tmp_path, monkeypatch
+):
+    """Two machines of two processes, each with a disk of its own."""
+    written = []
+
+    def load(accelerator, answer: str) -> list[dict]:
+        rows = [{"prompt": "aa", "completion": answer}]
+        path = str(write_jsonl(tmp_path / f"{answer}.jsonl", rows))
+        settings = {"max_length": 50, "loss_on": "assistant"}
+        data = dataset.load(accelerator, path, "train", sft_row, make_tokenizer(), {}, **settings)
+        return data[:]["input_ids"]
+
+    tokenise = dataset.tokenise
+    monkeypatch.setattr(
+        dataset, "tokenise", lambda *task: written.append(tokenise(*task)) or written[-1]
+    )
+    first, second = load(accelerator, "bb"), load(accelerator, "cc")
+    assert first != second and len(written) == 2
+    files = [written[0], None, written[1], None]
+    monkeypatch.setattr(dataset, "gather_object", lambda mine: files)
+    for index, expected in enumerate([first, first, second, second]):
+        process = types.SimpleNamespace(
+            process_index=index,
+            local_process_index=index % 2,
+            is_local_main_process=index % 2 == 0,
+            is_main_process=index == 0,
+            print=lambda *_, **__: None,
+        )
+        assert load(process, "dd") == expected
+    assert len(written) == 4  # two of them are the first of a machine
 
 
 def test_a_cache_that_cannot_be_written_is_said_with_the_way_out(accelerator, monkeypatch):

@@ -151,7 +151,7 @@ def test_a_reward_function_gets_the_columns_of_all_sets():
         row_texts=[json.dumps(row) for row in rows],
         responses=[[1], [2]],
         ended=torch.tensor([True, True]),
-        rows=[1, 2],
+        data_rows=[1, 2],
     )
 
     def function(prompts, responses, answer, level):

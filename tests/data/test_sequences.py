@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import checkpoint
+from common import record
 from common.batches import rows_of_update
 from common.data.sequences import Sequences
 from runs import (
@@ -160,14 +160,14 @@ DATED = REWRITING.replace("{% for", "{{ strftime_now('%d %b %Y') }}{% for", 1)
 # A recipe as it runs on another day.
 ON_A_DAY = """
 import datetime, os, runpy, sys
-from common import checkpoint
+from common import record
 
 class Day(datetime.date):
     @classmethod
     def today(cls):
         return cls(2020, 2, 29)
 
-checkpoint.datetime = type("datetime", (), {"date": Day})
+record.date = Day
 recipe = sys.argv.pop(1)
 sys.argv[0] = recipe
 runpy.run_path(recipe, run_name="__main__")
@@ -243,11 +243,11 @@ def test_the_date_is_that_of_the_newest_checkpoint(tmp_path):
         path = folder / f"global_step_{step:06d}"
         path.mkdir(parents=True)
         (path / "state.json").write_text(text)
-    today = checkpoint.find_date(args)
+    today = record.find_date(args)
     assert today not in ("2020-02-28", "2020-02-29")
     args.resume = "auto"
-    assert checkpoint.find_date(args) == "2020-02-29"  # that of a torn one cannot be read
+    assert record.find_date(args) == "2020-02-29"  # that of a torn one cannot be read
     args.resume = str(folder / "global_step_000001")
-    assert checkpoint.find_date(args) == "2020-02-28"
+    assert record.find_date(args) == "2020-02-28"
     args.resume = str(folder / "global_step_000009")
-    assert checkpoint.find_date(args) == today
+    assert record.find_date(args) == today

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
-from common.data import dataset, thoughts, tokens
+from common.data import dataset, template_limits, thoughts, tokens
 from common.data import templates as chat
 from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
@@ -562,11 +562,11 @@ def test_a_template_that_errs_or_computes_too_much_is_said_in_one_line(
     accelerator, tmp_path, monkeypatch, kind
 ):
     template, said = PROGRAMS[kind]
-    monkeypatch.setattr(chat, "MOST_BYTES", 2**28)
+    monkeypatch.setattr(template_limits, "MOST_BYTES", 2**28)
     if "endless" in kind:
-        monkeypatch.setattr(chat, "MOST_SECONDS", 0.2)
-    tokenizer = templates.tokenizer("qwen2_5")
-    monkeypatch.setattr(tokenizer, "chat_template", template)  # other tests use it, too
+        monkeypatch.setattr(template_limits, "MOST_SECONDS", 0.2)
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
+    tokenizer.chat_template = template
     say = lambda text: {"prompt": [message("user", text)], "completion": [message("assistant", "a")]}  # fmt: skip
     path = str(write_jsonl(tmp_path / "rows.jsonl", [say("one"), say("two")]))
     settings = {"max_length": 64, "loss_on": "assistant"}
@@ -636,8 +636,8 @@ def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expect
     tokenizer.chat_template = template.replace("LEAD", json.dumps(lead)).replace(
         "END", json.dumps(prompt_end)
     )
-    answer = tokens.encode_turn(
-        tokenizer, [message("user", "five"), message("assistant", content)], 1, 2
+    answer = tokens.encode_answer(
+        tokenizer, [message("user", "five")], [message("assistant", content)]
     )
     prompt = tokenizer.apply_chat_template(
         [message("user", "five")], add_generation_prompt=True, return_dict=False

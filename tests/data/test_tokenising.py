@@ -84,6 +84,7 @@ def test_the_ids_are_those_of_the_whole_text(monkeypatch, name):
     ]  # fmt: skip
     found = [preference_row(row, tokenizer, max_length=10_000) for row in rows]
     whole_text = lambda tokenizer, _, text: ids.encode_text(tokenizer, text)
+    monkeypatch.setattr(ids, "encode_longer", whole_text)
     monkeypatch.setattr(tokens, "encode_longer", whole_text)
     assert found == [preference_row(row, tokenizer, max_length=10_000) for row in rows]
 

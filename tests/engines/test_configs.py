@@ -145,7 +145,7 @@ def test_reductions_hide_behind_the_backward_pass_in_no_more_memory(name):
 def test_every_yaml_is_launched_by_a_test():
     assert sorted([*LAUNCHED, *LAUNCHED_ELSEWHERE]) == YAMLS
     for name, file in LAUNCHED_ELSEWHERE.items():
-        assert f'"{name}"' in (REPOSITORY / "tests" / file).read_text()
+        assert f'"{name}"' in (REPOSITORY / "tests/engines" / file).read_text()
 
 
 @pytest.fixture(scope="module")

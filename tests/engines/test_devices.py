@@ -17,19 +17,11 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 import pretended_device
 from common import actor
 from common.models import load as loading
-from common.models import lora
-from recipes import load
+from recipes import RECIPES, load
 from runs import ASSETS, evaluation_lines, recipe, tiny_llama
-from test_waits import DATA, SETTINGS, Ended
+from test_waits import Ended
 
 ROWS = 8
-HELD_OUT = {
-    "sft": "sft_eval.jsonl",
-    "reward": "preferences_eval.jsonl",
-    "dpo": "preferences_eval.jsonl",
-    "ppo": "prompts_eval.jsonl",
-    "grpo": "prompts_eval.jsonl",
-}
 
 
 def first_rows(source, target):
@@ -45,24 +37,24 @@ def reward_model(folder):
     return folder
 
 
-# The fast ones cover both kinds of loops: SFT's is DPO's and the reward model's, PPO's is GRPO's.
-SLOW = ("reward", "dpo", "grpo")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in HELD_OUT]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * of_recipe.device_slow)
+        for name, of_recipe in RECIPES.items()
+    ],
 )
 def test_no_tensor_of_the_host_meets_one_of_the_device(name, tmp_path, monkeypatch):
     flags = [
         "--model_name_or_path", tiny_llama(tmp_path / "model"), "--output_dir", tmp_path / "run",
-        "--dataset_name", first_rows(ASSETS / DATA[name], tmp_path / "rows.jsonl"),
-        "--eval_dataset_name", first_rows(ASSETS / HELD_OUT[name], tmp_path / "held_out.jsonl"),
+        "--dataset_name", first_rows(ASSETS / RECIPES[name].train_file, tmp_path / "rows.jsonl"),
+        "--eval_dataset_name", first_rows(ASSETS / RECIPES[name].held_out_file, tmp_path / "held_out.jsonl"),
         "--train_batch_size", ROWS, "--micro_train_batch_size", ROWS // 2, "--max_steps", 1, "--eval_steps", 1,
-        "--max_length", 64, "--report_to", "none", *SETTINGS[name],
+        "--max_length", 64, "--report_to", "none", *RECIPES[name].device_flags,
     ]  # fmt: skip
-    if name in ("sft", "dpo"):
+    if RECIPES[name].evaluates_answers:
         flags += ["--max_new_tokens", 4]
-    if name in ("ppo", "grpo"):
+    if RECIPES[name].generates:
         flags += [
             "--rollout_batch_size",
             ROWS,
@@ -99,9 +91,7 @@ def test_with_cpu_yaml_a_machine_with_a_gpu_packs_weights_on_the_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(loading, "from_pretrained", read)
-    args = SimpleNamespace(load_in_4bit=True)
+    args = SimpleNamespace(load_in_4bit=True, attn_implementation=None)
     with pytest.raises(Ended):
-        loading.causal_lm(
-            tokenizer.name_or_path, tokenizer, None, quantization=lora.in_4bit(accelerator, args)
-        )
+        loading.causal_lm(tokenizer.name_or_path, tokenizer, args)
     assert given["device_map"] == {"": "cpu"}

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 import common.launch
+import common.run_folder
 from common import lock
 from runs import (
     CONFIGS,
@@ -162,7 +163,6 @@ def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
     (output,) = (tmp_path / "runs/sft").iterdir()
     datetime.datetime.strptime(output.name, "%Y%m%d-%H%M%S")
     assert sorted(path.name for path in output.iterdir()) == [
-        ".metrics_writers.json",
         ".run.lock",
         "actor",
         "actors",
@@ -180,14 +180,14 @@ def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):
 def test_runs_of_the_same_second_do_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = types.SimpleNamespace(now=lambda: datetime.datetime(2030, 1, 2, 3, 4, 5))
-    monkeypatch.setattr(common.launch, "datetime", types.SimpleNamespace(datetime=now))
+    monkeypatch.setattr(common.run_folder, "datetime", types.SimpleNamespace(datetime=now))
     args = argparse.Namespace(output_dir=None, resume="never")
-    assert common.launch.decide_output_dir(args, "dpo") == "runs/dpo/20300102-030405"
-    assert common.launch.decide_output_dir(args, "dpo") == "runs/dpo/20300102-030405-2"
-    assert common.launch.decide_output_dir(args, "dpo") == "runs/dpo/20300102-030405-3"
+    assert common.run_folder.decide(args, "dpo") == "runs/dpo/20300102-030405"
+    assert common.run_folder.decide(args, "dpo") == "runs/dpo/20300102-030405-2"
+    assert common.run_folder.decide(args, "dpo") == "runs/dpo/20300102-030405-3"
     args.output_dir = "mine"
     for _ in range(2):  # an empty folder that is named may be there
-        assert common.launch.decide_output_dir(args, "dpo") == "mine"
+        assert common.run_folder.decide(args, "dpo") == "mine"
 
 
 # Takes a folder and forks a process that outlives it; says so, and waits to be killed.
@@ -205,7 +205,7 @@ time.sleep(1000)
 
 
 def decide(folder, resume="never"):
-    return common.launch.decide_output_dir(
+    return common.run_folder.decide(
         argparse.Namespace(output_dir=str(folder), resume=resume), "dpo"
     )
 
@@ -305,8 +305,8 @@ def test_only_a_launcher_that_is_gone_is_missed(monkeypatch):
 def test_an_output_dir_that_a_process_does_not_see_is_refused(inputs, tmp_path):
     """Another node's disk, as the processes tell each other."""
     (tmp_path / "unseen.py").write_text(
-        "import runpy, sys\nimport common.launch\ntold = common.launch.gather_object\n"
-        "common.launch.gather_object = lambda found: [*told(found), False] if found == [True] else told(found)\n"
+        "import runpy, sys\nfrom common import run_folder\ntold = run_folder.gather_object\n"
+        "run_folder.gather_object = lambda found: [*told(found), False] if found == [True] else told(found)\n"
         "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     result = launch(
@@ -353,21 +353,17 @@ def test_more_processes_under_cpu_yaml_are_more_processes(inputs, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["plain", "zero2"])
 def test_one_argument_rules_the_clipping(inputs, tmp_path, launcher):
-    """`--max_grad_norm 0` or less is no clipping, also under DeepSpeed; the norm that is logged is the one before clipping."""
+    """`--max_grad_norm 0` is no clipping, also under DeepSpeed; the norm that is logged is the one before clipping."""
     runs = {}
-    for norm in (0, 1e-3, -1):
+    for norm in (0, 1e-3):
         runs[norm] = tmp_path / f"clip-{norm}"
         # Adam forgets the gradient's size, but not beside an epsilon of its order.
         launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, runs[norm], "--max_grad_norm", norm, "--adam_epsilon", 1.0, "--max_steps", 1,
                                                           "--learning_rate", 1.0))  # fmt: skip
     start = weights(inputs, "model")
     moved = {norm: (weights(run) - start).norm().item() for norm, run in runs.items()}
-    free, clipped, below = (training_lines(run)[0]["grad_norm"] for run in runs.values())
-    assert (
-        free == below == pytest.approx(clipped, rel=1e-6)
-        and free > 0.1
-        and weights(runs[0]).equal(weights(runs[-1]))
-    )
+    free, clipped = (training_lines(run)[0]["grad_norm"] for run in runs.values())
+    assert free == pytest.approx(clipped, rel=1e-6) and free > 0.1
     assert moved[0] == pytest.approx(free, rel=0.3)  # lr * g / (|g| + 1)
     assert moved[1e-3] == pytest.approx(1e-3, rel=0.01)
 

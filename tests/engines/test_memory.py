@@ -8,15 +8,7 @@ import types
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-from common.memory import (
-    Setup,
-    count_adapter,
-    count_parameters,
-    count_rounded,
-    main,
-    read_setup,
-    table,
-)
+from common.memory import Counts, Setup, count, main, read_setup, table
 from common.prove import warm
 from runs import CONFIGS, REPOSITORY, refuses
 
@@ -60,12 +52,12 @@ def test_the_estimate_is_what_two_processes_hold(config, rank, monkeypatch):
         )
 
 
-def sums(setup: Setup, unit: int = 0, **models) -> dict[str, tuple]:
+def sums(setup: Setup, trained: int = 1, frozen: int = 0, **counts) -> dict[str, tuple]:
     """Bytes per parameter at the three moments, by place."""
     return {
-        row[0]: tuple(size / PARAMETERS for size in row[3:])
-        for row in table(setup, PARAMETERS, unit, **models)
-        if row[1] == "sum"
+        row.place: tuple(size / PARAMETERS for size in row[2:])
+        for row in table(setup, Counts(PARAMETERS, **counts), trained, frozen)
+        if row.state == "sum"
     }
 
 
@@ -128,16 +120,17 @@ def test_adapters_and_a_base_of_4_bits_by_hand(tmp_path):
     heads = dict(num_attention_heads=2, num_key_value_heads=1)
     LlamaConfig(**sizes, **heads).save_pretrained(tmp_path)
     shapes = [(8, 8), (8, 4), (8, 4), (8, 8), (8, 16), (8, 16), (16, 8)]
-    assert count_adapter(str(tmp_path), 5) == (
-        5 * 3 * sum(a + b for a, b in shapes),
-        3 * sum(a * b for a, b in shapes),
-    )
+    assert_counted(tmp_path, shapes)
     GPT2Config(n_embd=8, n_layer=3, n_head=2, vocab_size=100).save_pretrained(tmp_path)
     shapes = [(8, 24), (8, 8), (8, 32), (32, 8)]  # Conv1D
-    assert count_adapter(str(tmp_path), 5) == (
-        5 * 3 * sum(a + b for a, b in shapes),
-        3 * sum(a * b for a, b in shapes),
-    )
+    assert_counted(tmp_path, shapes)
+
+
+def assert_counted(model, shapes) -> None:
+    """Adapters of rank 5 on three layers with these linear layers, and what `--load_in_4bit` packs."""
+    counts = count(str(model), 5, load_in_4bit=True)
+    assert counts.adapter == 5 * 3 * sum(a + b for a, b in shapes)
+    assert counts.packed == 3 * sum(a * b for a, b in shapes)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +173,11 @@ def test_without_accumulation_no_gradients_stand_in_the_forward(setup, expected)
 def test_what_does_not_grow_with_the_model_is_there_once():
     setup = Setup("zero", "bf16", 4, 3, bucket=3 * PARAMETERS)
     for models in (1, 2):
-        rows = {row[1]: row[2:] for row in table(setup, PARAMETERS, trained=models)}
-        assert rows["reduction buffer"] == ("fixed", *[6 * PARAMETERS] * 3)
-    rows = {row[1]: row[2:] for row in table(Setup("fsdp2", "bf16", 4), PARAMETERS, 7, trained=2)}
-    assert rows["gathered, one layer"] == ("fixed", 14, 0, 0) and rows["Adam"][0] == "2 x 8 / N"
+        rows = {row.state: row[2:] for row in table(setup, Counts(PARAMETERS), trained=models)}
+        assert rows["reduction buffer"] == (*[6 * PARAMETERS] * 3,)
+    counts = Counts(PARAMETERS, unit=7)
+    rows = {row.state: row[2:] for row in table(Setup("fsdp2", "bf16", 4), counts, trained=2)}
+    assert rows["gathered, one layer"] == (14, 0, 0) and rows["Adam"] == (*[4 * PARAMETERS] * 3,)
 
 
 def test_the_configs_of_this_repository():
@@ -221,12 +215,11 @@ def test_parameters_are_counted_without_weights(tmp_path):
     for tied in (True, False):
         LlamaConfig(**sizes, tie_word_embeddings=tied).save_pretrained(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-        assert count_parameters(str(tmp_path))[:2] == (
-            800 * (1 if tied else 2) + 3 * layer + 8,
-            800,
-        )
+        counts = count(str(tmp_path))
+        assert counts.parameters == 800 * (1 if tied else 2) + 3 * layer + 8
+        assert (counts.unit, counts.hidden, counts.adapter, counts.packed) == (800, 8, 0, 0)
     LlamaConfig(**{**sizes, "vocab_size": 10}).save_pretrained(tmp_path)
-    assert count_parameters(str(tmp_path))[1] == layer
+    assert count(str(tmp_path)).unit == layer
 
 
 def test_what_autocast_rounds_is_counted_without_weights(tmp_path):
@@ -240,8 +233,8 @@ def test_what_autocast_rounds_is_counted_without_weights(tmp_path):
             tie_word_embeddings=tied,
             architectures=["LlamaForCausalLM"],
         ).save_pretrained(tmp_path)
-        assert count_rounded(str(tmp_path), "cpu") == layers
-        assert count_rounded(str(tmp_path)) == layers + (0 if tied else 800)
+        assert count(str(tmp_path), device_type="cpu").rounded == layers
+        assert count(str(tmp_path)).rounded == layers + (0 if tied else 800)
 
 
 def test_the_printed_table(monkeypatch, capsys):
@@ -329,7 +322,7 @@ def test_configs_that_cannot_be_used(tmp_path, text, message):
 
 def test_a_model_that_is_not_there(tmp_path):
     with pytest.raises(SystemExit) as error:
-        count_parameters(str(tmp_path))
+        count(str(tmp_path))
     assert str(error.value).startswith(
         f"no causal language model could be built from the config of {str(tmp_path)!r}: "
     )
@@ -344,5 +337,7 @@ def test_code_beside_a_config_is_not_run_whoever_says_yes(tmp_path, monkeypatch)
     )
     text = json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}})
     (tmp_path / "config.json").write_text(text)
-    refuses("needs Python code of its own", call=lambda: count_parameters(str(tmp_path)))
+    refuses(
+        tmp_path, "needs Python code of its own", "never run", call=lambda: count(str(tmp_path))
+    )
     assert not (tmp_path / "ran").exists()

@@ -119,7 +119,8 @@ def test_buffers_are_not_rounded_with_the_weights(tmp_path):
             )
         ),
     )
-    prepared, _ = prepare.for_training(engine, model, None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared, _ = prepare.for_training(engine, model, optimizer)
     assert before and {parameter.dtype for parameter in prepared.parameters()} == {torch.float16}
     for name, buffer in prepared.named_buffers():
         assert buffer.dtype == torch.float32 and torch.equal(buffer, before[name])

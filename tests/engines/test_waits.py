@@ -17,45 +17,17 @@ from transformers import LlamaForCausalLM
 import pretended_device
 from common import actor, batches, engine
 from common.models import logprobs, packing
-from recipes import load
+from recipes import RECIPES, load
 from runs import ASSETS, recipe, tiny_llama
 
 ROWS = 16
 PER_UPDATE = 8  # waits that an update may have, however many micro-batches it consists of
-SETTINGS = {
-    "sft": [],
-    "reward": [],
-    "dpo": [],
-    "ppo": [
-        "--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", ROWS, "--max_new_tokens", 4,
-    ],
-    "grpo": [
-        "--reward_function", f"{__name__}:unequal", "--rollout_batch_size", ROWS // 2, "--n_samples_per_prompt", 2,
-        "--max_new_tokens", 4, "--kl_coef", 0.1,
-    ],
-}  # fmt: skip
 CASES = {
-    "sft": ["--packing", "false"],
-    "sft packed": ["--packing", "true"],
-    "reward": ["--share_prompts", "false"],
-    "reward shared": [],
-    "dpo": ["--share_prompts", "false"],
-    "dpo shared": [],
-    "dpo with a table": ["--precompute_ref_log_probs", "true"],
-    "ppo": ["--share_prompts", "false"],
-    "ppo shared, second pass": ["--num_epochs_per_rollout", 2, "--kl_in", "loss", "--kl_estimator", "k3"],
-    "grpo": ["--share_prompts", "false"],
-    "grpo shared, second pass": ["--num_epochs_per_rollout", 2, "--average", "token"],
-    "dpo adapters": ["--lora_r", 2],
-    "sft checkpointing": ["--gradient_checkpointing", "true"],
-}  # fmt: skip
-DATA = {
-    "sft": "sft_train.jsonl",
-    "reward": "preferences_train.jsonl.gz",
-    "dpo": "preferences_train.jsonl.gz",
-    "ppo": "prompts_train.jsonl",
-    "grpo": "prompts_train.jsonl",
+    f"{name} {case}": (name, flags)
+    for name, of_recipe in RECIPES.items()
+    for case, flags in of_recipe.waits.items()
 }
+FAST = {f"{name} {case}" for name, of_recipe in RECIPES.items() for case in of_recipe.waits_fast}
 
 
 def unequal(prompts, responses, **columns):
@@ -69,17 +41,17 @@ class Ended(Exception):
 
 def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int) -> list[str]:
     """What the host waits for in the last update of a run of two, `ROWS` samples each."""
-    name = case.split()[0]
+    name, settings = CASES[case]
     folder = tmp_path / f"{micro_batch_size}"
     folder.mkdir()
     data = folder / "rows.jsonl"
-    source = ASSETS / DATA[name]
+    source = ASSETS / RECIPES[name].train_file
     with (gzip.open if source.suffix == ".gz" else open)(source, "rt") as file:
         data.write_text("".join(itertools.islice(file, 2 * ROWS)))
     flags = [
         "--model_name_or_path", tiny_llama(folder / "model"), "--dataset_name", data, "--output_dir", folder / "run",
         "--train_batch_size", ROWS, "--micro_train_batch_size", micro_batch_size, "--max_steps", 2,
-        "--max_length", 64, "--report_to", "none", "--logging_steps", 1, *SETTINGS[name], *CASES[case],
+        "--max_length", 64, "--report_to", "none", "--logging_steps", 1, *RECIPES[name].device_flags, *settings,
     ]  # fmt: skip
     monkeypatch.setattr(sys, "argv", [str(recipe(name)), *map(str, flags)])
     module = load(name)
@@ -87,10 +59,10 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
 
     with monkeypatch.context() as patch, pretended_device.device(patch) as device:
 
-        def begin_update(accelerator, model, micro_batches):
+        def begin_update(run, micro_batches):
             updates.append(len(micro_batches))
             device.waits.clear()
-            return begin_update.original(accelerator, model, micro_batches)
+            return begin_update.original(run, micro_batches)
 
         def publish(*args, **kwargs):
             raise Ended
@@ -102,10 +74,6 @@ def waits_of_last_update(monkeypatch, tmp_path, case: str, micro_batch_size: int
             module.main()
         assert updates == [ROWS // micro_batch_size] * 2
         return list(device.waits)
-
-
-# The others come to the same code, or to less of it.
-FAST = ("sft packed", "reward shared", "dpo adapters", "ppo shared, second pass", "grpo")
 
 
 @pytest.mark.parametrize(
@@ -175,9 +143,9 @@ def test_a_model_read_beside_the_pretended_device_has_all_its_values(tmp_path, m
 def test_values_stand_where_the_mask_says(longest):
     """Bitwise what `masked_scatter` makes of them, forward and backward, with answers of no targets, too."""
     scored = [[False, True, False, True, True][:longest], [False], [True][:1]]
-    batch = packing.make_batch(
-        [[2], [], [3]], [[4] * len(flags) for flags in scored], True, "cpu", scored
-    )
+    answers = [[4] * len(flags) for flags in scored]
+    packer = packing.Packer(torch.device("cpu"), share=True)
+    batch = packer.make_batch([[2], [], [3]], answers, scored)
     values = torch.randn(sum(map(sum, scored)), requires_grad=True)
     weights = torch.randn(batch["mask"].shape)
     found = logprobs.by_answer(values, batch)

@@ -14,9 +14,10 @@ from transformers import AutoModelForSequenceClassification
 
 from architectures import build, config_of
 from common import checkpoint, engine
-from common.models import load, lora, packing, prepare, rounding
+from common.models import load, lora, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
-from common.rollout import sizes
+from common.models.packing import Packer
+from common.shared_args import SharedArgs
 from runs import (
     LAUNCHERS,
     config_launcher,
@@ -78,7 +79,7 @@ def test_a_frozen_model_holds_half_weights_where_autocast_rounds_them_anyway():
 
     def rounded(name, accelerator):
         model = LogProbModel(build(name)).requires_grad_(False)
-        rounding.round_frozen(accelerator, model)
+        prepare.round_frozen(accelerator, model)
         return in_half(model)
 
     linear = linear_weights("model.model.")
@@ -96,15 +97,12 @@ def test_a_reward_model_keeps_its_score_head_in_fp32():
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     scorer = ScoreModel(model).eval().requires_grad_(False)
-    inputs = packing.make_batch([[5, 6]], [[7, 8, 9]], False, "cpu")
+    batch = Packer(torch.device("cpu")).make_batch([[5, 6]], [[7, 8, 9]])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        before = scorer(inputs)
-        rounding.round_frozen(bf16("cuda"), scorer)
-        assert torch.equal(scorer(inputs), before)
+        before = scorer(batch)
+        prepare.round_frozen(bf16("cuda"), scorer)
+        assert torch.equal(scorer(batch), before)
     assert in_half(scorer) == linear_weights("model.model.")
-    assert sizes.bytes_of_frozen(scorer) == sum(
-        p.numel() * (2 if "_proj" in name else 4) for name, p in scorer.named_parameters()
-    )
 
 
 def test_the_base_below_adapters_is_held_in_half():
@@ -116,7 +114,7 @@ def test_the_base_below_adapters_is_held_in_half():
     accelerator = bf16()
     accelerator.print = lambda text: None
     lora.add_adapters(accelerator, policy, settings)
-    inputs = packing.make_batch([[5, 6]], [[7, 8, 9]], False, "cpu")
+    batch = Packer(torch.device("cpu")).make_batch([[5, 6]], [[7, 8, 9]])
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:  # it starts at zero, and A would get no gradient
             torch.nn.init.normal_(parameter)
@@ -124,12 +122,12 @@ def test_the_base_below_adapters_is_held_in_half():
     def learn() -> list[torch.Tensor]:
         policy.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            logps = policy(inputs)["logps"]
+            logps = policy(batch)["logps"]
         logps.sum().backward()
         return [logps, *(p.grad for p in policy.parameters() if p.requires_grad)]
 
     before = [value.clone() for value in learn()]
-    rounding.round_frozen(accelerator, policy)
+    prepare.round_frozen(accelerator, policy)
     after = learn()
     assert len(before) == 1 + 2 * 7 * 2
     assert all(map(torch.equal, before, after))
@@ -200,9 +198,9 @@ def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
     flags = ["--model_name_or_path", inputs / "model", "--ref_model_name_or_path", tmp_path / "reference", "--dataset_name", inputs / f"{name}.jsonl",
              "--output_dir", tmp_path / "out", "--train_batch_size", 8, "--save_steps", 1, "--report_to", "none"]  # fmt: skip
     if name == "ppo":
-        model = load.score_model(
-            str(inputs / "model"), load.tokenizer_of(str(inputs / "model")), None, new_head=True
-        )
+        name_of_base = str(inputs / "model")
+        tokenizer = load.tokenizer_of(name_of_base)
+        model = load.score_model(name_of_base, tokenizer, SharedArgs(), new_head=True)
         model.save_pretrained(tmp_path / "reward")
         flags += [*PPO, "--reward_model_name_or_path", tmp_path / "reward"]
     launch([], recipe(name), *flags, "--max_steps", 1)
@@ -221,26 +219,23 @@ def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
     ] == [1, 2]
 
 
-def test_a_checkpoint_from_before_the_fingerprint_is_resumed(tmp_path):
+def test_a_checkpoint_that_knows_no_fingerprint_is_resumed(tmp_path):
     accelerator = types.SimpleNamespace(
         distributed_type=DistributedType.NO, num_processes=1, mixed_precision="no"
     )
-    args = types.SimpleNamespace(beta=1, may_change=set())
     run = types.SimpleNamespace(
         tokenizer=None,
-        args=args,
+        args=types.SimpleNamespace(beta=1, may_change=set()),
         accelerator=accelerator,
-        data_fingerprint="d",
+        data=types.SimpleNamespace(fingerprint="d"),
         models={"reference model": "weights 1"},
     )
-    run.identity = checkpoint.Run.identity.fget(run)
-    checkpoint.refuse_another_run(run, tmp_path, {"beta": 1, "data": "d", "world": "no"})
+    before = {"beta": 1, "data": "d", "world": "no"}
+    checkpoint.refuse_another_run(run, tmp_path, before)
     with pytest.raises(
         SystemExit, match="reference model: 'weights 2' in the checkpoint, 'weights 1' now"
     ):
-        checkpoint.refuse_another_run(
-            run, tmp_path, {"beta": 1, "data": "d", "world": "no", "reference model": "weights 2"}
-        )
+        checkpoint.refuse_another_run(run, tmp_path, {**before, "reference model": "weights 2"})
 
 
 def dpo(inputs, output, launcher, *more):

@@ -10,10 +10,16 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common import cpu, engine
-from common.models import checks, load, logprobs, packing, prepare
+from common import cpu
+from common.models import checks, load, logprobs, prepare
 from common.models.logprobs import ChunkedLogProbs, LogProbModel
+from common.models.packing import Packer
+from common.shared_args import SharedArgs
 from runs import tiny_llama, whole_rows
+
+CPU = torch.device("cpu")
+ALONE = Packer(CPU)
+SHARED = Packer(CPU, share=True)
 
 SIZES = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              head_dim=8, max_position_embeddings=64, tie_word_embeddings=False)  # fmt: skip
@@ -46,6 +52,16 @@ def build(name):
         for parameter in model.parameters():
             parameter.mul_(3)  # far from uniform: soft caps and scales show
     return model
+
+
+def run_of(wrapper=None, **args):
+    """What checks read of a run."""
+    settings = SharedArgs(**{"model_name_or_path": "changed", "max_length": 30, **args})
+    return types.SimpleNamespace(device=CPU, model=wrapper, args=settings)
+
+
+def can_pack(wrapper, max_length: int = 30, by_lengths: bool = False) -> bool:
+    return checks.can_pack(run_of(max_length=max_length), [wrapper], by_lengths)
 
 
 def batch():
@@ -84,7 +100,7 @@ def test_architectures(name, monkeypatch):
     expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     wrapper = LogProbModel(model).eval()
-    checks.check_logprobs(wrapper, ids[0].tolist(), "cpu", name)
+    checks.check_logprobs(run_of(wrapper), ids[0].tolist())
     scores = wrapper(whole_rows(ids, scored), extras=("mean_logits", "correct"))
     assert scores.keys() == {"logps", "mean_logits", "correct"}
     (scores["logps"] * weights).sum().backward()
@@ -114,7 +130,7 @@ def test_packed_answers_are_read_as_each_alone(name):
     shared, other, empty, single = some(5), some(3), [], some(1)
     prompts = [shared, other, shared, empty, shared, other, empty, single]
     answers = [some(n) for n in (2, 7, 9, 6, 1, 2, 1, 3)]
-    assert checks.can_pack([wrapper], 30, "cpu") == (name not in NOT_PACKED)
+    assert can_pack(wrapper) == (name not in NOT_PACKED)
     if name in NOT_PACKED:
         return
     found, gradients = {}, {}
@@ -123,7 +139,7 @@ def test_packed_answers_are_read_as_each_alone(name):
             [len(prompt) > 0 or t > 0 for t in range(len(answer))]
             for prompt, answer in zip(prompts, answers)
         ]
-        batch = packing.make_batch(prompts, answers, pack, "cpu", scored)
+        batch = Packer(CPU, share=pack).make_batch(prompts, answers, scored)
         wrapper.zero_grad()
         found[pack] = wrapper(batch)["logps"]
         (found[pack] * torch.linspace(-1, 1, 72).view(8, 9)).sum().backward()
@@ -143,11 +159,34 @@ def test_packed_answers_are_read_as_each_alone(name):
     assert (gradients[True] - gradients[False]).norm() <= 1e-5 * gradients[False].norm()
 
 
+def test_rows_and_places_are_those_of_the_worked_example():
+    """That of `Packer.make_batch`."""
+    batch = SHARED.make_batch([[1, 2], [1, 2], [3]], [[4, 5], [6], [7, 8, 9]])
+    inputs = batch.pop("inputs")
+    mask = inputs.pop("attention_mask")
+    assert {name: tensor.tolist() for name, tensor in inputs.items()} == {
+        "input_ids": [[1, 2, 4, 5, 6], [3, 7, 8, 9, 0]],
+        "position_ids": [[0, 1, 2, 3, 2], [0, 1, 2, 3, 0]],
+    }
+    assert mask[:, 0].int().tolist() == [
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]],
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [0, 0, 0, 0, 1]],
+    ]
+    assert batch.pop("tokens") == 9
+    assert {name: tensor.int().tolist() for name, tensor in batch.items()} == {
+        "targets": [4, 5, 6, 7, 8, 9],
+        "before": [1, 2, 1, 5, 6, 7],
+        "last": [3, 4, 8],
+        "mask": [[1, 1, 0], [1, 0, 0], [1, 1, 1]],
+        "cells": [0, 1, 3, 6, 7, 8],
+    }
+
+
 def test_the_first_token_after_an_empty_prompt_is_no_target():
     for scored in (None, [[True], [True, False]]):
         with pytest.raises(ValueError, match="answer 1 has an empty prompt"):
-            packing.make_batch([[5], []], [[6], [7, 8]], True, "cpu", scored)
-    batch = packing.make_batch([[5], []], [[6], [7, 8]], True, "cpu", [[True], [False, True]])
+            SHARED.make_batch([[5], []], [[6], [7, 8]], scored)
+    batch = SHARED.make_batch([[5], []], [[6], [7, 8]], [[True], [False, True]])
     assert batch["targets"].tolist() == [6, 8]
 
 
@@ -182,7 +221,7 @@ def test_scale_and_soft_cap_are_read_from_the_forward(multiplier, softcap):
 
     wrapper = LogProbModel(changed_logits(change))
     assert (wrapper.multiplier, wrapper.softcap) == pytest.approx((multiplier, softcap), rel=1e-7)
-    checks.check_logprobs(wrapper, list(range(3, 19)), "cpu", "changed")
+    checks.check_logprobs(run_of(wrapper), list(range(3, 19)))
 
 
 @pytest.mark.parametrize("multiplier, softcap", [(1.001, 0.0), (1.0, 100.0)])
@@ -191,9 +230,9 @@ def test_in_fp32_log_probs_may_differ_by_rounding_alone(multiplier, softcap):
     wrapper = LogProbModel(build("llama"))
     wrapper.multiplier, wrapper.softcap = multiplier, softcap
     with pytest.raises(SystemExit, match=r"differ from its own logits.*not supported yet"):
-        checks.check_logprobs(wrapper, list(range(3, 19)), "cpu", "missed")
+        checks.check_logprobs(run_of(wrapper), list(range(3, 19)))
     with torch.autocast("cpu", torch.bfloat16):
-        checks.check_logprobs(wrapper, list(range(3, 19)), "cpu", "missed")
+        checks.check_logprobs(run_of(wrapper), list(range(3, 19)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -305,11 +344,8 @@ def test_what_passes_from_token_to_token_otherwise_is_not_packed(kind, changes):
     config = AutoConfig.for_model(
         kind, **{**sizes, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **changes}
     )
-    assert not checks.can_pack(
-        [LogProbModel(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())],
-        30,
-        "cpu",
-    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    assert not can_pack(LogProbModel(model))
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])  # Mistral's; Llama 4's
@@ -319,16 +355,12 @@ def test_attention_of_a_part_of_longer_rows_is_not_packed(name):
     wrapper = LogProbModel(
         AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
     )
-    assert checks.can_pack([wrapper], 50, "cpu") and not checks.can_pack([wrapper], 51, "cpu")
+    assert can_pack(wrapper, max_length=50) and not can_pack(wrapper, max_length=51)
 
 
 def test_rows_that_would_become_too_long_are_not_packed():
     """Sixteen answers of 300 tokens to a prompt of 10: fewer tokens, and 15 times the attention."""
-    rows = lambda prompt, answer, n: len(
-        packing.make_batch([[5] * prompt] * n, [[6] * answer] * n, True, "cpu")["inputs"][
-            "input_ids"
-        ]
-    )
+    rows = lambda prompt, answer, n: len(SHARED.arrange([[5] * prompt] * n, [[6] * answer] * n))
     assert rows(10, 300, 16) == 16 and rows(300, 10, 16) == 1 and rows(100, 100, 2) == 1
 
 
@@ -343,9 +375,9 @@ def products():
 
 def test_products_of_a_wide_model_are_fp32(products, tokenizer, tmp_path):
     setting, attention = products
-    load.causal_lm(str(tiny_llama(tmp_path / "narrow", hidden_size=128)), tokenizer, None)
+    load.causal_lm(str(tiny_llama(tmp_path / "narrow", hidden_size=128)), tokenizer, SharedArgs())
     assert (setting.fp32_precision, attention["sdpa"]) == ("ieee", sdpa_attention_forward)
-    load.causal_lm(str(tiny_llama(tmp_path / "wide", hidden_size=192)), tokenizer, None)
+    load.causal_lm(str(tiny_llama(tmp_path / "wide", hidden_size=192)), tokenizer, SharedArgs())
     asked = setting.fp32_precision == "bf16"
     assert asked == (attention["sdpa"] is cpu.sdpa_of_short_rows)
     torch.manual_seed(0)
@@ -387,21 +419,6 @@ def test_gradients_on_a_cpu_are_clipped_by_their_exact_norm(accelerator, dtype, 
         assert parameter.grad.dtype == dtype
         clipped = gradient * (2.0 / expected)
         assert (parameter.grad.double() - clipped).norm() <= rounding * clipped.norm()
-
-
-def test_norms_of_parameter_groups_are_exact(accelerator):
-    torch.manual_seed(0)
-    groups = {name: torch.nn.Parameter(torch.zeros(2_500_000)) for name in ("actor", "critic")}
-    for parameter, size in zip(groups.values(), (0.01, 0.02)):
-        parameter.grad = torch.randn(parameter.shape)
-        parameter.grad[10_000:] *= size
-    optimizer = torch.optim.SGD(
-        [{"params": [parameter], "name": name} for name, parameter in groups.items()]
-    )
-    group_norms = engine.record_group_norms(accelerator, optimizer)
-    optimizer.step()
-    expected = [parameter.grad.double().norm().item() for parameter in groups.values()]
-    assert list(group_norms().values()) == pytest.approx(expected, rel=2e-7)
 
 
 def test_a_cpu_that_rounds_keeps_its_products(products, monkeypatch):

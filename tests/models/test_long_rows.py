@@ -1,7 +1,6 @@
 """Long rows: what a mask may take, when sharing pays in a model, and packing for attention that takes no mask."""
 
 import runpy
-import types
 
 import pytest
 import torch
@@ -9,9 +8,11 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, modeling_flash_attention_utils
 
 from architectures import build
-from common.models import architecture, checks, load, packing, rounding
+from common.models import architecture, checks, load, packing
 from common.models.logprobs import LogProbModel
+from common.models.packing import Packer
 from runs import recipe
+from test_logprobs import ALONE, CPU, SHARED, can_pack, run_of
 
 GIB = 2**30
 
@@ -49,7 +50,7 @@ def numbered(groups: list[tuple[int, list[int]]]):
 def test_a_long_prompt_takes_half_a_gib_at_most(prompt_length, is_shared):
     prompts, answers = numbered([(prompt_length, [100, 120])])
     made = []
-    peak = peak_of(lambda: made.append(packing.make_batch(prompts, answers, True, "cpu")))
+    peak = peak_of(lambda: made.append(SHARED.make_batch(prompts, answers)))
     inputs = made[0]["inputs"]
     assert inputs["input_ids"].shape[0] == (1 if is_shared else 2)
     assert ("attention_mask" in inputs) == is_shared
@@ -58,14 +59,13 @@ def test_a_long_prompt_takes_half_a_gib_at_most(prompt_length, is_shared):
 
 def test_a_mask_computed_in_parts_is_the_whole_one(monkeypatch):
     prompts, answers = numbered([(9, [5, 3]), (4, [6]), (1, [2, 2, 2])])
-    rows = packing.arrange(prompts, answers, True)
-    layout = packing.lay_out(rows, len(answers))
-    numbers, of_prompts = torch.from_numpy(layout.numbers), torch.from_numpy(layout.prompts)
-    key, query = numbers[:, None, None, :], numbers[:, None, :, None]
+    layout = packing.lay_out(SHARED.arrange(prompts, answers))
+    pieces, of_prompts = torch.from_numpy(layout.pieces), torch.from_numpy(layout.prompts)
+    key, query = pieces[:, None, None, :], pieces[:, None, :, None]
     whole = ((key == query) | (key == of_prompts[:, None, :, None])).tril()
     for at_once in (1, 100, 10**6):
         monkeypatch.setattr(packing, "MASK_AT_ONCE", at_once)
-        assert packing.attention_mask(numbers, of_prompts).equal(whole)
+        assert packing.attention_mask(pieces, of_prompts).equal(whole)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16 autocast"])
@@ -76,7 +76,7 @@ def test_all_layers_share_one_mask(precision, monkeypatch):
         dtype
     )
     prompts, answers = numbered([(90, [20, 17, 20, 23])])
-    batch = packing.make_batch(prompts, answers, True, "cpu")
+    batch = SHARED.make_batch(prompts, answers)
     *_, length = batch["inputs"]["attention_mask"].shape
     assert batch["tokens"] == 90 + 20 + 17 + 20 + 23
 
@@ -109,12 +109,12 @@ def test_where_the_mask_would_be_too_large_log_probs_are_those_of_each_alone(mon
     wrapper = LogProbModel(build("llama", max_position_embeddings=1000)).eval()
     prompts, answers = numbered([(400, [20, 30, 10])])
     with torch.no_grad():
-        shared = wrapper(packing.make_batch(prompts, answers, True, "cpu"))["logps"]
-        alone = wrapper(packing.make_batch(prompts, answers, False, "cpu"))["logps"]
+        shared = wrapper(SHARED.make_batch(prompts, answers))["logps"]
+        alone = wrapper(ALONE.make_batch(prompts, answers))["logps"]
         monkeypatch.setattr(packing, "MOST_MASK", 460**2)
-        at_limit = packing.make_batch(prompts, answers, True, "cpu")
+        at_limit = SHARED.make_batch(prompts, answers)
         monkeypatch.setattr(packing, "MOST_MASK", 460**2 - 1)
-        above = packing.make_batch(prompts, answers, True, "cpu")
+        above = SHARED.make_batch(prompts, answers)
         assert at_limit["inputs"]["input_ids"].shape == (1, 460)
         assert above["inputs"]["input_ids"].shape == (3, 430)
         assert wrapper(above)["logps"].equal(alone)
@@ -146,20 +146,21 @@ def test_the_row_length_at_which_attention_equals_the_rest():
     assert architecture.attention_equals_rest([of_7b, mixture]) == round(both)
 
 
-def test_sharing_pays_in_a_large_model_where_it_does_not_in_a_small_one(monkeypatch):
+def test_sharing_pays_in_a_large_model_where_it_does_not_in_a_small_one():
     """One row of 1600 tokens against two of 1200: 1600 * (2 * 1600 + e) = 2 * 1200 * (1200 + e) at e = 2800."""
     prompts, answers = numbered([(800, [400, 400])])
-    monkeypatch.setattr(packing.costs, "attention_equals_rest", 2500)
-    assert len(packing.arrange(prompts, answers, True)) == 2
-    monkeypatch.setattr(packing.costs, "attention_equals_rest", 3000)
-    assert len(packing.arrange(prompts, answers, True)) == 1
+    rows = lambda equal: Packer(CPU, share=True, attention_equals_rest=equal).arrange(
+        prompts, answers
+    )
+    assert len(rows(2500)) == 2 and len(rows(3000)) == 1
 
 
 def test_the_models_that_read_the_rows_decide():
     wrapper = LogProbModel(build("llama")).eval()
-    assert checks.can_pack([wrapper], 30, "cpu")
+    packer = checks.make_packer(run_of(), [wrapper, None], share=True)
     expected = architecture.attention_equals_rest([wrapper.model])
-    assert packing.costs.attention_equals_rest == expected == 290
+    assert packer.attention_equals_rest == expected == 290
+    assert packer.share and not packer.by_lengths
 
 
 # ============================================================ attention by lengths
@@ -212,7 +213,8 @@ def test_flash_attention_reads_packed_sequences_as_each_alone(flash):
     found, gradients = {}, {}
     for pack in (False, True):
         flash.clear()
-        batch = packing.make_batch(prompts, answers, pack, "cpu", by_lengths=True)
+        packer = Packer(CPU, share=pack, by_lengths=True)
+        batch = packer.make_batch(prompts, answers)
         wrapper.zero_grad()
         found[pack] = wrapper(batch)["logps"]
         assert flash == (["4 lengths"] if pack else ["rows"]) * 2
@@ -229,42 +231,42 @@ def test_flash_attention_reads_packed_sequences_as_each_alone(flash):
 
 def test_sft_packs_for_flash_attention(flash):
     sft = runpy.run_path(str(recipe("sft")))
-    args = types.SimpleNamespace(packing=True, attn_implementation="flash_attention_2")
+    by_lengths = Packer(CPU, share=True, by_lengths=True)
     rows = [[5, 6, 7, 8], [9, 10, 11]]
     targets = [[False, True, False, True], [False, True, True]]
     columns = {"input_ids": rows, "targets": targets}
-    packed = sft["collate"](columns, args, "cpu")
+    packed = sft["collate"](columns, by_lengths)
     assert packed["inputs"]["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11]]
     assert packed["inputs"]["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2]]
     assert packed["inputs"]["max_length_q"] == 4
-    args.packing = False
-    padded = sft["collate"](columns, args, "cpu")
+    padded = sft["collate"](columns, ALONE)
     wrapper = flash_model()
     with torch.no_grad():
         torch.testing.assert_close(wrapper(packed)["logps"], wrapper(padded)["logps"])
-    args.attn_implementation, args.packing = None, True
-    assert "cu_seq_lens_q" not in sft["collate"](columns, args, "cpu")["inputs"]
+    assert "cu_seq_lens_q" not in sft["collate"](columns, SHARED)["inputs"]
 
 
 def test_flash_attention_packs_by_lengths_alone_and_says_so(flash, capsys):
     load.note.cache_clear()
     wrapper = flash_model()
-    assert checks.can_pack([wrapper], 30, "cpu", by_lengths=True)
+    assert can_pack(wrapper, by_lengths=True)
     assert capsys.readouterr().out == ""
-    assert not checks.can_pack([wrapper], 30, "cpu")
+    assert not can_pack(wrapper)
     said = capsys.readouterr().out
     assert "--attn_implementation flash_attention_2 each answer has a row of its own" in said
-    assert not checks.can_pack([LogProbModel(build("llama")).eval()], 30, "cpu", by_lengths=True)
+    assert not can_pack(LogProbModel(build("llama")).eval(), by_lengths=True)
     # A window would be the sequences' own, but longer rows are refused as ever.
-    assert not checks.can_pack([flash_model("mistral")], 30, "cpu", by_lengths=True)
+    assert not can_pack(flash_model("mistral"), by_lengths=True)
 
 
-def test_what_is_rounded_is_found_under_flash_attention(flash):
-    """It does not run without values: sdpa takes its place while it is looked."""
+def test_what_text_reaches_is_found_under_flash_attention(flash):
+    """It does not run without values: sdpa takes its place while the run looks."""
     wrapper = flash_model()
-    found = rounding.rounded_by_autocast(wrapper, "cpu")
-    assert len(found) == 2 * 7 and flash == []
+    assert architecture.without_gradient(wrapper, 16) == set() and flash == []
     assert wrapper.config._attn_implementation == "flash_attention_2"
+    wrapper.model.model.layers[1].unused = torch.nn.Linear(2, 2)
+    found = architecture.without_gradient(wrapper, 16)
+    assert {name.rpartition(".")[0] for name in found} == {"model.model.layers.1.unused"}
 
 
 class Noting(dict):

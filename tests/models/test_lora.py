@@ -24,11 +24,14 @@ from transformers import (
 )
 
 import architectures
-from common import folders
-from common.models import architecture, load, lora, merge, packing, prepare
+from common import arguments, folders, memory
+from common import export as exporting
+from common.models import architecture, load, lora, merge, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
-from common.rollout import sizes
+from common.models.packing import Packer
+from common.shared_args import SharedArgs
 from runs import (
+    ASSETS,
     LAUNCHERS,
     REPOSITORY,
     config_launcher,
@@ -60,8 +63,13 @@ def flags(inputs, name, output, *more):
 
 
 def arguments_of(**given):
-    defaults = dict(lora_r=4, lora_alpha=None, lora_dropout=0.0, lora_target_modules=["all-linear"], load_in_4bit=False)  # fmt: skip
-    return types.SimpleNamespace(**{**defaults, **given})
+    return SharedArgs(**{"lora_r": 4, **given})
+
+
+def in_4bit():
+    """How a base is packed, in fp32."""
+    Accelerator(cpu=True)  # its precision
+    return load.in_4bit(arguments_of(load_in_4bit=True))
 
 
 def adapted(model, **given):
@@ -77,17 +85,27 @@ def adapted(model, **given):
 
 # ============================================================ settings
 @pytest.mark.parametrize("given, parts", [
-    (dict(lora_r=-1), ["--lora_r -1", "expected 0"]),
     (dict(lora_r=0, lora_alpha=16.0), ["--lora_alpha would be ignored", "--lora_r"]),
     (dict(lora_r=0, lora_dropout=0.1), ["--lora_dropout would be ignored", "--lora_r"]),
     (dict(lora_r=0, lora_target_modules=["q_proj"]), ["--lora_target_modules would be ignored", "--lora_r"]),
     (dict(lora_r=0, load_in_4bit=True), ["--load_in_4bit", "cannot be trained", "--lora_r"]),
-    (dict(lora_alpha=0.0), ["--lora_alpha 0.0", "more than 0"]),
-    (dict(lora_dropout=1.0), ["--lora_dropout 1.0", "0 to below 1"]),
     (dict(lora_target_modules=["all-linear", "q_proj"]), ["all-linear q_proj", "give it alone"]),
 ])  # fmt: skip
 def test_settings_that_mean_nothing_are_refused(given, parts):
     refuses(*parts, call=lambda: lora.check_settings(Accelerator(cpu=True), arguments_of(**given)))
+
+
+@pytest.mark.parametrize("flag, value, expected", [
+    ("--lora_r", "-1", "at least 0"),
+    ("--lora_alpha", "0", "above 0"),
+    ("--lora_dropout", "1", "at least 0 and below 1"),
+])  # fmt: skip
+def test_values_out_of_range_are_refused(capsys, flag, value, expected):
+    given = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--lora_r", "4"]
+    with pytest.raises(SystemExit):
+        arguments.parse(SharedArgs, ASSETS / "dpo.yaml", [*given, flag, value])
+    said = capsys.readouterr().err
+    assert f"{flag} {value}" in said and f"expected {expected}" in said
 
 
 def test_alpha_is_twice_the_rank():
@@ -108,15 +126,10 @@ def test_a_peft_that_transformers_finds_too_old_is_refused(monkeypatch):
             call=lambda: lora.check_settings(Accelerator(cpu=True), arguments_of()))  # fmt: skip
 
 
-@pytest.mark.parametrize("target, reason", [
-    ("embed_tokens", "embeddings and the output layer get no adapter"),
-    ("lm_head", "embeddings and the output layer get no adapter"),
-    ("norm", "model.norm is not a linear layer"),
-    ("query", "LlamaForCausalLM has no module of that name"),
-])  # fmt: skip
-def test_targets_that_cannot_have_an_adapter_are_refused(inputs, target, reason):
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "norm", "query"])
+def test_targets_that_cannot_have_an_adapter_are_refused(inputs, target):
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
-    refuses(f"--lora_target_modules {target}: {reason}", "There are down_proj, gate_proj, k_proj",
+    refuses(f"--lora_target_modules {target}: no linear layer of LlamaForCausalLM", "There are down_proj, gate_proj, k_proj",
             call=lambda: adapted(model, lora_target_modules=["q_proj", target]))  # fmt: skip
 
 
@@ -124,7 +137,7 @@ def test_a_score_head_as_target_is_refused(inputs):
     model = LlamaForSequenceClassification(
         LlamaConfig.from_pretrained(inputs / "model", num_labels=1)
     )
-    refuses("--lora_target_modules score: the score head is trained whole", call=lambda: adapted(model, lora_target_modules=["score"]))  # fmt: skip
+    refuses("--lora_target_modules score: no linear layer", "score heads get none", call=lambda: adapted(model, lora_target_modules=["score"]))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
@@ -158,13 +171,17 @@ def test_all_linear_layers_but_the_output_layer_get_an_adapter(name, kinds, coun
     assert len(layers) == count and sorted({layer.rpartition(".")[2] for layer in layers}) == kinds
 
 
-def test_a_tower_gets_no_adapter_though_its_layers_have_the_same_names():
-    wrapper = adapted(architectures.build("gemma3"))
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_tower_gets_no_adapter_though_its_layers_have_the_same_names(layers):
+    """Nor where peft finds the layers by the names that are saved, which it shortens if there are many."""
+    text = architectures.config_of("gemma3").text_config.to_dict()
+    text |= dict(num_hidden_layers=layers, layer_types=["full_attention"] * layers)
+    wrapper = adapted(architectures.build("gemma3", text_config=text))
     trained = lora.trained_parameters(wrapper)
-    assert len(trained) == 2 * 14 and all("language_model" in name for name in trained)
-    # So whole names are saved: `q_proj` would mean the tower's, too.
-    targets = wrapper.model.peft_config["default"].target_modules
-    assert len(targets) == 14 and all("language_model" in name for name in targets)
+    assert len(trained) == 2 * 7 * layers and all("language_model" in name for name in trained)
+    again = architectures.build("gemma3", text_config=text)
+    again.add_adapter(wrapper.model.peft_config["default"])
+    assert {f"model.{name}" for name in lora.trained_parameters(again)} == set(trained)
 
 
 def test_names_that_a_tower_has_too_mean_the_text_models_layers(tmp_path):
@@ -173,23 +190,10 @@ def test_names_that_a_tower_has_too_mean_the_text_models_layers(tmp_path):
     assert len(trained) == 2 * 4 and all("language_model" in name for name in trained)
     # Nor does a packed tower get one, of which it is not known what text reaches.
     architectures.build("gemma3").save_pretrained(tmp_path)
-    settings = lora.in_4bit(Accelerator(cpu=True), arguments_of(load_in_4bit=True))
+    settings = in_4bit()
     packed = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
     layers = lora.layers_to_adapt(packed, ["all-linear"])
     assert len(layers) == 14 and all("language_model" in name for name in layers)
-
-
-def test_memory_of_frozen_weights_by_hand(inputs):
-    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
-    everything = sum(p.numel() for p in model.parameters())
-    assert sizes.bytes_of_frozen(LogProbModel(model)) == 0
-    wrapper = adapted(AutoModelForCausalLM.from_pretrained(inputs / "model"))
-    assert sizes.bytes_of_frozen(wrapper) == 4 * everything
-    linear = sum(m.weight.numel() for m in model.model.modules() if isinstance(m, torch.nn.Linear))
-    settings = lora.in_4bit(Accelerator(cpu=True), arguments_of(load_in_4bit=True))
-    packed = AutoModelForCausalLM.from_pretrained(inputs / "model", quantization_config=settings)
-    wrapper = adapted(packed, load_in_4bit=True)
-    assert sizes.bytes_of_frozen(wrapper) == 4 * (everything - linear) + linear / 2
 
 
 def test_the_formula_and_what_is_trained(inputs):
@@ -262,7 +266,7 @@ def test_switched_off_they_change_nothing_even_after_an_error(inputs):
     with torch.no_grad():
         for parameter in lora.trained_parameters(wrapper).values():
             parameter.normal_(std=0.1)
-    batch = packing.make_batch([[3, 4, 5]], [[6, 7]], False, "cpu")
+    batch = Packer(torch.device("cpu")).make_batch([[3, 4, 5]], [[6, 7]])
     base = lora.WithoutAdapters(wrapper)
     expected, moved = plain(batch)["logps"], wrapper(batch)["logps"]
     assert torch.equal(base(batch)["logps"], expected) and not torch.allclose(moved, expected)
@@ -311,13 +315,13 @@ from common import actor, zero
 publish = actor.publish
 
 
-def hold(accelerator, prepared, unwrapped, *rest, **settings):
-    frozen = {name: p for name, p in unwrapped.named_parameters() if not p.requires_grad}
+def hold(run, *rest, **settings):
+    frozen = {name: p for name, p in run.unwrapped.named_parameters() if not p.requires_grad}
     with zero.gathered(list(frozen.values())):
         held = {name: p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for name, p in frozen.items()}
-    if accelerator.is_main_process:
+    if run.accelerator.is_main_process:
         torch.save(held, os.environ["HELD"])
-    publish(accelerator, prepared, unwrapped, *rest, **settings)
+    publish(run, *rest, **settings)
 
 
 actor.publish = hold
@@ -447,28 +451,21 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_only(inputs, tmp_path,
     assert 16 * trained < held < 20 * trained + 200_000 < base / 4, (held, trained, base)
 
 
+def export(*arguments) -> None:
+    """Runs `python -m common.export` as a user does."""
+    command = [sys.executable, "-m", "common.export", *map(str, arguments)]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+
+
 @pytest.mark.slow
 def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
     """The reward recipe's adapter, and PPO's critic: their scores by plain transformers are those of the adapter merged by hand."""
-    scorer, output = tmp_path / "reward", tmp_path / "ppo"
-    launch(
-        [],
-        recipe("reward"),
-        *flags(inputs, "reward", scorer, "--eval_dataset_name", inputs / "reward.jsonl", *LORA),
-    )
-    more = [
-        "--reward_model_name_or_path",
-        scorer / "actor",
-        "--normalize_reward",
-        "--save_steps",
-        4,
-        *LORA,
-    ]
-    said = launch([], recipe("ppo"), *flags(inputs, "ppo", output, *more)).stdout
-    assert (
-        f"{scorer / 'actor'} is an adapter: merged into its base, in {output / 'base_reward'}"
-        in said
-    )
+    scorer, whole, output = tmp_path / "reward", tmp_path / "scorer", tmp_path / "ppo"
+    held_out = ["--eval_dataset_name", inputs / "reward.jsonl"]
+    launch([], recipe("reward"), *flags(inputs, "reward", scorer, *held_out, *LORA))
+    export(scorer / "actor", whole, "--merge")
+    more = ["--reward_model_name_or_path", whole, "--normalize_reward", "--save_steps", 4, *LORA]
+    launch([], recipe("ppo"), *flags(inputs, "ppo", output, *more))
 
     ids = torch.arange(3, 20)[None]
     adapter = load_file(scorer / "actor/adapter_model.safetensors")
@@ -484,29 +481,19 @@ def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
         expected = (
             base.model(ids).last_hidden_state[:, -1] @ adapter["base_model.model.score.weight"].T
         )
-    merged = AutoModelForSequenceClassification.from_pretrained(output / "base_reward")
+    merged = AutoModelForSequenceClassification.from_pretrained(whole)
     torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-5, atol=1e-5)
     moments = json.loads((scorer / "actor/reward_moments.json").read_text())
     assert moments["reward_std"] > 0
     assert {name: getattr(merged.config, name) for name in moments} == moments
 
     # The critic began as that reward model, and its adapter names it as its base.
-    command = [
-        sys.executable,
-        "-m",
-        "common.export",
-        str(output / "checkpoints/global_step_000004"),
-        str(tmp_path / "critic"),
-        "--critic",
-    ]
-    subprocess.run(command, cwd=REPOSITORY, check=True)
+    checkpoint = output / "checkpoints/global_step_000004"
+    export(checkpoint, tmp_path / "critic", "--critic")
     critic = json.loads((tmp_path / "critic/adapter_config.json").read_text())
-    assert critic["base_model_name_or_path"] == str(output / "base_reward") and critic[
-        "modules_to_save"
-    ] == ["score"]
-    subprocess.run(
-        [*command[:4], str(tmp_path / "whole"), "--critic", "--merge"], cwd=REPOSITORY, check=True
-    )
+    assert critic["base_model_name_or_path"] == str(whole)
+    assert critic["modules_to_save"] == ["score"]
+    export(checkpoint, tmp_path / "whole", "--critic", "--merge")
     one = peft.AutoPeftModelForSequenceClassification.from_pretrained(
         tmp_path / "critic", num_labels=1
     ).eval()
@@ -515,7 +502,7 @@ def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
     assert not torch.allclose(other(ids).logits, merged(ids).logits, atol=1e-3)  # it has learned
 
 
-# ============================================================ a model that is an adapter itself
+# ============================================================ an adapter as a model
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -524,49 +511,83 @@ def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
         pytest.param("fsdp2", marks=pytest.mark.slow),
     ],
 )
-def test_a_peft_folder_is_merged_into_a_base_that_the_next_adapter_names(
-    inputs, tmp_path, launcher
-):
-    sft, dpo = tmp_path / "sft", tmp_path / "dpo"
+def test_an_adapter_is_refused_with_the_command_that_merges_it(inputs, tmp_path, launcher):
+    """Before data are read; what that command writes is trained further, and is the base of the next adapter."""
+    sft, whole, dpo = tmp_path / "sft", tmp_path / "whole", tmp_path / "dpo"
     launch(LAUNCHERS[launcher], recipe("sft"), *flags(inputs, "sft", sft, *LORA))
-    more = [
-        "--model_name_or_path",
-        sft / "actor",
-        "--eval_dataset_name",
-        inputs / "dpo.jsonl",
-        "--save_steps",
-        2,
-        *LORA,
-    ]
-    said = launch(LAUNCHERS[launcher], recipe("dpo"), *flags(inputs, "dpo", dpo, *more)).stdout
-    assert f"is an adapter: merged into its base, in {dpo / 'base'}" in said
-    assert json.loads((dpo / "actor/adapter_config.json").read_text())[
-        "base_model_name_or_path"
-    ] == str(dpo / "base")
+    held_out = ["--eval_dataset_name", inputs / "dpo.jsonl", "--save_steps", 2, *LORA]
 
-    tokenizer = AutoTokenizer.from_pretrained(dpo / "base")
+    def run(*more, check=True):
+        every = [*flags(inputs, "dpo", dpo, *held_out), *more]
+        return launch(LAUNCHERS[launcher], recipe("dpo"), *every, check=check)
+
+    actor = sft / "actor"
+    for argument in ("--model_name_or_path", "--ref_model_name_or_path"):
+        refused = run(argument, actor, check=False)
+        assert refused.returncode and "Traceback" not in refused.stdout
+        command = f"`python -m common.export {actor} OUT --merge`, and give OUT instead"
+        assert f"'{actor}' is an adapter, not a whole model" in refused.stdout
+        assert command in refused.stdout
+        assert "usable rows" not in refused.stdout
+
+    export(actor, whole, "--merge")
+    run("--model_name_or_path", whole)
+    config = json.loads((dpo / "actor/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(whole)
+    tokenizer = AutoTokenizer.from_pretrained(whole)
     rows = [json.loads(line) for line in (inputs / "dpo.jsonl").read_text().splitlines()]
     evaluations = evaluation_lines(dpo)
-    start = peft.AutoPeftModelForCausalLM.from_pretrained(sft / "actor").eval()
-    assert mean_logp(start, tokenizer, rows) == pytest.approx(
-        evaluations[0]["eval/logps/chosen"], rel=1e-5
-    )
-    end = peft.AutoPeftModelForCausalLM.from_pretrained(dpo / "actor").eval()
-    assert mean_logp(end, tokenizer, rows) == pytest.approx(
-        evaluations[-1]["eval/logps/chosen"], rel=1e-5
-    )
+    for folder, line in ((actor, evaluations[0]), (dpo / "actor", evaluations[-1])):
+        model = peft.AutoPeftModelForCausalLM.from_pretrained(folder).eval()
+        found = mean_logp(model, tokenizer, rows)
+        assert found == pytest.approx(line["eval/logps/chosen"], rel=1e-5)
 
     # A resumed run takes the base as it is. One that has changed is another model.
-    again = [*flags(inputs, "dpo", dpo, *more), "--resume", "auto", "--max_steps", 5]
-    said = launch(LAUNCHERS[launcher], recipe("dpo"), *again).stdout
-    assert "resumed from" in said and "is an adapter" not in said
-    file = dpo / "base/model.safetensors"
+    again = ["--model_name_or_path", whole, "--resume", "auto"]
+    assert "resumed from" in run(*again, "--max_steps", 5).stdout
+    file = whole / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-    refused = launch(LAUNCHERS[launcher], recipe("dpo"), *again, "--max_steps", 6, check=False)
+    refused = run(*again, "--max_steps", 6, check=False)
     assert refused.returncode and "base model: 'weights " in refused.stdout
 
 
-def test_an_adapter_that_cannot_be_merged_is_refused_with_its_base(inputs, tmp_path):
+def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monkeypatch):
+    """A folder, also one with a config beside the adapter's, or a hub name: transformers would load the base with the adapter."""
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    names = {kind: str(tmp_path / kind) for kind in ("alone", "with config")}
+    for name in names.values():
+        model.save_pretrained(name)
+        AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(name)
+    model.config.save_pretrained(names["with config"])
+    find = load.find_adapter_config_file
+    monkeypatch.setattr(
+        load, "find_adapter_config_file", lambda name: name if name == "org/name" else find(name)
+    )
+    tokenizer = load.tokenizer_of(str(inputs / "model"))
+    args = SharedArgs()
+    for name in (*names.values(), "org/name"):
+        for call in (
+            lambda name=name: load.tokenizer_of(name),
+            lambda name=name: load.causal_lm(name, tokenizer, args),
+            lambda name=name: load.causal_lm(name, tokenizer, args, frozen=True),
+            lambda name=name: load.score_model(name, tokenizer, args, new_head=True),
+            lambda name=name: memory.build(name),
+            lambda name=name: lora.check_settings(
+                None, types.SimpleNamespace(reward_model_name_or_path=name)
+            ),
+        ):
+            refuses(f"{name!r} is an adapter", f"python -m common.export {name} OUT", call=call)
+
+    # That command takes a hub name, too.
+    written = []
+    monkeypatch.setattr(merge, "write", lambda adapter, out: written.append((adapter, out.mkdir())))
+    monkeypatch.setattr(sys, "argv", ["export", "org/name", str(tmp_path / "out"), "--merge"])
+    exporting.main()
+    assert written == [("org/name", None)] and (tmp_path / "out").is_dir()
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused_with_its_base(inputs, tmp_path, monkeypatch):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -576,78 +597,35 @@ def test_an_adapter_that_cannot_be_merged_is_refused_with_its_base(inputs, tmp_p
     file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "gone")}))
     refuses(
         f"the adapter '{tmp_path / 'one'}' of '{tmp_path / 'gone'}' cannot be merged",
-        call=lambda: merge.write(tmp_path / "one", tmp_path / "out"),
+        call=lambda: merge.write(str(tmp_path / "one"), tmp_path / "out"),
     )
     # A base that is packed already: what it was made of is lost.
-    settings = lora.in_4bit(Accelerator(cpu=True), arguments_of(load_in_4bit=True))
+    settings = in_4bit()
     packed = AutoModelForCausalLM.from_pretrained(inputs / "model", quantization_config=settings)
     packed.save_pretrained(tmp_path / "packed")
     AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / "packed")
     file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "packed")}))
     refuses(
         "the base holds quantized weights",
-        call=lambda: merge.write(tmp_path / "one", tmp_path / "out"),
+        call=lambda: merge.write(str(tmp_path / "one"), tmp_path / "out"),
     )
     tokenizer = load.tokenizer_of(str(tmp_path / "packed"))
     refuses(
         "holds quantized weights",
         "--load_in_4bit",
-        call=lambda: load.causal_lm(str(tmp_path / "packed"), tokenizer, None),
+        call=lambda: load.causal_lm(str(tmp_path / "packed"), tokenizer, SharedArgs()),
     )
     file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "one")}))
     refuses(
         "the base is an adapter itself",
-        call=lambda: merge.write(tmp_path / "one", tmp_path / "out"),
+        call=lambda: merge.write(str(tmp_path / "one"), tmp_path / "out"),
     )
-    # As a user sees it, in the middle of a launch.
-    more = ["--model_name_or_path", tmp_path / "one"]
-    refused = launch(
-        LAUNCHERS["ddp"], recipe("sft"), *flags(inputs, "sft", tmp_path / "run", *more), check=False
+    # As a user sees it.
+    monkeypatch.setattr(
+        sys, "argv", ["export", str(tmp_path / "one"), str(tmp_path / "out"), "--merge"]
     )
-    assert (
-        refused.returncode
-        and "the base is an adapter itself: merge that one first" in refused.stdout
-    )
-    assert "Traceback" not in refused.stdout and not (tmp_path / "run/base").exists()
-
-
-@pytest.mark.slow
-def test_another_adapter_does_not_go_on_with_the_base_of_the_first(inputs, tmp_path):
-    accelerator = Accelerator(cpu=True)
-    adapters = []
-    for seed in (1, 2):
-        model = AutoModelForCausalLM.from_pretrained(inputs / "model")
-        torch.manual_seed(seed)
-        model.add_adapter(
-            peft.LoraConfig(
-                r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False
-            )
-        )
-        adapters.append(tmp_path / f"adapter-{seed}")
-        model.save_pretrained(adapters[-1])
-        file = adapters[-1] / "adapter_config.json"
-        config = {**json.loads(file.read_text()), "base_model_name_or_path": str(inputs / "model")}
-        file.write_text(json.dumps(config))
-
-    def merged(adapter):
-        name = merge.name_to_load(accelerator, str(adapter), str(tmp_path / "out"))
-        assert name == str(tmp_path / "out/base")
-        return weights(tmp_path / "out", "base")
-
-    (tmp_path / "out").mkdir()
-    first = merged(adapters[0])
-    written = (tmp_path / "out/base/config.json").stat().st_mtime_ns
-    assert torch.equal(merged(adapters[0]), first)
-    assert (tmp_path / "out/base/config.json").stat().st_mtime_ns == written  # not again
-    second = merged(adapters[1])
-    assert not torch.equal(second, first)
-    (tmp_path / "out/checkpoints/global_step_000001").mkdir(parents=True)
-    refuses(
-        f"{tmp_path / 'out/base'} was merged from {adapters[1]}",
-        "take another --output_dir",
-        call=lambda: merged(adapters[0]),
-    )
-    assert torch.equal(merged(adapters[1]), second)
+    refuses("the base is an adapter itself: merge that one first", call=exporting.main)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_with_new_tokens_is_merged(inputs, tmp_path):
@@ -666,7 +644,7 @@ def test_an_adapter_with_new_tokens_is_merged(inputs, tmp_path):
         model.get_input_embeddings().weight[-2:] += 1.0
     model.save_pretrained(tmp_path / "adapter")
     tokenizer.save_pretrained(tmp_path / "adapter")
-    merge.write(tmp_path / "adapter", tmp_path / "whole")
+    merge.write(str(tmp_path / "adapter"), tmp_path / "whole")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     ids = torch.tensor([[3, 4, len(tokenizer) - 1, len(tokenizer) - 2]])
     torch.testing.assert_close(whole(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)

@@ -29,7 +29,7 @@ def test_it_is_fused_on_a_gpu_but_not_with_torchs_own_loss_scaler():
 STEPPING = """
 import json, sys, torch
 from types import SimpleNamespace
-sys.path.insert(0, {tests!r})
+sys.path += {folders!r}
 from common import engine, launch, optim
 from common.models import prepare
 from test_optim import ARGS, GPU, gradients, layers
@@ -74,7 +74,8 @@ def gradients(model, number: int) -> torch.Tensor:
 def test_fused_it_is_plain_adamw_under_every_engine(engine, tmp_path):
     script = tmp_path / "stepping.py"
     output = str(tmp_path / "run")
-    script.write_text(STEPPING.format(tests=str(REPOSITORY / "tests"), output=output))
+    folders = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests/models")]
+    script.write_text(STEPPING.format(folders=folders, output=output))
     said = launch(LAUNCHERS[engine], script).stdout
     fused, found = json.loads(said.split("done: ")[1].splitlines()[0])
     assert fused is True

@@ -22,8 +22,10 @@ from transformers import (
 
 from common import batches
 from common.metrics import Means
-from common.models import checks, load
+from common.models import load
 from common.models.logprobs import ScoreModel
+from common.models.packing import Packer
+from common.shared_args import SharedArgs
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -37,6 +39,7 @@ from runs import (
     without_timings,
     write_jsonl,
 )
+from test_logprobs import can_pack
 
 reward = types.SimpleNamespace(**runpy.run_path(str(recipe("reward"))))
 
@@ -63,12 +66,11 @@ def test_the_loss_of_a_pair(center_coef):
 def test_metrics_of_pairs_and_of_answers(accelerator):
     """A tie is no success; the last pair is a filler and counts nowhere, though its scores are the lowest and the highest."""
     real = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0])
-    losses, values = reward.compare(
+    losses, logged = reward.compare(
         torch.tensor(CHOSEN + REJECTED), MARGINS, real, reward.Args(center_coef=0.07)
     )
     means = Means(accelerator)
-    for part, part_weights in values:
-        means.add(part, part_weights)
+    means.add(logged)
     answers = CHOSEN[:4] + REJECTED[:4]
     assert means.reduce() == pytest.approx({
         "loss": losses[:4].mean().item(), "accuracy": 2 / 4, "margin": (1.0 - 1.5 + 0.0 + 5.0) / 4,
@@ -85,7 +87,8 @@ def test_metrics_of_pairs_and_of_answers(accelerator):
 def head(folder, tokenizer, seed: int, **settings) -> torch.Tensor:
     torch.manual_seed(seed)
     torch.randn(seed)  # whatever came before
-    return load.score_model(str(folder), tokenizer, None, **settings).score.weight.detach()
+    model = load.score_model(str(folder), tokenizer, SharedArgs(), **settings)
+    return model.score.weight.detach()
 
 
 def test_a_new_head_is_drawn_from_the_seed_and_an_old_one_kept(tmp_path, tokenizer):
@@ -173,20 +176,20 @@ def test_the_score_is_that_of_each_answer_alone_at_its_eos(architecture):
     assert alone.std() > 0.1
     scorer = ScoreModel(model)
     for share in (False, True)[: 1 + shares]:
-        batch = reward.collate(COLUMNS, share, "cpu")
+        batch = reward.collate(COLUMNS, Packer(torch.device("cpu"), share=share))
         ids = batch["inputs"]["input_ids"]
         assert (
             (ids.flatten()[batch["last"]] == 1).all()
             and len(batch["last"]) == 8
             and len(ids) == (4 if share else 8)
         )
-        for padding in (0, 77):  # whatever stands behind the ends
+        for padding in (0, 77):  # whatever comes after the ends
             ends = torch.zeros(ids.numel()).index_fill(0, batch["last"], 1).view(ids.shape)
             batch["inputs"]["input_ids"] = ids.masked_fill(
                 ends.flip(1).cumsum(1).flip(1) == 0, padding
             )
             torch.testing.assert_close(scorer(batch), alone, rtol=1e-5, atol=1e-5)
-    assert checks.can_pack([scorer], 30, "cpu") == shares
+    assert can_pack(scorer) == shares
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -548,7 +551,6 @@ def test_what_is_refused_before_training(inputs, accelerator, tokenizer):
             dict(data="list.jsonl"),
             ["list.jsonl", "row 2", "column 'margin'", "expected a finite number, found [1.0]"],
         ),
-        (dict(center_coef=-0.1), ["--center_coef -0.1", "expected 0 or more"]),
     ):
         output = inputs / f"refused {' '.join(map(str, settings.values()))}"
         refuses(

@@ -5,7 +5,6 @@ import types
 
 import pytest
 import torch
-from transformers import get_scheduler
 
 from common import optim
 from runs import launch, recipe, tiny_inputs, training_lines, weights
@@ -20,9 +19,11 @@ def rates_of(kind, warmup_steps, updates):
         for lr, name in ((0.5, "actor"), (2, "critic"))
     ]
     optimizer = torch.optim.AdamW(groups)
-    scheduler = get_scheduler(kind, optimizer, optim.warmup_updates(warmup_steps, updates), updates)
     args = types.SimpleNamespace(lr_scheduler_type=kind, warmup_steps=warmup_steps)
-    said = optim.describe_schedule(optimizer, args, updates)
+    scheduler = optim.scheduler(optimizer, args, updates)
+    progress = types.SimpleNamespace(total_steps=updates)
+    run = types.SimpleNamespace(args=args, scheduler=scheduler, progress=progress)
+    said = optim.describe_schedule(run)
     rates = []
     for _ in range(updates):
         rates.append(scheduler.get_last_lr()[0])

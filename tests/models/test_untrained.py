@@ -10,7 +10,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from architectures import config_of
 from common import optim
 from common.models import prepare
-from runs import ASSETS, LAUNCHERS, launch, recipe, training_lines, weights, write_jsonl
+from runs import (
+    ASSETS,
+    LAUNCHERS,
+    REPOSITORY,
+    launch,
+    recipe,
+    training_lines,
+    weights,
+    write_jsonl,
+)
 
 SAYS = "not trained: model.vision_tower, model.multi_modal_projector (text never reaches them)"
 RATE, DECAY, UPDATES = 0.01, 0.5, 3
@@ -159,7 +168,7 @@ def test_a_missing_gradient_is_one_of_zeros(accelerator):
 SKIPPING = """
 import json, sys, torch
 from accelerate import Accelerator
-sys.path.insert(0, {tests!r})
+sys.path += {folders!r}
 from common import launch, optim
 from common.models import prepare
 from test_untrained import Mixture, RATE, DECAY
@@ -184,7 +193,8 @@ if accelerator.is_main_process:
 def test_processes_may_visit_other_experts(tmp_path):
     """DDP waits for no gradient that does not come; each counts as zero where it is missing."""
     script = tmp_path / "skipping.py"
-    script.write_text(SKIPPING.format(tests=str(ASSETS.parent / "tests")))
+    folders = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests/models")]
+    script.write_text(SKIPPING.format(folders=folders))
     said = launch(LAUNCHERS["ddp"], script).stdout
     found = json.loads(said.split("done: ")[1].splitlines()[0])
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""The lines that recipes should share stand in all of them, so that copies cannot drift apart unseen.
+"""What every recipe repeats is alike in all of them, so that copies cannot drift apart unseen.
 
 A recipe is one file on purpose: what a forker would change is duplicated. These tests compare the duplicates: the
-sections, the arguments that all recipes share, and the lines of the loop that belong to no algorithm.
+sections, the lines of set-up and of the loop that belong to no algorithm, and arguments that a recipe overrides.
 """
 
 import ast
@@ -11,192 +11,188 @@ import re
 
 import pytest
 
+from common.shared_args import RewardArgs, RolloutArgs, SharedArgs
 from recipes import NAMES, load
 from runs import REPOSITORY, recipe
 
 BANNER = "# " + "=" * 60 + " "
 
-# Arguments whose default, or whose help, belongs to the algorithm. All others must be alike.
-OWN_DEFAULTS = {
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "train_batch_size",
-    "max_new_tokens",
-    "max_length",
-}
-OWN_HELP = {
-    "model_name_or_path", "dataset_name", "eval_dataset_name", "output_dir", "seed", "train_batch_size",
-    "micro_train_batch_size", "micro_train_tokens", "max_epochs", "max_length", "share_prompts", "learning_rate",
-    "max_grad_norm", "max_new_tokens",
-}  # fmt: skip
-
-# What follows an update, whatever the algorithm is. EVALUATION stands for the recipe's own evaluation.
-TAIL = """
-        if progress.log_due(args.logging_steps):
-            metrics.log()
-        if progress.due(args.eval_steps):
-            with metrics.timed("paused"):
-                EVALUATION
-        if args.save_steps and progress.due(args.save_steps):
-            with metrics.timed("paused"):
-                checkpoint.save(run)
-        if args.save_actor_steps and progress.due(args.save_actor_steps):
-            with metrics.timed("paused"):
-                folder = f"{args.output_dir}/actors/global_step_{progress.global_step:06d}"
-                actor.publish(
-                    accelerator,
-                    model,
-                    UNWRAPPED,
-                    tokenizer,
-                    folder,
-                    args.save_actor_limit,
-                    args.save_dtype,
-                )
-        checkpoint.stop_if_asked(run)
-
-    folder = f"{args.output_dir}/actor"
-    actor.publish(accelerator, model, UNWRAPPED, tokenizer, folder, dtype=args.save_dtype)
-    metrics.close()
+# In this order. Those in brackets are in some recipes only.
+SECTIONS = """
+imports
+arguments
+the algorithm
+[the rollout]
+[the updates of a rollout]
+accelerator
+data
+model and optimizer
+[reference]
+[reference and rewards]
+the loop
+evaluation
+[refusals]
 """
-# Single lines of the loop, in this order.
-LOOP = """
-    checkpoint.resume(run)
-    guard = guards.FiniteLosses(accelerator, progress, args.output_dir)
-    max_grad_norm = args.max_grad_norm if args.max_grad_norm > 0 else math.inf
-    if progress.updates_seen == 0:
-    model.train()
-    metrics.start_interval()
-    while not progress.finished:
-        # All processes agree on the samples of this update. Each takes its share of them.
-        micro_batches = batches.split(
-            accelerator,
-            update_rows,
-            lengths,
-            args.micro_train_batch_size,
-            args.micro_train_tokens,
-        divisor = engine.begin_update(accelerator, model, micro_batches)
-        loss_scale = engine.loss_scale(accelerator, model)
-        for micro_batch in micro_batches:
-            with metrics.timed("data"):
-                weights = batches.send(micro_batch.weights, accelerator.device)
-            with accelerator.accumulate(model):
-                if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-            for values, value_weights in logged:
-                metrics.pending.add(values, value_weights)
-            metrics.computed(inputs, micro_batch.weights)
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
-        if applied:
-            scheduler.step()
+# Lines of `main`, in this order. What belongs to the algorithm is between them.
+MAIN = """
+args = arguments.parse(Args, demo=common.ASSETS / "NAME.yaml")
+accelerator = launch.make_accelerator(args, "NAME")
+lora.check_settings(accelerator, args)
+tokenizer = load.tokenizer_of_run(accelerator, args)
+data = dataset.load_data(
+prepare.choose_parameters(accelerator, UNWRAPPED, args)
+optimizer = optim.adamw(
+scheduler = optim.scheduler(optimizer, args, progress.total_steps)
+model, optimizer = prepare.for_training(accelerator, UNWRAPPED, optimizer, args.debug_overflow)
+metrics = Metrics(
+accelerator,
+args,
+progress,
+charts=CHARTS,
+flop=lora.flop(UNWRAPPED),
+)
+run = Run(
+accelerator=accelerator,
+args=args,
+tokenizer=tokenizer,
+data=data,
+model=model,
+unwrapped=UNWRAPPED,
+optimizer=optimizer,
+scheduler=scheduler,
+progress=progress,
+metrics=metrics,
+models=lora.fingerprints(accelerator, UNWRAPPED),
+checkpoint.begin(run)
+console.begin(
+guard = guards.FiniteLosses(run)
+EVALUATE
+while not progress.finished:
+# All processes agree on the samples of this update. Each takes its share of them.
+micro_batches = batches.split_update(run,
+divisor = engine.begin_update(run, micro_batches)
+loss_scale = engine.loss_scale(run)
+for micro_batch in micro_batches:
+with metrics.timed("data"):
+weights = batches.send(micro_batch.weights, run.device)
+with accelerator.accumulate(model):
+losses,
+guard.check(
+accelerator.backward((losses *
+if accelerator.sync_gradients:
+grad_norm = accelerator.clip_grad_norm_(
+model.parameters(), args.max_grad_norm or math.inf
+)
+optimizer.step()
+optimizer.zero_grad()
+metrics.pending.add(logged)
+metrics.computed(batch, micro_batch.weights)
+applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+progress.update_done(
+metrics.update_done(
+if applied:
+scheduler.step()
+"""
+# What follows an update, whatever the algorithm is.
+AFTER_AN_UPDATE = """
+if progress.log_due(args.logging_steps):
+metrics.log()
+if progress.evaluation_due(args.eval_steps):
+EVALUATE
+if progress.due(args.save_steps):
+checkpoint.save(run)
+if progress.due(args.save_actor_steps):
+actor.publish_step(run)
+checkpoint.stop_if_asked(run)
+"""
+AT_THE_END = """
+actor.publish(run)
+metrics.close()
+console.end(run)
 """
 
 
-def source(name: str) -> str:
-    """The recipe's text, with one word for the model inside the prepared one and one line for each evaluation."""
-    text = re.sub(r"\b(policy|scorer)\b", "UNWRAPPED", recipe(name).read_text())
-    text = text.replace(
-        "            update_sequences,\n", "            update_rows,\n"
-    )  # SFT's rows may hold several
-    text = text.replace(
-        'if position["prompts_seen"] == 0:', "if progress.updates_seen == 0:"
-    )  # GRPO's rollouts may hold no update
-    evaluations = re.findall(
-        r"metrics\.log_evaluation\(.*?\n?.*?\)\n(?=\s+(?:if |model\.train))", text, re.S
-    )
-    # Before the first update, and in the loop; GRPO's last rollouts may hold no update.
-    assert len(evaluations) == (3 if name == "grpo" else 2)
-    for call in evaluations:
-        text = text.replace(call, "EVALUATION\n")
-    return text
+def lines_of(name: str) -> list[str]:
+    """A recipe's lines without their indentation, and with one word for what has another name in each."""
+    text = recipe(name).read_text()
+    text = re.sub(r"\b(policy|scorer)\b", "UNWRAPPED", text)
+    text = re.sub(r"^ *evaluate\(.*\)$", "EVALUATE", text, flags=re.M)
+    text = re.sub(
+        r"\brun\.(progress|metrics)\b", r"\1", text
+    )  # in functions that are given the run
+    text = text.replace(f'"{name}"', '"NAME"').replace(f'"{name}.yaml"', '"NAME.yaml"')
+    return [line.strip() for line in text.splitlines()]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sections_stand_in_the_same_order(name):
+def test_sections_are_in_the_same_order(name):
     text = recipe(name).read_text()
-    found = [
-        line.strip().removeprefix(BANNER)
-        for line in text.splitlines()
-        if line.strip().startswith(BANNER)
+    banners = [line.strip() for line in text.splitlines() if line.strip().startswith(BANNER)]
+    found = [banner.removeprefix(BANNER) for banner in banners]
+    listed = SECTIONS.split("\n")[1:-1]
+    assert found == [
+        section for section in (line.strip("[]") for line in listed) if section in found
     ]
-    shared = ["imports", "arguments", "the algorithm", "accelerator", "data", "model and optimizer", "the loop",
-              "evaluation and saving"]  # fmt: skip
-    assert [section for section in found if not section.startswith("reference")] == shared
-    # The docstring says how to start the recipe, and where more of it is said.
+    assert {line for line in listed if not line.startswith("[")} <= set(found)
+    # The docstring says how to start the recipe, and where to read more about it.
     docstring = ast.get_docstring(ast.parse(text))
-    assert [line for line in docstring.splitlines() if line.endswith(":") and not line.startswith(" ")][-4:] == [
-        "Demo, offline:", "One GPU:", "N GPUs:", "DeepSpeed fp16:",
-    ]  # fmt: skip
+    titles = [line for line in docstring.splitlines() if re.fullmatch(r"\w.*:", line)]
+    assert titles[-4:] == ["Demo, offline:", "One GPU:", "N GPUs:", "DeepSpeed fp16:"]
     assert docstring.endswith(f"Every argument, every metric: docs/{name}.md")
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
-def test_arguments_of_one_name_are_alike(name):
-    fields = {field.name: field for field in dataclasses.fields(load("sft").Args)}
-    for field in dataclasses.fields(load(name).Args):
-        if field.name not in fields:
-            continue
-        other = fields[field.name]
-        assert field.type == other.type, field.name
-        if field.name not in OWN_DEFAULTS:
-            assert field.default == other.default, field.name
-        if field.name not in OWN_HELP:
-            assert field.metadata["help"] == other.metadata["help"], field.name
-
-
-def test_the_arguments_of_rollouts_are_alike():
-    """PPO and GRPO share them, and no other recipe has them."""
-    own_defaults = {
-        *OWN_DEFAULTS, "rollout_batch_size", "n_samples_per_prompt", "max_new_tokens", "max_length", "kl_coef", "kl_estimator",
-        "clip_range_high",
-    }  # fmt: skip
-    own_help = {
-        "ref_model_name_or_path", "n_samples_per_prompt", "kl_coef", "kl_estimator", "clip_range", "clip_range_high", "output_dir",
-        "learning_rate", "max_grad_norm",
-    }  # fmt: skip
-    fields = {field.name: field for field in dataclasses.fields(load("ppo").Args)}
-    compared = 0
-    for field in dataclasses.fields(load("grpo").Args):
-        if field.name not in fields:
-            continue
-        compared += 1
-        other = fields[field.name]
-        if field.name not in own_defaults:
-            assert (field.type, field.default) == (other.type, other.default), field.name
-        if field.name not in own_help:
-            assert field.metadata["help"] == other.metadata["help"], field.name
-    assert compared > 50
+@pytest.mark.parametrize("name", NAMES)
+def test_the_lines_of_main_are_in_the_same_order(name):
+    lines = lines_of(name)
+    rest = iter(lines[lines.index("def main():") :])
+    for expected in MAIN.strip().splitlines():
+        # `any` goes on after the line that it found.
+        assert any(line.startswith(expected) for line in rest), expected
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_follows_an_update_is_alike(name):
-    assert TAIL.strip("\n") in source(name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_loops_lines_stand_in_the_same_order(name):
-    lines = iter(source(name).splitlines())
-    for expected in LOOP.strip("\n").splitlines():
-        assert expected in lines, expected  # `in` goes on behind the line that it found
+    text = "\n".join(lines_of(name))
+    assert AFTER_AN_UPDATE in text
+    assert AT_THE_END in text
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_every_recipe_looks_for_its_own_common_first(name):
-    block = lambda name: (
-        recipe(name).read_text().partition("import common\n")[2].partition("\n\nimport ")[0]
-    )
+    def block(name: str) -> str:
+        after = recipe(name).read_text().partition("import common\n")[2]
+        return after.partition("\n\nimport ")[0]
+
     assert block(name) == block("sft") and "check_recipe(__file__)" in block(name)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_an_argument_that_a_recipe_overrides_is_another_one(name):
+    """Of another default or another meaning, but of the same type and range."""
+    arguments = load(name).Args
+    base = arguments.__base__
+    assert base in (SharedArgs, RolloutArgs, RewardArgs)
+    shared = {field.name: field for field in dataclasses.fields(base)}
+    own = {field.name: field for field in dataclasses.fields(arguments)}
+    overridden = arguments.__annotations__.keys() & shared.keys()
+    assert overridden
+    for argument in overridden:
+        before, after = shared[argument], own[argument]
+        assert after.type == before.type, argument
+        assert after.metadata.get("bounds") == before.metadata.get("bounds"), argument
+        meanings = [(field.default, field.metadata["help"]) for field in (before, after)]
+        assert meanings[0] != meanings[1], f"{argument} is that of {base.__name__}"
+
+
 def test_the_difference_of_two_recipes_is_their_algorithm():
-    """Of `main`, outside of the section on the reference, little differs: nothing that this list does not hold."""
-    mains = [source(name).partition("def main():")[2] for name in ("reward", "dpo")]
-    mains[1] = re.sub(r"    # =+ reference\n.*?(?=    # =+ the loop)", "", mains[1], flags=re.S)
-    changes = [line for line in difflib.ndiff(*(main.partition("# " + "=" * 60 + " evaluation")[0].splitlines() for main in mains))
-               if line[0] in "+-" and line[1:].strip()]  # fmt: skip
-    assert len(changes) <= 60, "\n".join(changes)
+    """`main` of DPO differs from that of the reward model, outside of the section on the reference, in few lines."""
+    mains = []
+    for name in ("reward", "dpo"):
+        text = "\n".join(lines_of(name)).partition("\ndef main():\n")[2]
+        text = re.sub(rf"{BANNER}reference\n.*?(?={BANNER})", "", text, flags=re.S)
+        mains.append(text.partition(f"{BANNER}evaluation")[0].splitlines())
+    changes = [line for line in difflib.ndiff(*mains) if re.match(r"[+-] .", line)]
+    assert len(changes) <= 30, "\n".join(changes)
 
 
 def test_the_recipes_listed_here_are_all():

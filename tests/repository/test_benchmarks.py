@@ -9,7 +9,7 @@ import types
 
 import psutil
 
-from common.prove import bench
+from common.prove import processes
 from runs import REPOSITORY
 
 
@@ -94,7 +94,7 @@ def test_a_step_out_of_time_leaves_nothing_running(tmp_path, monkeypatch):
     child = int(started.read_text())
     deadline = time.monotonic() + 30  # a process that was killed needs a moment to end
     with contextlib.suppress(psutil.NoSuchProcess):
-        while bench.is_alive(psutil.Process(child)):
+        while processes.is_alive(psutil.Process(child)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

@@ -1,6 +1,7 @@
-"""What README and the docs say of files, commands, flags and defaults is true. Nothing is trained here."""
+"""What README and the docs say about files, commands, flags and defaults is true. Nothing is trained here."""
 
 import dataclasses
+import json
 import re
 import runpy
 import shlex
@@ -9,10 +10,13 @@ import sys
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from transformers import HfArgumentParser
 
+from common import arguments
+from common.data import pairs, prompts
+from common.models.load import tokenizer_of
+from common.rollout import generation, samples
 from recipes import NAMES, load
-from runs import REPOSITORY
+from runs import ASSETS, REPOSITORY
 
 PAGES = [
     REPOSITORY / "README.md",
@@ -36,7 +40,7 @@ def fields(name: str) -> dict:
 
 @pytest.fixture(scope="module")
 def recipe_flags() -> dict[str, set[str]]:
-    return {name: set(HfArgumentParser(load(name).Args)._option_string_actions) for name in NAMES}
+    return {name: set(arguments.Parser(load(name).Args)._option_string_actions) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +209,11 @@ def test_every_argument_is_documented():
     assert {name: sorted(found) for name, found in documented.items()} == {
         name: sorted(fields(name)) for name in NAMES
     }
-    # A default and a meaning as they stand in the recipe.
-    assert "| `--beta` | `0.1` | number | strength of the pull towards the reference |" in page
+    # A default, a range and a meaning, as they are in the recipe.
+    assert (
+        "| `--beta` | `0.1` | number, above 0 | strength of the pull towards the reference |"
+        in page
+    )
 
 
 @pytest.mark.parametrize("words", [
@@ -219,3 +226,55 @@ def test_commands_that_are_cheap_run(words):
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert ("sum" if "--model" in words else "checkpoint") in result.stdout
+
+
+def test_the_page_of_all_pages_lists_each_page_once():
+    page = (REPOSITORY / "docs/README.md").read_text()
+    listed = re.findall(r"^\| \[([a-z0-9_]+\.md)\]", page, re.MULTILINE)
+    there = [path.name for path in (REPOSITORY / "docs").glob("*.md") if path.name != "README.md"]
+    assert sorted(listed) == sorted(there)
+    recipes = page.partition("## Recipes")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| \[(\w+)\.md\]", recipes, re.MULTILINE) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_of_a_recipe_begins_with_a_run_on_data_of_ones_own(name, tmp_path, monkeypatch):
+    """A file of one row and the command, in five lines: the recipe takes both."""
+    beginning = (REPOSITORY / f"docs/{name}.md").read_text().partition("\n## ")[0]
+    block = re.search(r"^```\n(.*?)^```", beginning, re.MULTILINE | re.DOTALL)[1]
+    lines = block.splitlines()
+    assert len(lines) == 5
+    file = re.fullmatch(r"cat > (\S+) << 'END'", lines[0])[1]
+    assert lines[2] == "END"
+    (tmp_path / file).write_text(lines[1] + "\n")
+
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(" ".join(lines[3:]).replace("\\", ""))
+    flags = words[words.index(f"recipes/{name}.py") + 1 :]
+    recipe = load(name)
+    args = arguments.parse(recipe.Args, ASSETS / f"{name}.yaml", flags)
+    assert args.dataset_name == file
+
+    settings = {}
+    if name == "sft":
+        function = recipe.sft_row
+        settings = {"loss_on": args.loss_on}
+    elif name == "reward":
+        function = recipe.reward_row
+    elif name == "dpo":
+        function = pairs.preference_row
+    else:
+        function = prompts.prompt_row
+        settings = {"max_new_tokens": args.max_new_tokens}
+    tokenizer = tokenizer_of(str(ASSETS / "model"))
+    values = function(json.loads(lines[1]), tokenizer, args.max_length, **settings)
+    assert values["reason"] == "" and values["length"] > 0
+
+
+def test_pages_state_how_much_is_generated_and_scored_at_once():
+    cache = f"{generation.CACHE_BYTES >> 30} GiB"
+    tokens = f"{samples.SCORED_TOKENS:,} tokens"
+    stated = {"ppo": f"{cache} of cache, and {tokens}", "grpo": f"{cache} of cache, and {tokens}",
+              "faq": f"{cache} of cache and for {tokens}"}  # fmt: skip
+    for name, text in stated.items():
+        assert text in (REPOSITORY / f"docs/{name}.md").read_text(), name

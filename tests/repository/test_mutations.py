@@ -56,10 +56,10 @@ def test_an_edit_finds_code_whatever_its_layout():
 @pytest.mark.parametrize(
     "plant, said",
     [
-        (planting.replace("outer", "total", by="0"), "'total' stands 2 times in outer"),
-        (planting.replace("outer", "total = min(values)", by="pass"), "stands 0 times in outer"),
-        (planting.drop_call("outer", "make"), "'make(...)' stands 0 times in outer"),
-        (planting.argument("outer", "make", "weight", "2"), "stands 0 times in outer"),
+        (planting.replace("outer", "total", by="0"), "'total' is 2 times in outer"),
+        (planting.replace("outer", "total = min(values)", by="pass"), "is 0 times in outer"),
+        (planting.drop_call("outer", "make"), "'make(...)' is 0 times in outer"),
+        (planting.argument("outer", "make", "weight", "2"), "is 0 times in outer"),
         (planting.replace("inner", "total", by="0"), "'inner' of inner is defined 0 times"),
     ],
 )

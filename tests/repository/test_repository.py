@@ -1,4 +1,4 @@
-"""What the repository says of itself is true: packages, versions, the lock, make's targets, CI. Nothing is trained here."""
+"""What the repository says about itself is true: packages, versions, the lock, make's targets, CI. Nothing is trained here."""
 
 import ast
 import itertools
@@ -18,6 +18,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from recipes import NAMES
 from runs import REPOSITORY
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it first
@@ -36,7 +37,12 @@ PINS = [
 PYTHONS = ["3.10", "3.11", "3.13"]
 # Packages that are imported by another name than they are installed by.
 INSTALLED_AS = {"yaml": "pyyaml"}
-OURS = {"common", *(path.stem for path in REPOSITORY.glob("*/*.py")), "peers", "trl_values"}
+OURS = {
+    "common",
+    "peers",
+    *(path.stem for path in REPOSITORY.glob("*/*.py")),
+    *(path.stem for path in REPOSITORY.glob("tests/*/*.py")),
+}
 
 
 def imported(*folders: str) -> dict[str, Path]:
@@ -125,23 +131,15 @@ def test_the_lock_is_of_this_project_and_names_public_places_only():
     assert hosts == {"pypi.org", "files.pythonhosted.org"}
 
 
-def test_readme_has_a_line_for_each_room_of_common():
-    """A folder's own line stands for its `__init__` and `__main__`."""
-    section = (REPOSITORY / "README.md").read_text().partition("## Changing a recipe")[2]
-    (tree,) = re.findall(r"^```\n(arguments\.py .*?)^```", section, re.MULTILINE | re.DOTALL)
-    listed, folder = [], ""
-    for line in tree.splitlines():
-        name = line.split()[0]
-        if name.endswith("/"):
-            folder = name
-            continue
-        if not line.startswith(" "):
-            folder = ""
-        assert len(line.split()) > 3, line  # what it does
-        listed.append(folder + name)
-    files = (REPOSITORY / "common").rglob("*.py")
-    rooms = {str(path.relative_to(REPOSITORY / "common")) for path in files}
-    assert sorted(listed) == sorted(room for room in rooms if not room.endswith("__.py"))
+def test_each_room_of_common_has_a_line_in_its_readme():
+    """Its path from there, such as `data/files.py`. A folder's line stands for its `__init__` and `__main__`."""
+    common = REPOSITORY / "common"
+    text = (common / "README.md").read_text()
+    named = re.findall(r"(?<![\w/.])((?:\w+/)*\w+\.py)\b", text)
+    files = [str(path.relative_to(common)) for path in common.rglob("*.py")]
+    rooms = {name for name in files if not name.endswith("__.py")}
+    assert {room: named.count(room) for room in rooms} == dict.fromkeys(rooms, 1)
+    assert {name for name in named if "recipes/" not in name} == rooms
 
 
 # ============================================================ make
@@ -192,7 +190,7 @@ def test_an_installation_says_one_line_a_step(environment, monkeypatch):
     done = make("install", f"VENV={folder}")
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.splitlines() == [
-        f"installing into {folder}, which takes some minutes; {folder}/install.log says how far it is",
+        f"installing into {folder}, which takes some minutes; {folder}/install.log shows the progress",
         "compiling what was installed",
     ]
     log = (folder / "install.log").read_text()
@@ -260,7 +258,36 @@ def test_an_interrupted_installation_is_done_again(environment):
     assert (folder / "installed").exists()
 
 
+def test_the_tables_of_tests_have_each_file_once():
+    """Under the name of its folder, and no more than ten to a folder."""
+    listed = []
+    for section in (REPOSITORY / "tests/README.md").read_text().split("\n## ")[1:]:
+        folder = section.splitlines()[0]
+        rows = [line.split(" | ")[1] for line in section.splitlines() if line.startswith("| ")]
+        names = [f"{folder}/{name}" for row in rows for name in re.findall(r"test_\w+\.py", row)]
+        assert len(names) <= 10, folder
+        listed += names
+    found = sorted((REPOSITORY / "tests").glob("*/test_*.py"))
+    assert sorted(listed) == [str(path.relative_to(REPOSITORY / "tests")) for path in found]
+
+
 # ============================================================ CI
+def checks_in(file: str) -> list[str]:
+    """The commands of make in a workflow or a script, without those that install."""
+    text = (REPOSITORY / file).read_text()
+    found = re.findall(r"^ *(?:- run: )?(make [a-z-]+(?: CONSTRAINTS=)?)", text, re.MULTILINE)
+    return sorted(command for command in found if "install" not in command)
+
+
+def test_contributing_says_what_ci_runs():
+    section = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("CI runs:")[2]
+    table = section.partition("\n\n`python")[0]
+    said = {}
+    for commands, file in re.findall(r"^\| .* \| (.*) \| `(\S+)` \|$", table, re.MULTILINE):
+        said[file] = sorted(re.findall(r"`(make [^`]+)`", commands))
+    workflows = (REPOSITORY / ".github/workflows").glob("*.yml")
+    files = [".ci/run", *(str(path.relative_to(REPOSITORY)) for path in workflows)]
+    assert said == {file: checks_in(file) for file in files}
 
 
 def test_workflows_run_targets_that_exist():
@@ -274,6 +301,10 @@ def test_workflows_run_targets_that_exist():
     assert commands["test"] == ["make lint", "make test"]
     assert "make test-all" in commands["weekly"]
     assert "make test CONSTRAINTS=" in commands["nightly"]
+
+    weekly = yaml.safe_load((REPOSITORY / ".github/workflows/weekly.yml").read_text())
+    assert weekly["jobs"]["prove"]["strategy"]["matrix"]["recipe"] == NAMES
+    assert set(NAMES) <= targets()
 
     test = yaml.safe_load((REPOSITORY / ".github/workflows/test.yml").read_text())
     pythons = test["jobs"]["test"]["strategy"]["matrix"]["python-version"]

@@ -7,7 +7,7 @@ import datasets
 import pytest
 
 import architectures
-from common.models.logprobs import LogProbModel
+from bare_runs import bare_run, data_of
 from common.rollout import answers, generation, rewards
 from runs import launch, recipe, refuses, write_jsonl
 
@@ -182,36 +182,42 @@ def held_out(*prompt_lengths: int) -> dict:
 @pytest.mark.parametrize("name", ["gpt2", "opt", "mpt", "gemma3", "llama"])
 def test_an_answer_has_room_in_the_table_of_positions(accelerator, tokenizer, monkeypatch, name):
     """What is not refused can be generated, to its last token; what is refused cannot."""
-    wrapper = LogProbModel(architectures.build(name))
+    model = architectures.build(name)
     # No token of the vocabulary, so no answer ends early.
     monkeypatch.setattr(generation.tokens, "stop_tokens", lambda *_: {10**6})
 
+    def run_with(eval_sets: dict, room: int):
+        data = data_of([], eval_sets=eval_sets)
+        return bare_run(accelerator, tokenizer, model, data=data, max_new_tokens=room)
+
     def answer(eval_sets: dict, room: int):
-        return answers.exact_match(
-            accelerator, wrapper, wrapper, tokenizer, eval_sets["eval/sums/"], "eval/sums/", 4, room
-        )
+        return answers.exact_match(run_with(eval_sets, room), eval_sets["eval/sums/"], "eval/sums/")
+
+    def check_room(eval_sets: dict, room: int):
+        answers.check_room(run_with(eval_sets, room))
 
     just, beyond = held_out(5, 57, 9), held_out(5, 58, 9)
-    answers.check_room(wrapper, just, 8)
+    check_room(just, 8)
     share, examples = answer(just, 8)
-    assert [example["row"] for example in examples] == [10, 11, 12] and 0 <= share <= 1
+    assert [example["row"] for example in examples] == [10, 11, 12]
+    assert 0 <= share["eval/sums/exact_match"] <= 1
     if name in ("llama", "gemma3"):  # they compute any position
-        answers.check_room(wrapper, beyond, 800)
+        check_room(beyond, 800)
         answer(beyond, 8)
         return
     refuses(
         "--max_new_tokens 8", "a table of 64 positions", "row 11 of eval/sums has 58 tokens", "give --max_new_tokens 7, or",
-        call=lambda: answers.check_room(wrapper, beyond, 8),
+        call=lambda: check_room(beyond, 8),
     )  # fmt: skip
     with pytest.raises((IndexError, RuntimeError)):
         answer(beyond, 8)
-    answers.check_room(wrapper, beyond, 7)
+    check_room(beyond, 7)
     refuses(
         "row 10 of eval/sums has 65 tokens: leave the answers of such rows empty",
-        call=lambda: answers.check_room(wrapper, held_out(65), 1),
+        call=lambda: check_room(held_out(65), 1),
     )
     without_answers = {"eval/": held_out(65)["eval/sums/"].remove_columns("answer")}
-    answers.check_room(wrapper, without_answers, 8)
+    check_room(without_answers, 8)
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])

@@ -1,6 +1,5 @@
 """Whole runs of recipes/grpo.py against a plain reference; what a rollout leaves out; what is refused."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -16,13 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common import batches
 from common.data.mixture import mixture_of
 from common.progress import Progress
+from common.rollout.samples import Samples
+from common.rollout.schedule import Position
 from runs import (
     LAUNCHERS,
     evaluation_lines,
     launch,
     lines,
     recipe,
-    refuses,
     timeless,
     tiny_llama,
     training_lines,
@@ -31,9 +31,9 @@ from runs import (
     write_jsonl,
 )
 from runs import samples as samples_of
-from test_ppo import STOPS, alone
+from test_ppo import STOPS, alone, refusal_of
 
-grpo = types.SimpleNamespace(**runpy.run_path(str(recipe("grpo"))))
+grpo = types.SimpleNamespace(**runpy.run_path(str(recipe("grpo")), run_name="grpo"))
 
 REWARDING = """
 def length(prompts, responses, response_ids, **columns):
@@ -340,26 +340,23 @@ def distance(output, reference) -> float:
 # ---------------------------------------------------------------------------------------------- what is left out
 
 
-@pytest.fixture(scope="module")
-def few():
-    """A rollout of five groups of two, one of whose responses is cut."""
-    return {
-        "rows": [7, 7, 3, 3, 9, 9, 1, 1, 4, 4],
-        "is_trained": torch.tensor([True] * 5 + [False] + [True] * 4),
-    }
+def rollout_of(is_trained: torch.Tensor, per_prompt: int):
+    """A rollout of which only these samples are trained on; nothing else is looked at."""
+    empty = [[]] * len(is_trained)
+    samples = Samples(empty, empty, [""], [1], is_trained, per_prompt=per_prompt)
+    return grpo.Rollout(samples, is_trained, tokens={}, made_at=0)
 
 
 @pytest.mark.parametrize(
     "size, sizes", [(4, [3, 3, 3]), (9, [9]), (8, [5, 4]), (2, [2, 2, 2, 2, 1])]
 )
-def test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_together(
-    few, size, sizes
-):
-    args = types.SimpleNamespace(
-        n_samples_per_prompt=2, train_batch_size=size, num_epochs_per_rollout=2
-    )
+def test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_together(size, sizes):
+    """A rollout of five groups of two, one of whose responses is cut."""
+    few = rollout_of(torch.arange(10) != 5, per_prompt=2)
+    args = types.SimpleNamespace(seed=0, train_batch_size=size, num_epochs_per_rollout=2)
     assert grpo.updates_of(few, args) == 2 * len(sizes)
-    updates = [grpo.rows_of_update(few, (0, 5, 2), i, args).tolist() for i in range(2 * len(sizes))]
+    positions = [Position(rollouts_seen=5, update=update) for update in range(2 * len(sizes))]
+    updates = [grpo.rows_of_update(few, position, args).tolist() for position in positions]
     assert [len(update) for update in updates] == sizes * 2
     halves = updates[: len(sizes)], updates[len(sizes) :]
     passes = [list(itertools.chain(*half)) for half in halves]
@@ -375,11 +372,9 @@ def test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_toget
 
 def test_33_groups_of_8_make_two_updates_of_one_size():
     """Not one of 256 samples and a full step for the other 8."""
-    rollout = {"rows": [0] * 264, "is_trained": torch.ones(264, dtype=torch.bool)}
-    args = types.SimpleNamespace(
-        n_samples_per_prompt=8, train_batch_size=256, num_epochs_per_rollout=1
-    )
-    updates = [grpo.rows_of_update(rollout, (0, 5, 2), i, args).tolist() for i in range(2)]
+    rollout = rollout_of(torch.ones(264, dtype=torch.bool), per_prompt=8)
+    args = types.SimpleNamespace(seed=0, train_batch_size=256, num_epochs_per_rollout=1)
+    updates = [grpo.rows_of_update(rollout, Position(0, 5, i), args).tolist() for i in range(2)]
     assert grpo.updates_of(rollout, args) == 2
     assert [len(update) for update in updates] == [132, 132]
     assert sorted(updates[0] + updates[1]) == list(range(264))
@@ -554,9 +549,11 @@ def test_progress_counts_rows_where_updates_do_not_tell_them():
     assert progress.epoch == 1.5 and not progress.finished
     progress.update_done(True, samples=4, tokens=9)
     progress.idle = True
-    assert not progress.due(1) and not progress.due(0)  # it was due when the update was made
+    # It was due when the update was made.
+    assert not progress.due(1) and not progress.evaluation_due(0)
     progress.data_ended = True
-    assert progress.finished and not progress.due(1) and progress.due(0) and progress.due(7)
+    assert progress.finished and not progress.due(1)
+    assert progress.evaluation_due(0) and progress.due(7) and not progress.due(0)
 
 
 @pytest.mark.parametrize("settings, parts", [
@@ -568,7 +565,7 @@ def test_progress_counts_rows_where_updates_do_not_tell_them():
     ({"refill_rounds": 1, "kl_coef": 0.1}, ["--refill_rounds 1", "--kl_coef 0.1", "no group is left out"]),
     ({"refill_rounds": 1, "baseline": "none"}, ["--refill_rounds 1", "--baseline none --advantage_std batch", "no group is left out"]),
     ({"reward_function": None}, ["nothing scores the responses"]),
-    ({"temperature": 0.0}, ["--temperature 0.0"]),
+    ({"temperature": 0.0}, ["--temperature 0.0", "above 0"]),
     ({"eval_samples": 4}, ["--eval_samples 4", "--eval_temperature"]),
     ({"overlong_buffer": 2000}, ["--overlong_buffer 2000", "--max_new_tokens 1024"]),
     ({"ref_model_name_or_path": "M"}, ["--ref_model_name_or_path", "--kl_coef"]),
@@ -577,8 +574,14 @@ def test_progress_counts_rows_where_updates_do_not_tell_them():
     ({"clip_range": -0.2}, ["--clip_range -0.2"]),
     ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout 0"]),
 ])  # fmt: skip
-def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
+def test_settings_that_would_be_ignored_or_cannot_work(settings, parts, capsys):
     # A rollout need not be a multiple of an update.
-    grpo.check_settings(grpo.Args(reward_function=["a:b"], rollout_batch_size=100))
-    args = dataclasses.replace(grpo.Args(reward_function=["a:b"]), **settings)
-    refuses(*parts, call=lambda: grpo.check_settings(args))
+    good = {
+        "rollout_batch_size": 100,
+        "n_samples_per_prompt": 8,
+        "train_batch_size": 256,
+        "max_new_tokens": 1024,
+    }
+    assert refusal_of(grpo, good, capsys) == ""
+    message = refusal_of(grpo, {**good, **settings}, capsys)
+    assert all(part in message for part in parts), message

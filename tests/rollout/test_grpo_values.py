@@ -38,7 +38,7 @@ def ours(loss_type: str, average: str, ratio: str, with_kl: bool) -> tuple[float
     }
     output = {"logps": logps, "entropy": torch.zeros_like(logps)}
     ones = torch.ones(len(logps), dtype=torch.float64)
-    losses, weights, _ = grpo.compare(output, old, ones, False, args)
+    losses, weights, _ = grpo.compare(output, old, ones, args)
     loss = (losses * weights).sum() / weights.sum()
     return loss.item(), torch.autograd.grad(loss, logps)[0]
 

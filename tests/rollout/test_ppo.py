@@ -32,10 +32,11 @@ from transformers import (
 )
 
 from architectures import build
-from common import arguments, batches, checkpoint, export
+from bare_runs import SHARING, alone_in, bare_run
+from common import arguments, batches, export
 from common.models.load import score_model, tokenizer_of
-from common.models.logprobs import LogProbModel, ScoreModel
-from common.progress import Progress
+from common.models.logprobs import LogProbModel
+from common.models.packing import Packer
 from common.rollout import answers, generation, rewards
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import RolloutSchedule
@@ -53,7 +54,7 @@ from runs import (
     write_jsonl,
 )
 
-ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo"))))
+ppo = types.SimpleNamespace(**runpy.run_path(str(recipe("ppo")), run_name="ppo"))
 LENGTHS = [5, 1, 3, 7]
 MASK = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
 
@@ -207,20 +208,24 @@ def test_next_kl_coef():
 
 
 def test_values_of_a_forward_pass_stand_at_the_tokens_they_are_of():
-    rollout = {"prompts": [[7] * n for n in (4, 2, 6, 1)], "responses": [[9] * n for n in LENGTHS]}
+    prompts, responses = [[7] * n for n in (4, 2, 6, 1)], [[9] * n for n in LENGTHS]
+    samples = Samples(prompts, responses, [""] * 4, [*range(4)], torch.ones(4))
+    numbers = torch.arange(28.0).reshape(4, 7)
+    tokens = {"numbers": numbers, "one each": numbers[:, :1]}
     rows = [2, 0, 3, 1]
-    for share in (False, True):  # no two prompts are alike
-        batch = ppo.collate(rollout, rows, share, "cpu")
-        ids, mask = batch["inputs"]["input_ids"], batch["mask"]
-        assert mask.equal(MASK[rows, : mask.shape[1]]) and batch["targets"].tolist() == [9] * int(
-            mask.sum()
-        )
-        # The last of the prompt, then the response but for its last.
-        for row, before in zip(rows, batch["before"].split(mask.sum(1).tolist())):
-            assert (
-                ids.flatten()[before].tolist() == [7] + [9] * (LENGTHS[row] - 1)
-                and (before.diff() == 1).all()
-            )
+    for some in (rows, rows[:2]):
+        for share in (False, True):  # no two prompts are alike
+            batch, values = samples.collate(some, tokens, Packer(torch.device("cpu"), share))
+            ids, mask = batch["inputs"]["input_ids"], batch["mask"]
+            longest = mask.shape[1]
+            assert mask.equal(MASK[some, :longest]) and longest == max(LENGTHS[row] for row in some)
+            assert batch["targets"].tolist() == [9] * int(mask.sum())
+            assert values["numbers"].equal(numbers[some, :longest])
+            assert values["one each"].equal(numbers[some, :1])
+            # The last of the prompt, then the response but for its last.
+            for row, before in zip(some, batch["before"].split(mask.sum(1).tolist())):
+                assert ids.flatten()[before].tolist() == [7] + [9] * (LENGTHS[row] - 1)
+                assert (before.diff() == 1).all()
 
 
 @pytest.mark.parametrize("kl_in, learns", [("reward", True), ("loss", True), ("loss", False)])
@@ -244,17 +249,13 @@ def test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for(kl_in, learns
         "advantages": advantages,
         "returns": returns,
     }
-    output, weights = (
-        {"logps": logps, "values": values, "entropy": entropy},
-        torch.tensor([1.0, 0.0, 1.0, 1.0]),
-    )
-    losses, token_weights, logged = ppo.compare(output, before, weights, 0.7, learns, args)
-    assert (
-        token_weights.equal(MASK * weights[:, None])
-        and len(logged) == 1
-        and logged[0][1].equal(token_weights)
-    )
-    metrics = logged[0][0]
+    output = {"logps": logps, "values": values, "entropy": entropy}
+    weights = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    rollout = types.SimpleNamespace(kl_coef=0.7, actor_learns=learns)
+    losses, token_weights, logged = ppo.compare(output, before, weights, rollout, args)
+    assert token_weights.equal(MASK * weights[:, None])
+    ((metrics, metric_weights, reduce),) = logged
+    assert metric_weights.equal(token_weights) and reduce == "mean"
     policy, policy_clipped = ppo.policy_losses(logps, old, advantages, 0.1, 0.25, 0.0)
     value, value_clipped = ppo.value_losses(values, old_values, returns, 0.15)
     kl = lambda row, t: 0.7 * (logps[row, t] - ref[row, t]) ** 2 / 2 if kl_in == "loss" else 0.0
@@ -270,6 +271,7 @@ def test_the_loss_is_policy_and_value_and_kl_where_it_is_asked_for(kl_in, learns
 
 # ---------------------------------------------------------------------------------------------- generation
 
+LOADING = bare_run().args  # how models are loaded
 SMALL = dict(vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=64,
              initializer_range=0.3, pad_token_id=0, bos_token_id=None, eos_token_id=1)  # fmt: skip
 ARCHITECTURES = {
@@ -344,9 +346,8 @@ def test_generation_is_that_of_each_prompt_alone(accelerator, tokenizer, monkeyp
         sampling = {"temperature": temperature, "uniforms": uniforms} if temperature else {}
         for batch_size in (1, 3, 16):
             seen.clear()
-            found = generation.generate(
-                accelerator, model, model, tokenizer, PROMPTS, batch_size, ROOM, **sampling
-            )
+            run = bare_run(accelerator, tokenizer, model)
+            found = generation.generate(run, PROMPTS, ROOM, batch_size=batch_size, **sampling)
             found = [response.ids for response in found]
             assert found == [response for response, _ in expected]
             for row, (_, logits) in enumerate(expected if temperature else []):
@@ -393,23 +394,15 @@ def test_responses_of_a_prompt_share_its_prefill(
         ]
         monkeypatch.setattr(type(model), "forward", watched)
         read.clear()
-        samples = generation.respond(
-            accelerator,
-            model,
-            model,
-            tokenizer,
-            columns,
-            n,
-            batch_size,
-            ROOM,
-            temperature,
-            uniforms,
+        run = bare_run(accelerator, tokenizer, model, generate_batch_size=batch_size)
+        samples = generation.sample(
+            run, columns, uniforms.reshape(len(PROMPTS), n, ROOM), temperature
         )
         monkeypatch.undo()
         assert samples.responses == [response for response, _ in expected]
-        assert samples.per_prompt == n and samples.rows == [
-            row for row in range(1, 8) for _ in range(n)
-        ]
+        assert samples.per_prompt == n and len(samples) == len(expected)
+        assert samples.data_rows == [row for row in range(1, 8) for _ in range(n)]
+        assert samples.ended.tolist() == [response[-1] in STOPS for response, _ in expected]
         assert samples.prompts == [prompt for prompt in PROMPTS for _ in range(n)]
         if temperature:
             for found, (response, logits) in zip(samples.sampler_logps, expected, strict=True):
@@ -434,15 +427,16 @@ def test_prompts_that_all_differ_are_generated_as_they_always_were(
     monkeypatch.setattr(
         model, "generate", lambda ids, **how: calls.append(ids) or plain(ids, **how)
     )
-    generation.generate(accelerator, model, model, tokenizer, PROMPTS, 16, ROOM)
+    generation.generate(bare_run(accelerator, tokenizer, model), PROMPTS, ROOM, batch_size=16)
     assert calls and all(len(ids[0]) >= 12 for ids in calls)
 
 
 def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
     """Log-probs are of the whole distribution at `--temperature`: a generation config that cuts it would make them wrong."""
     model, uniforms = made("llama"), np.random.default_rng(1).random((len(PROMPTS), ROOM))
+    run = bare_run(accelerator, tokenizer, model)
     draw = lambda: generation.generate(
-        accelerator, model, model, tokenizer, PROMPTS, 4, ROOM, temperature=1.0, uniforms=uniforms
+        run, PROMPTS, ROOM, batch_size=4, temperature=1.0, uniforms=uniforms
     )
     before = draw()
     others = dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=3.0, no_repeat_ngram_size=1, do_sample=True, num_beams=2,
@@ -465,14 +459,15 @@ def test_a_router_that_is_asked_for_its_logits_generates_too(accelerator, tokeni
     model = build(name)
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     prompts = [PROMPTS[0], PROMPTS[0][:2], PROMPTS[1]]
+    run = bare_run(accelerator, tokenizer, model)
     found = {}
     for wanted in (False, True):
         for config in configs:
             config.output_router_logits = wanted
-        found[wanted] = generation.generate(accelerator, model, model, tokenizer, prompts, 4, 6)
+        found[wanted] = generation.generate(run, prompts, 6, batch_size=4)
     assert found[True] == found[False] and len(set(map(len, prompts))) > 1
     assert all(config.output_router_logits is True for config in configs)
-    with pytest.raises(ZeroDivisionError), generation.ready_to_generate(accelerator, model, model):
+    with pytest.raises(ZeroDivisionError), generation.ready_to_generate(run):
         assert all(config.output_router_logits is False for config in configs)
         raise ZeroDivisionError
     assert all(config.output_router_logits is True for config in configs)
@@ -486,7 +481,7 @@ def test_sampling_is_the_inverse_of_the_cumulative_probability():
 
     def drawn(numbers):
         uniforms = torch.tensor(numbers, dtype=torch.float64)[:, None]
-        sample = generation.SampleByUniform(uniforms, prompt_length=1, temperature=TEMPERATURE)
+        sample = generation.SampleByUniform(uniforms, TEMPERATURE)
         return (
             sample(torch.zeros(len(numbers), 1), scores.expand(len(numbers), -1)).argmax(-1).numpy()
         )
@@ -538,7 +533,7 @@ def stub_samples(tokenizer):
         for row in range(3)
     ]
     return Samples(
-        prompts, responses, columns, rows=[1, 2, 3], ended=torch.tensor([True, False, True])
+        prompts, responses, columns, data_rows=[1, 2, 3], ended=torch.tensor([True, False, True])
     )
 
 
@@ -568,19 +563,24 @@ def test_a_score_is_model_plus_function_clipped_less_the_penalty(
     with torch.no_grad():
         rows = [torch.tensor([p + r]) for p, r in zip(samples.prompts, samples.responses)]
         modelled = [(plain(row).logits.item() - 0.4) / 1.6 for row in rows]  # one row, no padding
-    reward_model = ScoreModel(score_model(str(tmp_path), tokenizer, None)).eval()
 
-    def score(clip=0.0, penalty=0.0, functions=None, **judge):
-        judge = rewards.Judge(
-            functions=functions or {}, weights={"reward_model": 1.0, "by_weight": 1.0}, **judge
+    def score(model=None, functions=None, normalize=False, clip=0.0, penalty=0.0):
+        run = bare_run(
+            accelerator,
+            tokenizer,
+            score_batch_size=micro,
+            reward_model_name_or_path=model,
+            normalize_reward=normalize,
         )
-        scores = rewards.score(accelerator, tokenizer, judge, samples, micro, True, step=0)
+        judge = rewards.Judge(run)
+        judge.functions = functions or {}
+        judge.weights |= dict.fromkeys(judge.functions, 1.0)
+        scores = judge.score(run, samples, SHARING)
         return ppo.final_scores(scores.total, samples.ended, clip, penalty).tolist()
 
+    reward_model = str(tmp_path)
     by_function = {"by_weight": function}
-    both = score(
-        clip=0.9, penalty=0.25, model=reward_model, functions=by_function, mean=0.4, std=1.6
-    )
+    both = score(reward_model, by_function, normalize=True, clip=0.9, penalty=0.25)
     summed = [min(max(m + row - 0.5, -0.9), 0.9) for row, m in enumerate(modelled)]
     assert both == pytest.approx(
         [summed[0], summed[1] - 0.25, summed[2]], rel=1e-5
@@ -599,29 +599,26 @@ def test_a_sampler_that_was_not_finite_stops_the_run_though_the_later_pass_is(to
     samples = stub_samples(tokenizer)
     samples.sampler_logps = [[-0.5] * 3, [-0.5, math.nan, -0.5, -0.5], [-0.5]]
     old = {"logps": torch.full((3, 4), -1.0), "values": torch.zeros(3, 4)}
-    progress = Progress(10, train_batch_size=4, max_epochs=2, max_steps=0, updates_per_epoch=5)
+    run = bare_run(output_dir=tmp_path)
+    check = lambda: samples.check_finite(run, scores=torch.ones(3, 1), **old)
     with pytest.raises(FloatingPointError, match=r"update 1 .* because of data rows 2\. Nothing"):
-        ppo.check_rollout(samples, torch.ones(3), old, progress, tmp_path)
+        check()
     report = json.loads((tmp_path / "not_finite_0.json").read_text())
     assert report["tensors"]["sampler_logps"]["not_finite"] == 1
     samples.sampler_logps[1][1] = -0.5
-    ppo.check_rollout(samples, torch.ones(3), old, progress, tmp_path)
+    check()
+    old["values"][2, 0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"because of data rows 3\. Nothing"):
+        check()
 
 
 def test_a_new_head_begins_at_the_standard_deviation_of_the_papers(tmp_path, tokenizer):
     tiny_llama(tmp_path, hidden_size=2048, intermediate_size=8, num_hidden_layers=1)
-    head = score_model(str(tmp_path), tokenizer, None, new_head=True).score.weight.detach()
+    head = score_model(str(tmp_path), tokenizer, LOADING, new_head=True).score.weight.detach()
     assert head.shape == (1, 2048) and head.std().item() * math.sqrt(2049) == pytest.approx(
         1, abs=0.06
     )
     assert abs(head.mean().item()) * math.sqrt(2049) < 0.08
-
-
-def alone_in(process_index, processes):
-    """What code that splits rows needs to know of one of several processes."""
-    return types.SimpleNamespace(
-        num_processes=processes, process_index=process_index, device=torch.device("cpu")
-    )
 
 
 def test_responses_to_a_prompt_are_scored_side_by_side():
@@ -630,19 +627,21 @@ def test_responses_to_a_prompt_are_scored_side_by_side():
     responses = [[9] * length for length in (1, 6, 2, 3, 8, 1)]
     ended = torch.ones(6, dtype=torch.bool)
     samples = Samples(prompts, responses, [""] * 6, [*range(1, 7)], ended, per_prompt=2)
-    found = [numbers for numbers, _ in samples.scoring_batches(alone_in(0, 1), 2, True)]
+    run = bare_run(score_batch_size=2)
+    found = [rows for rows, _ in samples.scoring_batches(run, SHARING)]
     assert found == [[4, 5], [0, 1], [2, 3]]  # by the longest of each: 12, 9 and 8 tokens
     samples.per_prompt = 1
-    alone = [numbers for numbers, _ in samples.scoring_batches(alone_in(0, 1), 2, True)]
-    assert alone == [[4, 1], [3, 2], [5, 0]]
+    found = [rows for rows, _ in samples.scoring_batches(run, SHARING)]
+    assert found == [[4, 1], [3, 2], [5, 0]]
 
 
 def test_a_padding_row_is_read_but_not_kept():
     samples = Samples([[5, 6]], [[7, 8, 9]], [""], [1], torch.tensor([True]))
-    ((numbers, inputs),) = samples.scoring_batches(alone_in(1, 2), 4, True)
-    assert numbers == [] and inputs["mask"].shape == (1, 3)
-    collected = Collected(alone_in(1, 2))
-    collected.add(numbers, inputs["mask"], logps=torch.ones(1, 3), values=torch.ones(1, 3))
+    run = bare_run(alone_in(1, 2))
+    ((rows, batch),) = samples.scoring_batches(run, SHARING)
+    assert rows == [] and batch["mask"].shape == (1, 3)
+    collected = Collected(run.accelerator)
+    collected.add(rows, batch["mask"], logps=torch.ones(1, 3), values=torch.ones(1, 3))
     assert collected.of_sample == {}
 
 
@@ -669,20 +668,39 @@ def test_collected_values_are_padded_with_zeros(accelerator):
 @pytest.mark.parametrize(
     "sizes", [(7, 4, 2, 4, 2), (8, 4, 1, 3, 1), (3, 5, 2, 4, 3), (5, 2, 3, 100, 2)]
 )
-def test_the_position_of_every_update(sizes):
-    """Against two plain loops."""
+def test_the_number_of_updates(sizes):
+    """Of each rollout and of an epoch, against two plain loops."""
     n_prompts, rollout_batch_size, n_samples_per_prompt, train_batch_size, passes = sizes
-    expected = []
-    for rollout, first in enumerate(2 * [*range(0, n_prompts, rollout_batch_size)]):
-        n_samples = min(rollout_batch_size, n_prompts - first) * n_samples_per_prompt
-        updates = passes * len(range(0, n_samples, train_batch_size))
-        expected += [(rollout, update, update == updates - 1) for update in range(updates)]
-    rollouts = RolloutSchedule(*sizes)
-    assert len(expected) == 2 * rollouts.updates_per_epoch
-    assert [rollouts.position(updates_seen) for updates_seen in range(len(expected))] == expected
+    schedule = RolloutSchedule(*sizes)
+    args = types.SimpleNamespace(train_batch_size=train_batch_size, num_epochs_per_rollout=passes)
+    updates = []
+    for first in range(0, n_prompts, rollout_batch_size):
+        prompts = min(rollout_batch_size, n_prompts - first)
+        n_samples = prompts * n_samples_per_prompt
+        updates.append(passes * len(range(0, n_samples, train_batch_size)))
+        assert schedule.updates_of(prompts) == updates[-1]
+        # The recipe ends a rollout after so many.
+        samples = Samples([[]] * n_samples, [[]] * n_samples, [], [], torch.ones(n_samples))
+        rollout = ppo.Rollout(samples, {}, kl_coef=0.0, actor_learns=True, made_at=0)
+        assert ppo.updates_of(rollout, args) == updates[-1]
+    assert schedule.rollouts_per_epoch == len(updates)
+    assert schedule.updates_per_epoch == sum(updates)
 
 
 # ---------------------------------------------------------------------------------------------- refusals
+
+
+def refusal_of(recipe, settings: dict, capsys) -> str:
+    """What a recipe says against these settings of its demo; empty if it takes them."""
+    argv = [f"--{name}={'' if value is None else value}" for name, value in settings.items()]
+    name = recipe.__name__  # ppo or grpo
+    try:
+        args = arguments.parse(recipe.Args, ASSETS / f"{name}.yaml", argv)
+        recipe.check_settings(args)
+    except SystemExit as refusal:
+        message = capsys.readouterr().err if refusal.code == 2 else refusal.code
+        return message.strip().splitlines()[-1]
+    return ""
 
 
 @pytest.mark.parametrize("sizes, parts", [
@@ -691,27 +709,17 @@ def test_the_position_of_every_update(sizes):
     ((10, 3, 12), ["= 30 samples", "--train_batch_size 12", "--rollout_batch_size 8 or 12."]),
     ((0, 1, 1), ["--rollout_batch_size", "at least 1"]),
     ((4, 0, 1), ["--n_samples_per_prompt", "at least 1"]),
+    ((4, 1, 0), ["--train_batch_size", "at least 1"]),
 ])  # fmt: skip
-def test_sizes_of_a_rollout_that_do_not_divide(sizes, parts):
+def test_sizes_of_a_rollout_that_do_not_divide(sizes, parts, capsys):
     names = ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
-    args = ppo.Args(reward_function=["a:b"], **dict(zip(names, sizes)))
-    refuses(*parts, call=lambda: ppo.check_settings(args))
+    settings = dict(zip(names, sizes))
+    message = refusal_of(ppo, settings, capsys)
+    assert all(part in message for part in parts), message
     if parts[-1].startswith("--rollout_batch_size "):
         for nearest in parts[-1].removeprefix("--rollout_batch_size ").rstrip(".").split(" or "):
-            args.rollout_batch_size = int(nearest)
-            ppo.check_settings(args)  # what it names would do
-
-
-@pytest.mark.parametrize("way", ["flag", "yaml"])
-def test_the_old_name_of_the_batch_size_is_refused_with_the_new_ones(tmp_path, capsys, way):
-    argv = ["--micro-rollout-batch-size=8"]
-    if way == "yaml":
-        (tmp_path / "old.yaml").write_text("micro_rollout_batch_size: 8\n")
-        argv = [str(tmp_path / "old.yaml")]
-    with pytest.raises(SystemExit):
-        arguments.parse(ppo.Args, ASSETS / "ppo.yaml", argv)
-    said = capsys.readouterr().err
-    assert "is no longer an argument: use --generate_batch_size and --score_batch_size" in said
+            # What it names is valid.
+            assert refusal_of(ppo, settings | {"rollout_batch_size": nearest}, capsys) == ""
 
 
 def test_an_empty_value_takes_a_list_of_the_demo_away():
@@ -722,53 +730,30 @@ def test_an_empty_value_takes_a_list_of_the_demo_away():
     assert parse("--reward_function", "a:b", "c:d").reward_function == ["a:b", "c:d"]
 
 
-def test_a_checkpoint_of_an_older_release_is_resumed_or_refused_in_one_line():
-    """It holds the old batch size, one reward function by its name, and none of the newer arguments."""
-    now = vars(ppo.Args(reward_function=["a:b"], model_name_or_path="M", dataset_name="D"))
-    older = {
-        name: value
-        for name, value in now.items()
-        if not name.startswith(("eval_", "generate_", "score_"))
-    }
-    for name in ("reward_weights", "reward_timeout"):
-        del older[name]
-    older |= {"micro_rollout_batch_size": 16, "reward_function": "a:b", "world": "no"}
-    resumed = types.SimpleNamespace(args=ppo.Args, identity={**now, "world": "no"})
-    checkpoint.refuse_another_run(resumed, "C", older)
-    older["gae_lambda"] = 0.95
-    refuses(
-        "C is of another run", "gae_lambda: 0.95 in the checkpoint, 1.0 now",
-        call=lambda: checkpoint.refuse_another_run(resumed, "C", older),
-    )  # fmt: skip
-
-
-def test_an_update_of_no_samples_is_left_to_the_common_refusal():
-    """By `accumulation_steps`, in the words of all recipes; here it must not divide by it."""
-    ppo.check_settings(ppo.Args(reward_function=["a:b"], train_batch_size=0))
-
-
 @pytest.mark.parametrize("settings, parts", [
     ({"reward_function": None}, ["nothing scores the responses", "--reward_model_name_or_path", "--reward_function"]),
     ({"normalize_reward": True}, ["--normalize_reward", "--reward_model_name_or_path"]),
     ({"kl_in": "loss"}, ["--kl_in loss --kl_estimator k1", "k2 or k3"]),
-    ({"temperature": 0.0}, ["--temperature 0.0", "more than 0"]),
+    ({"temperature": 0.0}, ["--temperature 0.0", "above 0"]),
     ({"dual_clip": 0.9}, ["--dual_clip 0.9", "more than 1"]),
     ({"kl_target": 6.0, "kl_coef": 0.0}, ["--kl_target", "--kl_coef", "above 0"]),
     ({"kl_target": 6.0, "kl_horizon": 25.0, "n_samples_per_prompt": 8}, ["= 128 samples", "--kl_horizon above a fifth of them (25.6)"]),
-    ({"kl_coef": -0.1}, ["--kl_coef -0.1", "below 0"]),
+    ({"kl_coef": -0.1}, ["--kl_coef -0.1", "at least 0"]),
     ({"kl_coef": 0.0, "ref_model_name_or_path": "R"}, ["--ref_model_name_or_path R", "--kl_coef 0"]),
     ({"eval_samples": 4}, ["--eval_samples 4", "--eval_temperature above 0"]),
     ({"eval_samples": 0}, ["--eval_samples 0", "at least 1"]),
     ({"eval_temperature": -1.0}, ["--eval_temperature -1.0", "at least 0"]),
-    ({"kl_target": -6.0}, ["--kl_target -6.0", "below 0"]), ({"reward_clip": -5.0}, ["--reward_clip -5.0", "below 0"]),
+    ({"kl_target": -6.0}, ["--kl_target -6.0", "at least 0"]),
+    ({"reward_clip": -5.0}, ["--reward_clip -5.0", "at least 0"]),
     ({"num_epochs_per_rollout": 0}, ["--num_epochs_per_rollout", "at least 1"]),
-    ({"generate_batch_size": -1}, ["--generate_batch_size -1", "at least 1, or 0"]),
-    ({"score_batch_size": -4}, ["--score_batch_size -4", "at least 1, or 0"]),
+    ({"generate_batch_size": -1}, ["--generate_batch_size -1", "at least 0"]),
+    ({"score_batch_size": -4}, ["--score_batch_size -4", "at least 0"]),
 ])  # fmt: skip
-def test_settings_that_would_be_ignored_or_cannot_work(settings, parts):
-    good = {"reward_function": ["a:b"], "rollout_batch_size": 16, "train_batch_size": 8}
-    ppo.check_settings(ppo.Args(**good))
-    refuses(*parts, call=lambda: ppo.check_settings(ppo.Args(**{**good, **settings})))
+def test_settings_that_would_be_ignored_or_cannot_work(settings, parts, capsys):
+    good = {"rollout_batch_size": 16, "train_batch_size": 8}
+    assert refusal_of(ppo, good, capsys) == ""
+    message = refusal_of(ppo, {**good, **settings}, capsys)
+    assert all(part in message for part in parts), message
 
 
 def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatch):
@@ -788,14 +773,16 @@ def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatc
     changed = AutoTokenizer.from_pretrained(other)
     changed.add_tokens(["more"])
     changed.save_pretrained(other)
-    call = lambda: score_model(str(other), tokenizer_of(str(ASSETS / "model")), None, new_head=True)
+    call = lambda: score_model(
+        str(other), tokenizer_of(str(ASSETS / "model")), LOADING, new_head=True
+    )
     refuses(other, "another tokenizer", call=call)
     tiny = tiny_llama(tmp_path / "tiny")
     refuses(
         tiny,
         "score.weight",
         "recipes/reward.py",
-        call=lambda: score_model(str(tiny), tokenizer, None),
+        call=lambda: score_model(str(tiny), tokenizer, LOADING),
     )
 
 
@@ -1023,33 +1010,22 @@ class Reference:
         sums = {name: sum(part[name].sum() for part in each) / tokens for name in each[0]}
         self.optimizer.zero_grad()
         sums["loss"].backward()
-        norms = [
-            math.sqrt(
-                sum((p.grad**2).sum().item() for p in model.parameters() if p.grad is not None)
-            )
-            for model in (self.actor, self.critic)
-        ]
-        joint = math.hypot(*norms)
-        if s.max_grad_norm and joint > s.max_grad_norm:
-            for model in (self.actor, self.critic):
-                for p in model.parameters():
-                    p.grad = None if p.grad is None else p.grad * (s.max_grad_norm / joint)
+        parameters = [*self.actor.parameters(), *self.critic.parameters()]
+        norm = math.sqrt(sum((p.grad**2).sum().item() for p in parameters if p.grad is not None))
+        if s.max_grad_norm and norm > s.max_grad_norm:
+            for p in parameters:
+                p.grad = None if p.grad is None else p.grad * (s.max_grad_norm / norm)
         self.optimizer.step()
         rates = {
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "critic_learning_rate": self.optimizer.param_groups[2]["lr"],
         }
-        norms = {
-            "grad_norm": joint,
-            "grad_norm/actor": norms[0],
-            "grad_norm/critic": norms[1],
-            **rates,
-        }
         self.lines.append(
             {
                 "global_step": step + 1,
                 **{name: value.item() for name, value in sums.items()},
-                **norms,
+                "grad_norm": norm,
+                **rates,
             }
         )
 
@@ -1192,23 +1168,26 @@ def test_every_logged_number_of_a_run(whole):
         ] == [1, 5, 9]
 
 
+def extra_of(output, step: int):
+    """What the recipe itself carries in a checkpoint."""
+    file = output / f"checkpoints/global_step_{step:06d}/extra.pt"
+    of_recipe = [(ppo.State, "__main__.State"), (ppo.Rollout, "__main__.Rollout")]
+    with torch.serialization.safe_globals(of_recipe):
+        return torch.load(file, weights_only=True)
+
+
 def test_what_a_rollout_holds(whole):
     """Responses, old log-probs and values, the reference's log-probs, returns and whitened advantages, token by token."""
     output, _, reference = whole
-    rollout = torch.load(output / "checkpoints/global_step_000003/extra.pt", weights_only=True)[
-        "rollout"
-    ]
-    samples, tensors = reference.rollouts[0], rollout["tensors"]
+    rollout = extra_of(output, 3).rollout
+    samples, tensors = reference.rollouts[0], rollout.tokens
     has_reference = reference.set.kl_coef > 0  # else none is loaded, nor looked at
     state = json.loads((output / "checkpoints/global_step_000003/state.json").read_text())
     assert ("ref_logps" in tensors) == ("reference model" in state["arguments"]) == has_reference
-    assert rollout["responses"] == [sample.response for sample in samples] and rollout[
-        "prompts"
-    ] == [sample.prompt for sample in samples]
-    assert (
-        len(rollout["responses"]) == 8
-        and len({len(response) for response in rollout["responses"]}) > 1
-    )
+    assert rollout.samples.responses == [sample.response for sample in samples]
+    assert rollout.samples.prompts == [sample.prompt for sample in samples]
+    assert len(rollout.samples) == 8
+    assert len({len(response) for response in rollout.samples.responses}) > 1
     lengths = torch.tensor([[len(sample.response)] for sample in samples])
     assert torch.equal(tensors["mask"], torch.arange(lengths.max()) < lengths)
     for name, of_sample in (
@@ -1251,7 +1230,7 @@ def test_the_critic_is_taken_out_of_a_checkpoint(whole, tmp_path, monkeypatch, t
     saved = load_file(checkpoint_folder / "engine/model.safetensors")
     for name, parameter in found.named_parameters():
         assert torch.equal(parameter, saved[f"critic.model.{name}"])
-    assert score_model(str(tmp_path / "critic"), tokenizer, None).config.pad_token_id == 0
+    assert score_model(str(tmp_path / "critic"), tokenizer, LOADING).config.pad_token_id == 0
     sample = reference.rollouts[0][0]
     ids = torch.tensor([sample.prompt + sample.response])
     with torch.no_grad():
@@ -1312,14 +1291,8 @@ def test_tensorboard_shows_scores_and_responses(whole):
 
 def test_a_run_does_not_depend_on_the_number_of_processes(finished):
     one, two = (finished("kl in the reward", launcher)[0] for launcher in ("plain", "ddp"))
-    one, two = (
-        torch.load(run / "checkpoints/global_step_000009/extra.pt", weights_only=True)
-        for run in (one, two)
-    )
-    assert (
-        one["rollout"]["responses"] == two["rollout"]["responses"]
-        and len(one["rollout"]["responses"]) == 8
-    )
+    one, two = (extra_of(output, 9).rollout.samples.responses for output in (one, two))
+    assert one == two and len(one) == 8
     one, two = (weights(finished("kl in the reward", launcher)[0]) for launcher in ("plain", "ddp"))
     assert (one - two).norm() <= 1e-5 * one.norm()
 
@@ -1398,9 +1371,8 @@ def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
     result = run(
         inputs, output, WHOLE["kl in the reward"], *again, "--max_new_tokens", 5, check=False
     )
-    assert (
-        result.returncode and "'max_new_tokens': 6}\" in the checkpoint" in result.stdout
-    )  # other draws would follow
+    # Other draws would follow.
+    assert result.returncode and "max_new_tokens: 6 in the checkpoint, 5 now" in result.stdout
     result = run(inputs, output, WHOLE["kl in the reward"], *again)
     assert "global_step_000003: 3 updates, 0 skipped" in result.stdout
     assert timeless(output) == timeless(whole)
@@ -1417,16 +1389,8 @@ def test_resumed_in_the_middle_of_a_rollout(finished, inputs):
     assert engines[0].keys() == engines[1].keys() and all(
         torch.equal(engines[0][name], engines[1][name]) for name in engines[0]
     )
-    at_9 = [
-        torch.load(run / "checkpoints/global_step_000009/extra.pt", weights_only=True)
-        for run in (output, whole)
-    ]
-    assert (
-        at_9[0]["kl_coef"]
-        == at_9[1]["kl_coef"]
-        != at_9[0]["rollout"]["kl_coef"]
-        != WHOLE["kl in the reward"]["kl_coef"]
-    )
+    one, two = (extra_of(folder, 9) for folder in (output, whole))
+    assert one.kl_coef == two.kl_coef != one.rollout.kl_coef != WHOLE["kl in the reward"]["kl_coef"]
     calls = lambda name: (inputs / f"{name}.calls").read_text().splitlines()
     assert calls(output.name) == calls(whole.name)[8:]  # the first rollout is not scored again
     assert [*shown(output)[0]] == [1, 5, 9]
@@ -1445,8 +1409,7 @@ def test_the_critic_learns_before_the_actor(reference, inputs):
     assert moved == learns and torch.equal(
         weights(output), weights(output, "actors/global_step_000008")
     )
-    for name in ("learning_rate", "grad_norm/actor"):
-        assert [line[name] > 0 for line in lines(output)] == learns, name
+    assert [line["learning_rate"] > 0 for line in lines(output)] == learns
     assert [line["critic_learning_rate"] > 0 for line in lines(output)] == [False] + [
         True
     ] * 7  # the first is warm-up's own zero

@@ -12,16 +12,14 @@ import sys
 import threading
 import time
 
-import datasets
 import pytest
 import torch
 
+from bare_runs import SHARING, alone_in, bare_run, data_of
 from common.arguments import load_function
-from common.data.mixture import Mixture
 from common.rollout import calls, rewards
 from common.rollout.samples import Samples
 from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, write_jsonl
-from test_ppo import alone_in
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +48,19 @@ def samples_of(tokenizer, **columns) -> Samples:
     )  # fmt: skip
 
 
-def judge_of(timeout: float = 0.0, weights: dict | None = None, **functions) -> rewards.Judge:
-    weights = weights or dict.fromkeys(functions, 1.0)
-    return rewards.Judge(functions=functions, weights=weights, timeout=timeout)
+def judge_of(weights: dict | None = None, **functions) -> rewards.Judge:
+    judge = rewards.Judge(bare_run())
+    judge.functions = functions
+    judge.weights = weights or dict.fromkeys(functions, 1.0)
+    return judge
 
 
-def score(accelerator, tokenizer, judge, samples=None, step: int = 7) -> rewards.Scores:
-    samples = samples or samples_of(tokenizer)
-    return rewards.score(accelerator, tokenizer, judge, samples, 4, True, step)
+def score(
+    accelerator, tokenizer, judge, samples=None, step: int = 7, timeout: float = 0.0
+) -> rewards.Scores:
+    run = bare_run(accelerator, tokenizer, reward_timeout=timeout)
+    run.progress.global_step = step
+    return judge.score(run, samples or samples_of(tokenizer), SHARING)
 
 
 def length(prompts, responses):
@@ -110,7 +113,7 @@ def test_what_a_function_changes_reaches_neither_the_samples_nor_the_next_functi
     before = copy.deepcopy(samples)
     score(accelerator, tokenizer, judge_of(one=meddles, two=meddles_later, three=meddles), samples)
     assert (samples.prompts, samples.responses) == (before.prompts, before.responses)
-    assert (samples.row_texts, samples.rows) == (before.row_texts, before.rows)
+    assert (samples.row_texts, samples.data_rows) == (before.row_texts, before.data_rows)
     assert seen[0] == seen[1] == seen[2]
     assert seen[2][1] == TEXTS and seen[2][2]["response_ids"] == before.responses
 
@@ -226,7 +229,7 @@ def test_a_reward_model_that_is_not_finite_ends_the_run(accelerator, tokenizer, 
     position = found.tolist().index(4.0)
     judge.model = Scorer([0.5, 1.0, 2.0, 3.0, bad, 6.5])
     refuses(
-        f"the reward model's score of data row {samples.rows[position]}", f"is {bad}", repr(TEXTS[position]),
+        f"the reward model's score of data row {samples.data_rows[position]}", f"is {bad}", repr(TEXTS[position]),
         "1 of 6 scores are not finite", "from 0.5 to 6.5, their mean 2.6",
         call=lambda: score(accelerator, tokenizer, judge, samples),
     )  # fmt: skip
@@ -358,15 +361,15 @@ def test_what_may_not_be_returned(accelerator, tokenizer, kind):
 @pytest.mark.parametrize(
     "function, parts",
     [
-        (raises_at, ["ZeroDivisionError", "data row 13", "'5555'", "test_rewards.py:"]),
-        (raises_in_a_library, ["JSONDecodeError", "data row 12", "'78'", "(test_rewards.py:"]),
+        (raises_at, ["ZeroDivisionError", "data rows 11 to 13", "(test_rewards.py:"]),
+        (raises_in_a_library, ["JSONDecodeError", "data rows 11 to 13", "(test_rewards.py:"]),
         (exits, ["SystemExit", "data rows 11 to 13"]),
         (fails_alone, ["RuntimeError: the server is gone for good", "data rows 11 to 13"]),
-        (raises_later, ["KeyError", "data row 11", "'12'"]),
+        (raises_later, ["KeyError: '12' (test_rewards.py:", "data rows 11 to 13"]),
         (lambda prompts, responses, answer: [], ["TypeError", "answer"]),
         (wants_no_program, ["SystemExit: os._exit(0) (test_rewards.py:", "data rows 11 to 13"]),
         (wants_no_loop, ["SystemExit: os._exit(0) (test_rewards.py:"]),
-        (cancels_itself, ["CancelledError (test_rewards.py:", "data row 12", "'78'"]),
+        (cancels_itself, ["CancelledError (test_rewards.py:", "data rows 11 to 13"]),
         (waits_for_a_cancelled_one, ["CancelledError (test_rewards.py:"]),
         (raises_no_exception, ["BaseException: at all (test_rewards.py:"]),
         (ends_as_a_generator, ["GeneratorExit (test_rewards.py:"]),
@@ -409,20 +412,24 @@ def test_ctrl_c_is_the_users_unless_a_run_handles_it(accelerator, tokenizer, mon
 
 
 @pytest.mark.parametrize(
-    "function, parts",
+    "function",
     [
-        (sleeps_at, ["data row 11", "'3456'"]),
-        (catches_all, []),
-        (waits_at, ["data row 11", "'3456'"]),
-        (blocks, ["data rows 11 to 13"]),
+        sleeps_at,
+        catches_all,
+        waits_at,
+        blocks,
     ],
 )
-def test_a_function_that_takes_too_long(accelerator, tokenizer, function, parts):
+def test_a_function_that_takes_too_long(accelerator, tokenizer, function):
     before = signal.getsignal(signal.SIGUSR2)
-    judge = judge_of(mine=function, timeout=0.3)
+    judge = judge_of(mine=function)
     start = time.perf_counter()
-    parts = ["--reward_function mine", "longer than --reward_timeout 0.3", "6 responses", *parts]
-    refuses(*parts, call=lambda: score(accelerator, tokenizer, judge))
+    refuses(
+        "--reward_function mine",
+        "longer than --reward_timeout 0.3",
+        "6 responses, data rows 11 to 13",
+        call=lambda: score(accelerator, tokenizer, judge, timeout=0.3),
+    )
     assert time.perf_counter() - start < 20
     assert signal.getsignal(signal.SIGUSR2) is before
 
@@ -440,7 +447,7 @@ def test_a_function_in_time_is_left_alone(accelerator, tokenizer):
         signal.signal(signal.SIGALRM, before)
         return rang * len(responses)
 
-    assert score(accelerator, tokenizer, judge_of(f=alarmed, timeout=30)).total.tolist() == [1] * 6
+    assert score(accelerator, tokenizer, judge_of(f=alarmed), timeout=30).total.tolist() == [1] * 6
     assert threads == [threading.main_thread()] and threading.active_count() < 20
 
 
@@ -453,43 +460,43 @@ def test_async_functions_share_one_event_loop(accelerator, tokenizer):
         await asyncio.sleep(0)
         return [step] * len(responses)
 
-    judge = judge_of(f=function, timeout=30)
+    judge = judge_of(f=function)
     for step in (1, 2):
-        assert score(accelerator, tokenizer, judge, step=step).total.tolist() == [step] * 6
+        found = score(accelerator, tokenizer, judge, step=step, timeout=30)
+        assert found.total.tolist() == [step] * 6
     assert loops[0] is loops[1] and not loops[0].is_closed()
 
 
 # ---------------------------------------------------------------------------------------------- loading
 
 
-def load(tokenizer, functions, weights=None, timeout=600.0):
-    return rewards.load_judge(
-        None, tokenizer, None, functions, weights, False, timeout, None, ["a"]
+def load(functions, weights=None):
+    run = bare_run(
+        data=data_of(['{"prompt": "p", "a": 1}']), reward_function=functions, reward_weights=weights
     )
+    return rewards.Judge(run)
 
 
-def test_functions_are_loaded_with_their_names_and_weights(tokenizer, tmp_path, monkeypatch):
+def test_functions_are_loaded_with_their_names_and_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for module in ("one_of_test", "two_of_test"):
         (tmp_path / f"{module}.py").write_text("def good(p, r): ...\ndef reward_model(p, r): ...\n")
     names = ["one_of_test:good", "common.rollout.rewards:answer_reward"]
-    judge = load(tokenizer, names)
-    assert judge.parts == list(judge.weights) == ["good", "answer_reward"]
-    assert list(judge.weights.values()) == [1.0, 1.0] and judge.timeout == 600
-    assert judge.columns == ["a"]
-    judge = load(
-        tokenizer, ["one_of_test:good", "two_of_test:good", "two_of_test:reward_model"], [1, 0, 2]
-    )
+    judge = load(names)
+    assert list(judge.functions) == list(judge.weights) == ["good", "answer_reward"]
+    assert list(judge.weights.values()) == [1.0, 1.0] and judge.model is None
+    assert judge.columns == ["prompt", "a"]
+    judge = load(["one_of_test:good", "two_of_test:good", "two_of_test:reward_model"], [1, 0, 2])
     assert judge.weights == {
         "one_of_test:good": 1,
         "two_of_test:good": 0,
         "two_of_test:reward_model": 2,
     }
-    refuses("one_of_test:good is given twice", call=lambda: load(tokenizer, [names[0]] * 2))
+    refuses("one_of_test:good is given twice", call=lambda: load([names[0]] * 2))
     for weights in ([1.0], [1.0, 2.0, 3.0], [1.0, math.nan]):
         refuses(
             "--reward_weights", "expected 2 finite numbers", "good, answer_reward",
-            call=lambda weights=weights: load(tokenizer, names, weights),
+            call=lambda weights=weights: load(names, weights),
         )  # fmt: skip
 
 
@@ -539,19 +546,15 @@ def test_ctrl_c_while_a_module_is_imported_is_ctrl_c(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------- signatures
 
 
-def sets_of(*sets: list[dict]) -> tuple[datasets.Dataset, Mixture]:
-    """Rows of several data sets, as `dataset.load_mixture` returns them."""
-    texts = [json.dumps({"prompt": "p", **row}) for rows in sets for row in rows]
-    return datasets.Dataset.from_dict({"columns": texts}), Mixture(
-        tuple(map(len, sets)), (1.0,) * len(sets)
-    )
-
-
-def check_signature(function, *rows: dict, held_out: dict | None = None) -> list[str]:
+def check_signature(function, *rows: dict, held_out: dict | None = None) -> None:
     """Checks a function against a mixture of sets with such rows, and against a held-out set."""
-    train_set, mixture = sets_of(*[[row] * 3 for row in rows or ({"answer": "1", "level": 2},)])
-    eval_sets = {} if held_out is None else {"eval/": sets_of([held_out])[0]}
-    return rewards.check_signatures({"mine": function}, train_set, mixture, eval_sets)
+    text = lambda row: json.dumps({"prompt": "p", **row})
+    sets = [[text(row)] * 3 for row in rows or ({"answer": "1", "level": 2},)]
+    eval_sets = {} if held_out is None else {"eval/": data_of([text(held_out)]).train}
+    args = bare_run(reward_function=["tests:mine"]).args
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rewards.arguments, "load_function", lambda *_: function)
+        rewards.check_signatures(args, data_of(*sets, eval_sets=eval_sets))
 
 
 def of_trl(completions, answer, **kwargs): ...
@@ -585,7 +588,7 @@ def test_a_signature_that_cannot_take_what_there_is(function, parts):
     lambda prompts, responses, truncated, response_ids, answer: 0,
 ])  # fmt: skip
 def test_a_signature_that_can_take_it(function):
-    assert check_signature(function) == ["prompt", "answer", "level"]
+    check_signature(function)
 
 
 def test_completions_are_texts_only_where_prompts_are():
@@ -594,7 +597,7 @@ def test_completions_are_texts_only_where_prompts_are():
     call = lambda: check_signature(of_trl_too, messages)
     refuses("mine takes (prompts, completions, **kwargs): completions are TRL's", call=call)
     both = lambda prompts, completions=None, responses=None, **columns: 0
-    assert check_signature(both, messages) == ["prompt"]
+    check_signature(both, messages)
 
 
 def test_the_columns_of_a_mixture_are_those_of_all_its_sets(accelerator, tokenizer):
@@ -606,10 +609,12 @@ def test_the_columns_of_a_mixture_are_those_of_all_its_sets(accelerator, tokeniz
         return [0.0] * len(responses)
 
     sets = [{"answer": "1"}, {"level": 2, "other": 3}]
-    columns = check_signature(function, *sets)
-    assert columns == ["prompt", "answer", "level", "other"]
-    judge = judge_of(f=function)
-    judge.columns = columns
+    check_signature(function, *sets)
+    texts = [[json.dumps({"prompt": "p", **row})] * 3 for row in sets]
+    judge = rewards.Judge(bare_run(data=data_of(*texts)))
+    assert judge.columns == ["prompt", "answer", "level", "other"]
+    judge.functions = {"f": function}
+    judge.weights = {"f": 1.0}
     score(accelerator, tokenizer, judge, samples_of(tokenizer, answer=["a", "b", "c"]))
     assert seen == [(["a", "a", "b", "b", "c", "c"], [None] * 6, "default")]
     # Of a held-out set nothing is filled in: it would be scored as if it had no answers.
@@ -652,7 +657,7 @@ def test_a_function_that_ends_the_program_does_not_end_the_run_as_done(tmp_path)
 
 TWO = """
 import sys
-sys.path[:0] = [{tests!r}, {repository!r}]
+sys.path[:0] = [{tests!r}, {tests!r} + "/rollout", {repository!r}]
 import os, time
 from accelerate import Accelerator
 from transformers import AutoTokenizer
@@ -666,8 +671,8 @@ def on_the_second(prompts, responses, **columns):
 
 accelerator = Accelerator(cpu=True)
 tokenizer = AutoTokenizer.from_pretrained({assets!r})
-judge = test_rewards.judge_of(on_the_second=on_the_second, timeout=3.0)
-scores = test_rewards.score(accelerator, tokenizer, judge)
+judge = test_rewards.judge_of(on_the_second=on_the_second)
+scores = test_rewards.score(accelerator, tokenizer, judge, timeout=3.0)
 print("scores", accelerator.process_index, scores.total.tolist(), flush=True)
 """
 BODIES = {

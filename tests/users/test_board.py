@@ -15,6 +15,7 @@ from tensorboard import default, program
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from common import board, console, counted, trackers, transcript
+from recipes import RECIPES
 from runs import (
     evaluation_lines,
     launch,
@@ -27,17 +28,10 @@ from runs import (
     write_jsonl,
 )
 
-# The key metric of each recipe, which its page of charts must show.
-KEY = {
-    "sft": "mean_token_accuracy",
-    "reward": "accuracy",
-    "dpo": "rewards/accuracies",
-    "ppo": "objective/scores",
-    "grpo": "reward",
-}
-SAMPLERS = ["--reward_function", "tests.tied_rewards:ties", "--rollout_batch_size", 4, "--generate_batch_size", 8,
-            "--score_batch_size", 8, "--max_new_tokens", 4]  # fmt: skip
-NAMES = ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in KEY if name != "ppo")]
+NAMES = [
+    "ppo",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name != "ppo"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +46,13 @@ def finished(inputs):
 
     def run(name):
         if name not in done:
-            data = inputs / f"{'ppo' if name == 'grpo' else name}.jsonl"
+            data = inputs / f"{name}.jsonl"
             rows = [json.loads(line) for line in data.read_text().splitlines()][:6]
             held_out = inputs / f"held-out-{name}.jsonl"
             held_out.write_text("".join(json.dumps(row | {"answer": "7"}) + "\n" for row in rows))
             output = inputs / name
-            more = SAMPLERS if name in ("ppo", "grpo") else []
-            if name == "grpo":
-                more = [*more, "--n_samples_per_prompt", 2]
-            if name in ("sft", "dpo"):
+            more = RECIPES[name].board_flags
+            if RECIPES[name].evaluates_answers:
                 more = ["--max_new_tokens", 4]
             result = launch(
                 [], recipe(name), "--model_name_or_path", inputs / "model", "--dataset_name", data, "--eval_dataset_name", held_out,
@@ -107,8 +99,9 @@ def test_what_tensorboards_server_answers(finished, ask, name):
     # Every value of every line is a curve.
     logged = {tag for line in lines(output) for tag in line} - {"global_step"}
     assert kinds["scalars"] == logged
-    points = answer("scalars/scalars", tag=KEY[name], run="tensorboard")
-    expected = {line["global_step"]: line[KEY[name]] for line in training_lines(output)}
+    key_metric = RECIPES[name].key_metric
+    points = answer("scalars/scalars", tag=key_metric, run="tensorboard")
+    expected = {line["global_step"]: line[key_metric] for line in training_lines(output)}
     assert {step: value for _, step, value in points} == pytest.approx(expected)
     # No two kinds share a tag: the server would show neither.
     expected = set()
@@ -125,7 +118,7 @@ def test_what_tensorboards_server_answers(finished, ask, name):
     (category,) = layout["category"]
     patterns = [pattern for chart in category["chart"] for pattern in chart["multiline"]["tag"]]
     shown = {tag for tag in logged for pattern in patterns if re.match(pattern, tag)}
-    assert KEY[name] in shown and any(tag.startswith("eval/") for tag in shown)
+    assert key_metric in shown and any(tag.startswith("eval/") for tag in shown)
     for pattern in patterns:
         assert any(re.match(pattern, tag) for tag in logged), pattern
 

@@ -4,12 +4,15 @@ Every logged tag is in its recipe's glossary and no other, every command in a do
 """
 
 import ast
+import dataclasses
 import re
 import shlex
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import recipes
+from recipes import RECIPES
 from runs import (
     ASSETS,
     REPOSITORY,
@@ -26,31 +29,19 @@ GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 ELSEWHERE = {"eval/avg_at_<k>", "eval/pass_at_<k>"}
 
 
-@pytest.fixture(scope="module", params=["sft", "dpo", "reward", "ppo", "grpo"])
+@pytest.fixture(scope="module", params=RECIPES)
 def demo(request, tmp_path_factory):
-    output = tmp_path_factory.mktemp("docs") / request.param
-    held_out = {"sft": "sft", "ppo": "prompts", "grpo": "prompts"}.get(
-        request.param, "preferences"
-    ) + "_eval.jsonl"
-    few = first_rows(output.with_name(held_out), ASSETS / held_out, 20)
-    more = [
-        "--max_steps",
-        2,
-        "--logging_steps",
-        1,
-        "--micro_train_batch_size",
-        16,
-        "--eval_dataset_name",
-        few,
-    ]
-    if held_out.startswith(
-        "preferences"
-    ):  # to tokenise all pairs would be most of the run, and test_strategies.py does it
-        more = [ASSETS / f"{request.param}.yaml", "--dataset_name", ASSETS / held_out, *more]
-    if request.param == "grpo":
-        more += ["--kl_coef", 0.01]
-    launch(config_launcher("ds_fp16"), recipe(request.param), *more, "--output_dir", output)
-    return request.param, output
+    name = request.param
+    output = tmp_path_factory.mktemp("docs") / name
+    held_out = ASSETS / RECIPES[name].held_out_file
+    few = first_rows(output.with_name(held_out.name), held_out, 20)
+    more = ["--max_steps", 2, "--logging_steps", 1, "--micro_train_batch_size", 16]
+    more += ["--eval_dataset_name", few, *RECIPES[name].glossary_flags]
+    if RECIPES[name].data == "preferences":
+        # To tokenise all pairs would be most of the run, and test_strategies.py does it.
+        more = [ASSETS / f"{name}.yaml", "--dataset_name", held_out, *more]
+    launch(config_launcher("ds_fp16"), recipe(name), *more, "--output_dir", output)
+    return name, output
 
 
 def test_the_glossary_is_the_list_of_logged_tags(demo):
@@ -90,13 +81,8 @@ def test_tensorboard_holds_what_metrics_jsonl_holds(demo):
     "path", sorted((REPOSITORY / "recipes").glob("*.py")), ids=lambda path: path.stem
 )
 def test_every_command_in_a_docstring_parses(path):
-    tree = ast.parse(path.read_text())
-    docstring = ast.get_docstring(tree)
-    fields = {
-        node.target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    fields = {field.name for field in dataclasses.fields(recipes.load(path.stem).Args)}
     commands = re.findall(r"(?:accelerate launch|python) .*", docstring)
     assert len(commands) == 4
     for command in commands:

@@ -23,18 +23,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes import RECIPES
 from runs import ASSETS, launch, recipe, training_lines
 
 STORED = Path(__file__).with_name("golden.json")
 TAGS = ["loss", "grad_norm"]
 ROWS = 640  # of the data: what five updates of the largest batch take
-SMALLER = {
-    "sft": 1,
-    "reward": 1,
-    "dpo": 1,
-    "ppo": 8,
-    "grpo": 8,
-}  # by what the demo's batches are divided
 
 
 def first_updates(name: str, folder: Path) -> dict[str, list[float]]:
@@ -43,7 +37,7 @@ def first_updates(name: str, folder: Path) -> dict[str, list[float]]:
     settings = {flag: value for flag, value in demo.items() if not flag.startswith("eval_")}
     for flag in settings:
         if flag.endswith("batch_size"):
-            settings[flag] //= SMALLER[name]
+            settings[flag] //= RECIPES[name].demo_batches_divided_by
 
     data = Path(demo["dataset_name"])
     rows = folder / f"{name}.jsonl"
@@ -59,7 +53,7 @@ def first_updates(name: str, folder: Path) -> dict[str, list[float]]:
     return {tag: [line[tag] for line in lines] for tag in TAGS}
 
 
-@pytest.mark.parametrize("name", SMALLER)
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_first_updates_are_as_they_were(name, tmp_path):
     stored = json.loads(STORED.read_text())[name]
     found = first_updates(name, tmp_path)
@@ -79,4 +73,4 @@ def as_text(values: dict[str, dict[str, list[float]]]) -> str:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        STORED.write_text(as_text({name: first_updates(name, Path(folder)) for name in SMALLER}))
+        STORED.write_text(as_text({name: first_updates(name, Path(folder)) for name in RECIPES}))

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from common.prove import __main__ as command
-from common.prove import bench, compare, promises
+from common.prove import bench, compare, interrupted, processes, promises, rows, runs
 from mutations import copy_repository
 from planting import Plant, drop_call, replace, together
 from recipes import NAMES
@@ -108,8 +108,8 @@ FAULTS = {
         "common/metrics.py",
         replace(
             "Means.add",
-            "torch.stack([total, weights.sum(), smallest, largest])",
-            by="torch.stack([total / weights.sum().clamp(min=1), counts.any().double(), smallest, largest])",
+            "torch.stack([number, weights.sum()])",
+            by="torch.stack([number / weights.sum().clamp(min=1), counts.any().double()])",
         ),
     ),
     "the metric of rank 0": Fault(
@@ -140,8 +140,8 @@ FAULTS = {
         "recipes/reward.py",
         replace(
             "main",
-            "optimizer = optim.adamw(accelerator, parameter_groups, args)",
-            by="optimizer = optim.adamw(accelerator, parameter_groups, args)\n"
+            "scheduler = optim.scheduler(optimizer, args, progress.total_steps)",
+            by="scheduler = optim.scheduler(optimizer, args, progress.total_steps)\n"
             "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
             "scorer, ['model.score.weight'])",
         ),
@@ -152,8 +152,8 @@ FAULTS = {
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
-            by="states = torch.get_rng_state(); load_engine(run, path / 'engine'); torch.set_rng_state(states)",
+            "load_schedule(run, state['scheduler'])",
+            by="load_schedule(run, state['scheduler']); torch.manual_seed(7 + run.accelerator.process_index)",
         ),
     ),
     "a checkpoint is written in place": Fault(
@@ -186,19 +186,11 @@ FAULTS = {
         "sft",
         "recipes/sft.py",
         together(
+            replace("main", "actor.publish(run)", by="pass"),
             replace(
                 "main",
-                "actor.publish(accelerator, model, policy, tokenizer, folder, dtype=args.save_dtype)",
-                by="pass",
-            ),
-            replace(
-                "main",
-                "micro_batches = batches.split(accelerator, update_sequences, lengths, "
-                "args.micro_train_batch_size, args.micro_train_tokens)",
-                by="""
-micro_batches = batches.split(accelerator, update_sequences, lengths, args.micro_train_batch_size, args.micro_train_tokens)
-actor.publish(accelerator, model, policy, tokenizer, f"{args.output_dir}/actor", dtype=args.save_dtype)
-""",
+                "loss_scale = engine.loss_scale(run)",
+                by="loss_scale = engine.loss_scale(run); actor.publish(run)",
             ),
         ),
     ),
@@ -265,8 +257,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "batches.rows_of_update(mixture, args.train_batch_size, args.seed, progress.updates_seen)",
-            by="batches.rows_of_update(mixture, args.train_batch_size, args.seed, progress.global_step)",
+            "batches.rows_of_update(data.mixture, args.train_batch_size, args.seed, progress.updates_seen)",
+            by="batches.rows_of_update(data.mixture, args.train_batch_size, args.seed, progress.global_step)",
         ),
     ),
     "old checkpoints are deleted before the next one is written": Fault(
@@ -284,7 +276,7 @@ with torch.no_grad():
         "ppo",
         "common/left_behind.py",
         replace(
-            "leave",
+            "move_beyond",
             "is_longer(file, whole)",
             by="file == metrics and is_longer(file, whole)",
         ),
@@ -295,8 +287,8 @@ with torch.no_grad():
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
-            by="load_engine(run, path / 'engine'); run.optimizer.state.clear()",
+            "engine_state.load(run, path / 'engine')",
+            by="engine_state.load(run, path / 'engine'); run.optimizer.state.clear()",
         ),
     ),
     "the last rows of an epoch are dropped": Fault(
@@ -347,8 +339,8 @@ with torch.no_grad():
         together(
             replace(
                 "main",
-                "metrics.start_interval()",
-                by="metrics.start_interval()\nfactor = 1.0",
+                "guard = guards.FiniteLosses(run)",
+                by="guard = guards.FiniteLosses(run)\nfactor = 1.0",
             ),
             replace(
                 "main",
@@ -369,8 +361,8 @@ with torch.no_grad():
         replace(
             "main",
             "if accelerator.sync_gradients:\n"
-            "    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)",
-            by="grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)",
+            "    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)",
+            by="grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)",
         ),
     ),
     "one process alone clips": Fault(
@@ -379,7 +371,7 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "args.max_grad_norm if args.max_grad_norm > 0 else math.inf",
+            "args.max_grad_norm or math.inf",
             by="args.max_grad_norm if accelerator.num_processes == 1 and args.max_grad_norm else math.inf",
         ),
     ),
@@ -390,7 +382,7 @@ with torch.no_grad():
         replace(
             "main",
             "metrics.update_done(applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale)",
-            by="metrics.update_done(applied, grad_norm=min(grad_norm, max_grad_norm), "
+            by="metrics.update_done(applied, grad_norm=min(grad_norm, args.max_grad_norm or math.inf), "
             "learning_rate=learning_rate, loss_scale=loss_scale)",
         ),
     ),
@@ -400,8 +392,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "evaluate",
-            "compare(output, inputs['mask'], weights)",
-            by="compare(output, inputs['mask'], torch.ones_like(weights))",
+            "compare(output, batch['mask'], weights)",
+            by="compare(output, batch['mask'], torch.ones_like(weights))",
         ),
     ),
     "an evaluation stops after its first micro-batch": Fault(
@@ -410,8 +402,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "evaluate",
-            "for values, value_weights in logged:\n    means.add(values, value_weights)",
-            by="for values, value_weights in logged:\n    means.add(values, value_weights)\nbreak",
+            "means.add(logged)",
+            by="means.add(logged); break",
         ),
     ),
     "padding tokens count in metrics": Fault(
@@ -420,15 +412,15 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "metrics.pending.add(values, value_weights)",
-            by="metrics.pending.add(values, torch.ones_like(value_weights))",
+            "metrics.pending.add(logged)",
+            by="metrics.pending.add([each._replace(weights=torch.ones_like(each.weights)) for each in logged])",
         ),
     ),
     "evaluation leaves dropout on": Fault(
         "evaluation",
         "sft",
         "recipes/sft.py",
-        replace("evaluate", "checks.evaluation_mode(model)", by="torch.no_grad()"),
+        replace("evaluate", "checks.evaluation_mode(run.model)", by="torch.no_grad()"),
     ),
     "the model stays in evaluation mode": Fault(
         "evaluation",
@@ -450,8 +442,8 @@ with torch.no_grad():
         "recipes/dpo.py",
         replace(
             "main",
-            "reference = prepare.frozen(accelerator, reference)",
-            by="reference = prepare.frozen(accelerator, reference).train()",
+            "reference = Reference(run)",
+            by="reference = Reference(run); reference.model.train()",
         ),
     ),
     "the learning rate is logged an update late": Fault(
@@ -474,9 +466,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "args.save_steps and progress.due(args.save_steps)",
-            by="args.save_steps and progress.due(args.save_steps) "
-            "and progress.samples % args.train_batch_size == 0",
+            "progress.due(args.save_steps)",
+            by="progress.due(args.save_steps) and progress.samples % args.train_batch_size == 0",
         ),
     ),
     "nothing is evaluated at the end": Fault(
@@ -485,7 +476,7 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "progress.due(args.eval_steps)",
+            "progress.evaluation_due(args.eval_steps)",
             by="args.eval_steps and progress.global_step % args.eval_steps == 0",
         ),
     ),
@@ -496,7 +487,7 @@ with torch.no_grad():
         replace(
             "main",
             "progress.due(args.save_steps)",
-            by="progress.global_step % args.save_steps == 0",
+            by="args.save_steps and progress.global_step % args.save_steps == 0",
         ),
     ),
     "old checkpoints stay": Fault(
@@ -525,12 +516,12 @@ with torch.no_grad():
         "recipes/dpo.py",
         replace(
             "main",
-            "divisor = engine.begin_update(accelerator, model, micro_batches)",
+            "divisor = engine.begin_update(run, micro_batches)",
             by="""
 full = args.micro_train_batch_size * accelerator.num_processes
 update_rows = update_rows[: max(len(update_rows) // full * full, 1)]
-micro_batches = batches.split(accelerator, update_rows, lengths, args.micro_train_batch_size, args.micro_train_tokens)
-divisor = engine.begin_update(accelerator, model, micro_batches)
+micro_batches = batches.split_update(run, update_rows, lengths)
+divisor = engine.begin_update(run, micro_batches)
 """,
         ),
     ),
@@ -540,7 +531,7 @@ divisor = engine.begin_update(accelerator, model, micro_batches)
         "common/batches.py",
         replace("epoch_order", "np.append(seed, epoch)", by="np.append(seed, 0)"),
     ),
-    "the schedule begins anew": Fault(
+    "the schedule starts again": Fault(
         "resume",
         "sft",
         "common/checkpoint.py",
@@ -558,9 +549,9 @@ divisor = engine.begin_update(accelerator, model, micro_batches)
         "common/checkpoint.py",
         replace(
             "load",
-            "load_engine(run, path / 'engine')",
+            "load_schedule(run, state['scheduler'])",
             by="""
-load_engine(run, path / 'engine')
+load_schedule(run, state['scheduler'])
 from accelerate.utils import broadcast
 torch.set_rng_state(broadcast(torch.get_rng_state()))
 """,
@@ -583,8 +574,8 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "recipes/dpo.py",
         replace(
             "main",
-            "reference = prepare.frozen(accelerator, reference)",
-            by="reference = policy",
+            "reference = Reference(run)",
+            by="reference = Reference(run); reference.model = model",
         ),
     ),
     "advantages are whitened in each micro-batch": Fault(
@@ -610,8 +601,8 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "recipes/grpo.py",
         replace(
             "main",
-            "position['update'] += 1",
-            by="position['update'] += not accelerator.optimizer_step_was_skipped",
+            "state.position.update += 1",
+            by="state.position.update += not accelerator.optimizer_step_was_skipped",
         ),
     ),
 }
@@ -671,7 +662,7 @@ def test_every_diff_fits_its_recipe(tmp_path):
     assert not list(tmp_path.glob("*.rej")) + list(tmp_path.glob("*.orig"))
     # No reference is loaded, read or kept.
     words = set(re.findall(r"\w+", (tmp_path / "my_simpo.py").read_text()))
-    assert not words & {"ref_name", "ref_logps", "reference_logps", "ref_model_name_or_path"}
+    assert not words & {"Reference", "ref_logps", "answer_logps", "ref_model_name_or_path"}
 
 
 @pytest.mark.slow
@@ -711,11 +702,11 @@ def test_a_new_reward_keeps_every_promise(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_average_that_a_resume_begins_anew_is_red(tmp_path):
+def test_an_average_that_a_resume_starts_again_is_red(tmp_path):
     """What `Run.own` is for."""
     file = fork(tmp_path, "sft", "ema")
     text = file.read_text()
-    kept = "    checkpoint.resume(run)\n"
+    kept = "    checkpoint.begin(run)\n"
     lost = kept + (
         "    if not accelerator.is_main_process or args.resume != 'never':\n"
         "        run.own = {n: p.float().clone() for n, p in shards.parts_of(policy).items()}\n"
@@ -729,25 +720,34 @@ def test_an_average_that_a_resume_begins_anew_is_red(tmp_path):
 # ============================================================ the command
 
 
+def without_flag(folder: Path, name: str, value: str) -> tuple[Path, Path]:
+    """A copy of the repository that has dropped an argument, and its SFT, which has a fixed value in its place."""
+    repository = folder / "repository"
+    copy_repository(repository)
+    shared = repository / "common/shared_args.py"
+    text = shared.read_text()
+    (field,) = re.findall(rf"    {name}: \w+ = arg\(.*?\)\n(?=    \w|\n)", text, re.S)
+    shared.write_text(text.replace(field, ""))
+    file = repository / "recipes/sft.py"
+    file.write_text(file.read_text().replace(f"args.{name}", value))
+    return repository, file
+
+
 @pytest.mark.slow
 def test_a_fork_without_a_flag_is_told_what_could_not_be_checked(tmp_path):
-    text = recipe("sft").read_text()
-    flag = re.search(r"    weight_decay: float = HfArg\(.*?\)\n", text)[0]
-    file = tmp_path / "my_sft.py"
-    file.write_text(text.replace(flag, "").replace("args.weight_decay", "0.0"))
-    report, output = prove(file, tmp_path, "--quick", "--only", "still", "--only", "last-update")
+    repository, file = without_flag(tmp_path, "weight_decay", "0.0")
+    flags = ["--quick", "--only", "still", "--only", "last-update"]
+    report, output = prove(file, tmp_path, *flags, repository=repository)
     assert of_status(report, "unchecked") == ["still"] and of_status(report, "red") == [], output
     assert re.search(r"^- +still +the recipe has no --weight_decay", output, re.M), output
 
 
 @pytest.mark.slow
 def test_a_fork_that_always_makes_one_epoch_is_not_red(tmp_path):
-    text = recipe("sft").read_text()
-    flag = re.search(r"    max_epochs: \w+ = HfArg\(.*?\)\n", text, re.S)[0]
-    file = tmp_path / "my_sft.py"
-    file.write_text(text.replace(flag, "").replace("args.max_epochs", "1"))
+    repository, file = without_flag(tmp_path, "max_epochs", "1")
     names = ("means", "log-lines", "seed", "still")
-    report, output = prove(file, tmp_path, "--quick", *(f"--only={name}" for name in names))
+    flags = ["--quick", *(f"--only={name}" for name in names)]
+    report, output = prove(file, tmp_path, *flags, repository=repository)
     assert of_status(report, "red") == [] and of_status(report, "green") == ["still"], output
     assert of_status(report, "unchecked") == ["means", "log-lines", "seed"]
     assert "the recipe makes one pass over the data" in output
@@ -862,9 +862,9 @@ def judged(*steps) -> tuple[str, str]:
         for step in steps:
             if isinstance(step, Exception):
                 raise step
-            yield promises.Check(f"of {step.where}", step)
+            yield compare.Check(f"of {step.where}", step)
 
-    outcome = command.judge(promises.Promise("means", "says", "docs", check), None)
+    outcome = command.judge(promises.Promise("means", "says", check), None)
     return outcome.status, command.table([outcome]) + command.explain([outcome])
 
 
@@ -907,7 +907,7 @@ def test_of_several_processes_the_error_of_the_first_is_shown(tmp_path):
     process, console = made.start("failing", words, "ddp")
     assert process.poll(300) == 1
     assert console.read_text().count("gone") == 50
-    assert bench.end_of(console).splitlines()[-1] == "this is wrong"
+    assert processes.end_of(console).splitlines()[-1] == "this is wrong"
 
 
 def lines_with(**changes) -> list[dict]:
@@ -943,24 +943,24 @@ def lines_with(**changes) -> list[dict]:
     ],
 )
 def test_bounds_of_log_lines(changes, exact, green):
-    assert compare.of_lines(lines_with(), lines_with(**changes), exact=exact).green == green
+    assert compare.lines(lines_with(), lines_with(**changes), exact=exact).green == green
 
 
 def test_what_is_not_finite_has_no_infinite_bound():
     for value in (math.inf, math.nan):
-        assert not compare.of_lines(lines_with(mean_1=value), lines_with()).green
+        assert not compare.lines(lines_with(mean_1=value), lines_with()).green
         # Nor has another metric of that line.
         beside = {"logps/x_1": value}
         expected, found = lines_with(**beside), lines_with(**beside, mean_1=3.1)
-        assert not compare.of_lines(expected, found, only={"mean"}).green
-    assert compare.of_lines(lines_with(mean_1=math.inf), lines_with(mean_1=math.inf)).green
+        assert not compare.lines(expected, found, only={"mean"}).green
+    assert compare.lines(lines_with(mean_1=math.inf), lines_with(mean_1=math.inf)).green
 
 
 def test_the_first_line_and_metric_beyond_its_bound_is_named():
-    found = compare.of_lines(lines_with(), lines_with(loss_1=2.1, loss_2=3.0))
+    found = compare.lines(lines_with(), lines_with(loss_1=2.1, loss_2=3.0))
     assert found.where == "loss, update 2: 2, 2.1"
     assert found.measured == pytest.approx(0.1)
-    assert "3 lines, 2" in compare.of_lines(lines_with(), lines_with()[:2]).where
+    assert "3 lines, 2" in compare.lines(lines_with(), lines_with()[:2]).where
 
 
 @pytest.mark.parametrize(
@@ -979,10 +979,10 @@ def test_learning_rates_of_a_linear_schedule(tmp_path, rates, green):
     write_jsonl(tmp_path / "metrics.jsonl", lines)
     made = bench.Bench(Path("x.py"), [], tmp_path, quick=True)
     made.arguments = {"lr_scheduler_type": "linear", "warmup_steps": 0}
-    (check,) = promises.linear_schedule(made, "alone", bench.Finished("", tmp_path, ""))
+    (check,) = promises.linear_schedule(made, "alone", bench.Finished("", tmp_path))
     assert check.difference.green == green
     made.arguments = {}  # a fork with a schedule of its own
-    assert promises.linear_schedule(made, "alone", bench.Finished("", tmp_path, "")) == []
+    assert list(promises.linear_schedule(made, "alone", bench.Finished("", tmp_path))) == []
 
 
 @pytest.mark.parametrize(
@@ -996,7 +996,7 @@ def test_learning_rates_of_a_linear_schedule(tmp_path, rates, green):
 def test_epochs_have_orders_of_their_own(tmp_path, losses, expected):
     lines = [{"global_step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
     write_jsonl(tmp_path / "metrics.jsonl", lines)
-    checks = promises.of_epochs(bench.Finished("", tmp_path, ""), len(losses) // 2)
+    checks = promises.order_of_epochs(bench.Finished("", tmp_path), len(losses) // 2)
     assert [check.difference.green for check in checks] == expected
 
 
@@ -1045,10 +1045,10 @@ def test_which_settings_of_a_config_are_dropouts(tmp_path):
 def test_first_rows_that_cannot_be_used_are_told(tmp_path):
     made = bench_of(tmp_path)
 
-    def finish(*_):
+    def launch(*_, **__):
         raise bench.RunFailed("data set 'x': no usable row: 33 left out (too long)")
 
-    made.finish = finish
+    made.launch = launch
     with pytest.raises(bench.Unchecked, match=r"no usable row: 33 left out \(too long\)"):
         made.run("1x16")
 
@@ -1091,7 +1091,7 @@ def test_a_run_that_hangs_or_is_watched_wrongly_is_killed(tmp_path, monkeypatch)
         assert process.returncode == -signal.SIGKILL
     with pytest.raises(bench.RunFailed, match="hung"):
         made.run_script("hanging", str(script))
-    assert not made.processes
+    assert not made.running
 
 
 def test_workers_in_groups_of_their_own_are_killed(tmp_path):
@@ -1118,7 +1118,7 @@ def test_workers_in_groups_of_their_own_are_killed(tmp_path):
 
     assert made.wait("fresh", process, console, has_begun)
     (worker,) = begun
-    assert not bench.is_alive(worker)
+    assert not processes.is_alive(worker)
 
 
 def test_after_a_stop_no_run_starts(tmp_path):
@@ -1140,25 +1140,25 @@ def test_after_a_stop_no_run_starts(tmp_path):
 def finished(folder: Path, *lines: dict) -> bench.Finished:
     folder.mkdir(exist_ok=True)
     write_jsonl(folder / "metrics.jsonl", lines)
-    return bench.Finished(folder.name, folder, "")
+    return bench.Finished(folder.name, folder)
 
 
 def test_two_empty_logs_are_not_equal():
-    found = compare.of_lines([], [])
+    found = compare.lines([], [])
     assert not found.green and found.where == "the log: neither run has such a line"
 
 
 def test_two_runs_without_a_model_are_not_equal(tmp_path):
     one, other = finished(tmp_path / "one"), finished(tmp_path / "other")
-    found = compare.of_models(one, other)
+    found = compare.models(one, other)
     assert not found.green and found.where.endswith("neither run has saved a model")
 
 
 def test_means_without_evaluations_are_not_all_checked(tmp_path, monkeypatch):
     lines = [{"global_step": step, "loss": float(step)} for step in (1, 2, 3)]
     run = finished(tmp_path / "run", *lines)
-    still = promises.StandingStill(run, run, 1)
-    monkeypatch.setattr(promises, "standing_still", lambda _: still)
+    for name, found in (("pass_at_once", run), ("pass_in_parts", run), ("updates_of_a_pass", 1)):
+        monkeypatch.setattr(runs, name, lambda _, found=found: found)
     checks = promises.check_means(bench_of(tmp_path))
     assert [next(checks).what, next(checks).what] == ["training lines", "since the last line alone"]
     with pytest.raises(bench.Unchecked, match="logs no evaluation"):
@@ -1167,16 +1167,18 @@ def test_means_without_evaluations_are_not_all_checked(tmp_path, monkeypatch):
 
 def test_a_run_that_saves_nothing_may_have_moved(tmp_path):
     with pytest.raises(bench.Unchecked, match="saves no model"):
-        promises.still(bench_of(tmp_path), "alone", finished(tmp_path / "run"))
+        promises.moved(bench_of(tmp_path), finished(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("samples, unchecked", [(False, True), (True, False)])
-def test_random_states_count_only_where_there_is_dropout(tmp_path, monkeypatch, samples, unchecked):
+@pytest.mark.parametrize("generates, unchecked", [(False, True), (True, False)])
+def test_random_states_count_only_where_there_is_dropout(
+    tmp_path, monkeypatch, generates, unchecked
+):
     (tmp_path / "config.json").write_text("{}")
     asked = dict(model_name_or_path=str(tmp_path), save_steps=0, logging_steps=1, eval_steps=1)
-    made = bench_of(tmp_path, **asked, **({"rollout_batch_size": 4} if samples else {}))
-    monkeypatch.setattr(promises, "unbroken", lambda _: None)
-    monkeypatch.setattr(promises, "resumed", lambda *_: iter([]))
+    made = bench_of(tmp_path, **asked, **({"rollout_batch_size": 4} if generates else {}))
+    monkeypatch.setattr(runs, "uninterrupted", lambda _: None)
+    monkeypatch.setattr(interrupted, "resumed", lambda *_: iter([]))
     expected = pytest.raises(bench.Unchecked, match="random states: the model's config names no")
     with expected if unchecked else contextlib.nullcontext():
         list(promises.check_resume(made))
@@ -1188,7 +1190,7 @@ def test_without_dropout_an_evaluation_proves_less(tmp_path, monkeypatch):
     run = finished(
         tmp_path / "run", {"global_step": 0, "eval/loss": 1.0}, {"global_step": 1, "x": 1}
     )
-    monkeypatch.setattr(promises, "unbroken", lambda _: run)
+    monkeypatch.setattr(runs, "uninterrupted", lambda _: run)
     monkeypatch.setattr(made, "run", lambda *_, **__: run)
     checks = promises.check_evaluation(made)
     assert [next(checks).what, next(checks).what] == ["log lines of training", "weights"]
@@ -1202,7 +1204,7 @@ def test_without_dropout_an_evaluation_proves_less(tmp_path, monkeypatch):
 class Killed(bench.Bench):
     """A bench whose runs only make the folders of checkpoints that a list names."""
 
-    def run_until(self, name, launcher, flags, moment):
+    def launch(self, name, launcher, flags, until):
         folder = Path(flags[flags.index("--output_dir") + 1]) / "checkpoints"
         folder.mkdir(parents=True, exist_ok=True)
         self.names.append(name)
@@ -1211,7 +1213,7 @@ class Killed(bench.Bench):
             manifest = {"state.json": [0, 0]}
             (folder / path / "state.json").touch()
             (folder / path / "manifest.json").write_text(json.dumps(manifest))
-            assert moment() == is_moment, path
+            assert until() == is_moment, path
             if is_moment:
                 return True
         return False
@@ -1231,20 +1233,20 @@ def test_a_run_is_killed_at_its_first_checkpoint_and_at_the_next_new_one(tmp_pat
     first = [(".global_step_000002.writing", False), ("global_step_000002", True)]
     next_one = [("another", False), ("global_step_000004", True)]
     made = killed(tmp_path, first, next_one, [])
-    assert promises.kill_twice(made, "prompt", "plain").faults == []
+    assert interrupted.kill_twice(made, "prompt", "plain").faults == []
     assert made.names == ["prompt-0", "prompt-1", "prompt"]
 
     # The first run was killed while it wrote the second checkpoint: that name is not new.
     made = killed(tmp_path, first, [(".global_step_000006.writing", True)], [])
     folder = tmp_path / "late/checkpoints/.global_step_000004.writing"
     folder.mkdir(parents=True)
-    assert promises.kill_twice(made, "late", "plain").faults == []
+    assert interrupted.kill_twice(made, "late", "plain").faults == []
 
     made = killed(tmp_path, first, [])
-    assert promises.kill_twice(made, "too-late", "plain") is None
+    assert interrupted.kill_twice(made, "too-late", "plain") is None
 
 
-def test_a_run_that_cannot_be_killed_is_begun_anew(tmp_path, monkeypatch):
+def test_a_run_that_cannot_be_killed_is_begun_again(tmp_path, monkeypatch):
     reference = finished(tmp_path / "whole", {"global_step": 1, "x": 1}, {"global_step": 6, "x": 1})
     names = []
 
@@ -1252,21 +1254,21 @@ def test_a_run_that_cannot_be_killed_is_begun_anew(tmp_path, monkeypatch):
         names.append(name)
         (tmp_path / name).mkdir(exist_ok=True)
         write_jsonl(tmp_path / name / "metrics.jsonl", reference.lines)
-        return promises.Watch(tmp_path) if name == last else None
+        return interrupted.Watch(tmp_path) if name == last else None
 
-    monkeypatch.setattr(promises, "kill_twice", kill_twice)
+    monkeypatch.setattr(interrupted, "kill_twice", kill_twice)
     last = "killed-plain-2"
-    checks = promises.resumed(bench_of(tmp_path), "alone", reference, "plain")
+    checks = interrupted.resumed(bench_of(tmp_path), "alone", "plain", reference)
     assert [next(checks).difference.green, next(checks).difference.green] == [True, True]
     assert names == ["killed-plain-0", "killed-plain-1", last]
 
     last = None
     made = bench_of(tmp_path)
     with pytest.raises(bench.Unchecked, match="alone: the machine is too busy: 3 times"):
-        next(promises.resumed(made, "alone", reference, "plain"))
+        next(interrupted.resumed(made, "alone", "plain", reference))
     short = finished(tmp_path / "short", {"global_step": 3, "x": 1})
     with pytest.raises(bench.Unchecked, match="too few updates"):
-        next(promises.resumed(made, "alone", short, "plain"))
+        next(interrupted.resumed(made, "alone", "plain", short))
 
 
 def test_rows_that_cannot_be_used_are_not_expected(tmp_path):
@@ -1277,29 +1279,29 @@ def test_rows_that_cannot_be_used_are_not_expected(tmp_path):
     for samples, wrong in ((40, 0), (33, 7)):
         lines = [{"global_step": 4, "loss": 1.0, "samples": samples}]
         write_jsonl(tmp_path / "metrics.jsonl", lines)
-        assert promises.of_counts(bench.Finished("", tmp_path, console)).measured == wrong
+        assert promises.rows_in_epochs(bench.Finished("", tmp_path, console)).measured == wrong
 
 
 def test_weights_are_compared_relative_to_their_norm():
     one = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])}
     other = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0001])}
-    found = compare.of_weights(one, other, "actor", exact=False)
+    found = compare.weights(one, other, "actor", exact=False)
     assert found.measured == pytest.approx(2e-5, rel=1e-2) and not found.green
     assert found.where == "actor, most in b"
-    assert not compare.of_weights(one, {"a": one["a"]}, "actor", exact=False).green
+    assert not compare.weights(one, {"a": one["a"]}, "actor", exact=False).green
 
 
 def test_rows_of_one_length_become_uneven():
     say = lambda text: [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": text}]
     even = [{"messages": say(text)} for text in ("12", "34", "56", "78")]
-    found = [row["messages"] for row in bench.uneven(even)]
+    found = [row["messages"] for row in rows.uneven(even)]
     assert found == [say(text) for text in ("12", "3434", "565656", "78")]
     asked = [{"prompt": say("")[:1], "answer": "2"} for _ in range(4)]
-    assert [row["prompt"][0]["content"] for row in bench.uneven(asked)] == [
+    assert [row["prompt"][0]["content"] for row in rows.uneven(asked)] == [
         "1+1",
         "1+11+1",
         "1+1",
         "1+1",
     ]
     of_many_lengths = [{"messages": say("1" * number)} for number in range(1, 6)]
-    assert bench.uneven(of_many_lengths) == of_many_lengths
+    assert rows.uneven(of_many_lengths) == of_many_lengths

@@ -18,6 +18,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from recipes import RECIPES
 from runs import ASSETS, launch, lines, recipe, training_lines, write_jsonl
 
 MODEL = ASSETS / "model"
@@ -98,31 +99,27 @@ PROMPTS = {
     ),
     "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "output": a, "answer": a}, REWARD),
 }  # fmt: skip
-TEN = {
-    "sft": {
-        "messages": Form(lambda q, a, b: {"messages": user(q) + assistant(a)}),
-        "csv": Form(lambda q, a, b: {"prompt": q, "completion": a}, CHAT, "rows.csv"),
-        "prompt": Form(lambda q, a, b: {"prompt": user(q), "completion": assistant(a)}),
-        "strings": Form(lambda q, a, b: {"prompt": q, "completion": a}, CHAT),
-        "gsm8k": Form(
-            lambda q, a, b: {"question": q, "answer": a}, (*CHAT, "--columns", "prompt=question", "completion=answer"),
-        ),
-        "text": Form(lambda q, a, b: {"text": f"{q} {a}"}, (), "rows.parquet"),
-        "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "output": a}, (), "rows.json"),
-        "sharegpt": Form(lambda q, a, b: {"conversations": [*shared(q), told(a)]}),
-    },
-    "dpo": PAIRS,
-    "reward": {
-        **PAIRS,
-        "margin": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b, "margin": 0.5}, CHAT),
-    },
-    "ppo": PROMPTS,
-    "grpo": PROMPTS,
+CONVERSATIONS = {
+    "messages": Form(lambda q, a, b: {"messages": user(q) + assistant(a)}),
+    "csv": Form(lambda q, a, b: {"prompt": q, "completion": a}, CHAT, "rows.csv"),
+    "prompt": Form(lambda q, a, b: {"prompt": user(q), "completion": assistant(a)}),
+    "strings": Form(lambda q, a, b: {"prompt": q, "completion": a}, CHAT),
+    "gsm8k": Form(
+        lambda q, a, b: {"question": q, "answer": a}, (*CHAT, "--columns", "prompt=question", "completion=answer"),
+    ),
+    "text": Form(lambda q, a, b: {"text": f"{q} {a}"}, (), "rows.parquet"),
+    "alpaca": Form(lambda q, a, b: {"instruction": q, "input": "", "output": a}, (), "rows.json"),
+    "sharegpt": Form(lambda q, a, b: {"conversations": [*shared(q), told(a)]}),
 }  # fmt: skip
+MARGIN = {
+    "margin": Form(lambda q, a, b: {"prompt": q, "chosen": a, "rejected": b, "margin": 0.5}, CHAT)
+}
+FORMS = {"sft": CONVERSATIONS, "preferences": PAIRS, "prompts": PROMPTS}
+TEN = {name: FORMS[of_recipe.data] for name, of_recipe in RECIPES.items()}
+TEN["reward"] = {**PAIRS, **MARGIN}  # it alone reads margins
 # A format for each recipe in `make test`, the others in `make test-slow`.
-FAST = {("sft", "messages"), ("dpo", "strings"), ("reward", "hh-rlhf"), ("grpo", "gsm8k")}
 CASES = [
-    pytest.param(name, form, marks=() if (name, form) in FAST else pytest.mark.slow)
+    pytest.param(name, form, marks=[pytest.mark.slow] * (form != RECIPES[name].ten_rows_fast))
     for name, forms in TEN.items()
     for form in forms
 ]
@@ -148,7 +145,7 @@ def test_ten_rows_lead_to_an_actor_that_loads(name, form, tmp_path):
     how = TEN[name][form]
     write(tmp_path / how.file, [how.row(*fact) for fact in FACTS])
     flags = ["--model_name_or_path", MODEL, "--dataset_name", tmp_path / how.file, *how.flags]
-    if name in ("ppo", "grpo"):
+    if RECIPES[name].generates:
         (tmp_path / "my_rewards.py").write_text(BRIEF)
         flags += [
             "--max_new_tokens",

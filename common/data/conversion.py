@@ -1,0 +1,382 @@
+"""Tokenises a data set once, caches the result on disk, and names it by its content."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import inspect
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow.compute
+import transformers
+from tqdm import tqdm
+
+from common import lazily
+from common.data import cache, formats, other_formats, tokens, workers
+from common.data.messages import BadRow
+from common.data.template_limits import TooMuch
+
+if TYPE_CHECKING:
+    import datasets
+
+    from common.data import files
+else:
+    datasets = lazily("datasets")
+    files = lazily("common.data.files")
+
+# Lists of truth values among the columns that a row function may return. All other lists are of
+# token ids.
+BOOLEAN_COLUMNS = {"targets"}
+
+# Columns that the rows of a row function need not have. Unlike the others they are no part of the
+# result where no row has them.
+OPTIONAL_COLUMNS = ("sequence_lengths",)
+
+PLAIN_STRINGS = (
+    "strings are read as plain text though the model has a chat template; "
+    "--strings_as_messages makes them turns of user and assistant"
+)
+
+# Rows that are converted, and then written, at once.
+ROWS_AT_ONCE = 1_000
+
+# Fewer are converted in half a minute.
+ROWS_WITH_BAR = 20_000
+
+# A temporary column: each row's checksum, from which the fingerprint is made. Do not rename it:
+# removing a column adds its name to the fingerprint, and older checkpoints would be refused.
+CHECKSUM = "crc"
+
+
+@dataclass
+class Converter:
+    """Applies a row function to rows; other processes can get a copy of it.
+
+    Attributes:
+        function: see `dataset.load`.
+        columns: the user's columns by the format's, see `formats.column_names`.
+        settings: passed to the function; `max_length` among them.
+    """
+
+    function: Callable[..., dict]
+    tokenizer: transformers.PreTrainedTokenizerBase
+    columns: dict[str, str]
+    settings: dict
+
+    def convert_rows(self, rows: files.Rows, span: range) -> dict[str, list]:
+        """Returns the columns of the result for some rows.
+
+        Raises:
+            BadRow: a row fits no format; with its number.
+            UnicodeDecodeError: a row is no text.
+        """
+        entries = rows.table.select(span)
+        converted = [
+            self.convert_row(rows.row(entry), index) for index, entry in zip(span, entries)
+        ]
+        return {name: [row[name] for row in converted] for name in converted[0]}
+
+    def convert_row(self, row: dict, index: int) -> dict:
+        """Returns what the row function makes of a row, and columns of our own."""
+        row = rename_columns(row, self.columns)
+        as_messages = self.settings.get("strings_as_messages")
+        try:
+            row = other_formats.standard(row, bool(as_messages))
+            values = self.function(row, tokenizer=self.tokenizer, **self.settings)
+        except (BadRow, TooMuch) as error:
+            raise BadRow(f"row {index + 1}: {error}") from None
+        notes = values.pop("notes", [])
+        # None: the caller has no such setting.
+        has_template = self.tokenizer.chat_template is not None
+        if as_messages is False and has_template and formats.is_plain_text(row):
+            notes.append(PLAIN_STRINGS)
+        optional = {column_name: [] for column_name in OPTIONAL_COLUMNS}
+        return {
+            **with_typed_lists({**optional, **values}),
+            "notes": "\n".join(notes),
+            "row": index + 1,
+            **answer_of(row, values),
+            CHECKSUM: checksum(values),
+        }
+
+
+def tokenise(name: str, split: str, converter: Converter) -> Path:
+    """Reads a data set and converts all its rows, unless the cache has the result.
+
+    Returns:
+        The file in the cache that has it.
+
+    Raises:
+        SystemExit: see `dataset.load`.
+    """
+    max_length = converter.settings["max_length"]
+    if max_length < 2:
+        sys.exit(
+            f"--max_length {max_length}: expected at least 2, "
+            "a token of the prompt and one of the answer"
+        )
+    cache.check_root()
+    rows = files.load(name, split)
+    check_columns(name, rows, converter.columns)
+    key = cache_key(rows, converter)
+    # Not next to the data: a folder of `save_to_disk` is the user's own, and may be read-only.
+    file = cache.root() / "tokenised" / f"{key}.arrow"
+    record = cache.Record(key)
+    try:
+        with record.locked():
+            if not record.is_true():
+                convert(rows, converter, file)
+                record.write([file])
+    except BadRow as error:
+        sys.exit(f"data set {name!r}, {error}")
+    except UnicodeDecodeError as error:
+        sys.exit(f"data set {name!r} is not UTF-8: {error}")
+    except BrokenProcessPool:
+        sys.exit(
+            f"data set {name!r}: one of several processes that tokenise it died, maybe for lack of "
+            "memory. There are fewer of them if the run may use fewer cores (taskset)"
+        )
+    return file
+
+
+def convert(rows: files.Rows, converter: Converter, file: Path) -> None:
+    """Writes all rows as the converter makes them to a file, whole or not at all.
+
+    Raises:
+        BadRow, UnicodeDecodeError, BrokenProcessPool: see `Converter` and `workers.each`.
+    """
+    n_rows = len(rows.table)
+    spans = [
+        range(start, min(start + ROWS_AT_ONCE, n_rows)) for start in range(0, n_rows, ROWS_AT_ONCE)
+    ]
+    convert_span = partial(converter.convert_rows, rows)
+    processes = workers.number_for(n_rows, convert_span)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(workers.each(convert_span, spans, processes)) as parts:
+        parts_shown = with_bar(parts, n_rows)
+        # `map` only writes what the workers made, so their number changes nothing in the file.
+        rows.table.map(
+            lambda _rows: next(parts_shown),
+            batched=True,
+            batch_size=ROWS_AT_ONCE,
+            remove_columns=rows.table.column_names,
+            cache_file_name=str(file),
+            load_from_cache_file=False,
+            new_fingerprint=file.stem,
+        )
+
+
+def with_bar(parts: Iterator[dict[str, list]], rows: int) -> Iterator[dict[str, list]]:
+    """Yields the parts of a data set, and shows a bar while they are made, if there are many."""
+    with tqdm(
+        total=rows,
+        desc="tokenising",
+        unit=" rows",
+        disable=rows < ROWS_WITH_BAR,
+        mininterval=0.5 if sys.stderr.isatty() else 10,
+    ) as bar:
+        for part in parts:
+            bar.update(len(part[CHECKSUM]))
+            yield part
+
+
+# ============================================================ the user's columns
+def check_columns(name: str, rows: files.Rows, columns: dict[str, str]) -> None:
+    """Exits if a column that the user named is in no row of the data.
+
+    `answer` may be missing: the held-out sets have it, the training set need not.
+    """
+    for column_name, users_name in columns.items():
+        if users_name not in rows.column_names and column_name != "answer":
+            sys.exit(
+                f"--columns: data set {name!r} has no column {users_name!r}; "
+                f"it has {rows.column_names}"
+            )
+
+
+def rename_columns(row: dict, columns: dict[str, str]) -> dict:
+    """Returns the row under a format's names: the user's columns win over all in the data.
+
+    Example: with `{"prompt": "question"}`, the row `{"question": "Why?", "text": "a"}` becomes
+    `{"question": "Why?", "prompt": "Why?"}`, see `hidden_columns`.
+    """
+    named = {
+        column_name: row[users_name]
+        for column_name, users_name in columns.items()
+        if users_name in row
+    }
+    hidden = hidden_columns(columns)
+    kept = {column_name: value for column_name, value in row.items() if column_name not in hidden}
+    return {**kept, **named}
+
+
+def hidden_columns(columns: dict[str, str]) -> set[str]:
+    """Returns the columns of the data that would win over those that the user named.
+
+    `formats.conversation` recognises `messages` first, then `text`, then `prompt` and
+    `completion`. Naming a column of one format switches off the formats recognised before it.
+    """
+    if "prompt" in columns or "completion" in columns:
+        return {"messages", "text"}
+    if "text" in columns:
+        return {"messages"}
+    return set()
+
+
+# ============================================================ columns of the result
+def with_typed_lists(values: dict) -> dict:
+    """Returns the values with every list as an array that has a type, even if it is empty.
+
+    `datasets` infers types from the first 1,000 rows. If all of those are unusable their lists are
+    empty, so we state the types.
+    """
+    typed = {}
+    for column_name, value in values.items():
+        if isinstance(value, list):
+            value = np.array(value, dtype=bool if column_name in BOOLEAN_COLUMNS else int)
+        typed[column_name] = value
+    return typed
+
+
+def answer_of(row: dict, values: dict) -> dict[str, str]:
+    """Returns the column `answer` of a row whose data has one, else no column."""
+    if "answer" not in row:
+        return {}
+    # Without a prompt nothing is asked: there is nothing to generate from.
+    nothing_asked = values.get("prompt_ids") == []
+    if row["answer"] is None or nothing_asked:
+        return {"answer": ""}
+    return {"answer": str(row["answer"])}
+
+
+def checksum(values: dict) -> int:
+    """Returns the checksum of what a row function returned; the order of the keys counts.
+
+    The fingerprint of the data is made of these numbers, and a checkpoint holds that fingerprint:
+    a change here, or in what a row function returns, makes resume refuse older checkpoints.
+    """
+    return zlib.crc32(repr(values).encode())
+
+
+def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
+    """Returns a column of numbers or words as one array.
+
+    It is read in parts: read at once it would take half a kilobyte per row.
+    """
+    parts = dataset.select_columns(name).iter(10_000)
+    return np.concatenate([part[name] for part in parts])
+
+
+# ============================================================ usable rows, and notes on the others
+def read_usable(name: str, file: Path) -> tuple[datasets.Dataset, list[str]]:
+    """Returns the usable rows of what `tokenise` wrote, and notes on what was left out or cut.
+
+    Raises:
+        SystemExit: no row is usable.
+    """
+    converted = datasets.Dataset.from_file(str(file))
+    notes = describe_unusable(converted)
+    usable = select_usable(converted)
+    if len(usable) == 0:
+        sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
+    return usable, notes
+
+
+def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
+    """Returns the usable rows, under a fingerprint of all rows' content."""
+    reasons = column(converted, "reason")
+    # The same rows from another path, or written at another time, are the same data.
+    content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
+    # Before the rows get their name, which depends on the columns that are removed later.
+    unused = [name for name in OPTIONAL_COLUMNS if not has_values(converted, name)]
+    converted = converted.remove_columns(["notes", *unused])
+    usable = converted.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
+    superfluous = [CHECKSUM]
+    # `any` reads until it finds the first answer.
+    if "answer" in usable.column_names and not any(usable["answer"]):
+        superfluous.append("answer")
+    return usable.remove_columns(superfluous)
+
+
+def has_values(converted: datasets.Dataset, name: str) -> bool:
+    """Whether any list of a column is not empty."""
+    lengths = pyarrow.compute.list_value_length(converted.data[name])
+    return bool(pyarrow.compute.sum(lengths).as_py())
+
+
+def describe_unusable(converted: datasets.Dataset) -> list[str]:
+    """Returns how many rows are left out, by reason, how many are truncated, and other notes."""
+    reasons = column(converted, "reason")
+    is_usable = reasons == ""
+    counts = zip(*np.unique(reasons[~is_usable], return_counts=True))
+    notes = [f"{count} left out ({reason})" for reason, count in counts]
+    truncated = int((column(converted, "truncated") & is_usable).sum())
+    if truncated:
+        notes.append(f"{truncated} truncated")
+    return notes + describe_notes(converted)
+
+
+def describe_notes(converted: datasets.Dataset) -> list[str]:
+    """Returns what the row function noted on usable rows: each kind once, with its number of rows.
+
+    Where rows of a kind have examples, the first is shown. Example, with a tab before each example:
+
+        row 1    tools are not written
+                 answers do not continue the prompt    it ends '<think>'
+        row 2    tools are not written
+        returned ["tools are not written: 2 rows",
+                  "answers do not continue the prompt: 1 rows (row 1: it ends '<think>')"]
+    """
+    counts = collections.Counter()
+    examples = {}
+    for part in converted.select_columns(["notes", "reason", "row"]).iter(10_000):
+        for text, reason, row in zip(part["notes"], part["reason"], part["row"]):
+            if reason or not text:
+                continue
+            kinds = {}
+            for line in text.split("\n"):
+                kind, _, example = line.partition("\t")
+                kinds.setdefault(kind, f" (row {row}: {example})" if example else "")
+            counts.update(kinds.keys())
+            examples = kinds | examples
+    return [f"{kind}: {count} rows{examples[kind]}" for kind, count in counts.items()]
+
+
+# ============================================================ the cache's key
+def cache_key(rows: files.Rows, converter: Converter) -> str:
+    """Returns a name for the converted rows, which changes with everything that they depend on."""
+    folder = Path(__file__).parent
+    key = [
+        rows.table._fingerprint,
+        *(file.read_text("utf-8") for file in sorted(folder.glob("*.py"))),
+        source_of(converter.function),
+        tokens.fingerprint(converter.tokenizer),
+        converter.columns,
+        converter.settings,
+    ]
+    return datasets.fingerprint.Hasher.hash(key)
+
+
+def source_of(function: Callable) -> str:
+    """Returns the source of a function and of those functions of its own module that it calls.
+
+    So a change to the rest of a recipe does not tokenise the data again.
+    """
+    sources = [inspect.getsource(function)]
+    for name in function.__code__.co_names:
+        called = function.__globals__.get(name)
+        if (
+            inspect.isfunction(called)
+            and called.__module__ == function.__module__
+            and called is not function
+        ):
+            sources.append(source_of(called))
+    return "".join(sources)

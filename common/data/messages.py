@@ -1,0 +1,154 @@
+"""Says what a message is, and brings the kinds of messages that people use into one form."""
+
+import json
+
+# Who speaks in ShareGPT's conversations, and the role that chat templates know. `function_call` is
+# an assistant's turn, too, but its value is a call.
+SENDERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool": "tool",
+}
+
+
+class BadRow(Exception):
+    """A row that fits no format; its text says which column, and what was expected."""
+
+
+def is_messages(value) -> bool:
+    """Whether a value is a list of messages, see `is_message`."""
+    return isinstance(value, list) and all(is_message(part) for part in value)
+
+
+def is_message(value) -> bool:
+    """Whether a value is `{"role": ..., "content": ...}`, or ShareGPT's `{"from", "value"}`.
+
+    The content is a string or a list of parts. A message that calls tools needs none.
+    """
+    if not isinstance(value, dict):
+        return False
+    role = value.get("role")
+    content = value.get("content")
+    if role is None:
+        role = value.get("from")
+        content = value.get("value")
+    if not isinstance(role, str):
+        return False
+    if isinstance(content, list):
+        return all(isinstance(part, dict) for part in content)
+    return isinstance(content, str) or (content is None and bool(value.get("tool_calls")))
+
+
+def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
+    """Returns messages, each with a role and a text; a string becomes one message of `role`.
+
+    Raises:
+        BadRow: a message says what no text can hold, such as an image, or is from nobody known.
+    """
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    messages = [value] if isinstance(value, dict) else value
+    messages = without_nulls(json.dumps(messages, default=str))
+    return [as_message(message, number) for number, message in enumerate(messages, 1)]
+
+
+def as_message(message: dict, number: int) -> dict:
+    """Returns a message with `role` and a text as its `content`; what else it has is kept.
+
+    Args:
+        number: its place in the conversation from 1, for errors.
+    """
+    if "role" not in message:
+        message = from_sharegpt(message, number)
+    if isinstance(message.get("content"), list):
+        message = from_parts(message, number)
+    return {"content": "", **message}
+
+
+def from_sharegpt(message: dict, number: int) -> dict:
+    """Returns a message of `from` and `value` as one of role and content."""
+    sender = message["from"]
+    value = message.get("value", "")
+    others = {key: part for key, part in message.items() if key not in ("from", "value")}
+    if sender == "function_call":
+        calls = tool_calls(value, f"message {number}")
+        return {"role": "assistant", **others, "tool_calls": calls}
+    if sender not in SENDERS:
+        expected = ", ".join([*SENDERS, "function_call"])
+        raise BadRow(f"message {number} is from {sender!r}: expected one of {expected}")
+    return {"role": SENDERS[sender], "content": value, **others}
+
+
+def from_parts(message: dict, number: int) -> dict:
+    """Returns a message whose content is a list of parts as one whose content is a text.
+
+    Thinking goes to `reasoning_content` and calls to `tool_calls`, where chat templates look.
+    """
+    texts = []
+    thoughts = []
+    calls = list(message.get("tool_calls", []))
+    for part_number, part in enumerate(message["content"], 1):
+        kind = part.get("type", "text")
+        value = part.get(kind, part.get("value", part.get("text")))
+        where = f"message {number}, part {part_number}"
+        if kind not in ("text", "reasoning", "thinking", "tool_call"):
+            raise BadRow(f"{where} is of type {kind!r}: only text can be read, calls and reasoning")
+        if kind == "tool_call":
+            calls += tool_calls(value, where)
+            continue
+        if not isinstance(value, str):
+            raise BadRow(f"{where}: expected a text, found {part!r:.80}")
+        if kind == "text":
+            texts.append(value)
+        else:
+            thoughts.append(value)
+
+    message = {**message, "content": "".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def tool_calls(value, where: str) -> list[dict]:
+    """Returns the calls that a JSON text of one or several `{"name", "arguments"}` makes.
+
+    Args:
+        where: the message, for errors.
+    """
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        given = None
+    calls = given if isinstance(given, list) else [given]
+    if not all(isinstance(call, dict) and ("name" in call or "function" in call) for call in calls):
+        raise BadRow(
+            f"{where}: expected a function call, JSON of name and arguments, found {value!r:.80}"
+        )
+    return [
+        call if "function" in call else {"type": "function", "function": {"arguments": {}, **call}}
+        for call in calls
+    ]
+
+
+def without_nulls(text: str):
+    """Returns the value of a JSON text without the keys, at any depth, whose value is null.
+
+    In a parquet file every row has the keys of all rows, and those that it lacks are null.
+    Templates ask whether a key is there.
+    """
+
+    def drop_nulls(parts: dict) -> dict:
+        return {key: part for key, part in parts.items() if part is not None}
+
+    return json.loads(text, object_hook=drop_nulls)

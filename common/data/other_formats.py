@@ -1,0 +1,129 @@
+"""Brings rows of Alpaca and ShareGPT, and a column `system`, into the formats of `formats.py`."""
+
+import json
+
+from common.data import formats
+from common.data.formats import check
+from common.data.messages import BadRow, as_messages, is_messages
+
+
+def standard(row: dict, strings_as_messages: bool = False) -> dict:
+    """Returns a row with the columns of `formats.py`, whichever format it has.
+
+    Its own columns stay: a reward function may ask for them. Rows that have those columns already
+    are returned as they are, except that a column `system` becomes the first message, and `tools`
+    that hold none become None.
+
+    Args:
+        strings_as_messages: strings will be made turns, so a system message may come before them.
+
+    Raises:
+        BadRow: a column of the format has a value of another kind.
+    """
+    is_standard = any(row.get(column) is not None for column in ("messages", "prompt", "text"))
+    if not is_standard and row.get("conversations") is not None:
+        row = from_sharegpt(row)
+    elif not is_standard and row.get("instruction") is not None:
+        row = from_alpaca(row)
+    if row.get("tools") in ([], "[]"):
+        row = {**row, "tools": None}
+    return begin_with_system(row, strings_as_messages) if row.get("system") else row
+
+
+# ============================================================ ShareGPT and Alpaca
+def from_sharegpt(row: dict) -> dict:
+    """Returns a row of `conversations` as one of `messages`, or of a pair as one of `prompt`."""
+    fits = is_messages(row["conversations"])
+    check(fits, row, "conversations", "a list of messages with from and value")
+    is_preference = row.get("chosen") is not None and row.get("rejected") is not None
+    column = "prompt" if is_preference else "messages"
+    return {**row, column: row["conversations"], "tools": standard_tools(row.get("tools"))}
+
+
+def standard_tools(tools: list | str | None):
+    """Returns tools as chat templates read them: `{"type": "function", "function": ...}`."""
+    try:
+        given = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError:
+        return tools  # refused where it is rendered
+    if not isinstance(given, list):
+        return tools
+    return [
+        {"type": "function", "function": tool}
+        if isinstance(tool, dict) and "name" in tool and "function" not in tool
+        else tool
+        for tool in given
+    ]
+
+
+def from_alpaca(row: dict) -> dict:
+    """Returns a row of `instruction`, `input` and `output` as one of `prompt` and `completion`.
+
+    Instruction and input, with a line feed between them, are the user's message. `history` has
+    pairs of earlier questions and answers.
+    """
+    for column in ("instruction", "input", "output"):
+        fits = isinstance(row.get(column), (str, type(None)))
+        check(fits, row, column, "a string")
+    prompt = []
+    for question, answer in row.get("history") or []:
+        prompt.append({"role": "user", "content": question})
+        prompt.append({"role": "assistant", "content": answer})
+    question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
+    prompt.append({"role": "user", "content": question})
+    if row.get("output") is None:
+        return {**row, "prompt": prompt}
+    answer = [{"role": "assistant", "content": row["output"]}]
+    return {**row, "prompt": prompt, "completion": answer}
+
+
+# ============================================================ a column `system`
+def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
+    """Returns a row whose messages begin with its column `system`.
+
+    Examples, with `S`, `U` and `A` for messages of system, user and assistant:
+
+        messages [U A]                      ->  messages [S U A]
+        prompt "Why?", chosen [A]           ->  prompt [S U], chosen [A]
+        chosen [U A], rejected [U A]        ->  chosen [S U A], rejected [S U A]
+        prompt "Why?", completion "So."     ->  prompt [S U], completion [A]
+        text "Why? So."                     ->  as it is: a text is a whole
+
+    Raises:
+        BadRow: its strings are read as plain text, which has no system message.
+    """
+    for column in ("messages", "prompt"):
+        if is_messages(row.get(column)):
+            return {**row, column: with_system(row, row[column])}
+    prompt = row.get("prompt")
+    answers = {name: row.get(name) for name in ("completion", "chosen", "rejected")}
+    answers = {name: answer for name, answer in answers.items() if answer is not None}
+    lists = {name: answer for name, answer in answers.items() if is_messages(answer)}
+    if lists and isinstance(prompt, str):
+        return {**row, "prompt": with_system(row, as_messages(prompt, "user"))}
+    if lists:  # they begin with the prompt
+        return row | {name: with_system(row, messages) for name, messages in lists.items()}
+
+    is_pair_of_transcripts = prompt is None and {"chosen", "rejected"} == set(answers)
+    if row.get("text") is not None or not (isinstance(prompt, str) or is_pair_of_transcripts):
+        return row  # what fits no format is refused where it is read
+    if not strings_as_messages:
+        raise BadRow(
+            "column 'system' is next to strings, and plain text has no system message: "
+            "--strings_as_messages makes them turns of a chat that begins with it"
+        )
+    texts = list(answers.values())
+    if is_pair_of_transcripts:
+        prompt, *texts = formats.split_transcripts(*texts)
+    turns, *answer_turns = formats.as_turns(prompt, *texts)
+    begun = with_system(row, turns)  # type: ignore[arg-type]  # an empty prompt has no turns
+    return {**row, **dict(zip(answers, answer_turns)), "prompt": begun}
+
+
+def with_system(row: dict, messages: list[dict]) -> list[dict]:
+    """Returns the messages after that of column `system`, unless one begins them already."""
+    check(isinstance(row["system"], str), row, "system", "a string")
+    first = messages[0] if messages else {}
+    if "system" in (first.get("role"), first.get("from")):
+        return messages
+    return [{"role": "system", "content": row["system"]}, *messages]

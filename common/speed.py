@@ -1,0 +1,104 @@
+"""What `perf/*` of a log line tells: samples and tokens per second, seconds, memory, MFU."""
+
+import contextlib
+import time
+
+import torch
+from accelerate import Accelerator
+
+from common.progress import Progress
+
+# Dense half-precision operations per second with fp32 sums, from NVIDIA's data sheets, by the name
+# that torch gives. Other GPUs, and parts of one (MIG), log no MFU.
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+    "Tesla V100-SXM2-32GB": 125e12,
+    "Tesla V100-SXM2-16GB": 125e12,
+}
+
+
+class Speed:
+    """Measures the seconds since the last log line, and what was done in them.
+
+    Args:
+        flop: the operations for each token and for each target, see `lora.flop`.
+
+    Attributes:
+        seconds: of the blocks that were timed since the last line, by name.
+        pending_flop: operations of this process in the current update, until it is applied or
+            skipped.
+        flop: operations of this process in the updates applied since the last line.
+    """
+
+    def __init__(self, accelerator: Accelerator, progress: Progress, flop: tuple[float, float]):
+        self.accelerator = accelerator
+        self.progress = progress
+        self.flop_of_token, self.flop_of_target = flop
+        self.seconds: dict[str, float] = {}
+        self.pending_flop = 0.0
+        self.flop = 0.0
+        self.since = time.perf_counter()
+        self.samples_before = progress.samples
+        self.tokens_before = progress.tokens
+
+    def restart(self) -> None:
+        """Starts the clock of the next line."""
+        # A name once timed stays in every line, if only as 0.
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self.flop = 0.0
+        self.since = time.perf_counter()
+        self.samples_before = self.progress.samples
+        self.tokens_before = self.progress.tokens
+
+    @contextlib.contextmanager
+    def timed(self, name: str):
+        """Adds the seconds of a block to those of its name; see `Metrics.timed`."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def computed(self, batch: dict) -> None:
+        """Counts the operations of a micro-batch; see `Metrics.computed`."""
+        of_tokens = self.flop_of_token * batch["tokens"]
+        of_targets = self.flop_of_target * len(batch["targets"])
+        self.pending_flop += of_tokens + of_targets
+
+    def update_done(self, applied: bool) -> None:
+        """Counts the operations of an update if it was applied."""
+        if applied:
+            self.flop += self.pending_flop
+        self.pending_flop = 0.0
+
+    def elapsed(self) -> float:
+        """Returns the seconds of training since the last line: without evaluating and saving."""
+        return time.perf_counter() - self.since - self.seconds.get("paused", 0.0)
+
+    def values(self, elapsed: float, flop: float) -> dict[str, float]:
+        """Returns `perf/*` of the `elapsed` seconds since the last line.
+
+        Args:
+            flop: the mean over processes of their operations in these seconds.
+        """
+        values = {
+            "perf/samples_per_second": (self.progress.samples - self.samples_before) / elapsed,
+            "perf/tokens_per_second": (self.progress.tokens - self.tokens_before) / elapsed,
+        }
+        for name, seconds in self.seconds.items():
+            if name != "paused":
+                values[f"perf/{name}_seconds"] = seconds
+        if self.accelerator.device.type == "cuda":
+            values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            peak = PEAK_FLOPS.get(torch.cuda.get_device_name())
+            if peak and flop:
+                values["perf/mfu"] = flop / elapsed / peak
+        return values

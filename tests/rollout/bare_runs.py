@@ -1,0 +1,73 @@
+"""Runs without a recipe: what sampling, scoring and evaluating look at, and nothing else."""
+
+import dataclasses
+import types
+
+import datasets
+import torch
+
+from common.data.dataset import Data
+from common.data.mixture import Mixture
+from common.models.packing import Packer
+from common.progress import Progress
+from common.run import Run
+
+# As in the recipes' defaults, but for what a test names.
+ARGS = dict(
+    generate_batch_size=0,
+    score_batch_size=4,
+    micro_train_batch_size=4,
+    micro_train_tokens=0,
+    max_length=64,
+    max_new_tokens=8,
+    model_name_or_path="M",
+    reward_function=None,
+    reward_model_name_or_path=None,
+    reward_weights=None,
+    reward_timeout=0.0,
+    normalize_reward=False,
+    attn_implementation=None,
+    load_in_4bit=False,
+    gradient_checkpointing=False,
+    debug_overflow=False,
+)
+
+
+def bare_run(accelerator=None, tokenizer=None, model=None, data=None, **args) -> Run:
+    """A run of a Hugging Face model, or of none, with these arguments.
+
+    Args:
+        accelerator: or what code that splits rows needs to know of it, see `alone_in`.
+    """
+    is_required = lambda field: (
+        field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+    required = [field.name for field in dataclasses.fields(Run) if is_required(field)]
+    given = {
+        "accelerator": accelerator or alone_in(0, 1),
+        "args": types.SimpleNamespace(**{**ARGS, **args}),
+        "tokenizer": tokenizer,
+        "model": model,
+        "data": data or data_of(['{"prompt": "p"}']),
+        "progress": Progress(10, train_batch_size=4, max_epochs=2, max_steps=0),
+    }
+    if model is not None:
+        given["unwrapped"] = types.SimpleNamespace(model=model, config=model.config)
+    return Run(**{**dict.fromkeys(required), **given})
+
+
+def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
+    """A mixture of training sets whose rows are these JSON texts."""
+    train = datasets.Dataset.from_dict({"columns": [text for texts in sets for text in texts]})
+    mixture = Mixture(tuple(map(len, sets)), (1.0,) * len(sets))
+    return Data(train, mixture, eval_sets or {})
+
+
+def alone_in(process_index: int, processes: int):
+    """What code that splits rows needs to know of one of several processes."""
+    return types.SimpleNamespace(
+        num_processes=processes, process_index=process_index, device=torch.device("cpu")
+    )
+
+
+SHARING = Packer(torch.device("cpu"), share=True)
