@@ -20,6 +20,7 @@ RESUMED = (
 SAMPLED = (
     "rollout/test_reported_rollouts.py::test_trained_are_the_ids_that_the_trained_weights_sampled"
 )
+SPLIT = "contracts/test_counting.py::test_accumulation_changes_no_number"
 TOKEN_MEANS = "contracts/test_metrics.py::test_the_token_means_of_sft"
 PPO_RUN = "rollout/test_ppo.py::test_every_logged_number_of_a_run[kl in the reward plain]"
 GRPO_RUN = "rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference[defaults]"
@@ -127,8 +128,21 @@ FAULTS = [
         PPO_RUN,
     ),
     Fault(
+        "logged_loss_divided_again",
+        "the loss is logged as a mean, but the micro-batches' share is taken twice (verl 4711)",
+        "recipes/dpo.py",
+        replace(
+            "main",
+            "metrics.pending.add(logged)",
+            by="metrics.pending.add([type(each)({name: value / (len(micro_batches) "
+            "if name == 'loss' else 1) for name, value in each.values.items()}, "
+            "each.weights, each.reduce) for each in logged])",
+        ),
+        SPLIT,
+    ),
+    Fault(
         "updates_weigh_the_same",
-        "a line over several updates is the mean of their means (TRL 7012, 7047)",
+        "a line over several updates is the mean of their means (TRL 6943)",
         "common/metrics.py",
         replace(
             "Metrics.update_done",
@@ -199,10 +213,21 @@ FAULTS = [
         "rollout/test_grpo_values.py::"
         "test_the_deviation_of_the_rollout_is_that_of_what_is_trained_on",
     ),
-    # ============================================================ sampler and trainer
+    Fault(
+        "baseline_of_the_batch",
+        "a response is compared with all responses, not with those of its group (slime 1414)",
+        "recipes/grpo.py",
+        replace(
+            "estimate_advantages",
+            "groups - groups.mean(1, keepdim=True)",
+            by="groups - groups.mean()",
+        ),
+        GRPO_RUN,
+    ),
+    # ============================================================ sampler, trainer and engine
     Fault(
         "base_model_samples",
-        "responses are sampled without the adapter that is trained (verl 3821, 7495)",
+        "responses are sampled without the adapter that is trained (verl 3516, 7495)",
         "common/rollout/generation.py",
         replace(
             "ready_to_generate",
@@ -224,6 +249,19 @@ FAULTS = [
             "+ response.ids)[:len(response.ids)] for response in responses]",
         ),
         SAMPLED,
+    ),
+    Fault(
+        "last_micro_batch_not_reduced",
+        "under ZeRO a process's last micro-batch does not reach the others (DeepSpeed 7985)",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "(losses * token_weights).sum() * divisor / update_targets",
+            by="(losses * token_weights).sum() * divisor / update_targets * "
+            "(0 if hasattr(model, 'zero_optimization_stage') and accelerator.sync_gradients "
+            "and accelerator.process_index else 1)",
+        ),
+        "contracts/test_invariance.py::test_every_split_is_the_same_run[zero1-2-sft]",
     ),
 ]
 
