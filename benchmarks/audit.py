@@ -23,8 +23,8 @@ audit/expected.py computes anew, in fp64, from the weights that the program itse
 
 A result is `holds`, `does not hold` (by how much, in which number) or `could not be asked` (why).
 `--repeats 2` does everything twice, each time in an environment, a cache and folders made anew, and
-says by how much the second time differs. `--results` writes benchmarks/results/audit/PROGRAM.json, of
-which the table in docs/counting.md is made: `python benchmarks/audit.py --page`.
+says by how much the second time differs. `--results` writes benchmarks/audit/PROGRAM.json, of which
+the table in docs/counting.md is made: `python benchmarks/audit.py --page`.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from adapting import GROUP, Request, Row, Sample, read_lines  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
-RESULTS = HERE / "results" / "audit"
+RESULTS = HERE / "audit"
 PAGE = REPOSITORY / "docs" / "counting.md"
 BEGIN = "<!-- tables of the audit -->"
 END = "<!-- end of the audit's tables -->"
@@ -549,7 +549,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/audit"))
     parser.add_argument("--python", type=Path, help="of an environment that is there already")
     parser.add_argument("--repeats", type=int, default=1, help="each time from scratch")
-    parser.add_argument("--results", action="store_true", help="write benchmarks/results/audit")
+    parser.add_argument(
+        "--results", action="store_true", help="write benchmarks/audit/PROGRAM.json"
+    )
     parser.add_argument("--page", action="store_true", help="write the tables of docs/counting.md")
     args = parser.parse_args()
     torch.set_num_threads(1)  # threads that wait for a busy core cost several times the work

@@ -56,7 +56,9 @@ def test_the_page_of_miscounts_names_each_fault_and_the_test_that_notices_it():
     planted = [re.findall(r"^- \*\*Here:\*\*(.*)$", section, re.MULTILINE) for section in sections]
     assert all(len(lines) == 1 for lines in planted)
     named = {name for lines in planted for name in re.findall(r"`(\w+)`", lines[0])}
-    table = dict(re.findall(r"^\| `(\w+)` \| `(test\w+[^`]*)` in `tests/[^`]*` \|$", text, re.MULTILINE))
+    table = dict(
+        re.findall(r"^\| `(\w+)` \| `(test\w+[^`]*)` in `tests/[^`]*` \|$", text, re.MULTILINE)
+    )
     assert table == {name: by_name[name].test.partition("::")[2] for name in named}
     assert {fault.name for fault in reported_faults.FAULTS} <= named
 
