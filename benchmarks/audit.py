@@ -65,6 +65,7 @@ RESUMED_UPDATE = 8
 WEIGHTS_BOUND = 1e-4
 NUMBERS_BOUND = 1e-5
 GRADIENT_BOUND = 1e-4
+MOST_SHOWN = 3
 
 
 class Unasked(Exception):
@@ -641,9 +642,16 @@ def details(result: dict) -> list[str]:
     lines += [f"- not asked: {', '.join(names)}: {why}" for why, names in reasons.items()]
     for row in result["rows"]:
         if row["result"] == "does not hold":
-            said = "; ".join(say(check) for check in failed_checks(row))
-            lines.append(f"- {row['work']} {row['question']}: {said}")
+            lines.append(f"- {row['work']} {row['question']}: {worst_of(failed_checks(row))}")
     return lines
+
+
+def worst_of(checks: list[dict]) -> str:
+    """Returns what is farthest off, and how much else is. The JSON has all of it."""
+    checks = sorted(checks, key=lambda check: -check["distance"])
+    said = "; ".join(say(check) for check in checks[:MOST_SHOWN])
+    others = len(checks) - MOST_SHOWN
+    return f"{said}; and {others} more" if others > 0 else said
 
 
 def say(check: dict) -> str:

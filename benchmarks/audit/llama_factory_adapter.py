@@ -2,10 +2,17 @@
 
 import json
 import os
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import adapting
 from adapting import Description, Request, Row
+
+# It imports torchaudio, of which there is no build for torch's CPU build, and uses it for sounds.
+sys.modules["torchaudio"] = ModuleType("torchaudio")
+sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
 
 LIBRARIES = ["llamafactory.train.tuner", "datasets"]
 OF_ALL = {"loss": "loss", "grad_norm": "grad_norm"}
