@@ -164,7 +164,8 @@ def kto(model, reference, samples: list[list[Row]], definitions: dict) -> dict[s
     values = {"entropy": joined(readings, "entropy").mean()}
     for kind, wanted in (("chosen", True), ("rejected", False)):
         numbers = [number for number, label in enumerate(labels) if label == wanted]
-        values |= of_answers(kind, [readings[n] for n in numbers], [references[n] for n in numbers])
+        of_kind = ([each[n] for n in numbers] for each in (readings, references))
+        values |= of_answers(kind, *of_kind, definitions)
     values["rewards/margins"] = values["rewards/chosen"] - values["rewards/rejected"]
     values["tokens"] = count_tokens(samples, definitions)
     return finish(model, losses.mean(), values)
