@@ -39,6 +39,7 @@ LATE = [
     "deepspeed.runtime.engine",
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "peft",
     "torch._functorch.aot_autograd",
 ]
 # The beginning of the line that names the process of a world that failed first.
@@ -124,14 +125,13 @@ def import_libraries() -> None:
     import accelerate.commands.launch
     import datasets  # noqa: F401
     import deepspeed
-    import peft  # noqa: F401
     import torch.distributed.run
     import torch.utils.tensorboard
     from transformers import AutoModelForSequenceClassification, LlamaForCausalLM  # noqa: F401
 
     accelerate.commands.launch.simple_launcher = run_alone
     torch.distributed.run.run = run_ranks
-    # The rest only saves time: another version may have other names.
+    # The rest only saves time: another version may have other names, and peft is an extra.
     for name in LATE:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -3,11 +3,15 @@
 import contextlib
 import importlib.util
 import json
+import math
 import re
+import subprocess
+import sys
 import time
 import types
 
 import psutil
+import pytest
 
 from common.prove import processes
 from runs import REPOSITORY
@@ -23,6 +27,7 @@ def load(name: str):
 
 tables = load("tables")
 gpu = load("gpu")
+audit = load("audit")
 
 FOUND = {
     "work": "dpo", "model": "body", "unit": "pairs/s", "commit": "0123456789ab", "changed": False, "date": "2026-01-31",
@@ -103,3 +108,29 @@ def test_a_run_that_failed_is_a_step_that_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu.Step, "run", lambda step, name, *command: name == "model")
     step = gpu.Step(types.SimpleNamespace(folder=tmp_path, tiny=True), "step")
     assert gpu.generation(step) == {"passed": False}
+
+
+def test_the_tables_of_the_page_of_miscounts_are_those_of_the_audit():
+    results = audit.read()
+    text = audit.PAGE.read_text(encoding="utf-8")
+    assert {"TRL", "preference-recipes"} <= {result["program"] for result in results}
+    assert audit.with_tables(text, audit.render(results)) == text
+    for result in results:
+        assert result["repeats"] >= 2
+        assert result["largest_difference_of_repeats"] < audit.NUMBERS_BOUND
+
+
+def test_what_is_not_a_number_does_not_hold():
+    checks = [
+        audit.Check("a", distance, bound=1e-5, where="") for distance in (1e-6, 1e-4, math.nan)
+    ]
+    assert [check.holds for check in checks] == [True, False, False]
+
+
+@pytest.mark.slow
+def test_the_audit_holds_for_a_recipe(tmp_path):
+    command = [sys.executable, "benchmarks/audit.py", "ours", "--python", sys.executable]
+    command += ["--works", "sft", "--only", "split", "numbers", "--folder", tmp_path]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    rows = [line.split()[:3] for line in ended.stdout.splitlines() if line.startswith("sft")]
+    assert rows == [["sft", "split", "holds"], ["sft", "numbers", "holds"]]

@@ -1,11 +1,20 @@
-"""Every fault of mutations.py still fits the code; the edits of planting.py do what they say."""
+"""Every planted fault still fits the code; the edits of planting.py do what they say.
+
+The faults are those of mutations.py and of reported_faults.py. docs/counting.md names each of the
+latter, and the test that it turns red.
+"""
 
 import ast
+import re
 
 import pytest
 
 import mutations
 import planting
+import reported_faults
+
+FAULTS = [*mutations.FAULTS, *reported_faults.FAULTS]
+PAGE = mutations.REPOSITORY / "docs" / "counting.md"
 
 CODE = '''
 def outer(values, scale=1):
@@ -26,7 +35,7 @@ def planted(plant: planting.Plant) -> str:
     return text.split('"""\n')[-1].replace("\n    ", "\n").strip()
 
 
-@pytest.mark.parametrize("fault", mutations.FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_every_fault_fits_the_code_and_names_a_test(fault):
     compile(mutations.with_fault(fault), fault.file, "exec")
     file, _, test = fault.test.partition("::")
@@ -35,8 +44,23 @@ def test_every_fault_fits_the_code_and_names_a_test(fault):
 
 
 def test_names_are_given_once():
-    names = [fault.name for fault in mutations.FAULTS]
+    names = [fault.name for fault in FAULTS]
     assert len(set(names)) == len(names)
+
+
+def test_the_page_of_miscounts_names_each_fault_and_the_test_that_notices_it():
+    """Its last table, and a line `**Here:**` in each section."""
+    text = PAGE.read_text(encoding="utf-8")
+    by_name = {fault.name: fault for fault in FAULTS}
+    sections = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
+    planted = [re.findall(r"^- \*\*Here:\*\*(.*)$", section, re.MULTILINE) for section in sections]
+    assert all(len(lines) == 1 for lines in planted)
+    named = {name for lines in planted for name in re.findall(r"`(\w+)`", lines[0])}
+    table = dict(
+        re.findall(r"^\| `(\w+)` \| `(test\w+[^`]*)` in `tests/[^`]*` \|$", text, re.MULTILINE)
+    )
+    assert table == {name: by_name[name].test.partition("::")[2] for name in named}
+    assert {fault.name for fault in reported_faults.FAULTS} <= named
 
 
 def test_an_edit_finds_code_whatever_its_layout():

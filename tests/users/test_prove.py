@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from common.prove import __main__ as command
-from common.prove import bench, compare, interrupted, processes, promises, rows, runs
+from common.prove import bench, compare, interrupted, processes, promises, rows, runs, warm
 from mutations import copy_repository
 from planting import Plant, drop_call, replace, together
 from recipes import NAMES
@@ -1316,3 +1316,19 @@ def test_rows_of_one_length_become_uneven():
     ]
     of_many_lengths = [{"messages": say("1" * number)} for number in range(1, 6)]
     assert rows.uneven(of_many_lengths) == of_many_lengths
+
+
+def test_a_proof_needs_no_extra(monkeypatch):
+    """peft is one. The server that forks the runs imports it only to save time."""
+    import accelerate.commands.launch
+    import torch.distributed.run
+
+    for variable in ("DS_ACCELERATOR", "DEEPSPEED_LOG_LEVEL"):
+        monkeypatch.setenv(variable, os.environ.get(variable, "cpu"))
+    launcher = accelerate.commands.launch.simple_launcher
+    monkeypatch.setattr(accelerate.commands.launch, "simple_launcher", launcher)
+    monkeypatch.setattr(torch.distributed.run, "run", torch.distributed.run.run)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    warm.import_libraries()
+    assert accelerate.commands.launch.simple_launcher is warm.run_alone
+    assert sys.modules["peft"] is None

@@ -1,0 +1,271 @@
+"""Faults that were reported of other programs, planted here. The tests must notice each of them.
+
+    python tests/reported_faults.py             all of them
+    python tests/reported_faults.py NAME ...    those of these names
+
+docs/counting.md describes them and names the threads. Many such faults are in mutations.py; these
+are the others.
+"""
+
+import sys
+
+import mutations
+from mutations import Fault
+from planting import replace, together
+
+KILLED = "contracts/test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"
+RESUMED = (
+    "contracts/test_reported.py::test_a_run_resumed_in_any_epoch_takes_the_rows_that_come_next"
+)
+SAMPLED = (
+    "rollout/test_reported_rollouts.py::test_trained_are_the_ids_that_the_trained_weights_sampled"
+)
+SPLIT = "contracts/test_counting.py::test_accumulation_changes_no_number"
+TOKEN_MEANS = "contracts/test_metrics.py::test_the_token_means_of_sft"
+PPO_RUN = "rollout/test_ppo.py::test_every_logged_number_of_a_run[kl in the reward plain]"
+GRPO_RUN = "rollout/test_grpo.py::test_a_run_is_that_of_the_plain_reference[defaults]"
+
+# `first`: the position in the data at which this start of the run begins.
+REMEMBER_FIRST = replace(
+    "main",
+    "guard = guards.FiniteLosses(run)",
+    by="guard = guards.FiniteLosses(run); first = progress.updates_seen",
+)
+ROWS = (
+    "batches.rows_of_update(data.mixture, args.train_batch_size, args.seed, progress.updates_seen)"
+)
+
+
+def rows_at(position: str):
+    """The plant that takes the rows of another position."""
+    return replace("main", ROWS, by=ROWS.replace("progress.updates_seen", position))
+
+
+FAULTS = [
+    # ============================================================ resuming
+    Fault(
+        "rows_from_the_beginning",
+        "a resumed run takes the data from row 0 again (prime-rl 3332)",
+        "recipes/dpo.py",
+        together(REMEMBER_FIRST, rows_at("progress.updates_seen - first")),
+        KILLED,
+    ),
+    Fault(
+        "epoch_skipped_at_its_boundary",
+        "a run resumed where an epoch ends takes the next one for used up (verl 7401)",
+        "recipes/dpo.py",
+        together(
+            REMEMBER_FIRST,
+            replace(
+                "main",
+                "not progress.finished",
+                by="not (progress.finished or first > 0 == first % progress.updates_per_epoch)",
+            ),
+        ),
+        RESUMED,
+    ),
+    Fault(
+        "order_of_the_first_epoch",
+        "a run resumed within an epoch goes on in the first epoch's order (accelerate 4071)",
+        "recipes/dpo.py",
+        together(
+            REMEMBER_FIRST,
+            rows_at(
+                "(progress.updates_seen % progress.updates_per_epoch "
+                "if first % progress.updates_per_epoch and first // progress.updates_per_epoch "
+                "== progress.updates_seen // progress.updates_per_epoch "
+                "else progress.updates_seen)"
+            ),
+        ),
+        RESUMED,
+    ),
+    Fault(
+        "tokens_counted_anew",
+        "a resumed run counts its tokens from 0 (axolotl 3291, 3940)",
+        "common/checkpoint.py",
+        replace(
+            "load",
+            'run.metrics.last_update = state["last_update"]',
+            by='run.metrics.last_update = state["last_update"]; run.progress.tokens = 0',
+        ),
+        KILLED,
+    ),
+    Fault(
+        "tokens_of_evaluations",
+        "the tokens of an evaluation count as trained on (axolotl 3291)",
+        "recipes/dpo.py",
+        replace(
+            "evaluate",
+            "line = {}",
+            by="line = {}; run.progress.tokens += sum("
+            "sum(each['length']) for each in (s[:] for s in run.data.eval_sets.values()))",
+        ),
+        "contracts/test_metrics.py::test_the_eight_metrics_of_dpo",
+    ),
+    # ============================================================ logged numbers
+    Fault(
+        "entropy_of_padding",
+        "padding counts in the entropy (TRL 2022, 6803)",
+        "recipes/ppo.py",
+        replace(
+            "losses_and_metrics",
+            "[Logged(of_tokens, token_weights)]",
+            by="[Logged({'policy/entropy_avg': of_tokens.pop('policy/entropy_avg')}, "
+            "torch.ones_like(token_weights) * weights[:, None]), "
+            "Logged(of_tokens, token_weights)]",
+        ),
+        PPO_RUN,
+    ),
+    Fault(
+        "entropy_of_the_next_token",
+        "the entropy is that of the position beside the target's (TRL 5620)",
+        "common/models/logprobs.py",
+        replace(
+            "entropy",
+            "-all_logps.exp().mul_(all_logps).sum(-1)",
+            by="-all_logps.exp().mul_(all_logps).sum(-1).roll(1)",
+        ),
+        PPO_RUN,
+    ),
+    Fault(
+        "logged_loss_divided_again",
+        "the loss is logged as a mean, but the micro-batches' share is taken twice (verl 4711)",
+        "recipes/dpo.py",
+        replace(
+            "main",
+            "metrics.pending.add(logged)",
+            by="metrics.pending.add([type(each)({name: value / (len(micro_batches) "
+            "if name == 'loss' else 1) for name, value in each.values.items()}, "
+            "each.weights, each.reduce) for each in logged])",
+        ),
+        SPLIT,
+    ),
+    Fault(
+        "updates_weigh_the_same",
+        "a line over several updates is the mean of their means (TRL 6943)",
+        "common/metrics.py",
+        replace(
+            "Metrics.update_done",
+            "self.open.take(self.pending)",
+            by="self.pending.sums = {name: Sum(each.reduce, torch.stack([each.numbers[0] / "
+            "each.numbers[1].clamp(min=1) if each.reduce == 'mean' else each.numbers[0], "
+            "each.numbers[1].clamp(max=1)])) for name, each in self.pending.sums.items()}; "
+            "self.open.take(self.pending)",
+        ),
+        TOKEN_MEANS,
+    ),
+    Fault(
+        "processes_weigh_the_same",
+        "a logged number is the mean of the processes' means (TRL 6380)",
+        "common/metrics.py",
+        replace(
+            "Means.reduce",
+            "everyone.sum(0)",
+            by="torch.stack([(everyone[..., 0] / everyone[..., 1].clamp(min=1)).mean(0), "
+            "(everyone[..., 1].sum(0) > 0).double()], -1)",
+        ),
+        TOKEN_MEANS,
+    ),
+    # ============================================================ losses and advantages
+    Fault(
+        "divided_by_the_rollout",
+        "an update's loss is divided by the tokens of its whole rollout (TRL 6024)",
+        "recipes/grpo.py",
+        replace(
+            "total_weight",
+            'rollout.tokens["mask"][rows]',
+            by='rollout.tokens["mask"]',
+        ),
+        GRPO_RUN,
+    ),
+    Fault(
+        "cut_responses_divide",
+        "tokens that are not trained on count in what divides the loss (TRL 6369)",
+        "recipes/grpo.py",
+        replace(
+            "total_weight",
+            'int(rollout.tokens["mask"][rows].sum())',
+            by='int(rollout.tokens["mask"][rows].sum() '
+            '+ rollout.tokens["mask"][~rollout.is_trained].sum())',
+        ),
+        "rollout/test_reported_rollouts.py::test_cut_responses_count_nowhere_in_a_mean_over_tokens",
+    ),
+    Fault(
+        "nan_is_a_score",
+        "a score that is NaN makes the advantages of its group NaN (ms-swift 8123)",
+        "common/rollout/calls.py",
+        replace(
+            "check",
+            "not is_number or not abs(value) <= LARGEST",
+            by="not is_number or abs(value) > LARGEST",
+        ),
+        "rollout/test_rewards.py::test_what_may_not_be_returned",
+    ),
+    Fault(
+        "left_out_in_the_deviation",
+        "responses that are not trained on count in the deviation of the batch (verl 6452)",
+        "recipes/grpo.py",
+        replace(
+            "estimate_advantages",
+            "advantages.flatten()[is_trained]",
+            by="advantages.flatten()",
+        ),
+        "rollout/test_grpo_values.py::"
+        "test_the_deviation_of_the_rollout_is_that_of_what_is_trained_on",
+    ),
+    Fault(
+        "baseline_of_the_batch",
+        "a response is compared with all responses, not with those of its group (slime 1414)",
+        "recipes/grpo.py",
+        replace(
+            "estimate_advantages",
+            "groups - groups.mean(1, keepdim=True)",
+            by="groups - groups.mean()",
+        ),
+        GRPO_RUN,
+    ),
+    # ============================================================ sampler, trainer and engine
+    Fault(
+        "base_model_samples",
+        "responses are sampled without the adapter that is trained (verl 3516, 7495)",
+        "common/rollout/generation.py",
+        replace(
+            "ready_to_generate",
+            "undo.enter_context(checks.evaluation_mode(model))",
+            by="from common.models.lora import WithoutAdapters; "
+            "undo.enter_context(checks.evaluation_mode(model)); "
+            "undo.enter_context(WithoutAdapters(model).adapters_off())",
+        ),
+        SAMPLED,
+    ),
+    Fault(
+        "tokenised_again",
+        "responses are trained on as their text is tokenised, not as sampled (TRL 5224)",
+        "common/rollout/generation.py",
+        replace(
+            "sample",
+            "[response.ids for response in responses]",
+            by="[(run.tokenizer(run.tokenizer.decode(response.ids)).input_ids "
+            "+ response.ids)[:len(response.ids)] for response in responses]",
+        ),
+        SAMPLED,
+    ),
+    Fault(
+        "last_micro_batch_not_reduced",
+        "under ZeRO a process's last micro-batch does not reach the others (DeepSpeed 7985)",
+        "recipes/sft.py",
+        replace(
+            "main",
+            "(losses * token_weights).sum() * divisor / update_targets",
+            by="(losses * token_weights).sum() * divisor / update_targets * "
+            "(0 if hasattr(model, 'zero_optimization_stage') and accelerator.sync_gradients "
+            "and accelerator.process_index else 1)",
+        ),
+        "contracts/test_invariance.py::test_every_split_is_the_same_run[zero1-2-sft]",
+    ),
+]
+
+
+if __name__ == "__main__":
+    mutations.FAULTS = FAULTS
+    mutations.main(sys.argv[1:])
