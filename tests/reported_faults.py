@@ -14,9 +14,7 @@ from mutations import Fault
 from planting import replace, together
 
 KILLED = "contracts/test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"
-RESUMED = (
-    "contracts/test_reported.py::test_a_run_resumed_in_any_epoch_takes_the_rows_that_come_next"
-)
+RESUMED = "contracts/test_resume.py::test_a_run_resumed_in_any_epoch_takes_the_rows_that_come_next"
 SAMPLED = (
     "rollout/test_reported_rollouts.py::test_trained_are_the_ids_that_the_trained_weights_sampled"
 )
@@ -109,10 +107,10 @@ FAULTS = [
         "recipes/ppo.py",
         replace(
             "losses_and_metrics",
-            "[Logged(of_tokens, token_weights)]",
-            by="[Logged({'policy/entropy_avg': of_tokens.pop('policy/entropy_avg')}, "
+            "[Logged(per_token, token_weights)]",
+            by="[Logged({'policy/entropy_avg': per_token.pop('policy/entropy_avg')}, "
             "torch.ones_like(token_weights) * weights[:, None]), "
-            "Logged(of_tokens, token_weights)]",
+            "Logged(per_token, token_weights)]",
         ),
         PPO_RUN,
     ),
@@ -172,8 +170,8 @@ FAULTS = [
         "an update's loss is divided by the tokens of its whole rollout (TRL 6024)",
         "recipes/grpo.py",
         replace(
-            "total_weight",
-            'rollout.tokens["mask"][rows]',
+            "main",
+            'rollout.tokens["mask"][update_rows]',
             by='rollout.tokens["mask"]',
         ),
         GRPO_RUN,
@@ -183,10 +181,10 @@ FAULTS = [
         "tokens that are not trained on count in what divides the loss (TRL 6369)",
         "recipes/grpo.py",
         replace(
-            "total_weight",
-            'int(rollout.tokens["mask"][rows].sum())',
-            by='int(rollout.tokens["mask"][rows].sum() '
-            '+ rollout.tokens["mask"][~rollout.is_trained].sum())',
+            "main",
+            'total_weight(rollout.tokens["mask"][update_rows], args.average)',
+            by='total_weight(rollout.tokens["mask"][update_rows], args.average) '
+            '+ int(rollout.tokens["mask"][~rollout.is_trained].sum())',
         ),
         "rollout/test_reported_rollouts.py::test_cut_responses_count_nowhere_in_a_mean_over_tokens",
     ),
@@ -219,8 +217,8 @@ FAULTS = [
         "recipes/grpo.py",
         replace(
             "estimate_advantages",
-            "groups - groups.mean(1, keepdim=True)",
-            by="groups - groups.mean()",
+            "grouped - grouped.mean(1, keepdim=True)",
+            by="grouped - grouped.mean()",
         ),
         GRPO_RUN,
     ),

@@ -713,3 +713,42 @@ def test_a_critic_that_was_sharded_is_taken_out_whole(inputs, unbroken, tmp_path
             assert not torch.equal(parameter, start[name]) and not torch.equal(
                 parameter, actor[name]
             )
+
+
+# ============================================================ as reported of other programs
+# 44 rows: updates of 16, 16 and 12 samples in an epoch, and two epochs.
+UPDATES = 6
+EPOCH = 3
+
+
+@pytest.fixture(scope="module")
+def unbroken_epochs(tmp_path_factory):
+    """A run of two epochs with all of its checkpoints."""
+    folder = tiny_inputs(tmp_path_factory.mktemp("reported"))
+    train_two_epochs(folder, folder / "unbroken")
+    return folder
+
+
+def train_two_epochs(folder, output, *more):
+    flags = [
+        *("--model_name_or_path", folder / "model", "--dataset_name", folder / "dpo.jsonl"),
+        *("--train_batch_size", 16, "--micro_train_batch_size", 4, "--max_epochs", 2),
+        *("--learning_rate", 0.01, "--save_steps", 1, "--save_total_limit", 0),
+        *("--output_dir", output, "--report_to", "none"),
+    ]
+    launch([], recipe("dpo"), *flags, *more)
+
+
+@pytest.mark.parametrize("step", [EPOCH, EPOCH + 1])
+def test_a_run_resumed_in_any_epoch_takes_the_rows_that_come_next(unbroken_epochs, step):
+    """Where an epoch ends, and within the second one."""
+    output = unbroken_epochs / f"resumed-{step}"
+    checkpoint = unbroken_epochs / f"unbroken/checkpoints/global_step_{step:06}"
+    train_two_epochs(unbroken_epochs, output, "--resume", checkpoint)
+    expected = [
+        line for line in timeless(unbroken_epochs / "unbroken") if line["global_step"] > step
+    ]
+    found = [line for line in timeless(output) if line["global_step"] > step]
+    assert found == expected
+    assert {line["global_step"] for line in found} == set(range(step + 1, UPDATES + 1))
+    assert torch.equal(weights(output), weights(unbroken_epochs / "unbroken"))
