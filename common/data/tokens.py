@@ -225,7 +225,7 @@ def encode_as_given(tokenizer, turn: Turn, message: dict) -> tuple[list[int], li
         <bot>                   <bot>           <think>Why</think>Yes<end>
         <bot><think></think>    <bot>           <think>Why</think>Yes<end>
         <bot><think>            <bot><think>    Why</think>Yes<end>
-        <bot>\n                 <bot>\n         <think>Why</think>Yes<end>    so after any other ending
+        <bot>\n                 <bot>\n         <think>Why</think>Yes<end>    after any other ending
 
     Args:
         message: the answer.
