@@ -1,6 +1,5 @@
 """Shares out the conversion of a large data set among several processes, and keeps the order."""
 
-import collections
 import multiprocessing
 import os
 import pickle
@@ -8,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 # A process needs several seconds to import what the recipe imports. It tokenises about this many
@@ -16,8 +15,6 @@ from typing import Any
 ROWS_PER_WORKER = 20_000
 # One process writes what all workers return, about thirty times faster than one worker tokenises.
 MOST_WORKERS = 32
-# Spans that wait for each worker: none is idle meanwhile, and memory holds no more than these.
-SPANS_AHEAD = 2
 
 # The function of a worker; see `start_worker`.
 task: Callable[[range], Any]
@@ -33,7 +30,7 @@ def number_for(rows: int, function: Callable[[range], Any]) -> int:
     Args:
         function: what the workers call. If it cannot be pickled for them, this process calls it.
     """
-    cores = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     number = min(cores, rows // ROWS_PER_WORKER, MOST_WORKERS)
     return number if number > 1 and can_be_sent(function) else 1
 
@@ -48,13 +45,6 @@ def can_be_sent(function: Callable[[range], Any]) -> bool:
     except (pickle.PicklingError, AttributeError, TypeError):
         return False
     return hasattr(sys.modules["__main__"], "__file__")
-
-
-def available_cores() -> int:
-    """Returns the number of cores that this process may use, where the system tells it."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def map_in_order(
@@ -79,16 +69,8 @@ def map_in_order(
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn, start_worker, (function,)) as executor:
-        waiting: collections.deque[Future] = collections.deque()
-        try:
-            for span in spans:
-                waiting.append(executor.submit(run_task, span))
-                if len(waiting) > SPANS_AHEAD * processes:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            executor.shutdown(cancel_futures=True)
+        # It submits all spans at once, and cancels the rest on an error or when it is closed.
+        yield from executor.map(run_task, spans)
 
 
 # ============================================================ within a worker
