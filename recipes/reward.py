@@ -112,7 +112,7 @@ def reward_row(row: dict, tokenizer, max_length: int, strings_as_messages: bool 
         number = 0.0 if margin in (None, "") else float(str(margin))
     except ValueError:
         number = math.nan
-    formats.check(math.isfinite(number), row, "margin", "a finite number")
+    formats.refuse_unless(math.isfinite(number), row, "margin", "a finite number")
     values = pairs.preference_row(row, tokenizer, max_length, strings_as_messages)
     return {**values, "margin": number}
 

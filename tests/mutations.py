@@ -533,7 +533,9 @@ TOKENS = [
         "bos_doubled",
         "a text that begins with BOS gets another one",
         "common/data/tokens.py",
-        replace("encode_plain", "puts_bos_in_front and first_id != bos", by="puts_bos_in_front"),
+        replace(
+            "encode_plain", "puts_bos_in_front and all_ids[:1] != [bos]", by="puts_bos_in_front"
+        ),
         "data/test_data.py::test_plain_text_gets_bos_and_eos_once",
     ),
     Fault(
@@ -555,9 +557,9 @@ TOKENS = [
         "the prompt of a pair is encoded for each of its answers",
         "common/data/tokens.py",
         replace(
-            "turn_of",
-            "encode_longer(tokenizer, prompt, whole_text)",
-            by="encode_text(tokenizer, whole_text)",
+            "compare_with_prompt",
+            "encode_longer(tokenizer, prompt, text_with_answer)",
+            by="encode_text(tokenizer, text_with_answer)",
         ),
         "data/test_tokenising.py::test_the_prompt_of_a_pair_is_encoded_once[qwen3]",
     ),
@@ -592,7 +594,7 @@ TOKENS = [
         "no_end_learned",
         "under a template without an end token nothing ends an answer",
         "common/data/tokens.py",
-        replace("encode_answer", "not ends(tokenizer, ids)", by="False"),
+        replace("encode_answer", "not has_end(tokenizer, ids)", by="False"),
         "data/test_templates.py::test_two_answers_without_thinking[glm4moe]",
     ),
     Fault(
@@ -606,7 +608,7 @@ TOKENS = [
         "thinking_dropped",
         "what the template drops of an answer is not learned",
         "common/data/tokens.py",
-        replace("encode_answer", "thought and thought not in turn.whole_rest", by="False"),
+        replace("encode_answer", "thought and thought not in turn.only_in_answer", by="False"),
         "data/test_templates.py::test_thinking_inside_the_content_is_learned_whole[deepseekv3]",
     ),
     Fault(
@@ -615,7 +617,7 @@ TOKENS = [
         "common/data/tokens.py",
         replace(
             "split_turn",
-            "without_white_space(tokenizer, answer_ids, turn.prompt_rest)",
+            "without_white_space(tokenizer, answer_ids, turn.only_in_prompt)",
             by="answer_ids",
         ),
         "data/test_templates.py::test_what_the_prompt_has_beyond_the_answer",

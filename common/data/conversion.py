@@ -45,10 +45,10 @@ PLAIN_STRINGS = (
     "--strings_as_messages makes them turns of user and assistant"
 )
 
-# Rows that are converted, and then written, at once.
+# This many rows are converted, and then written, at once.
 ROWS_AT_ONCE = 1_000
 
-# Fewer are converted in half a minute.
+# Fewer rows take less than half a minute, and no bar is shown.
 ROWS_WITH_BAR = 20_000
 
 # A temporary column: each row's checksum, from which the fingerprint is made. Do not rename it:
@@ -58,7 +58,7 @@ CHECKSUM = "crc"
 
 @dataclass
 class Converter:
-    """Applies a row function to rows; other processes can get a copy of it.
+    """Applies a row function to rows; it can be sent to other processes.
 
     Attributes:
         function: see `dataset.load`.
@@ -76,7 +76,7 @@ class Converter:
 
         Raises:
             BadRow: a row fits no format; with its number.
-            UnicodeDecodeError: a row is no text.
+            UnicodeDecodeError: a row is not UTF-8.
         """
         entries = rows.table.select(span)
         converted = [
@@ -85,19 +85,19 @@ class Converter:
         return {name: [row[name] for row in converted] for name in converted[0]}
 
     def convert_row(self, row: dict, index: int) -> dict:
-        """Returns what the row function makes of a row, and columns of our own."""
+        """Returns what the row function makes of a row, and columns of our own.
+
+        These are `notes`, one a line; `row`, the row's number from 1; `answer`, if the data has
+        it; and the checksum.
+        """
         row = rename_columns(row, self.columns)
-        as_messages = self.settings.get("strings_as_messages")
+        as_messages = bool(self.settings.get("strings_as_messages"))
         try:
-            row = other_formats.standard(row, bool(as_messages))
+            row = other_formats.standard(row, as_messages)
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
         except (BadRow, TooMuch) as error:
             raise BadRow(f"row {index + 1}: {error}") from None
-        notes = values.pop("notes", [])
-        # None: the caller has no such setting.
-        has_template = self.tokenizer.chat_template is not None
-        if as_messages is False and has_template and formats.is_plain_text(row):
-            notes.append(PLAIN_STRINGS)
+        notes = values.pop("notes", []) + self.note_on_strings(row)
         optional = {column_name: [] for column_name in OPTIONAL_COLUMNS}
         return {
             **with_typed_lists({**optional, **values}),
@@ -107,12 +107,21 @@ class Converter:
             CHECKSUM: checksum(values),
         }
 
+    def note_on_strings(self, row: dict) -> list[str]:
+        """Returns a note if strings are read as plain text, and could be read as messages."""
+        # None: the caller has no such setting.
+        reads_plain_text = self.settings.get("strings_as_messages") is False
+        has_template = self.tokenizer.chat_template is not None
+        if reads_plain_text and has_template and formats.is_plain_text(row):
+            return [PLAIN_STRINGS]
+        return []
+
 
 def tokenise(name: str, split: str, converter: Converter) -> Path:
-    """Reads a data set and converts all its rows, unless the cache has the result.
+    """Reads a data set and converts all its rows, unless an earlier run has cached the result.
 
     Returns:
-        The file in the cache that has it.
+        The cached file.
 
     Raises:
         SystemExit: see `dataset.load`.
@@ -141,17 +150,17 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
         sys.exit(f"data set {name!r} is not UTF-8: {error}")
     except BrokenProcessPool:
         sys.exit(
-            f"data set {name!r}: one of several processes that tokenise it died, maybe for lack of "
-            "memory. There are fewer of them if the run may use fewer cores (taskset)"
+            f"data set {name!r}: one of several processes that tokenise it died, possibly for lack "
+            "of memory. There are fewer of them if the run may use fewer cores (taskset)"
         )
     return file
 
 
 def convert(rows: files.Rows, converter: Converter, file: Path) -> None:
-    """Writes all rows as the converter makes them to a file, whole or not at all.
+    """Writes what the converter makes of all rows to a file, whole or not at all.
 
     Raises:
-        BadRow, UnicodeDecodeError, BrokenProcessPool: see `Converter` and `workers.each`.
+        BadRow, UnicodeDecodeError, BrokenProcessPool: see `Converter` and `workers.map_in_order`.
     """
     n_rows = len(rows.table)
     spans = [
@@ -160,9 +169,10 @@ def convert(rows: files.Rows, converter: Converter, file: Path) -> None:
     convert_span = partial(converter.convert_rows, rows)
     processes = workers.number_for(n_rows, convert_span)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(workers.each(convert_span, spans, processes)) as parts:
+    with contextlib.closing(workers.map_in_order(convert_span, spans, processes)) as parts:
         parts_shown = with_bar(parts, n_rows)
-        # `map` only writes what the workers made, so their number changes nothing in the file.
+        # The function ignores the rows of `map`, which only writes to the file, in order, what the
+        # workers made. So their number changes nothing in the file.
         rows.table.map(
             lambda _rows: next(parts_shown),
             batched=True,
@@ -203,23 +213,21 @@ def check_columns(name: str, rows: files.Rows, columns: dict[str, str]) -> None:
 
 
 def rename_columns(row: dict, columns: dict[str, str]) -> dict:
-    """Returns the row under a format's names: the user's columns win over all in the data.
+    """Returns a row under a format's names. The user's columns take precedence over the data's own.
 
     Example: with `{"prompt": "question"}`, the row `{"question": "Why?", "text": "a"}` becomes
     `{"question": "Why?", "prompt": "Why?"}`, see `hidden_columns`.
     """
-    named = {
-        column_name: row[users_name]
-        for column_name, users_name in columns.items()
-        if users_name in row
-    }
     hidden = hidden_columns(columns)
-    kept = {column_name: value for column_name, value in row.items() if column_name not in hidden}
-    return {**kept, **named}
+    renamed = {name: value for name, value in row.items() if name not in hidden}
+    for format_name, users_name in columns.items():
+        if users_name in row:
+            renamed[format_name] = row[users_name]
+    return renamed
 
 
 def hidden_columns(columns: dict[str, str]) -> set[str]:
-    """Returns the columns of the data that would win over those that the user named.
+    """Returns the columns of the data that would take precedence over those that the user named.
 
     `formats.conversation` recognises `messages` first, then `text`, then `prompt` and
     `completion`. Naming a column of one format switches off the formats recognised before it.
@@ -295,7 +303,8 @@ def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
     reasons = column(converted, "reason")
     # The same rows from another path, or written at another time, are the same data.
     content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
-    # Before the rows get their name, which depends on the columns that are removed later.
+    # `remove_columns` changes a fingerprint by the names that it removes. So optional columns that
+    # no row uses go before the rows get their fingerprint, and those below after it.
     unused = [name for name in OPTIONAL_COLUMNS if not has_values(converted, name)]
     converted = converted.remove_columns(["notes", *unused])
     usable = converted.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
@@ -316,8 +325,8 @@ def describe_unusable(converted: datasets.Dataset) -> list[str]:
     """Returns how many rows are left out, by reason, how many are truncated, and other notes."""
     reasons = column(converted, "reason")
     is_usable = reasons == ""
-    counts = zip(*np.unique(reasons[~is_usable], return_counts=True))
-    notes = [f"{count} left out ({reason})" for reason, count in counts]
+    kinds, counts = np.unique(reasons[~is_usable], return_counts=True)
+    notes = [f"{count} left out ({kind})" for kind, count in zip(kinds, counts)]
     truncated = int((column(converted, "truncated") & is_usable).sum())
     if truncated:
         notes.append(f"{truncated} truncated")
@@ -335,19 +344,29 @@ def describe_notes(converted: datasets.Dataset) -> list[str]:
         returned ["tools are not written: 2 rows",
                   "answers do not continue the prompt: 1 rows (row 1: it ends '<think>')"]
     """
-    counts = collections.Counter()
-    examples = {}
+    counts: collections.Counter[str] = collections.Counter()
+    examples: dict[str, str] = {}
     for part in converted.select_columns(["notes", "reason", "row"]).iter(10_000):
         for text, reason, row in zip(part["notes"], part["reason"], part["row"]):
             if reason or not text:
                 continue
-            kinds = {}
-            for line in text.split("\n"):
-                kind, _, example = line.partition("\t")
-                kinds.setdefault(kind, f" (row {row}: {example})" if example else "")
-            counts.update(kinds.keys())
-            examples = kinds | examples
+            for kind, example in first_of_each_kind(text, row).items():
+                counts[kind] += 1
+                examples.setdefault(kind, example)
     return [f"{kind}: {count} rows{examples[kind]}" for kind, count in counts.items()]
+
+
+def first_of_each_kind(text: str, row: int) -> dict[str, str]:
+    """Returns the kinds of a row's notes, each with its first example as it is printed.
+
+    Args:
+        text: the notes, one a line, see `tokens.note`.
+    """
+    kinds: dict[str, str] = {}
+    for line in text.split("\n"):
+        kind, _, example = line.partition("\t")
+        kinds.setdefault(kind, f" (row {row}: {example})" if example else "")
+    return kinds
 
 
 # ============================================================ the cache's key
@@ -368,15 +387,12 @@ def cache_key(rows: files.Rows, converter: Converter) -> str:
 def source_of(function: Callable) -> str:
     """Returns the source of a function and of those functions of its own module that it calls.
 
-    So a change to the rest of a recipe does not tokenise the data again.
+    So the data is not tokenised again when the rest of a recipe changes.
     """
-    sources = [inspect.getsource(function)]
+    source = inspect.getsource(function)
     for name in function.__code__.co_names:
         called = function.__globals__.get(name)
-        if (
-            inspect.isfunction(called)
-            and called.__module__ == function.__module__
-            and called is not function
-        ):
-            sources.append(source_of(called))
-    return "".join(sources)
+        is_own = inspect.isfunction(called) and called.__module__ == function.__module__
+        if is_own and called is not function:
+            source += source_of(called)
+    return source

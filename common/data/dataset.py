@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from accelerate.utils import gather_object
@@ -108,10 +109,12 @@ def load(
     with word_of_patience(accelerator, f"reading and tokenising {name} ..."):
         # The first process of each machine fills the cache, and the others read what it wrote.
         is_first = accelerator.is_local_main_process
-        file = distributed.all_or_none(accelerator, is_first, tokenise, name, split, converter)
+        fill_cache = partial(tokenise, name, split, converter)
+        file = distributed.all_or_none(accelerator, is_first, fill_cache)
         first = accelerator.process_index - accelerator.local_process_index
         file = gather_object([file])[first]
-        usable, notes = distributed.all_or_none(accelerator, True, read_usable, name, file)
+        read_cache = partial(read_usable, name, file)
+        usable, notes = distributed.all_or_none(accelerator, True, read_cache)
     accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *notes]))
     return usable
 

@@ -22,8 +22,6 @@ from common.data import cache
 # The `datasets` builder for each file suffix. JSON has a reader of our own, see `JsonRows`.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
-WHITE_SPACE = re.compile(r"\s*")
-
 # JSON may write a character as two halves of these numbers.
 HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -83,7 +81,7 @@ def load(name: str, split: str) -> Rows:
     a folder is never a pattern. The cells of a CSV are text.
 
     Raises:
-        SystemExit: nothing there, malformed JSON (with the row), no rows.
+        SystemExit: nothing there, malformed JSON (with the row, or the line of an array), no rows.
     """
     if is_saved_to_disk(Path(name)):
         return as_rows(name, split, load_saved(name, split), is_json=False)
@@ -268,10 +266,11 @@ def load_saved(name: str, split: str) -> datasets.Dataset:
 def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
     """Yields text and value of each row of a JSON file: one row a line, or one array of rows.
 
-    Of lines only one is in memory at a time, of an array its whole text.
+    Of lines only one is in memory at a time, of an array all rows.
 
     Raises:
         SystemExit: a row that cannot be read, or that is no JSON object; with its number, from 1.
+            A malformed array, with the line and the column.
     """
     number = 1
     open_file = gzip.open if path.suffix == ".gz" else open
@@ -280,7 +279,7 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
         with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             is_array = first_character(file) == "["
             file.seek(0)
-            for text, row in array_rows(file.read()) if is_array else line_rows(file):
+            for text, row in array_rows(file) if is_array else line_rows(file):
                 if not isinstance(row, dict):
                     found = json.dumps(row, ensure_ascii=False)[:60]
                     sys.exit(f"{path}, row {number}: expected a JSON object, found {found}")
@@ -290,6 +289,8 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict]]:
                 number += 1
     except UnicodeDecodeError as error:
         sys.exit(f"{path}, row {number} or a later one, is not UTF-8: {error}")
+    except json.JSONDecodeError as error:  # of an array: `line_rows` raises a plain ValueError
+        sys.exit(f"{path}: malformed JSON: {error}")
     except (ValueError, RecursionError) as error:
         sys.exit(f"{path}, row {number}: malformed JSON: {error}")
     except (OSError, EOFError, zlib.error) as error:
@@ -326,29 +327,10 @@ def line_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
             yield text, row
 
 
-def array_rows(text: str) -> Iterator[tuple[str, object]]:
-    """Yields text and value of each element of a JSON array, so that an error comes after its rows.
-
-    Example: `[{"a": 1}, {"a": 2}]` yields `{"a": 1}` with its dict, then `{"a": 2}` with its own.
-    """
-    decoder = json.JSONDecoder()
-    start = after_white_space(text, text.index("[") + 1)
-    if text.startswith("]", start):
-        return
-    while True:
-        row, end = decoder.raw_decode(text, start)
-        yield text[start:end], row
-        end = after_white_space(text, end)
-        if text.startswith("]", end):
-            return
-        if not text.startswith(",", end):
-            raise json.JSONDecodeError("Expecting ',' delimiter or ']'", text, end)
-        start = after_white_space(text, end + 1)
-
-
-def after_white_space(text: str, start: int) -> int:
-    """Returns the place of the first character from `start` on that is no white space."""
-    return WHITE_SPACE.match(text, start).end()
+def array_rows(file: io.TextIOBase) -> Iterator[tuple[str, object]]:
+    """Yields a text and the value of each element of a JSON array."""
+    for row in json.loads(file.read()):
+        yield json.dumps(row), row
 
 
 # ============================================================ refusals

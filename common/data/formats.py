@@ -9,6 +9,9 @@ from common.data.messages import BadRow, as_messages, is_message, is_messages
 # hh-rlhf transcripts: the prompt ends with the last marker that both answers share.
 HH_MARKER = "\n\nAssistant:"
 
+# A prompt or an answer: a string, or messages.
+Text = str | list[dict]
+
 FORMAT_COLUMNS = (
     "messages",
     "prompt",
@@ -53,7 +56,7 @@ def column_names(pairs: list[str] | None) -> dict[str, str]:
     return columns
 
 
-def check(fits: bool, row: dict, column: str, expected: str) -> None:
+def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
     """Raises `BadRow` with the value that was found, unless it fits."""
     if not fits:
         raise BadRow(f"column {column!r}: expected {expected}, found {row[column]!r:.80}")
@@ -70,22 +73,25 @@ def require(row: dict, *columns: str, expected: str) -> None:
                 f"(--columns {column}=YOURS names another)"
             )
         fits = isinstance(value, str) or is_messages(value) or is_message(value)
-        check(fits, row, column, "a string or a list of messages with role and content")
+        refuse_unless(fits, row, column, "a string or a list of messages with role and content")
 
 
 def refuse_unread(row: dict) -> None:
-    """Raises `BadRow` if the row holds what a language model of text cannot learn from."""
+    """Raises `BadRow` if the row holds what a text-only model cannot learn from."""
     for column in MEDIA_COLUMNS:
         if row.get(column):
             raise BadRow(f"column {column!r} is not empty: only text can be read")
+    if str(row.get("label")).lower() not in ("true", "false"):
+        return
+    # Pairs and texts are learned whatever their label says: a text with one is of a data set for
+    # classification, where it names the class.
     has_pair = row.get("chosen") is not None and row.get("rejected") is not None
-    is_label = str(row.get("label")).lower() in ("true", "false")
-    if is_label and not has_pair and row.get("text") is None:
+    if not has_pair and row.get("text") is None:
         raise BadRow(IS_KTO)
 
 
 # ============================================================ conversations, completions, text
-def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
+def conversation(row: dict) -> tuple[Text, Text]:
     """Returns an SFT row as (prompt, completion), both strings or both message lists.
 
     The formats are tried in this order: `messages` and `text`, which have an empty prompt, then
@@ -94,12 +100,12 @@ def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
     refuse_unread(row)
     if row.get("messages") is not None:
         fits = is_messages(row["messages"])
-        check(fits, row, "messages", "a list of messages with role and content")
+        refuse_unless(fits, row, "messages", "a list of messages with role and content")
         messages = as_messages(row["messages"], "user")
         refuse_weights(messages)
         return [], messages
     if row.get("text") is not None:
-        check(isinstance(row["text"], str), row, "text", "a string")
+        refuse_unless(isinstance(row["text"], str), row, "text", "a string")
         return "", row["text"]
     require(
         row,
@@ -115,7 +121,7 @@ def conversation(row: dict) -> tuple[list[dict] | str, list[dict] | str]:
 
 
 def refuse_weights(messages: list[dict]) -> None:
-    """Raises `BadRow` if an assistant's turn is to count other than once."""
+    """Raises `BadRow` if a turn of the assistant has a loss weight other than 1."""
     for number, message in enumerate(messages, 1):
         for key in LOSS_WEIGHTS:
             weight = message.get(key, 1)
@@ -126,14 +132,14 @@ def refuse_weights(messages: list[dict]) -> None:
                 )
 
 
-def has_text(value: str | list[dict]) -> bool:
+def has_text(value: Text) -> bool:
     """Whether there is anything to read: in messages, a content or a tool call."""
     if isinstance(value, list):
         return any(message["content"] or message.get("tool_calls") for message in value)
     return bool(value)
 
 
-def missing_answer(answer: str | list[dict]) -> str:
+def missing_answer(answer: Text) -> str:
     """Returns why a row without anything to learn must be left out."""
     if isinstance(answer, list) and all(message["role"] != "assistant" for message in answer):
         return "no message of role assistant"
@@ -141,7 +147,7 @@ def missing_answer(answer: str | list[dict]) -> str:
 
 
 # ============================================================ preferences
-def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict] | str]:
+def preference(row: dict) -> tuple[Text, Text, Text]:
     """Returns a preference row as (prompt, chosen, rejected), the prompt stated once.
 
     All three are strings, or all three are message lists. Examples, with `U` and `A` for messages
@@ -156,16 +162,18 @@ def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict
     """
     refuse_unread(row)
     prompt = row.get("prompt")
-    require(
-        row,
-        *["chosen", "rejected"] if prompt is None else ["chosen", "rejected", "prompt"],
-        expected="'chosen' and 'rejected', and 'prompt', unless both begin with it",
-    )
+    needed = ["chosen", "rejected"]
+    if prompt is not None:
+        needed.append("prompt")
+    expected = "'chosen' and 'rejected', and 'prompt', unless both begin with it"
+    require(row, *needed, expected=expected)
+
     chosen = row["chosen"]
     rejected = row["rejected"]
-    if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, list):
-        if prompt is None:
-            return split_transcripts(chosen, rejected)
+    are_strings = isinstance(chosen, str) and isinstance(rejected, str)
+    if are_strings and prompt is None:
+        return split_transcripts(chosen, rejected)
+    if are_strings and not isinstance(prompt, list):
         return prompt, chosen, rejected
 
     chosen = as_messages(chosen, "assistant")
@@ -173,17 +181,29 @@ def preference(row: dict) -> tuple[list[dict] | str, list[dict] | str, list[dict
     begins_with_answer = not chosen or chosen[0]["role"] == "assistant"
     if prompt is not None and begins_with_answer:
         return as_messages(prompt, "user"), chosen, rejected
+    return with_prompt_once(prompt, chosen, rejected)
 
-    repeated, chosen, rejected = split_conversations(chosen, rejected)
-    whole = repeated
-    if repeated and prompt:
-        whole = join_prompts(as_messages(prompt, "user"), repeated)
-    if not whole:
+
+def with_prompt_once(
+    stated: Text | None, chosen: list[dict], rejected: list[dict]
+) -> tuple[list[dict], list[dict], list[dict]]:
+    """Returns (prompt, chosen, rejected) of two conversations that both begin with the prompt.
+
+    Args:
+        stated: column `prompt`, if there is one.
+
+    Raises:
+        BadRow: the conversations begin otherwise, or the column contradicts them.
+    """
+    prompt, chosen_answer, rejected_answer = split_conversations(chosen, rejected)
+    if prompt and stated:
+        prompt = join_prompts(as_messages(stated, "user"), prompt)
+    if not prompt:
         raise BadRow(
             "'chosen' and 'rejected' do not begin with the same prompt, "
             "that of column 'prompt' if there is one"
         )
-    return whole, chosen, rejected
+    return prompt, chosen_answer, rejected_answer
 
 
 def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -232,8 +252,9 @@ def split_conversations(
 def join_prompts(stated: list[dict], repeated: list[dict]) -> list[dict]:
     """Returns the whole prompt of a row whose answers repeat what column `prompt` states.
 
-    They may repeat more than that or less; it is empty if they contradict it. Examples, with `S`,
-    `U` and `A` for messages of system, user and assistant:
+    The answers may repeat more of the prompt than the column states, or less. The result is empty
+    if the two contradict each other. Examples, with `S`, `U` and `A` for messages of system, user
+    and assistant:
 
         stated        repeated    returned
         U             S U         S U
@@ -270,7 +291,7 @@ def is_plain_text(row: dict) -> bool:
     return bool(values) and all(isinstance(value, str) for value in values)
 
 
-def as_turns(prompt: str | list[dict], *answers: str | list[dict]) -> tuple[str | list[dict], ...]:
+def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     r"""Returns a prompt and its answers as message lists: strings become turns.
 
     A text without a prompt stays as it is, because nothing says whose turn it would be. Examples,
@@ -292,7 +313,7 @@ def as_turns(prompt: str | list[dict], *answers: str | list[dict]) -> tuple[str 
 
 
 def transcript_turns(text: str) -> list[dict] | None:
-    """Returns the turns of a transcript of hh-rlhf; None if the text is none."""
+    """Returns the turns of an hh-rlhf transcript; None if it is not a transcript."""
     before, *parts = re.split(r"\n\n(Human|Assistant):", text)
     if not parts or before.strip():
         return None

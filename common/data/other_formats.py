@@ -3,7 +3,7 @@
 import json
 
 from common.data import formats
-from common.data.formats import check
+from common.data.formats import refuse_unless
 from common.data.messages import BadRow, as_messages, is_messages
 
 
@@ -34,7 +34,7 @@ def standard(row: dict, strings_as_messages: bool = False) -> dict:
 def from_sharegpt(row: dict) -> dict:
     """Returns a row of `conversations` as one of `messages`, or of a pair as one of `prompt`."""
     fits = is_messages(row["conversations"])
-    check(fits, row, "conversations", "a list of messages with from and value")
+    refuse_unless(fits, row, "conversations", "a list of messages with from and value")
     is_preference = row.get("chosen") is not None and row.get("rejected") is not None
     column = "prompt" if is_preference else "messages"
     return {**row, column: row["conversations"], "tools": standard_tools(row.get("tools"))}
@@ -64,7 +64,7 @@ def from_alpaca(row: dict) -> dict:
     """
     for column in ("instruction", "input", "output"):
         fits = isinstance(row.get(column), (str, type(None)))
-        check(fits, row, column, "a string")
+        refuse_unless(fits, row, column, "a string")
     prompt = []
     for question, answer in row.get("history") or []:
         prompt.append({"role": "user", "content": question})
@@ -122,7 +122,7 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
 
 def with_system(row: dict, messages: list[dict]) -> list[dict]:
     """Returns the messages after that of column `system`, unless one begins them already."""
-    check(isinstance(row["system"], str), row, "system", "a string")
+    refuse_unless(isinstance(row["system"], str), row, "system", "a string")
     first = messages[0] if messages else {}
     if "system" in (first.get("role"), first.get("from")):
         return messages

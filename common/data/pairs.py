@@ -25,7 +25,7 @@ def preference_row(
     prompt_ids, chosen_ids, rejected_ids, notes = [], [], [], []
     if not reason:
         prompt_ids, chosen_ids, rejected_ids, notes = tokens.encode_preference(
-            tokenizer, prompt, chosen, rejected, row.get("tools")
+            tokenizer, prompt, chosen, rejected, tools=row.get("tools")
         )
         if not (chosen_ids and rejected_ids):
             reason = tokens.reason_of(notes)

@@ -52,6 +52,11 @@ class Conventions(NamedTuple):
         """The ids that follow an answer up to the token that ends it; empty if no token does."""
         return [] if self.stop is None else list(self.ending[: self.stop + 1])
 
+    @property
+    def writes_no_stop(self) -> bool:
+        """Whether it is known that no token ends an answer."""
+        return self.is_known and self.stop is None
+
 
 # ============================================================ the template itself
 def read(path: str) -> str:

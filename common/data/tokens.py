@@ -25,7 +25,7 @@ DROPS_THOUGHT = "the chat template drops the thinking of answers, so they are le
 
 # ============================================================ plain text
 def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
-    """Returns the token ids of a prompt and of each answer, all texts that no template writes.
+    """Returns the token ids of a prompt and of each answer, for texts that no chat template writes.
 
     The prompt gets the BOS that this tokenizer puts in front of texts, if it puts one, and every
     answer an EOS at its end, unless they have them already.
@@ -37,10 +37,11 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     puts_bos_in_front = tokenizer("").input_ids[:1] == [bos]
-    first_id = next(itertools.chain(prompt_ids, *answer_ids), None)
-    if puts_bos_in_front and first_id != bos:
+    all_ids = [*prompt_ids, *itertools.chain(*answer_ids)]
+    if puts_bos_in_front and all_ids[:1] != [bos]:
         prompt_ids = [bos, *prompt_ids]
-    return prompt_ids, *(ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids)
+    ended = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids]
+    return prompt_ids, *ended
 
 
 # ============================================================ one answer
@@ -67,22 +68,22 @@ class Turn(NamedTuple):
 
     The two begin alike. Where the prompt opens a thought that the answer does not have:
 
-        prompt.text  <user>Hi<bot><think>\n      prompt_rest  <think>\n
-        whole_text   <user>Hi<bot>Hello.<end>    whole_rest   Hello.<end>
+        prompt.text         <user>Hi<bot><think>\n      only_in_prompt    <think>\n
+        text_with_answer    <user>Hi<bot>Hello.<end>    only_in_answer    Hello.<end>
 
     Attributes:
         prompt: the history with the generation prompt, which the model reads at inference.
-        whole_text, whole_ids: the history with the answer, and what the template adds to it.
+        text_with_answer, ids_with_answer: the history with the answer, as the template writes it.
         n_shared: how many token ids both begin with.
-        prompt_rest, whole_rest: the text of the other ids of each.
+        only_in_prompt, only_in_answer: the text of the other ids of each.
     """
 
     prompt: Beginning
-    whole_text: str
-    whole_ids: list[int]
+    text_with_answer: str
+    ids_with_answer: list[int]
     n_shared: int
-    prompt_rest: str
-    whole_rest: str
+    only_in_prompt: str
+    only_in_answer: str
 
     @property
     def continues_prompt(self) -> bool:
@@ -115,9 +116,9 @@ def encode_answer(
 ) -> Answer:
     r"""Returns the token ids of an answer, and of what precedes it.
 
-    Most templates write an answer right after their generation prompt. Then it is what follows the
-    prompt, up to the token that ends it; for other templates see `split_turn`. For one that drops
-    the thinking of the answer, see `encode_as_given`. Example, with ChatML:
+    Most templates write an answer right after their generation prompt. The answer is then what
+    follows the prompt, up to the token that ends it. `split_turn` handles templates that do not,
+    `encode_as_given` those that drop the answer's thinking. Example, with ChatML:
 
         history  user: Hi          prompt   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
         answer   assistant: Yes    context  the same
@@ -134,14 +135,14 @@ def encode_answer(
     if prompt is None:
         prompt = encode_prompt(tokenizer, history, tools)
     conversation = templates.Conversation(tokenizer, history + answer, tools)
-    turn = turn_of(tokenizer, prompt, conversation.text)
-    unwritten = templates.why_unwritten(conversation, len(history), turn.whole_rest)
+    turn = compare_with_prompt(tokenizer, prompt, conversation.text)
+    unwritten = templates.why_unwritten(conversation, len(history), turn.only_in_answer)
     if unwritten:
         return Answer(prompt.ids, prompt.ids, [], [unwritten])
 
     notes = []
     thought = thoughts.of_message(answer[-1])
-    if thought and thought not in turn.whole_rest:
+    if thought and thought not in turn.only_in_answer:
         notes.append(DROPS_THOUGHT)
         context, ids = encode_as_given(tokenizer, turn, answer[-1])
     else:
@@ -149,23 +150,23 @@ def encode_answer(
         ids = up_to_end(tokenizer, ids)
         if len(context) < len(prompt.ids):
             notes.append(describe_other_prompt(tokenizer, turn))
-    if not ends(tokenizer, ids):
+    if not has_end(tokenizer, ids):
         notes.append(APPENDS_EOS)
         ids = [*ids, tokenizer.eos_token_id]
     return Answer(prompt.ids, context, ids, notes)
 
 
-def turn_of(tokenizer, prompt: Beginning, whole_text: str) -> Turn:
-    """Compares a history with its generation prompt and the same history with an answer."""
-    whole_ids = encode_longer(tokenizer, prompt, whole_text)
-    shared = n_shared(prompt.ids, whole_ids)
+def compare_with_prompt(tokenizer, prompt: Beginning, text_with_answer: str) -> Turn:
+    """Finds where a history with an answer parts from the history with its generation prompt."""
+    ids_with_answer = encode_longer(tokenizer, prompt, text_with_answer)
+    n_alike = n_shared(prompt.ids, ids_with_answer)
     return Turn(
         prompt=prompt,
-        whole_text=whole_text,
-        whole_ids=whole_ids,
-        n_shared=shared,
-        prompt_rest=decode(tokenizer, prompt.ids[shared:]),
-        whole_rest=decode(tokenizer, whole_ids[shared:]),
+        text_with_answer=text_with_answer,
+        ids_with_answer=ids_with_answer,
+        n_shared=n_alike,
+        only_in_prompt=decode(tokenizer, prompt.ids[n_alike:]),
+        only_in_answer=decode(tokenizer, ids_with_answer[n_alike:]),
     )
 
 
@@ -174,7 +175,7 @@ def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
 
     Examples, with a space between tokens:
 
-        prompt                    whole          context                   answer
+        prompt                    with answer    context                   answer
         <bot>                     <bot> Yes      <bot>                     Yes
         <bot> a                   <bot> ab c     <bot> a                   b c
         <bot> <think>             <bot> Yes      <bot>                     Yes
@@ -182,60 +183,65 @@ def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
         <bot> \n\n                <bot> \n Yes   <bot> \n\n                Yes
     """
     prompt_ids = turn.prompt.ids
-    answer_ids = turn.whole_ids[turn.n_shared :]
+    answer_ids = turn.ids_with_answer[turn.n_shared :]
     if turn.continues_prompt:
         return prompt_ids, answer_ids
-    if turn.whole_text.startswith(turn.prompt.text):
+    if turn.text_with_answer.startswith(turn.prompt.text):
         # The answer's first characters merge with the prompt's last ones. At inference the prompt
         # is tokenised alone, and so is what the model generates.
-        return prompt_ids, encode_text(tokenizer, turn.whole_text[len(turn.prompt.text) :])
-    if turn.prompt_rest.strip() and not thoughts.is_whole_thought(turn.prompt_rest):
+        return prompt_ids, encode_text(tokenizer, turn.text_with_answer[len(turn.prompt.text) :])
+    if turn.only_in_prompt.strip() and not thoughts.is_whole_thought(turn.only_in_prompt):
         # No model would give this answer after the rest of the prompt, such as an open thought.
-        return turn.whole_ids[: turn.n_shared], answer_ids
-    # After white space, or a thought that is closed again, it would.
-    return prompt_ids, without_white_space(tokenizer, answer_ids, turn.prompt_rest)
+        return turn.ids_with_answer[: turn.n_shared], answer_ids
+    # After white space or a closed thought a model would give this answer.
+    return prompt_ids, without_white_space(tokenizer, answer_ids, turn.only_in_prompt)
 
 
-def without_white_space(tokenizer, ids: list[int], prompt_rest: str) -> list[int]:
-    r"""Returns an answer without the white space that the prompt has written already.
+def without_white_space(tokenizer, ids: list[int], only_in_prompt: str) -> list[int]:
+    r"""Returns an answer without the white space that the prompt already ends with.
 
-    One newline and two may be different tokens. Example: of the answer `\n Yes`, `Yes` is left
-    where the rest of the prompt is `\n\n`.
+    One newline and two may be different tokens, so texts are compared. Examples, with a space
+    between tokens:
+
+        answer      only_in_prompt    returned
+        \n Yes      \n\n              Yes
+        \n\n Yes    \n                \n Yes
     """
-    n_white = 0
-    while n_white < len(ids) and decode(tokenizer, ids[n_white : n_white + 1]).isspace():
-        n_white += 1
-    white = decode(tokenizer, ids[:n_white])
-    n_written = n_shared(white, prompt_rest)
-    if not n_written:
+    white_ids = list(itertools.takewhile(lambda token: decode(tokenizer, [token]).isspace(), ids))
+    white = decode(tokenizer, white_ids)
+    n_in_both = n_shared(white, only_in_prompt)
+    if n_in_both == 0:
         return ids
-    return encode_text(tokenizer, white[n_written:]) + ids[n_white:]
+    return encode_text(tokenizer, white[n_in_both:]) + ids[len(white_ids) :]
 
 
 # ============================================================ an answer whose thinking is dropped
 def encode_as_given(tokenizer, turn: Turn, message: dict) -> tuple[list[int], list[int]]:
-    """Returns the token ids of an answer's context, and of the answer with its thinking.
+    r"""Returns the token ids of an answer's context, and of the answer with its thinking.
 
     Examples, where the user gave `<think>Why</think>Yes`, and the template writes `Yes<end>`:
 
         prompt                  context         answer
         <bot>                   <bot>           <think>Why</think>Yes<end>
-        <bot><think>            <bot><think>    Why</think>Yes<end>
         <bot><think></think>    <bot>           <think>Why</think>Yes<end>
+        <bot><think>            <bot><think>    Why</think>Yes<end>
+        <bot>\n                 <bot>\n         <think>Why</think>Yes<end>    after any other ending
 
     Args:
         message: the answer.
     """
     context = turn.prompt
     answer_text = thoughts.with_markers(tokenizer, message)
-    rest = turn.prompt_rest
+    rest = turn.only_in_prompt
+    opening = rest.strip()
     if not rest:
-        answer_text = lead_of(message, turn.whole_rest) + answer_text
+        answer_text = lead_of(message, turn.only_in_answer) + answer_text
     elif thoughts.is_whole_thought(rest):
         # The prompt says that nothing was thought, and something was.
         context = encode_beginning(tokenizer, context.text.removesuffix(rest))
-    elif rest.strip() and answer_text.lstrip().startswith(rest.strip()):
-        # The prompt has written what opens the thinking.
+    elif opening and answer_text.lstrip().startswith(opening):
+        # The prompt already opens the thinking. White space after the opening marker may be shared
+        # only in part.
         answer_text = answer_text.lstrip()
         answer_text = answer_text[n_shared(answer_text, rest.lstrip()) :]
     end = templates.conventions(tokenizer).end_of_answer
@@ -253,11 +259,13 @@ def lead_of(message: dict, written: str) -> str:
     """
     visible = thoughts.without_thought(message["content"])
     place = written.find(visible.strip())
-    lead = written[: max(place, 0)]
+    if place < 0:
+        return ""
+    lead = written[:place]
     if any(closer in lead for _, closer in thoughts.MARKERS):
         return ""
-    white_of_answer = visible[: len(visible) - len(visible.lstrip())]
-    return lead.removesuffix(white_of_answer)
+    n_white = len(visible) - len(visible.lstrip())
+    return lead.removesuffix(visible[:n_white])
 
 
 # ============================================================ where an answer ends
@@ -273,31 +281,41 @@ def up_to_end(tokenizer, ids: list[int]) -> list[int]:
         \n\n                      Yes .\n\n           Yes .          and the white space has merged
     """
     conventions = templates.conventions(tokenizer)
+    if conventions.writes_no_stop:
+        return without_white_ending(tokenizer, ids)
     ending = list(conventions.ending)
-    has_ending = bool(ending) and ids[-len(ending) :] == ending
-    if conventions.stop is not None and has_ending:
+    if ending and ids[-len(ending) :] == ending:
         return ids[: -len(ending)] + conventions.end_of_answer
-    if conventions.stop is not None or not conventions.is_known:
-        return ids[: turn_length(tokenizer, ids) or len(ids)]
-    if has_ending and not decode(tokenizer, ending).strip():
+    # A tool call, which may end differently, or a template whose ending is not known.
+    return ids[: turn_length(tokenizer, ids) or len(ids)]
+
+
+def without_white_ending(tokenizer, ids: list[int]) -> list[int]:
+    """Returns an answer without the white space that the template writes after every answer."""
+    conventions = templates.conventions(tokenizer)
+    ending = list(conventions.ending)
+    ends_alike = bool(ending) and ids[-len(ending) :] == ending
+    if ends_alike and not decode(tokenizer, ending).strip():
         return ids[: -len(ending)]
     white = conventions.white_ending
     last_text = decode(tokenizer, ids[-1:])
-    if white and last_text.endswith(white):
+    if white and last_text.endswith(white):  # it has merged into the last token
         return ids[:-1] + encode_text(tokenizer, last_text.removesuffix(white))
     return ids
 
 
-def ends(tokenizer, ids: list[int]) -> bool:
+def has_end(tokenizer, ids: list[int]) -> bool:
     """Whether the last token of an answer ends it."""
-    if ids[-1:] == [tokenizer.eos_token_id]:
+    if not ids:
+        return False
+    if ids[-1] == tokenizer.eos_token_id:
         return True
     conventions = templates.conventions(tokenizer)
-    if conventions.is_known and conventions.stop is None:
+    if conventions.writes_no_stop:
         return False
-    if ids and ids[-1:] == conventions.end_of_answer[-1:]:
+    if ids[-1:] == conventions.end_of_answer[-1:]:
         return True
-    return turn_length(tokenizer, ids) == len(ids) > 0
+    return turn_length(tokenizer, ids) == len(ids)
 
 
 def turn_length(tokenizer, ids: list[int]) -> int:
@@ -314,18 +332,20 @@ def turn_length(tokenizer, ids: list[int]) -> int:
     eos = tokenizer.eos_token_id  # a property that searches each time
     if eos in ids:
         return len(ids) - ids[::-1].index(eos)
-    added_tokens_by_id = added_tokens(tokenizer)
-    for length in (len(ids), len(ids) - 1):
-        token = added_tokens_by_id.get(ids[length - 1]) if length > 0 else None
+    added = added_tokens(tokenizer)
+    for n_after in (0, 1):  # one token, such as a newline, may follow the end
+        length = len(ids) - n_after
+        token = added.get(ids[length - 1]) if length > 0 else None
         if token is not None and token.special:
             return length
     return 0
 
 
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
-    """Counts the tokens of a prompt that are new since the answer at `place`, its end not counted.
+    """Counts the tokens of a prompt after its answer at `place`, without the token that ends it.
 
-    They are what the prompt ends with whatever that answer is. Example: of
+    The template is rendered with two different answers there: what both prompts end with is what
+    follows the answer. Example: of
 
         <user> One <bot> a <end> <user> Two <bot>
         <user> One <bot> b <end> <user> Two <bot>
@@ -344,8 +364,10 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
         prompts.append(encode_text(tokenizer, text))
     first, second = prompts
     n_equal = n_shared_at_end(first, second)
-    has_end = templates.conventions(tokenizer).stop is not None
-    return n_equal - int(has_end and is_marker(tokenizer, first[len(first) - n_equal]))
+    template_has_stop = templates.conventions(tokenizer).stop is not None
+    if template_has_stop and is_marker(tokenizer, first[len(first) - n_equal]):
+        return n_equal - 1  # the first of the equal tokens ends the answer
+    return n_equal
 
 
 # ============================================================ preferences
@@ -379,17 +401,26 @@ def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> Prefer
         return Preference(prompt_ids, chosen_ids, rejected_ids, [])
 
     encoded_prompt = encode_prompt(tokenizer, prompt, tools)
-    answers = [
+    chosen_answer, rejected_answer = (
         encode_answer(tokenizer, prompt, answer, tools, prompt=encoded_prompt)
         for answer in (chosen, rejected)
-    ]
-    context = min((answer.context for answer in answers), key=len)
-    chosen_ids, rejected_ids = (
-        answer.context[len(context) :] + answer.ids if answer.ids else [] for answer in answers
     )
-    notes = [text for answer in answers for text in answer.notes]
+    context = min(chosen_answer.context, rejected_answer.context, key=len)
+    notes = chosen_answer.notes + rejected_answer.notes
     notes += templates.unwritten_parts(tokenizer, prompt, tools)
-    return Preference(context, chosen_ids, rejected_ids, notes)
+    return Preference(
+        prompt=context,
+        chosen=ids_after(chosen_answer, len(context)),
+        rejected=ids_after(rejected_answer, len(context)),
+        notes=notes,
+    )
+
+
+def ids_after(answer: Answer, n_context: int) -> list[int]:
+    """Returns an answer's ids after the first `n_context` of its context; empty if unwritten."""
+    if not answer.ids:
+        return []
+    return answer.context[n_context:] + answer.ids
 
 
 # ============================================================ the tokenizer
@@ -421,28 +452,33 @@ def stop_tokens(tokenizer, model) -> set[int]:
 def note(kind: str, example: str = "") -> str:
     """Returns what a user should know about a row.
 
-    The run prints each kind once, with its number of rows and one example.
+    A note is one line `kind<TAB>example`; `conversion.describe_notes` takes it apart. The run
+    prints each kind once, with its number of rows and one example.
 
     Args:
-        example: without tabs and newlines.
+        kind: without tabs and newlines, as the example.
+        example: what this row has; the tab is left out if there is none.
     """
     return f"{kind}\t{example}" if example else kind
 
 
 def describe_other_prompt(tokenizer, turn: Turn) -> str:
     """Returns a note on an answer that does not continue the generation prompt."""
-    way_out = "--chat_template FILE with another generation prompt"
-    for name in ("enable_thinking", "thinking"):
-        if name in str(tokenizer.chat_template):
-            opens = any(opener in turn.prompt_rest for opener, _ in thoughts.MARKERS)
-            value = json.dumps({name: not opens})
-            way_out = f"--chat_template_kwargs '{value}'"
-            break
+    way = way_to_align(tokenizer, turn)
     return note(
         "answers do not continue the generation prompt, so they are learned after what both "
-        f"share ({way_out} may align them)",
-        f"the prompt ends {turn.prompt_rest!r}, the answer begins {turn.whole_rest[:30]!r}",
+        f"share ({way} may align them)",
+        f"the prompt ends {turn.only_in_prompt!r}, the answer begins {turn.only_in_answer[:30]!r}",
     )
+
+
+def way_to_align(tokenizer, turn: Turn) -> str:
+    """Returns the argument by which the generation prompt may end as the answers begin."""
+    opens_thought = any(opener in turn.only_in_prompt for opener, _ in thoughts.MARKERS)
+    for name in ("enable_thinking", "thinking"):
+        if name in str(tokenizer.chat_template):
+            return f"--chat_template_kwargs '{json.dumps({name: not opens_thought})}'"
+    return "--chat_template FILE with another generation prompt"
 
 
 def reason_of(notes: list[str]) -> str:

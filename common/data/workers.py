@@ -1,6 +1,5 @@
 """Shares out the conversion of a large data set among several processes, and keeps the order."""
 
-import collections
 import multiprocessing
 import os
 import pickle
@@ -8,19 +7,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-# A process needs several seconds to import what the recipe imports, as long as it takes to tokenise
-# about this many rows.
+# A process needs several seconds to import what the recipe imports. It tokenises about this many
+# rows in the same time.
 ROWS_PER_WORKER = 20_000
-# One process writes what all others return: about thirty times as fast as one of them tokenises.
+# One process writes what all workers return, about thirty times faster than one worker tokenises.
 MOST_WORKERS = 32
-# Spans that wait for each worker: none is idle meanwhile, and memory holds no more than these.
-SPANS_AHEAD = 2
 
-# The function of a worker; see `begin`.
-work: Callable[[range], Any]
+# The function of a worker; see `start_worker`.
+task: Callable[[range], Any]
 
 
 def number_for(rows: int, function: Callable[[range], Any]) -> int:
@@ -31,17 +28,17 @@ def number_for(rows: int, function: Callable[[range], Any]) -> int:
     processes are shared out among 5.
 
     Args:
-        function: what the processes shall call. One that cannot be sent to them is called here.
+        function: what the workers call. If it cannot be pickled for them, this process calls it.
     """
-    cores = available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     number = min(cores, rows // ROWS_PER_WORKER, MOST_WORKERS)
     return number if number > 1 and can_be_sent(function) else 1
 
 
 def can_be_sent(function: Callable[[range], Any]) -> bool:
-    """Whether another process can get a function: it finds code by its module and its name.
+    """Whether a function can be pickled for another process, which finds code by module and name.
 
-    It finds neither a function within a function, nor what was typed into a notebook.
+    Functions inside functions, and what was typed into a notebook, cannot be found.
     """
     try:
         pickle.dumps(function)
@@ -50,21 +47,14 @@ def can_be_sent(function: Callable[[range], Any]) -> bool:
     return hasattr(sys.modules["__main__"], "__file__")
 
 
-def available_cores() -> int:
-    """Returns the number of cores that this process may use, where the system tells it."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def each(
+def map_in_order(
     function: Callable[[range], Any], spans: list[range], processes: int
 ) -> Generator[Any, None, None]:
     """Yields `function(span)` of every span of rows, in their order.
 
-    Not by `datasets.map(num_proc=)`: it forks within the threads of this process, tells the error
-    of a row only when all other rows are done, replaces Ctrl-C by an error of its own, and leaves
-    its processes behind if this one is killed.
+    `datasets.map(num_proc=)` is no substitute: it forks a process that has threads, reports the
+    error of a row only after all other rows, replaces Ctrl-C by an error of its own, and leaves its
+    processes behind if this one is killed.
 
     Args:
         function: for several processes one that `can_be_sent`.
@@ -78,24 +68,16 @@ def each(
         yield from map(function, spans)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, spawn, begin, (function,)) as executor:
-        waiting: collections.deque[Future] = collections.deque()
-        try:
-            for span in spans:
-                waiting.append(executor.submit(do, span))
-                if len(waiting) > SPANS_AHEAD * processes:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            executor.shutdown(cancel_futures=True)
+    with ProcessPoolExecutor(processes, spawn, start_worker, (function,)) as executor:
+        # It submits all spans at once, and cancels the rest on an error or when it is closed.
+        yield from executor.map(run_task, spans)
 
 
 # ============================================================ within a worker
-def begin(function: Callable[[range], Any]) -> None:
+def start_worker(function: Callable[[range], Any]) -> None:
     """Prepares a worker, which then calls this function for one span after another."""
-    global work
-    work = function
+    global task
+    task = function
     # Ctrl-C reaches the workers, too. Their parent ends them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The tokenizer's own threads would compete with the other workers.
@@ -104,11 +86,11 @@ def begin(function: Callable[[range], Any]) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this worker when its parent has died without a word, such as by SIGKILL."""
+    """Ends this worker when its parent has died without warning, such as by SIGKILL."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
-def do(span: range) -> Any:
+def run_task(span: range) -> Any:
     """Calls the worker's function."""
-    return work(span)
+    return task(span)

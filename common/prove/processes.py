@@ -77,7 +77,7 @@ class Slots:
     """Lets as many processes run at once as there are cores, and at least two."""
 
     def __init__(self):
-        self.free = max(2, available_cores())
+        self.free = max(2, len(os.sched_getaffinity(0)))
         self.changed = threading.Condition()
 
     @contextlib.contextmanager
@@ -92,13 +92,6 @@ class Slots:
             with self.changed:
                 self.free += processes
                 self.changed.notify_all()
-
-
-def available_cores() -> int:
-    """Returns the number of cores that this process may use, where the system tells it."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class Fresh:

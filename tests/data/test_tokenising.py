@@ -198,12 +198,12 @@ SPANS = [range(start, start + 3) for start in range(0, 60, 3)]
 
 
 def test_two_processes_keep_the_order():
-    assert list(workers.each(list, SPANS, processes=2)) == [list(span) for span in SPANS]
+    assert list(workers.map_in_order(list, SPANS, processes=2)) == [list(span) for span in SPANS]
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_first_error_is_told(processes):
-    parts = workers.each(Square(bad=(10, 13)), SPANS, processes)
+    parts = workers.map_in_order(Square(bad=(10, 13)), SPANS, processes)
     assert [next(parts), next(parts), next(parts)] == [[0, 1, 4], [9, 16, 25], [36, 49, 64]]
     with pytest.raises(ValueError, match=r"^number 10$"):
         next(parts)
@@ -272,9 +272,9 @@ def load(accelerator, monkeypatch, path, cache, **settings):
 @pytest.mark.slow
 def test_two_processes_write_the_same_file_as_one(accelerator, monkeypatch, many, tmp_path):
     counts = []
-    each = workers.each
+    each = workers.map_in_order
     count = lambda function, spans, number: counts.append(number) or each(function, spans, number)
-    monkeypatch.setattr(workers, "each", count)
+    monkeypatch.setattr(workers, "map_in_order", count)
     by_two = load(accelerator, monkeypatch, many, tmp_path / "two")
     monkeypatch.setattr(workers, "ROWS_PER_WORKER", 10_000)
     by_one = load(accelerator, monkeypatch, many, tmp_path / "one")
@@ -320,7 +320,7 @@ def wait_in_a_worker(folder: Path, span: range) -> None:
 
 
 def start_waiting(folder: Path) -> None:
-    next(workers.each(partial(wait_in_a_worker, folder), SPANS, processes=2))
+    next(workers.map_in_order(partial(wait_in_a_worker, folder), SPANS, processes=2))
 
 
 @pytest.mark.slow
@@ -343,12 +343,12 @@ from common.data import workers
 
 if __name__ == "__main__":
     workers.ROWS_PER_WORKER = 600
-    workers.available_cores = lambda: 2 * int(os.environ["LOCAL_WORLD_SIZE"])
-    started = workers.each
+    os.sched_getaffinity = lambda _: range(2 * int(os.environ["LOCAL_WORLD_SIZE"]))
+    started = workers.map_in_order
     def each(function, spans, processes):
         print(f"tokenised by {processes} processes")  # not before the first part is asked for
         yield from started(function, spans, processes)
-    workers.each = each
+    workers.map_in_order = each
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
