@@ -172,17 +172,16 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
 
 
 def keep_as_own(run: Run, path: Path, lines_are_lost: bool) -> None:
-    """Saves what the run resumed from in its own folder, unless it is there as it should be.
+    """Makes sure that the run's own folder holds the checkpoint that it resumed from.
 
-    If it is in another run's folder and this run is killed before its first checkpoint,
-    `--resume auto` would start from the beginning. If log lines are lost, the checkpoint counts
-    more bytes than there are.
+    One from another folder is saved here: if the run was killed before its first own checkpoint,
+    `--resume auto` would start from the beginning. One from this folder is saved again if log
+    lines are lost: it counts more bytes than there are.
     """
     is_here = is_own(run, path)
     if is_here and not lines_are_lost:
         run.last_saved = run.progress.global_step
-        return
-    if is_here or run.args.save_steps:
+    elif is_here or run.args.save_steps:
         save(run)
 
 

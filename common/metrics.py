@@ -107,11 +107,14 @@ class Means:
         added, smallest, largest = reductions.tolist()  # one reading, because a GPU waits at each
 
         values = {}
-        for (name, of_tag), (total, count), (low, _), (high, _) in zip(
-            sums.items(), added, smallest, largest
-        ):
+        for place, (name, of_tag) in enumerate(sums.items()):
+            total, count = added[place]
             if count > 0:
-                by_kind = {"mean": total / count, "min": low, "max": high}
+                by_kind = {
+                    "mean": total / count,
+                    "min": smallest[place][0],
+                    "max": largest[place][0],
+                }
                 values[name] = by_kind[of_tag.reduce]
         return values
 

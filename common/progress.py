@@ -120,16 +120,19 @@ class Progress:
         return interval > 0 and self.evaluation_due(interval)
 
     def evaluation_due(self, interval: float) -> bool:
-        """Whether to evaluate now: when `due`, and at the end even if the interval is 0."""
+        """Whether to evaluate now: after every `interval` applied updates, and at the end.
+
+        Args:
+            interval: as in `due`, but 0: at the end alone.
+        """
         every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
         at_multiple = every > 0 and self.global_step % every == 0
         if self.was_just_applied:
             return at_multiple or self.finished
         # The model is as it was after its last applied update. At a multiple, and at update 0, it
         # has been evaluated already.
-        if at_multiple or self.global_step == 0:
-            return False
-        return self.finished
+        evaluated_already = at_multiple or self.global_step == 0
+        return self.finished and not evaluated_already
 
     def log_due(self, interval: float) -> bool:
         """Whether to log now: when an evaluation would be due, and after the first update."""

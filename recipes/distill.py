@@ -501,6 +501,7 @@ def main():
         updates=plan.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)
+    max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra
     if progress.updates_seen == 0:
         evaluate(run, taught_by, packer)
@@ -536,11 +537,10 @@ def main():
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
                 # The loss is the mean over the update's response tokens. The engine itself divides
                 # by `divisor`, the number of micro-batches of all processes.
-                accelerator.backward((losses * token_weights).sum() * divisor / update_tokens)
+                loss = (losses * token_weights).sum() * divisor / update_tokens
+                accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), args.max_grad_norm or math.inf
-                    )
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)

@@ -346,7 +346,7 @@ def losses_and_metrics(
     logps = output["logps"]
     mask = old["mask"]
     ratios = ratios_to_old(logps, old["logps"], mask, args.ratio)
-    losses, clipped_low, clipped_high = policy_losses(
+    token_losses, clipped_low, clipped_high = policy_losses(
         logps,
         ratios,
         old["advantages"],
@@ -365,11 +365,11 @@ def losses_and_metrics(
         # Each token's own ratio, even if one ratio of the whole response weights the policy loss.
         token_ratios = ratios_to_old(logps, old["logps"], mask, "token")
         kl, kl_loss = kl_losses(logps, old["ref_logps"], token_ratios, args.kl_estimator)
-        losses = losses + args.kl_coef * kl_loss
+        token_losses = token_losses + args.kl_coef * kl_loss
         per_token["kl"] = kl
 
-    losses, sample_weights = average_tokens(losses, mask, args.average, args.max_new_tokens)
-    sample_weights = sample_weights * weights
+    losses, weights_in_mean = average_tokens(token_losses, mask, args.average, args.max_new_tokens)
+    sample_weights = weights_in_mean * weights
     token_weights = mask * weights[:, None]
     logged = [Logged({"loss": losses}, sample_weights), Logged(per_token, token_weights)]
     return losses, sample_weights, logged
@@ -461,6 +461,7 @@ def make_rollout(
     )
     with run.metrics.timed("score"):
         rollout.tokens |= compute_logps(run, rollout, reference, packer)
+    # This rollout leads to an update: `skip_rollout` counts prompts from here.
     state.prompts_seen_at_update = state.position.prompts_seen
     return rollout
 
@@ -491,12 +492,12 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
             scores = judge.score(run, samples, packer)
         penalised = with_penalty(scores, samples, args)
 
-        is_kept = groups_to_keep(scores.total, args)  # the penalty for length not counted
-        log_samples(run, samples, penalised, is_kept)
-        is_kept_sample = is_kept.repeat_interleave(args.n_samples_per_prompt)
-        kept_samples.append(samples.select(is_kept_sample))
-        kept_scores.append(penalised.total[is_kept_sample])
-        missing -= int(is_kept.sum())
+        group_is_kept = groups_to_keep(scores.total, args)  # the penalty for length not counted
+        log_samples(run, samples, penalised, group_is_kept)
+        sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
+        kept_samples.append(samples.select(sample_is_kept))
+        kept_scores.append(penalised.total[sample_is_kept])
+        missing -= int(group_is_kept.sum())
         epoch_ended = position.prompts_seen % run.data.mixture.samples == 0
         if missing == 0 or epoch_ended:
             break
@@ -551,7 +552,7 @@ def log_samples(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     """Adds the metrics of sampled groups to the next log line, and records the samples.
 
     Args:
-        is_kept: bool `[groups]`, which of them are trained on.
+        is_kept: bool `[groups]`, which of them are kept.
     """
     response_lengths = samples.mask.sum(1)
     logged = {
@@ -573,22 +574,26 @@ def log_samples(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
 
 
 # ============================================================ the updates of a rollout
+def updates_per_pass(rollout: Rollout, args: Args) -> int:
+    """Returns in how many updates each sample is used once: as few as the batch size allows."""
+    return math.ceil(int(rollout.is_trained.sum()) / args.train_batch_size)
+
+
 def updates_of(rollout: Rollout, args: Args) -> int:
-    """Returns the number of updates that a rollout makes, as few as `--train_batch_size` allows."""
-    n_trained = int(rollout.is_trained.sum())
-    return args.num_epochs_per_rollout * math.ceil(n_trained / args.train_batch_size)
+    """Returns the number of updates that a rollout makes."""
+    return args.num_epochs_per_rollout * updates_per_pass(rollout, args)
 
 
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
     """Returns which samples of the rollout form its next update, in a seeded order.
 
-    The updates of an epoch have the same number of samples, or one more: each is a whole step, so
-    there is no small remainder. A group may be divided.
+    Updates differ by at most one sample: a small last one would be a whole step, too. A group may
+    be divided.
     """
-    updates_per_epoch = updates_of(rollout, args) // args.num_epochs_per_rollout
-    epoch, update_of_epoch = divmod(position.update, updates_per_epoch)
+    n_updates = updates_per_pass(rollout, args)
+    epoch, update_of_epoch = divmod(position.update, n_updates)
     rows = order_of_samples(rollout, position.order_seed(args), epoch)
-    return np.array_split(rows, updates_per_epoch)[update_of_epoch]
+    return np.array_split(rows, n_updates)[update_of_epoch]
 
 
 def order_of_samples(rollout: Rollout, order_seed: tuple, epoch: int) -> np.ndarray:
@@ -686,10 +691,12 @@ def main():
         updates=plan.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)
+    max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra
     # Not `updates_seen == 0`: a resumed run may have had rollouts that led to no update.
     if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
+    # A checkpoint holds the position, but not what `progress` derives from it.
     update_data_position(run)
     while not progress.finished:
         if state.rollout is None:
@@ -725,11 +732,10 @@ def main():
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
                 # The loss is the weighted mean over the update's samples. The engine itself divides
                 # by `divisor`, the number of micro-batches of all processes.
-                accelerator.backward((losses * sample_weights).sum() * divisor / update_weight)
+                loss = (losses * sample_weights).sum() * divisor / update_weight
+                accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), args.max_grad_norm or math.inf
-                    )
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
@@ -775,11 +781,10 @@ def update_data_position(run: Run) -> None:
 
     Rollouts differ in their number of updates, so `progress` cannot derive it from the updates.
     """
-    args = run.args
-    n_prompts = run.data.mixture.samples
-    run.progress.rows_seen = run.extra.position.prompts_seen
-    all_used_up = run.progress.rows_seen >= args.max_epochs * n_prompts
-    run.progress.data_ended = args.max_steps == 0 and all_used_up and run.extra.rollout is None
+    state: State = run.extra
+    run.progress.rows_seen = state.position.prompts_seen
+    all_used_up = run.progress.rows_seen >= run.args.max_epochs * run.data.mixture.samples
+    run.progress.data_ended = run.args.max_steps == 0 and all_used_up and state.rollout is None
 
 
 def skip_rollout(run: Run) -> None:

@@ -290,6 +290,7 @@ def losses_and_metrics(
         losses and weights `[samples, length]`; metrics.
     """
     logps = output["logps"]
+    log_ratios = logps - old["logps"]
     policy_loss, policy_clipped = policy_losses(
         logps,
         old["logps"],
@@ -305,7 +306,7 @@ def losses_and_metrics(
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
         actor_loss = policy_loss + kl_coef * kl
-    # While only the critic learns, the actor's gradient is zero. Engines still need one.
+    # Engines need a gradient of every weight. While only the critic learns, the actor's is zero.
     losses = actor_loss * float(actor_learns) + args.vf_coef * value_loss
 
     token_weights = old["mask"] * weights[:, None]
@@ -313,11 +314,11 @@ def losses_and_metrics(
         "loss": losses,
         "loss/policy_avg": policy_loss,
         "loss/value_avg": value_loss,
-        "policy/approxkl_avg": (logps - old["logps"]) ** 2 / 2,
+        "policy/approxkl_avg": log_ratios**2 / 2,
         "policy/clipfrac_avg": policy_clipped.float(),
         "policy/entropy_avg": output["entropy"],
         "val/clipfrac_avg": value_clipped.float(),
-        "val/ratio": torch.exp(logps - old["logps"]),
+        "val/ratio": torch.exp(log_ratios),
     }
     return losses, token_weights, [Logged(per_token, token_weights)]
 
@@ -441,10 +442,10 @@ def compute_logps_and_values(
     with checks.evaluation_mode(run.model):
         for rows, batch in samples.scoring_batches(run, packer):
             output = run.model(batch, temperature)
-            values = {"logps": output["logps"], "values": output["values"]}
+            per_token = {"logps": output["logps"], "values": output["values"]}
             if reference is not None:
-                values["ref_logps"] = reference.logps(batch, temperature)
-            collected.add(rows, batch["mask"], **values)
+                per_token["ref_logps"] = reference.logps(batch, temperature)
+            collected.add(rows, batch["mask"], **per_token)
     return collected.gather()
 
 
@@ -506,20 +507,20 @@ def make_actor_critic(tokenizer, args: Args) -> ActorCritic:
     critic_name = (
         args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
     )
-    actor = load.causal_lm(args.model_name_or_path, tokenizer, args)
-    critic = load.score_model(critic_name, tokenizer, args, new_head=True)
-    return ActorCritic(actor, critic)
+    actor_model = load.causal_lm(args.model_name_or_path, tokenizer, args)
+    critic_model = load.score_model(critic_name, tokenizer, args, new_head=True)
+    return ActorCritic(actor_model, critic_model)
 
 
 def parameter_groups(policy: ActorCritic, args: Args) -> list[dict]:
     """Returns the optimizer's groups: actor and critic have learning rates of their own."""
-    actor = optim.parameter_groups(
+    actor_groups = optim.parameter_groups(
         policy.model, args.weight_decay, lr=args.learning_rate, name="actor"
     )
-    critic = optim.parameter_groups(
+    critic_groups = optim.parameter_groups(
         policy.critic, args.weight_decay, lr=args.critic_learning_rate, name="critic"
     )
-    return actor + critic
+    return actor_groups + critic_groups
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -593,8 +594,8 @@ def main():
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
 
     # ============================================================ reference and rewards
-    # Without a KL no reference is needed. If it is the policy without its adapters, the critic need
-    # not run.
+    # The reference serves the KL alone. Where it is the policy with its adapters off, the critic
+    # need not run.
     reference = Reference(run, with_values=False) if args.kl_coef else None
     judge = Judge(run)
     models = [model, judge.model, reference.model if reference else None]
@@ -608,6 +609,7 @@ def main():
         updates=plan.describe(progress.total_steps),
     )
     guard = guards.FiniteLosses(run)
+    max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra
     if progress.updates_seen == 0:
         evaluate(run, judge, packer)
@@ -620,7 +622,7 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         lengths = rollout.samples.lengths  # prompt and response
         micro_batches = batches.split_update(run, update_rows, lengths)
-        update_tokens = int(rollout.tokens["mask"][update_rows].sum())
+        response_tokens = int(rollout.tokens["mask"][update_rows].sum())
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         frozen = [] if rollout.actor_learns else ["actor"]  # while only the critic learns
@@ -649,11 +651,10 @@ def main():
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
                 # The loss is the mean over the update's tokens. The engine itself divides by
                 # `divisor`, the number of micro-batches of all processes.
-                accelerator.backward((losses * token_weights).sum() * divisor / update_tokens)
+                loss = (losses * token_weights).sum() * divisor / response_tokens
+                accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), args.max_grad_norm or math.inf
-                    )
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)

@@ -220,6 +220,7 @@ def main():
     )
     scorer.config.update(run.extra)
     guard = guards.FiniteLosses(run)
+    max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if progress.updates_seen == 0:
         evaluate(run, packer)
     while not progress.finished:
@@ -244,11 +245,10 @@ def main():
                 guard.check(columns["row"], losses, weights)
                 # The loss is the mean over the update's pairs. The engine itself divides by
                 # `divisor`, the number of micro-batches of all processes.
-                accelerator.backward((losses * weights).sum() * divisor / len(update_rows))
+                loss = (losses * weights).sum() * divisor / len(update_rows)
+                accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), args.max_grad_norm or math.inf
-                    )
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)

@@ -299,6 +299,7 @@ def main():
         updates=progress.describe(),
     )
     guard = guards.FiniteLosses(run)
+    max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if progress.updates_seen == 0:
         evaluate(run, packer)
     while not progress.finished:
@@ -326,11 +327,10 @@ def main():
                 guard.check(columns["row"], losses, token_weights)
                 # The loss is the mean over the update's targets. The engine itself divides by
                 # `divisor`, the number of micro-batches of all processes.
-                accelerator.backward((losses * token_weights).sum() * divisor / update_targets)
+                loss = (losses * token_weights).sum() * divisor / update_targets
+                accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), args.max_grad_norm or math.inf
-                    )
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)

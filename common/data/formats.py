@@ -173,7 +173,7 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
     are_strings = isinstance(chosen, str) and isinstance(rejected, str)
     if are_strings and prompt is None:
         return split_transcripts(chosen, rejected)
-    if are_strings and not isinstance(prompt, list):
+    if are_strings and isinstance(prompt, str):
         return prompt, chosen, rejected
 
     chosen = as_messages(chosen, "assistant")

@@ -284,22 +284,29 @@ def up_to_end(tokenizer, ids: list[int]) -> list[int]:
     if conventions.writes_no_stop:
         return without_white_ending(tokenizer, ids)
     ending = list(conventions.ending)
-    if ending and ids[-len(ending) :] == ending:
+    if ends_with(ids, ending):
         return ids[: -len(ending)] + conventions.end_of_answer
     # A tool call, which may end differently, or a template whose ending is not known.
-    return ids[: turn_length(tokenizer, ids) or len(ids)]
+    length = turn_length(tokenizer, ids)
+    return ids[:length] if length else ids
+
+
+def ends_with(ids: list[int], ending: list[int]) -> bool:
+    return bool(ending) and ids[-len(ending) :] == ending
 
 
 def without_white_ending(tokenizer, ids: list[int]) -> list[int]:
-    """Returns an answer without the white space that the template writes after every answer."""
+    """Returns an answer without the white space that the template writes after every answer.
+
+    It is tokens of its own, or it has merged into the answer's last token.
+    """
     conventions = templates.conventions(tokenizer)
     ending = list(conventions.ending)
-    ends_alike = bool(ending) and ids[-len(ending) :] == ending
-    if ends_alike and not decode(tokenizer, ending).strip():
+    if ends_with(ids, ending) and decode(tokenizer, ending).strip() == "":
         return ids[: -len(ending)]
     white = conventions.white_ending
     last_text = decode(tokenizer, ids[-1:])
-    if white and last_text.endswith(white):  # it has merged into the last token
+    if white and last_text.endswith(white):
         return ids[:-1] + encode_text(tokenizer, last_text.removesuffix(white))
     return ids
 
@@ -332,11 +339,9 @@ def turn_length(tokenizer, ids: list[int]) -> int:
     eos = tokenizer.eos_token_id  # a property that searches each time
     if eos in ids:
         return len(ids) - ids[::-1].index(eos)
-    added = added_tokens(tokenizer)
-    for n_after in (0, 1):  # one token, such as a newline, may follow the end
-        length = len(ids) - n_after
-        token = added.get(ids[length - 1]) if length > 0 else None
-        if token is not None and token.special:
+    special = {number for number, token in added_tokens(tokenizer).items() if token.special}
+    for length in (len(ids), len(ids) - 1):  # one token, such as a newline, may follow the end
+        if length > 0 and ids[length - 1] in special:
             return length
     return 0
 

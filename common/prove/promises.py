@@ -121,25 +121,24 @@ def check_means(bench: Bench) -> Iterator[Check]:
     """A logged metric is the mean over all samples, however they are split."""
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
-    unchecked = []
     # The first update has a line of its own. So only the second pass has a line over all of it.
-    if in_parts.last_step >= 2 * runs.updates_of_a_pass(bench):
+    makes_two_passes = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
+    evaluates = bool(at_once.evaluations or in_parts.evaluations)
+    if makes_two_passes:
         yield from means_of_a_pass(at_once, in_parts)
-    else:
-        unchecked.append(
-            "the recipe makes one pass over the data, a line over a whole one needs two"
-        )
     if bench.has("max_grad_norm"):
         clipped = runs.one_process(bench).training[:1]
         unclipped = runs.unclipped(bench).training[:1]
         norm = compare.lines(clipped, unclipped, only={"grad_norm"})
         yield Check("grad_norm before clipping", norm)
-    if at_once.evaluations or in_parts.evaluations:
+    if evaluates:
         yield from means_of_evaluations(bench, at_once, in_parts)
-    else:
-        unchecked.append("the recipe logs no evaluation")
-    if unchecked:
-        raise Unchecked(unchecked[0])
+    if not makes_two_passes:
+        raise Unchecked(
+            "the recipe makes one pass over the data, a line over a whole one needs two"
+        )
+    if not evaluates:
+        raise Unchecked("the recipe logs no evaluation")
 
 
 def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:

@@ -245,6 +245,11 @@ def test_nothing_of_a_prompt_is_lost_beside_conversations(prompt, inside, whole)
     assert formats.preference(row) == (whole, [YES], [NO])
 
 
+def test_a_prompt_that_is_one_message_is_a_prompt_of_messages():
+    row = {"prompt": QUESTION, "chosen": "Because.", "rejected": "No."}
+    assert formats.preference(row) == ([QUESTION], [YES], [NO])
+
+
 PAIR_OF_STRINGS = {"chosen": "Because.", "rejected": "No."}
 PAIR_OF_LISTS = {"chosen": [YES], "rejected": [NO]}
 TRANSCRIPTS = {

@@ -80,11 +80,10 @@ weights = batches.send(micro_batch.weights, run.device)
 with accelerator.accumulate(model):
 losses,
 guard.check(
-accelerator.backward((losses *
+loss = (losses *
+accelerator.backward(loss)
 if accelerator.sync_gradients:
-grad_norm = accelerator.clip_grad_norm_(
-model.parameters(), args.max_grad_norm or math.inf
-)
+grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
 optimizer.step()
 optimizer.zero_grad()
 metrics.pending.add(logged)
