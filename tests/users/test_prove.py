@@ -314,7 +314,7 @@ with torch.no_grad():
         replace(
             "collate",
             "columns['targets']",
-            by="[[*row[:-1], row[-1] and not args.packing] for row in columns['targets']]",
+            by="[[*row[:-1], row[-1] and not packer.share] for row in columns['targets']]",
         ),
     ),
     "weights are changed past the engine": Fault(
