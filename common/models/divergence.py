@@ -11,6 +11,7 @@ Source: Agarwal et al. 2023, arXiv:2306.13649 eq. 1. Towards both ends the third
 by beta, or by 1 - beta, it becomes the KL.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,8 +29,10 @@ from common.models.logprobs import (
 )
 
 # Logits of each model that are held at once, in elements: 256 MiB in fp32. What is made of them
-# takes about six times as much.
+# takes about six times as much on a GPU.
 CHUNK_ELEMENTS = 2**26
+# Logits that are compared at once on a CPU. What is made of them stays in its cache.
+BLOCK_ELEMENTS = 2**18
 
 # What is computed of every position besides the divergence; see `compare`.
 VALUES = (
@@ -97,7 +100,9 @@ class Head:
                 slope = 1 - capped**2
             # On a CPU `log_softmax` adds up a row number by number. Over a vocabulary of 150,000
             # its sum would be off by more than a small divergence.
-            return logits.sub_(logits.logsumexp(-1, keepdim=True)), slope
+            for (block,) in blocks(logits):
+                block -= block.logsumexp(-1, keepdim=True)
+            return logits, slope
 
 
 def fp32_product(hidden: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -109,6 +114,18 @@ def fp32_product(hidden: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     if matrix.is_cuda and matrix.dtype != torch.float32:
         return torch.mm(hidden, matrix.T, out_dtype=torch.float32)
     return (hidden @ matrix.T).float()
+
+
+def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yields views of the same rows of some tensors; on a CPU of few rows at once, else of all.
+
+    Args:
+        tensors: `[n, v]`, the others `[n, ...]`.
+    """
+    rows, vocabulary = tensors[0].shape
+    if tensors[0].device.type == "cpu":
+        rows = max(1, BLOCK_ELEMENTS // vocabulary)
+    yield from zip(*(tensor.split(rows) for tensor in tensors))
 
 
 @dataclass(frozen=True)
@@ -241,9 +258,11 @@ class ChunkedDivergence(torch.autograd.Function):
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             student, teacher, slope = logps_of_both(ctx, head, hidden, part)
-            first[part], values = compare(student, teacher, targets[part], beta)
-            for name, tensor in zip(VALUES, others):
-                tensor[part] = values[name]
+            results = [tensor[part] for tensor in (first, *others)]
+            for s, t, chosen, *block in blocks(student, teacher, targets[part], *results):
+                divergence, values = compare(s, t, chosen, beta)
+                for result, value in zip(block, [divergence, *map(values.get, VALUES)]):
+                    result.copy_(value)
             is_last = start + ctx.chunk >= len(hidden)
             if is_last and any(ctx.needs_input_grad):
                 ctx.last_gradient = gradient_of_products(
@@ -310,11 +329,14 @@ def logps_of_both(
 def gradient_of_products(
     ctx, student: torch.Tensor, teacher: torch.Tensor, slope: torch.Tensor | None, targets
 ) -> torch.Tensor:
-    """Returns the gradient of what the output layer's product gives, `[n, v]`."""
-    grad = gradient(student, teacher, targets, ctx.beta)
-    if slope is not None:
-        grad *= slope
-    return grad.mul_(ctx.formula["multiplier"])
+    """Returns the gradient of what the output layer's product gives, `[n, v]`, in `student`."""
+    slopes = [] if slope is None else [slope]
+    for s, t, chosen, *slope_of_block in blocks(student, teacher, targets, *slopes):
+        grad = gradient(s, t, chosen, ctx.beta)
+        for steepness in slope_of_block:
+            grad *= steepness
+        s.copy_(grad.mul_(ctx.formula["multiplier"]))
+    return student
 
 
 # ============================================================ the model

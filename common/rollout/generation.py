@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
+from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import batches, distributed, engine, zero
@@ -248,6 +249,7 @@ class Rows:
         )
         self.ids = output.sequences
         self.cache = getattr(output, CACHE)
+        keep_room(self.cache)
 
     def generate(self, ids: torch.Tensor, padding: np.ndarray, n_new: int, **settings):
         """Returns transformers' output for these ids and `n_new` tokens after them."""
@@ -276,6 +278,55 @@ class Rows:
         self.cache.reorder_cache(torch.tensor(rows))
         if self.sampler is not None:
             self.sampler.keep(rows)
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer of a cache that has room for further tokens.
+
+    `DynamicLayer` copies all keys and values for each new token. Here they are views of larger
+    tensors, so that only those of the new token are written. The numbers are the same.
+
+    Attributes:
+        room: keys and values `[rows, heads, more than length, head size]`.
+        filled: the keys in `room`. If others have taken their place, such as those of fewer rows,
+            these get a new room.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    room: tuple[torch.Tensor, torch.Tensor] | None = None
+    filled: torch.Tensor | None = None
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Adds keys and values of new tokens, and returns those of all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        old = self.get_seq_length()
+        length = old + key_states.shape[-2]
+        if self.room is None or self.keys is not self.filled or length > self.room[0].shape[-2]:
+            keys = with_room(self.keys, key_states, old)
+            self.room = (keys, with_room(self.values, value_states, old))
+        self.keys, self.values = (whole[..., :length, :] for whole in self.room)
+        self.keys[..., old:, :] = key_states
+        self.values[..., old:, :] = value_states
+        self.filled = self.keys
+        return self.keys, self.values
+
+
+def with_room(old: torch.Tensor, new: torch.Tensor, length: int) -> torch.Tensor:
+    """Returns a copy of keys or values of that length, with room for `new` and further tokens."""
+    places = length + new.shape[-2] + TOKENS_AT_ONCE
+    whole = new.new_empty(*new.shape[:-2], places, new.shape[-1])
+    if length:
+        whole[..., :length, :] = old
+    return whole
+
+
+def keep_room(cache) -> None:
+    """Lets the growing layers of a cache keep room; those of other kinds stay as they are."""
+    for layer in getattr(cache, "layers", []):
+        if type(layer) is DynamicLayer:
+            layer.__class__ = RoomyLayer
 
 
 def mask_of(ids: torch.Tensor, padding: np.ndarray) -> torch.Tensor:

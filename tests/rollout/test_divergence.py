@@ -188,6 +188,17 @@ def test_a_second_backward_pass_gives_the_same(monkeypatch):
     assert once.any() and torch.equal(once, again)
 
 
+@pytest.mark.parametrize("beta", [0, 0.3, 1, None])
+def test_a_block_at_a_time_gives_the_same_bit_for_bit(beta, monkeypatch):
+    found = []
+    for rows in (1, 4, 11):
+        monkeypatch.setattr(divergence, "BLOCK_ELEMENTS", 61 * rows)
+        first, values, gradients = ours(drawn(), "plain", beta, 0.7, 61)
+        found.append([first, *values.values(), *gradients])
+    assert found[0][0].all() and found[0][-1].any()
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other))
+
+
 # ---------------------------------------------------------------------------------------------- TRL
 
 
@@ -299,12 +310,17 @@ def bytes_held(
     return held.most, held.largest
 
 
+@pytest.mark.parametrize("block, most", [(divergence.BLOCK_ELEMENTS, 4.5), (2**30, 8)])
 @pytest.mark.parametrize("beta", [0.5, 1.0, None])
-def test_what_is_held_depends_neither_on_positions_nor_on_the_vocabulary(beta, monkeypatch):
+def test_what_is_held_depends_neither_on_positions_nor_on_the_vocabulary(
+    beta, block, most, monkeypatch
+):
     """But for both output layers: 151,936 rows beside 37,984, and 4 chunks beside 8.
 
-    Without chunks one tensor of log-probs would be as large as all that is held here.
+    Without chunks one tensor of log-probs would be as large as all that is held here. `most`, in chunks, is first that of a CPU, which
+    compares one of the two rows of a chunk at a time, then that of a GPU.
     """
+    monkeypatch.setattr(divergence, "BLOCK_ELEMENTS", block)
     elements = 151_936 * 2
     large, largest = bytes_held(151_936, 8, beta, elements, monkeypatch)
     small, _ = bytes_held(37_984, 8, beta, elements, monkeypatch)
@@ -314,7 +330,7 @@ def test_what_is_held_depends_neither_on_positions_nor_on_the_vocabulary(beta, m
     assert large <= small + of_heads
     assert more_positions - large < 2000  # 8 positions: hidden states, gradients, results
     assert largest == max(elements, 4 * 151_936)
-    assert large < 8 * 4 * elements + 2 * 4 * 4 * 151_936
+    assert large < most * 4 * elements + 2 * 4 * 4 * 151_936
 
 
 # ---------------------------------------------------------------------------------------------- whole models

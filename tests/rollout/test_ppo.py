@@ -431,6 +431,39 @@ def test_prompts_that_all_differ_are_generated_as_they_always_were(
     assert calls and all(len(ids[0]) >= 12 for ids in calls)
 
 
+def test_new_tokens_do_not_copy_the_cache(accelerator, tokenizer, monkeypatch):
+    """Its keys and values are those of transformers' own layer, bit for bit, also after rows end.
+
+    Rows 0 and 2 share a prompt, and one of three rows is dropped after every second round.
+    """
+    model = build("llama")
+    run = bare_run(accelerator, tokenizer, model)
+    found, copies = {}, {}
+    for is_roomy in (True, False):
+        if not is_roomy:
+            monkeypatch.setattr(generation, "keep_room", lambda cache: None)
+        monkeypatch.setattr(generation, "TOKENS_AT_ONCE", 5)
+        draws = torch.from_numpy(np.random.default_rng(2).random((3, 30)))
+        sampler = generation.SampleByUniform(draws, 1.0)
+        rows = generation.Rows(run, [[5, 6, 7], [8], [5, 6, 7]], {-1}, sampler)
+        rows.read_prompts()
+        places = []
+        with torch.no_grad():
+            for number in range(6):
+                for _ in range(5):
+                    rows.extend(1)
+                    places.append(rows.cache.layers[0].keys.data_ptr())
+                if number in (1, 3):
+                    rows.keep([0, 2][: len(rows.numbers) - 1])
+        of_layers = [tensor for layer in rows.cache.layers for tensor in (layer.keys, layer.values)]
+        found[is_roomy] = [rows.ids, sampler.logps, *of_layers]
+        copies[is_roomy] = sum(one != other for one, other in itertools.pairwise(places))
+    assert found[True][2].shape[-2] == 32  # the last token is not read
+    assert all(torch.equal(*pair) for pair in zip(found[True], found[False]))
+    # 29 tokens, room for 5 more than are there, and two times other rows.
+    assert copies[True] <= 8 and copies[False] > 15
+
+
 def test_settings_of_the_model_do_not_change_the_draw(accelerator, tokenizer):
     """Log-probs are of the whole distribution at `--temperature`: a generation config that cuts it would make them wrong."""
     model, uniforms = made("llama"), np.random.default_rng(1).random((len(PROMPTS), ROOM))
