@@ -263,13 +263,32 @@ def numbers_of(bench: Bench, run: Finished) -> list[dict[str, float]]:
     tokens = 0
     for step in range(max(weights)):
         model = expected.load(weights[step], is_scorer)
-        samples = run.rows
-        if bench.is_rollout:
-            samples = [sample for sample in run.samples if sample.step == step]
+        samples = samples_of(run, step) if bench.is_rollout else run.rows
         values = compute(model, reference, samples, bench.definitions)
         tokens += values["tokens"]
         found.append({**values, "tokens": tokens})
     return found
+
+
+def samples_of(run: Finished, step: int) -> list[Sample]:
+    """Returns what the weights after so many updates have sampled."""
+    return [sample for sample in run.samples if sample.step == step]
+
+
+def possible_values(name: str, since: list[dict[str, float]]) -> list[float]:
+    """Returns what a log line may show of the updates since the last one.
+
+    Whether each update weighs the same in its mean or each learned token does is a choice.
+    """
+    values = [update[name] for update in since]
+    if name in ("tokens", "grad_norm"):  # of the last update, not means
+        return [values[-1]]
+    means = [sum(values) / len(values)]
+    if "targets" in since[0]:
+        targets = [update["targets"] for update in since]
+        weighted = sum(value * number for value, number in zip(values, targets, strict=True))
+        means.append(weighted / sum(targets))
+    return means
 
 
 def of_numbers(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
@@ -284,15 +303,14 @@ def of_numbers(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
         if not since:
             continue
         for name, tag in bench.tags.items():
-            values = [update[name] for update in since]
-            # These are of the last update, not means.
-            right = values[-1] if name in ("tokens", "grad_norm") else sum(values) / len(values)
-            if name in ("shortest", "min_reward", "longest", "max_reward") and len(values) > 1:
+            rights = possible_values(name, since)
+            if name in ("shortest", "min_reward", "longest", "max_reward") and len(since) > 1:
                 continue  # whether a line has the extreme or the mean of extremes is a choice
             logged = lines[step].get(tag)
             if logged is None:
                 worst[name] = Check(what, math.inf, NUMBERS_BOUND, f"{tag}: not logged")
                 continue
+            right = min(rights, key=lambda one: abs(logged - one))
             apart = abs(logged - right) / max(1.0, abs(right))
             bound = max(bound_of(tag), bench.description["rounded"].get(tag, 0.0))
             where = f"{tag}, update {step}: {logged:.7g} instead of {right:.7g}"

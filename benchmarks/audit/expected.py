@@ -83,6 +83,7 @@ def sft(model, reference, samples: list[list[Row]], definitions: dict) -> dict[s
         "accuracy": joined(readings, "correct").mean(),
         "entropy": joined(readings, "entropy").mean(),
         "tokens": count_tokens(samples, definitions),
+        "targets": len(joined(readings, "correct")),
     }
     return finish(model, loss, values)
 
@@ -177,7 +178,8 @@ def rollout(model, reference, samples: list[Sample], definitions: dict) -> dict[
     Definitions of `advantages`: `group` less its mean, divided by its deviation; `batch`: divided by
     the deviation of all; `leave one out`: less the mean of the others. Of `average`: over all
     `tokens`; over `sequences`, each the sum of its tokens. `kl`: a coefficient of the KL in the
-    reward, or absent.
+    reward, or absent. Of `std`, the logged deviation of the rewards: the mean of `groups`, or absent:
+    of all responses.
     """
     rows = [
         Row(
@@ -213,12 +215,13 @@ def rollout(model, reference, samples: list[Sample], definitions: dict) -> dict[
     else:
         whole = [torch.exp((reading.logps - reading.logps.detach()).sum()) for reading in readings]
         loss = -sum(a * ratio for a, ratio in zip(advantages, whole)) / len(whole)
+    groups_std = scores.reshape(-1, GROUP).std(1)
     lengths = torch.tensor([len(sample.response_ids) for sample in samples]).double()
     end = model.config.eos_token_id
     ended = torch.tensor([sample.response_ids[-1] == end for sample in samples])
     values = {
         "reward": scores.mean(),
-        "reward_std": scores.std(),
+        "reward_std": groups_std.mean() if definitions.get("std") == "groups" else scores.std(),
         "equal_groups": (groups.std(1) < 1e-8).double().mean(),
         "length": lengths.mean(),
         "shortest": lengths.min(),
@@ -228,6 +231,7 @@ def rollout(model, reference, samples: list[Sample], definitions: dict) -> dict[
         "entropy": joined(readings, "entropy").mean(),
         "kl": kl.mean(),
         "tokens": sum(len(row.ids) for row in rows),
+        "targets": lengths.sum(),
     }
     assert lengths.max() <= LONGEST_RESPONSE
     return finish(model, loss, values)

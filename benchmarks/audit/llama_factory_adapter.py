@@ -94,10 +94,11 @@ def train(request: Request) -> None:
         "seed": request.seed,
         "report_to": "none",
         "use_cpu": True,
-        "ddp_backend": "gloo",
         "overwrite_cache": True,
         "resume_from_checkpoint": request.resume or None,
     }
+    if request.processes > 1:
+        arguments["ddp_backend"] = "gloo"
     if request.packing:
         arguments |= {"packing": True, "cutoff_len": adapting.PACKED_LENGTH}
     run_exp(arguments, callbacks=[Log()])
