@@ -639,7 +639,8 @@ def cell(row: dict | None) -> str:
     if row["result"] == "holds":
         return "holds"
     worst = max(failed_checks(row), key=lambda check: check["distance"])
-    return f"**off** by {shown(worst['distance'])}"
+    number = worst["what"].rpartition(": ")[2]
+    return f"**{number}** off by {shown(worst['distance'])}"
 
 
 def failed_checks(row: dict) -> list[dict]:
