@@ -14,9 +14,7 @@ from mutations import Fault
 from planting import replace, together
 
 KILLED = "contracts/test_resume.py::test_killed_and_resumed_is_the_run_never_killed[dpo-plain]"
-RESUMED = (
-    "contracts/test_reported.py::test_a_run_resumed_in_any_epoch_takes_the_rows_that_come_next"
-)
+RESUMED = "contracts/test_resume.py::test_a_run_resumed_in_any_epoch_takes_the_rows_that_come_next"
 SAMPLED = (
     "rollout/test_reported_rollouts.py::test_trained_are_the_ids_that_the_trained_weights_sampled"
 )

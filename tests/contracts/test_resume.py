@@ -713,3 +713,39 @@ def test_a_critic_that_was_sharded_is_taken_out_whole(inputs, unbroken, tmp_path
             assert not torch.equal(parameter, start[name]) and not torch.equal(
                 parameter, actor[name]
             )
+
+
+# Two epochs of 44 pairs, each of updates of 16, 16 and 12 pairs.
+PAIRS_EPOCH = 3
+PAIRS_UPDATES = 6
+
+
+@pytest.fixture(scope="module")
+def two_epochs(tmp_path_factory):
+    """A run of two epochs with all of its checkpoints, and what it was made from."""
+    folder = tiny_inputs(tmp_path_factory.mktemp("two-epochs"))
+    train_two_epochs(folder, folder / "unbroken")
+    return folder
+
+
+def train_two_epochs(folder, output, *more):
+    flags = [
+        *("--model_name_or_path", folder / "model", "--dataset_name", folder / "dpo.jsonl"),
+        *("--train_batch_size", 16, "--micro_train_batch_size", 4, "--max_epochs", 2),
+        *("--learning_rate", 0.01, "--save_steps", 1, "--save_total_limit", 0),
+        *("--output_dir", output, "--report_to", "none"),
+    ]
+    launch([], recipe("dpo"), *flags, *more)
+
+
+@pytest.mark.parametrize("step", [PAIRS_EPOCH, PAIRS_EPOCH + 1])
+def test_a_run_resumed_in_any_epoch_takes_the_rows_that_come_next(two_epochs, step):
+    """Where an epoch ends, and within the second one: both were reported of other programs."""
+    output = two_epochs / f"resumed-{step}"
+    checkpoint_folder = two_epochs / f"unbroken/checkpoints/global_step_{step:06}"
+    train_two_epochs(two_epochs, output, "--resume", checkpoint_folder)
+    expected = [line for line in timeless(two_epochs / "unbroken") if line["global_step"] > step]
+    found = [line for line in timeless(output) if line["global_step"] > step]
+    assert found == expected
+    assert {line["global_step"] for line in found} == set(range(step + 1, PAIRS_UPDATES + 1))
+    assert torch.equal(weights(output), weights(two_epochs / "unbroken"))
