@@ -121,7 +121,8 @@ FAULTS = [
         replace(
             "entropy",
             "-all_logps.exp().mul_(all_logps).sum(-1)",
-            by="-all_logps.exp().mul_(all_logps).sum(-1).roll(1)",
+            by="(lambda each: torch.cat([each[1:], each[-1:]]))"
+            "(-all_logps.exp().mul_(all_logps).sum(-1))",
         ),
         PPO_RUN,
     ),

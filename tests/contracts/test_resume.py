@@ -715,16 +715,15 @@ def test_a_critic_that_was_sharded_is_taken_out_whole(inputs, unbroken, tmp_path
             )
 
 
-# ============================================================ as reported of other programs
-# 44 rows: updates of 16, 16 and 12 samples in an epoch, and two epochs.
-UPDATES = 6
-EPOCH = 3
+# Two epochs of 44 pairs, each of updates of 16, 16 and 12 pairs.
+PAIRS_EPOCH = 3
+PAIRS_UPDATES = 6
 
 
 @pytest.fixture(scope="module")
-def unbroken_epochs(tmp_path_factory):
-    """A run of two epochs with all of its checkpoints."""
-    folder = tiny_inputs(tmp_path_factory.mktemp("reported"))
+def two_epochs(tmp_path_factory):
+    """A run of two epochs with all of its checkpoints, and what it was made from."""
+    folder = tiny_inputs(tmp_path_factory.mktemp("two-epochs"))
     train_two_epochs(folder, folder / "unbroken")
     return folder
 
@@ -739,16 +738,14 @@ def train_two_epochs(folder, output, *more):
     launch([], recipe("dpo"), *flags, *more)
 
 
-@pytest.mark.parametrize("step", [EPOCH, EPOCH + 1])
-def test_a_run_resumed_in_any_epoch_takes_the_rows_that_come_next(unbroken_epochs, step):
-    """Where an epoch ends, and within the second one."""
-    output = unbroken_epochs / f"resumed-{step}"
-    checkpoint = unbroken_epochs / f"unbroken/checkpoints/global_step_{step:06}"
-    train_two_epochs(unbroken_epochs, output, "--resume", checkpoint)
-    expected = [
-        line for line in timeless(unbroken_epochs / "unbroken") if line["global_step"] > step
-    ]
+@pytest.mark.parametrize("step", [PAIRS_EPOCH, PAIRS_EPOCH + 1])
+def test_a_run_resumed_in_any_epoch_takes_the_rows_that_come_next(two_epochs, step):
+    """Where an epoch ends, and within the second one: both were reported of other programs."""
+    output = two_epochs / f"resumed-{step}"
+    checkpoint_folder = two_epochs / f"unbroken/checkpoints/global_step_{step:06}"
+    train_two_epochs(two_epochs, output, "--resume", checkpoint_folder)
+    expected = [line for line in timeless(two_epochs / "unbroken") if line["global_step"] > step]
     found = [line for line in timeless(output) if line["global_step"] > step]
     assert found == expected
-    assert {line["global_step"] for line in found} == set(range(step + 1, UPDATES + 1))
-    assert torch.equal(weights(output), weights(unbroken_epochs / "unbroken"))
+    assert {line["global_step"] for line in found} == set(range(step + 1, PAIRS_UPDATES + 1))
+    assert torch.equal(weights(output), weights(two_epochs / "unbroken"))
