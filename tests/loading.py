@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from common import launch, optim
 from common.models import load, prepare
 from common.models.logprobs import LogProbModel
+from common.models.packing import Packer
 from common.rollout import generation
 from common.shared_args import SharedArgs
 from runs import recipe
@@ -68,6 +69,8 @@ def main(folder: str, output_dir: str) -> None:
     held = {id(parameter) for parameter in model.parameters()}
     steps = [id(p) for group in optimizer.param_groups for p in group["params"]]
     run = types.SimpleNamespace(accelerator=accelerator, model=model, unwrapped=policy)
+    with torch.no_grad():  # as each run checks its log-probs first
+        model(Packer(accelerator.device).make_batch([[1]], [[2, 3]]))
     with generation.ready_to_generate(run):
         gathered = {"actor": is_cut(policy.model), "critic": is_cut(policy.critic)}
     found = {

@@ -53,7 +53,7 @@ def bare_run(accelerator=None, tokenizer=None, model=None, data=None, **args) ->
     }
     if model is not None:
         given["unwrapped"] = types.SimpleNamespace(
-            model=model, config=model.config, vocabulary=model.config.vocab_size
+            model=model, config=model.config, vocabulary=model.config.get_text_config().vocab_size
         )
     return Run(**{**dict.fromkeys(required), **given})
 

@@ -361,8 +361,8 @@ with torch.no_grad():
         replace(
             "main",
             "if accelerator.sync_gradients:\n"
-            "    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)",
-            by="grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)",
+            "    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)",
+            by="grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
         ),
     ),
     "one process alone clips": Fault(
