@@ -63,12 +63,13 @@ def begin(run: Run) -> None:
     # The models were made alike on all processes. From here on, dropout differs between them.
     set_seed(run.args.seed, device_specific=True)
     stopping.listen(run)
-    path = distributed.on_main_process(run.accelerator, find_checkpoint, run)
-    distributed.on_main_process(run.accelerator, remove_half_written, run)
-    distributed.on_main_process(run.accelerator, check_disk, run, path)
+    on_main_process = partial(distributed.on_main_process, run.accelerator)
+    path = on_main_process(find_checkpoint, run)
+    on_main_process(remove_half_written, run)
+    on_main_process(check_disk, run, path)
     state = load(run, path) if path else None
     lines_are_lost = move_aside(run, path, state)
-    distributed.on_main_process(run.accelerator, record.write, run.accelerator, run.args)
+    on_main_process(record.write, run.accelerator, run.args)
     run.metrics.start()
     if path:
         keep_as_own(run, path, lines_are_lost)

@@ -417,6 +417,14 @@ def beta_of(args: Args) -> float | None:
     return None if args.loss_type == "sampled" else args.beta
 
 
+def end_update(state: State, args: Args) -> None:
+    """Counts an update. After the last one of its rollout, the next rollout is due."""
+    state.position.update += 1
+    if state.position.update == updates_of(state.rollout, args):
+        state.position.end_rollout()
+        state.rollout = None
+
+
 # TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
     "KL to the teacher": ["kl/reverse", "kl/forward"],
@@ -546,10 +554,7 @@ def main():
             metrics.pending.add(logged)
             metrics.computed(batch, micro_batch.weights)
 
-        state.position.update += 1
-        if state.position.update == updates_of(rollout, args):
-            state.position.end_rollout()
-            state.rollout = None
+        end_update(state, args)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(
             applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())

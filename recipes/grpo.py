@@ -563,7 +563,8 @@ def log_samples(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     for name, part in scores.parts.items():
         logged[f"rewards/{name}/mean"] = part
     groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
-    logged["frac_reward_zero_std"] = groups.amin(1) == groups.amax(1)
+    all_equal = groups.amin(1) == groups.amax(1)
+    logged["frac_reward_zero_std"] = all_equal
     logged["frac_groups_dropped"] = ~is_kept
     if run.args.n_samples_per_prompt > 1:
         logged["reward_std"] = groups.std(1)
@@ -606,6 +607,14 @@ def order_of_samples(rollout: Rollout, order_seed: tuple, epoch: int) -> np.ndar
     groups = batches.epoch_order(len(rollout.samples) // group_size, order_seed, epoch)
     rows = (groups[:, None] * group_size + np.arange(group_size)).flatten()
     return rows[rollout.is_trained[rows].numpy()]
+
+
+def end_update(state: State, args: Args) -> None:
+    """Counts an update. After the last one of its rollout, the next rollout is due."""
+    state.position.update += 1
+    if state.position.update == updates_of(state.rollout, args):
+        state.position.end_rollout()
+        state.rollout = None
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -709,8 +718,8 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths  # prompt and response
         micro_batches = batches.split_update(run, update_rows, rollout.samples.sort_lengths(packer))
+        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # of prompts, too
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
@@ -741,15 +750,10 @@ def main():
             metrics.pending.add(logged)
             metrics.computed(batch, micro_batch.weights)
 
-        state.position.update += 1
-        if state.position.update == updates_of(rollout, args):
-            state.position.end_rollout()
-            state.rollout = None
+        end_update(state, args)
         update_data_position(run)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
-        progress.update_done(
-            applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
-        )
+        progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
         )
@@ -797,15 +801,15 @@ def skip_rollout(run: Run) -> None:
     position.end_rollout()
     run.progress.idle = True  # so that nothing is evaluated or saved twice at this global_step
     update_data_position(run)
-    message = (
+    reason = (
         f"no update from rollout {position.rollouts_seen}: it has no response to train on "
         "(the advantages of all groups are zero, or all responses are cut)"
     )
-    since_update = position.prompts_seen - run.extra.prompts_seen_at_update
-    if since_update >= run.data.mixture.samples and not run.progress.finished:
+    n_prompts = position.prompts_seen - run.extra.prompts_seen_at_update
+    if n_prompts >= run.data.mixture.samples and not run.progress.finished:
         run.metrics.log()  # the rewards of rollouts without an update
-        sys.exit(f"{message}, nor from any of the last {since_update} prompts, a whole epoch")
-    run.metrics.warn(message)
+        sys.exit(f"{reason}, nor from any of the last {n_prompts} prompts, a whole epoch")
+    run.metrics.warn(reason)
 
 
 # ============================================================ evaluation

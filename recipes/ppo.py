@@ -291,29 +291,28 @@ def losses_and_metrics(
     """
     logps = output["logps"]
     log_ratios = logps - old["logps"]
-    policy_loss, policy_clipped = policy_losses(
+    clip_high = args.clip_range if args.clip_range_high is None else args.clip_range_high
+    actor_losses, policy_clipped = policy_losses(
         logps,
         old["logps"],
         old["advantages"],
         clip_low=args.clip_range,
-        clip_high=args.clip_range if args.clip_range_high is None else args.clip_range_high,
+        clip_high=clip_high,
         dual_clip=args.dual_clip,
     )
-    value_loss, value_clipped = value_losses(
+    critic_losses, value_clipped = value_losses(
         output["values"], old["values"], old["returns"], args.value_clip_range
     )
-    actor_loss = policy_loss
+    per_token = {"loss/policy_avg": actor_losses, "loss/value_avg": critic_losses}
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
-        actor_loss = policy_loss + kl_coef * kl
+        actor_losses = actor_losses + kl_coef * kl
     # Engines need a gradient of every weight. While only the critic learns, the actor's is zero.
-    losses = actor_loss * float(actor_learns) + args.vf_coef * value_loss
+    losses = actor_losses * float(actor_learns) + args.vf_coef * critic_losses
 
     token_weights = old["mask"] * weights[:, None]
-    per_token = {
+    per_token |= {
         "loss": losses,
-        "loss/policy_avg": policy_loss,
-        "loss/value_avg": value_loss,
         "policy/approxkl_avg": log_ratios**2 / 2,
         "policy/clipfrac_avg": policy_clipped.float(),
         "policy/entropy_avg": output["entropy"],
@@ -407,14 +406,19 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     log_rollout(run, rollout, scores, kl=kl, per_token_rewards=per_token_rewards)
     # During the critic's warm-up the actor does not move, so there is no KL to adapt to.
     if args.kl_target and rollout.actor_learns:
-        state.kl_coef = next_kl_coef(
-            state.kl_coef,
-            kl=kl.sum(1).mean().item(),
-            target=args.kl_target,
-            horizon=args.kl_horizon,
-            samples=len(samples),
-        )
+        adapt_kl_coef(state, args, kl.sum(1))
     return rollout
+
+
+def adapt_kl_coef(state: State, args: Args, kl_of_samples: torch.Tensor) -> None:
+    """Sets the coefficient of the KL for the next rollout."""
+    state.kl_coef = next_kl_coef(
+        state.kl_coef,
+        kl=kl_of_samples.mean().item(),
+        target=args.kl_target,
+        horizon=args.kl_horizon,
+        samples=len(kl_of_samples),
+    )
 
 
 def score(run: Run, judge: Judge, samples: Samples, packer: Packer) -> Scores:
@@ -500,6 +504,14 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
     return batches.rows_of_update(
         len(rollout.samples), args.train_batch_size, position.order_seed(args), position.update
     )
+
+
+def end_update(state: State, args: Args) -> None:
+    """Counts an update. After the last one of its rollout, the next rollout is due."""
+    state.position.update += 1
+    if state.position.update == updates_of(state.rollout, args):
+        state.position.end_rollout()
+        state.rollout = None
 
 
 def make_actor_critic(tokenizer, args: Args) -> ActorCritic:
@@ -622,6 +634,7 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         lengths = rollout.samples.lengths  # prompt and response
         micro_batches = batches.split_update(run, update_rows, lengths)
+        update_tokens = int(lengths[update_rows].sum())
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
@@ -660,14 +673,9 @@ def main():
             metrics.pending.add(logged)
             metrics.computed(batch, micro_batch.weights)
 
-        state.position.update += 1
-        if state.position.update == updates_of(rollout, args):
-            state.position.end_rollout()
-            state.rollout = None
+        end_update(state, args)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
-        progress.update_done(
-            applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
-        )
+        progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
             applied,
             grad_norm=grad_norm,

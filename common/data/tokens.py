@@ -142,7 +142,8 @@ def encode_answer(
 
     notes = []
     thought = thoughts.of_message(answer[-1])
-    if thought and thought not in turn.only_in_answer:
+    drops_thought = bool(thought) and thought not in turn.only_in_answer
+    if drops_thought:
         notes.append(DROPS_THOUGHT)
         context, ids = encode_as_given(tokenizer, turn, answer[-1])
     else:
@@ -392,10 +393,9 @@ def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> Prefer
     generation prompt than the other, the prompt is what both continue, and the rest of it belongs
     to the answer that continues it. Example, where the generation prompt ends with `<think>`:
 
-        chosen     <think>Why</think>Yes    context  <bot><think>    Why</think>Yes<end>
-        rejected   No                       context  <bot>           No<end>
-        the pair                            prompt   <bot>           <think>Why</think>Yes<end>
-                                                                     No<end>
+        chosen    <think>Why</think>Yes
+        rejected  No
+        returned  prompt <bot>, chosen <think>Why</think>Yes<end>, rejected No<end>
 
     Args:
         prompt, chosen, rejected: three strings, or three message lists.
@@ -406,10 +406,8 @@ def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> Prefer
         return Preference(prompt_ids, chosen_ids, rejected_ids, [])
 
     encoded_prompt = encode_prompt(tokenizer, prompt, tools)
-    chosen_answer, rejected_answer = (
-        encode_answer(tokenizer, prompt, answer, tools, prompt=encoded_prompt)
-        for answer in (chosen, rejected)
-    )
+    chosen_answer = encode_answer(tokenizer, prompt, chosen, tools, prompt=encoded_prompt)
+    rejected_answer = encode_answer(tokenizer, prompt, rejected, tools, prompt=encoded_prompt)
     context = min(chosen_answer.context, rejected_answer.context, key=len)
     notes = chosen_answer.notes + rejected_answer.notes
     notes += templates.unwritten_parts(tokenizer, prompt, tools)

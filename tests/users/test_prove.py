@@ -612,8 +612,8 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "recipes/grpo.py",
         replace(
             "main",
-            "state.position.update += 1",
-            by="state.position.update += not accelerator.optimizer_step_was_skipped",
+            "end_update(state, args)",
+            by="if not accelerator.optimizer_step_was_skipped:\n    end_update(state, args)",
         ),
     ),
 }
