@@ -1,4 +1,4 @@
-"""Where this repository stands, a recipe's check that this is its `common`, and its console."""
+"""Where this repository stands, who started this, a recipe's check of its `common`, its console."""
 
 import importlib.util
 import logging

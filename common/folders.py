@@ -1,4 +1,4 @@
-"""Folders that are whole or not there: written aside, flushed, renamed, checked by a manifest."""
+"""Folders and files that are whole or not there: written aside, flushed, renamed, checked."""
 
 import json
 import os

@@ -205,10 +205,10 @@ class Log:
                 if not line.endswith(b"\n"):
                     break  # torn
                 self.position += len(line)
-                if self.ends:
-                    last = line
-                else:
+                if not self.ends:
                     keep(self.ends, line)
+                elif line.startswith(b"{"):
+                    last = line
                 if b'"eval/' in line:
                     keep(self.evaluations, line)
         keep(self.ends, last)
