@@ -566,7 +566,7 @@ def test_a_template_that_errs_or_computes_too_much_is_said_in_one_line(
     if "endless" in kind:
         monkeypatch.setattr(chat, "MOST_SECONDS", 0.2)
     tokenizer = templates.tokenizer("qwen2_5")
-    tokenizer.chat_template = template
+    monkeypatch.setattr(tokenizer, "chat_template", template)  # other tests use it, too
     say = lambda text: {"prompt": [message("user", text)], "completion": [message("assistant", "a")]}  # fmt: skip
     path = str(write_jsonl(tmp_path / "rows.jsonl", [say("one"), say("two")]))
     settings = {"max_length": 64, "loss_on": "assistant"}
