@@ -224,7 +224,7 @@ class Metrics:
         """
         return self.speed.timed(name)
 
-    def computed(self, batch: dict, weights: torch.Tensor) -> None:
+    def count_flop(self, batch: dict, weights: torch.Tensor) -> None:
         """Counts the operations of a micro-batch that was trained on, for `perf/mfu`.
 
         Args:
@@ -232,7 +232,7 @@ class Metrics:
             weights: of its samples, on the CPU. A micro-batch of padding alone counts nothing.
         """
         if weights.any():
-            self.speed.computed(batch)
+            self.speed.count_flop(batch)
 
     def update_done(self, applied: bool, **last_update: float | None) -> None:
         """Adds the pending means to the open ones, or drops them if the update was skipped.

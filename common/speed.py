@@ -67,8 +67,8 @@ class Speed:
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def computed(self, batch: dict) -> None:
-        """Counts the operations of a micro-batch; see `Metrics.computed`."""
+    def count_flop(self, batch: dict) -> None:
+        """Counts the operations of a micro-batch; see `Metrics.count_flop`."""
         of_tokens = self.flop_of_token * batch["tokens"]
         of_targets = self.flop_of_target * len(batch["targets"])
         self.pending_flop += of_tokens + of_targets

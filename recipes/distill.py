@@ -200,10 +200,12 @@ class Rollout:
         samples: responses of the student or, off policy, completions of the data.
         teachers: the name of each sample's teacher.
         teacher_prompts: what this teacher reads before the response, token ids.
-        tokens: tensors `[samples, longest response]` by name: `mask`; `is_own`, `[samples, 1]`,
-            whether the student drew the response; `teacher`, `[samples, 1]`, its teacher's number;
-            `sampler_logps`; if an update needs them, `logps`, of the student before the rollout's
-            first update.
+        tokens: tensors by name, each `[samples, longest response]` or `[samples, 1]`:
+            `mask`: which are tokens of the response.
+            `is_own`: `[samples, 1]`, whether the student drew the response.
+            `teacher`: `[samples, 1]`, the number of the sample's teacher.
+            `sampler_logps`: log-probs as the sampler computed them.
+            `logps`, if an update needs them: those of the student before the first update.
         made_at: `global_step` when the responses were sampled.
     """
 
@@ -229,15 +231,18 @@ class State:
 
 
 def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
-    """Lets the student answer the next prompts, or its share of them, and logs its responses."""
+    """Lets the student answer the next prompts, and logs its responses.
+
+    With `--on_policy_share` below 1, some prompts get the completions of the data instead.
+    """
     args = run.args
     state: State = run.extra
     position = state.position
-    epoch = position.prompts_seen // run.data.mixture.samples
+    epoch = position.prompts_seen // run.data.mixture.samples  # before prompts are taken
     questions = position.take_prompts(run, args.rollout_batch_size)
     is_own = answered_by_student(questions["row"], epoch, args)
-    own = chosen(questions, is_own)
-    off_policy = with_contexts(chosen(questions, ~is_own))
+    own = columns_where(questions, is_own)
+    off_policy = with_contexts(columns_where(questions, ~is_own))
     parts = []
     if is_own.any():
         with run.metrics.timed("generate"):
@@ -250,11 +255,12 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
         parts.append(responses)
     if not is_own.all():
         parts.append(completions_of(run, off_policy))
+    # In the order of `parts`: first what the student answered.
     questions = {name: own[name] + off_policy[name] for name in questions}
-    rollout = rollout_of(run, Samples.joined(parts), questions, prompts_answered=is_own.sum())
+    rollout = rollout_of(run, Samples.joined(parts), questions, n_answered=int(is_own.sum()))
     if args.loss_type == "sampled" and updates_of(rollout, args) > 1:
         with run.metrics.timed("score"):
-            rollout.tokens["logps"] = read_logps(run, rollout, taught_by, packer)
+            rollout.tokens["logps"] = compute_logps(run, rollout, taught_by, packer)
     return rollout
 
 
@@ -267,19 +273,21 @@ def answered_by_student(data_rows: list[int], epoch: int, args: Args) -> np.ndar
     return draws[data_rows] < args.on_policy_share
 
 
-def chosen(questions: dict[str, list], is_chosen: np.ndarray) -> dict[str, list]:
-    """Returns the columns of some of the prompts."""
-    rows = np.flatnonzero(is_chosen)
+def columns_where(questions: dict[str, list], is_wanted: np.ndarray) -> dict[str, list]:
+    """Returns the columns of the prompts where `is_wanted` is true."""
+    rows = np.flatnonzero(is_wanted)
     return {name: [column[row] for row in rows] for name, column in questions.items()}
 
 
 def with_contexts(questions: dict[str, list]) -> dict[str, list]:
-    """Returns the columns of prompts that end where their completions continue them."""
-    contexts = {
-        "prompt_ids": questions.get("context_ids", []),
-        "teacher_prompt_ids": questions.get("teacher_context_ids", []),
+    """Returns the columns with each prompt cut to what its completion continues.
+
+    A template may write the completion after less than the generation prompt, see `tokens.Answer`.
+    """
+    contexts = {"prompt_ids": "context_ids", "teacher_prompt_ids": "teacher_context_ids"}
+    return {
+        name: questions.get(contexts.get(name, name), column) for name, column in questions.items()
     }
-    return {name: contexts.get(name, column) for name, column in questions.items()}
 
 
 def completions_of(run: Run, questions: dict[str, list]) -> Samples:
@@ -296,27 +304,25 @@ def completions_of(run: Run, questions: dict[str, list]) -> Samples:
     )
 
 
-def rollout_of(
-    run: Run, samples: Samples, questions: dict[str, list], prompts_answered: int
-) -> Rollout:
+def rollout_of(run: Run, samples: Samples, questions: dict[str, list], n_answered: int) -> Rollout:
     """Returns samples with what their teachers need to know.
 
     Args:
         questions: the columns of their prompts, each once, in the order of the samples.
-        prompts_answered: how many of them, from the first, the student has answered.
+        n_answered: how many of them, from the first, the student has answered.
     """
     n_samples = samples.per_prompt
     names = questions.get("teacher", [teachers.ONLY] * len(questions["row"]))
     names = generation.repeat_each(names, n_samples)
-    of_teachers = questions.get("teacher_prompt_ids", questions["prompt_ids"])
+    teacher_prompts = questions.get("teacher_prompt_ids", questions["prompt_ids"])
     numbers = {name: number for number, name in enumerate(teachers.names_and_paths(run.args))}
     return Rollout(
         samples=samples,
         teachers=names,
-        teacher_prompts=generation.repeat_each(of_teachers, n_samples),
+        teacher_prompts=generation.repeat_each(teacher_prompts, n_samples),
         tokens={
             "mask": samples.mask,
-            "is_own": torch.arange(len(samples))[:, None] < prompts_answered * n_samples,
+            "is_own": torch.arange(len(samples))[:, None] < n_answered * n_samples,
             "teacher": torch.tensor([[numbers[name]] for name in names]),
             "sampler_logps": samples.padded_sampler_logps,
         },
@@ -324,17 +330,19 @@ def rollout_of(
     )
 
 
-def read_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer) -> torch.Tensor:
+def compute_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer) -> torch.Tensor:
     """Returns the student's log-probs of response tokens before a rollout's first update.
 
-    They come from the pass that trains, teachers included, whose rounding is its own.
+    They come from the same forward pass as in training, teachers included, so that both round
+    alike.
 
     Returns:
         `[samples, longest response]`, zero past the end of each response,
         the same on every process.
     """
     collected = Collected(run.accelerator)
-    for rows, weights, old, output in read(run, rollout, taught_by, packer):
+    for rows, weights, old, output in forward_passes(run, rollout, taught_by, packer):
+        # Nothing of a padding row.
         collected.add(rows if weights.any() else [], old["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
     rollout.samples.check_finite(run, logps=logps)
@@ -342,27 +350,27 @@ def read_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer) 
 
 
 @torch.no_grad()
-def read(
+def forward_passes(
     run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer
 ) -> Iterator[tuple[list[int], torch.Tensor, dict, dict]]:
-    """Yields this process's micro-batches of a rollout, as its updates read them.
+    """Runs the student and its teachers over a rollout, without gradients, as its updates do.
 
     Yields:
-        rows, their weights `[rows]`, 0 for a padding row, their `Rollout.tokens`, and what the
-        student's model returned.
+        for each micro-batch of this process: rows, their weights `[rows]`, 0 for a padding row,
+        their `Rollout.tokens`, and what the student's model returned.
     """
     numbers = np.arange(len(rollout.samples))
     with checks.evaluation_mode(run.model):
         for rows, row_weights in batches.split_update(run, numbers, rollout.samples.lengths):
             weights = batches.send(row_weights, run.device)
             batch, old = rollout.samples.collate(rows, rollout.tokens, packer)
-            lessons = read_teachers(taught_by, rollout, rows, batch, packer)
+            lessons = lessons_of(taught_by, rollout, rows, batch=batch, packer=packer)
             output = run.model(batch, run.args.temperature, lessons=lessons, beta=beta_of(run.args))
             yield rows, weights, old, output
 
 
 def log_samples(run: Run, samples: Samples) -> None:
-    """Adds the metrics of responses to the next log line, and writes them down."""
+    """Adds the metrics of responses to the next log line, and records the samples."""
     lengths = samples.mask.sum(1)
     run.metrics.add_rollout(
         {"completions/mean_length": lengths, "completions/clipped_ratio": ~samples.ended}
@@ -395,8 +403,8 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
     return np.array_split(rows, updates_per_epoch)[update_of_epoch]
 
 
-def read_teachers(
-    taught_by: Teachers, rollout: Rollout, rows: list[int], batch: dict, packer: Packer
+def lessons_of(
+    taught_by: Teachers, rollout: Rollout, rows: list[int], *, batch: dict, packer: Packer
 ) -> list[Lesson]:
     """Returns what the teachers say of some samples, see `Teachers.lessons`.
 
@@ -413,14 +421,15 @@ def read_teachers(
 
 
 def beta_of(args: Args) -> float | None:
-    """Returns the beta of the divergence, or None if the log-probs of the samples are learned."""
+    """Returns `--beta`, or None with `--loss_type sampled`, which needs no divergence."""
     return None if args.loss_type == "sampled" else args.beta
 
 
-def end_update(state: State, args: Args) -> None:
+def end_update(run: Run) -> None:
     """Counts an update. After the last one of its rollout, the next rollout is due."""
+    state: State = run.extra
     state.position.update += 1
-    if state.position.update == updates_of(state.rollout, args):
+    if state.position.update == updates_of(state.rollout, run.args):
         state.position.end_rollout()
         state.rollout = None
 
@@ -520,12 +529,14 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths  # prompt and response
-        micro_batches = batches.split_update(run, update_rows, rollout.samples.sort_lengths(packer))
-        update_tokens = int(rollout.tokens["mask"][update_rows].sum())
+        sort_lengths = rollout.samples.sort_lengths(packer)  # keeps samples of a prompt together
+        micro_batches = batches.split_update(run, update_rows, sort_lengths)
+        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
+        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # in the mean of the loss
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
+        # Until an update is applied, the student is still the one that sampled.
         student_has_moved = progress.global_step > rollout.made_at
 
         for micro_batch in micro_batches:
@@ -534,31 +545,32 @@ def main():
                 weights = batches.send(micro_batch.weights, run.device)
                 batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
             with metrics.timed("teacher"):
-                lessons = read_teachers(taught_by, rollout, micro_batch.rows, batch, packer)
+                lessons = lessons_of(
+                    taught_by, rollout, micro_batch.rows, batch=batch, packer=packer
+                )
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
                 if not student_has_moved:
                     metrics.pending.add(sampler_differences(output, old, weights))
-                    old["logps"] = output["logps"].detach()  # so all ratios are exactly 1
+                    # The student itself is the old one, so all ratios are exactly 1.
+                    old["logps"] = output["logps"].detach()
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
                 # The loss is the mean over the update's response tokens. The engine itself divides
                 # by `divisor`, the number of micro-batches of all processes.
-                loss = (losses * token_weights).sum() * divisor / update_tokens
+                loss = (losses * token_weights).sum() * divisor / response_tokens
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
-            metrics.computed(batch, micro_batch.weights)
+            metrics.count_flop(batch, micro_batch.weights)
 
-        end_update(state, args)
+        end_update(run)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
-        progress.update_done(
-            applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
-        )
+        progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
         )
@@ -582,16 +594,16 @@ def main():
 
 # ============================================================ evaluation
 def evaluate(run: Run, taught_by: Teachers, packer: Packer) -> None:
-    """Logs how the student responds to held-out prompts, and what its teachers would have said."""
+    """Logs how the student answers held-out prompts, and how far its teachers are from it."""
     line = {}
     examples = []
     with run.metrics.timed("paused"):
         for prefix, eval_set in run.data.eval_sets.items():
             samples = evaluation.sample_held_out(run, eval_set)
-            rollout = rollout_of(run, samples, eval_set[:], prompts_answered=len(eval_set))
+            rollout = rollout_of(run, samples, eval_set[:], n_answered=len(eval_set))
             means = Means(run.accelerator)
-            for _, weights, old, output in read(run, rollout, taught_by, packer):
-                old["logps"] = output["logps"]
+            for _, weights, old, output in forward_passes(run, rollout, taught_by, packer):
+                old["logps"] = output["logps"]  # the student has not moved: all ratios are 1
                 _, _, logged = losses_and_metrics(output, old, weights, run.args)
                 means.add(logged)
             line |= {prefix + name: value for name, value in means.reduce().items()}
@@ -626,7 +638,7 @@ def check_settings(args: Args) -> None:
 
 
 def check_completions(args: Args, data: dataset.Data) -> None:
-    """Refuses training data that lack completions where some prompts are to get one."""
+    """Refuses training rows without a completion if some prompts are to be answered by one."""
     if args.on_policy_share == 1:
         return
     for part in data.train.select_columns(["row", "completion_ids"]).iter(1000):
@@ -634,7 +646,7 @@ def check_completions(args: Args, data: dataset.Data) -> None:
             if not completion:
                 sys.exit(
                     f"--on_policy_share {args.on_policy_share:g}: row {row} of the training data "
-                    "has no 'completion', which the student does not answer itself in some epochs: "
+                    "has no 'completion', but in some epochs the student does not answer it: "
                     "expected a string or a list of messages, as in recipes/sft.py"
                 )
 

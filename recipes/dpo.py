@@ -301,7 +301,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
-            metrics.computed(batch, micro_batch.weights)
+            metrics.count_flop(batch, micro_batch.weights)
 
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(

@@ -125,7 +125,7 @@ class Args(RewardArgs):
         default=1.0, at_least=0, help="the largest penalty, see --overlong_buffer"
     )
     mask_truncated: bool = arg(
-        default=False, help="do not train on responses cut at --max_new_tokens"
+        default=False, help="do not train on responses truncated at --max_new_tokens"
     )
 
     train_batch_size: int = arg(
@@ -152,13 +152,15 @@ def final_scores(
     scores: torch.Tensor,
     response_lengths: torch.Tensor,
     max_new_tokens: int,
+    *,
     buffer: int,
     penalty: float,
 ) -> torch.Tensor:
     """Subtracts a penalty for length from the scores `[samples]`; nothing if the buffer is 0.
 
-    The penalty grows from 0 to `penalty` over the last `buffer` tokens of `max_new_tokens`.
-    Source: DAPO, arXiv:2503.14476 eq. 13.
+    The penalty grows from 0 to `penalty` over the last `buffer` tokens of `max_new_tokens`. If
+    these are 20 of 100, a response of 90 tokens loses half of it. Source: DAPO, arXiv:2503.14476
+    eq. 13.
     """
     if buffer == 0:
         return scores
@@ -262,14 +264,18 @@ def policy_losses(
     clip_low: float,
     clip_high: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the policy loss of each token, and whether clipping below or above 1 decided it.
+    """Returns the loss of each token, and whether it was clipped below 1, and above 1.
 
-    With `clip`, such a token has no gradient. `cispo` clips, above 1 only, the weight of the
-    gradient, so that every token has one. Sources: clip, arXiv:2402.03300 eq. 3; another range
-    above 1, DAPO, arXiv:2503.14476 section 3.1; cispo, arXiv:2506.13585 eq. 4 and 5.
+    clip: `-min(r A, clip(r, 1 - low, 1 + high) A)`. A clipped token has no gradient.
+    cispo: `-min(r, 1 + high) A log pi`, the first factor a constant. Every token has a gradient.
+
+    Sources: clip, arXiv:2402.03300 eq. 3; another range above 1, DAPO, arXiv:2503.14476 section
+    3.1; cispo, arXiv:2506.13585 eq. 4 and 5.
 
     Args:
-        ratios: `[samples, length]` or `[samples, 1]`; advantages: `[samples, 1]`.
+        logps: `[samples, length]`.
+        ratios: `[samples, length]` or `[samples, 1]`.
+        advantages: `[samples, 1]`.
     """
     is_below = ratios < 1 - clip_low
     is_above = ratios > 1 + clip_high
@@ -297,10 +303,11 @@ def kl_losses(
     difference = logps - ref_logps
     if estimator == "k2":
         kl = difference**2 / 2
-        # The gradient of k2 itself estimates that of the KL: the ratio only weights it.
+        # The gradient of k2 already estimates that of the KL, so the ratio is a constant weight.
         return kl, kl * ratios.detach()
     kl = torch.exp(-difference) - 1 + difference
-    # The product estimates the KL, so the ratio has a gradient, too.
+    # k3 estimates the value alone: the mean of ratio * k3 over samples of the old policy is the KL,
+    # so the ratio must be differentiated, too.
     return kl, kl * ratios
 
 
@@ -397,7 +404,8 @@ class Rollout:
 
     Attributes:
         samples: those of the groups that are kept.
-        is_trained: bool `[samples]`; the others only count in their group.
+        is_trained: bool `[samples]`, which are trained on; the others still count in their group's
+            baseline.
         tokens: tensors by name, each `[samples, longest response]` except `advantages`:
             `mask`: which are tokens of the response.
             `advantages`: `[samples, 1]`, the same for all tokens of a response.
@@ -467,7 +475,7 @@ def make_rollout(
 
 
 def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torch.Tensor]:
-    """Samples a group of responses to each prompt, scores them, and keeps groups that differ.
+    """Samples a group of responses to each prompt, scores them, and keeps groups worth training on.
 
     In place of dropped groups, further rounds take the next prompts, until the rollout is full,
     `--refill_rounds` rounds were made, or the epoch ends.
@@ -479,9 +487,9 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     position = run.extra.position
     kept_samples = []
     kept_scores = []
-    missing = args.rollout_batch_size
+    prompts_missing = args.rollout_batch_size
     for round_number in range(1 + args.refill_rounds):
-        prompts_of_round = position.take_prompts(run, missing)
+        prompts_of_round = position.take_prompts(run, prompts_missing)
         with run.metrics.timed("generate"):
             # One uniform random number per token (inverse-CDF sampling): responses do not depend on
             # the number of processes.
@@ -492,14 +500,15 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
             scores = judge.score(run, samples, packer)
         penalised = with_penalty(scores, samples, args)
 
-        group_is_kept = groups_to_keep(scores.total, args)  # the penalty for length not counted
+        group_is_kept = groups_to_keep(scores.total, args)  # judged without the penalty
         log_samples(run, samples, penalised, group_is_kept)
         sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
         kept_samples.append(samples.select(sample_is_kept))
         kept_scores.append(penalised.total[sample_is_kept])
-        missing -= int(group_is_kept.sum())
-        epoch_ended = position.prompts_seen % run.data.mixture.samples == 0
-        if missing == 0 or epoch_ended:
+        prompts_missing -= int(group_is_kept.sum())
+        # A rollout does not go on into the next epoch.
+        at_end_of_epoch = position.prompts_seen % run.data.mixture.samples == 0
+        if prompts_missing == 0 or at_end_of_epoch:
             break
     return Samples.joined(kept_samples), torch.cat(kept_scores)
 
@@ -522,27 +531,27 @@ def compute_logps(
 ) -> dict[str, torch.Tensor]:
     """Returns the log-probs of response tokens that a rollout's updates need, by name.
 
-    `logps` are those of the policy, needed if there is more than one update: in the first the
-    policy has not moved. `ref_logps` are those of the reference, if there is one.
+    `logps`, those of the policy, are there if it makes several updates. In the first one the loop
+    takes them from its own forward pass. `ref_logps` are there if there is a reference.
 
     Returns:
         `[samples, longest response]` each, zero past the end of each response,
         the same on every process.
     """
-    models = {}
-    if updates_of(rollout, run.args) > 1:
-        models["logps"] = run.model
-    if reference is not None:
-        models["ref_logps"] = reference.model
-    if not models:
+    needs_logps = updates_of(rollout, run.args) > 1
+    if not needs_logps and reference is None:
         return {}
     samples = rollout.samples
     temperature = run.args.temperature
     collected = Collected(run.accelerator)
     with checks.evaluation_mode(run.model):
         for rows, batch in samples.scoring_batches(run, packer):
-            logps = {name: model(batch, temperature)["logps"] for name, model in models.items()}
-            collected.add(rows, batch["mask"], **logps)
+            per_token = {}
+            if needs_logps:
+                per_token["logps"] = run.model(batch, temperature)["logps"]
+            if reference is not None:
+                per_token["ref_logps"] = reference.logps(batch, temperature)
+            collected.add(rows, batch["mask"], **per_token)
     tokens = collected.gather()
     samples.check_finite(run, **tokens)
     return tokens
@@ -575,23 +584,23 @@ def log_samples(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
 
 
 # ============================================================ the updates of a rollout
-def updates_per_pass(rollout: Rollout, args: Args) -> int:
-    """Returns in how many updates each sample is used once: as few as the batch size allows."""
+def updates_per_epoch(rollout: Rollout, args: Args) -> int:
+    """Returns the number of updates in which each trained sample is used once."""
     return math.ceil(int(rollout.is_trained.sum()) / args.train_batch_size)
 
 
 def updates_of(rollout: Rollout, args: Args) -> int:
     """Returns the number of updates that a rollout makes."""
-    return args.num_epochs_per_rollout * updates_per_pass(rollout, args)
+    return args.num_epochs_per_rollout * updates_per_epoch(rollout, args)
 
 
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
     """Returns which samples of the rollout form its next update, in a seeded order.
 
-    Updates differ by at most one sample: a small last one would be a whole step, too. A group may
-    be divided.
+    Updates of an epoch differ by at most one sample, because a small leftover would be a whole
+    optimizer step, too. A group may be split.
     """
-    n_updates = updates_per_pass(rollout, args)
+    n_updates = updates_per_epoch(rollout, args)
     epoch, update_of_epoch = divmod(position.update, n_updates)
     rows = order_of_samples(rollout, position.order_seed(args), epoch)
     return np.array_split(rows, n_updates)[update_of_epoch]
@@ -609,12 +618,14 @@ def order_of_samples(rollout: Rollout, order_seed: tuple, epoch: int) -> np.ndar
     return rows[rollout.is_trained[rows].numpy()]
 
 
-def end_update(state: State, args: Args) -> None:
+def end_update(run: Run) -> None:
     """Counts an update. After the last one of its rollout, the next rollout is due."""
+    state: State = run.extra
     state.position.update += 1
-    if state.position.update == updates_of(state.rollout, args):
+    if state.position.update == updates_of(state.rollout, run.args):
         state.position.end_rollout()
         state.rollout = None
+    update_data_position(run)
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -705,7 +716,7 @@ def main():
     # Not `updates_seen == 0`: a resumed run may have had rollouts that led to no update.
     if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
-    # A checkpoint holds the position, but not what `progress` derives from it.
+    # `progress` derives its position in the data from `state`, so no checkpoint holds it.
     update_data_position(run)
     while not progress.finished:
         if state.rollout is None:
@@ -718,12 +729,14 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        micro_batches = batches.split_update(run, update_rows, rollout.samples.sort_lengths(packer))
-        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # of prompts, too
+        sort_lengths = rollout.samples.sort_lengths(packer)  # keeps samples of a prompt together
+        micro_batches = batches.split_update(run, update_rows, sort_lengths)
+        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
+        # Until an update is applied, the policy is still the one that sampled.
         policy_has_moved = progress.global_step > rollout.made_at
 
         for micro_batch in micro_batches:
@@ -736,7 +749,8 @@ def main():
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
                     metrics.pending.add(sampler_differences(output, old, weights))
-                    old["logps"] = output["logps"].detach()  # so all ratios are exactly 1
+                    # The policy itself is the old one, so all ratios are exactly 1.
+                    old["logps"] = output["logps"].detach()
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
                 # The loss is the weighted mean over the update's samples. The engine itself divides
@@ -748,10 +762,9 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
-            metrics.computed(batch, micro_batch.weights)
+            metrics.count_flop(batch, micro_batch.weights)
 
-        end_update(state, args)
-        update_data_position(run)
+        end_update(run)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
@@ -781,9 +794,9 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
 
 
 def update_data_position(run: Run) -> None:
-    """Tells `progress` how many prompts are used up, and whether the data have ended.
+    """Tells `progress` how many prompts were used, and whether the data is exhausted.
 
-    Rollouts differ in their number of updates, so `progress` cannot derive it from the updates.
+    Rollouts differ in their number of updates, so it cannot be computed from the updates.
     """
     state: State = run.extra
     run.progress.rows_seen = state.position.prompts_seen
@@ -792,23 +805,25 @@ def update_data_position(run: Run) -> None:
 
 
 def skip_rollout(run: Run) -> None:
-    """Goes on to the next rollout, because this one has nothing to train on, and prints a warning.
+    """Skips a rollout that has nothing to train on, with a warning.
 
     Raises:
         SystemExit: a whole epoch of prompts led to no update, and the run would go on.
     """
     position = run.extra.position
     position.end_rollout()
+    prompts_without_update = position.prompts_seen - run.extra.prompts_seen_at_update
     run.progress.idle = True  # so that nothing is evaluated or saved twice at this global_step
     update_data_position(run)
     reason = (
         f"no update from rollout {position.rollouts_seen}: it has no response to train on "
-        "(the advantages of all groups are zero, or all responses are cut)"
+        "(the advantages of all groups are zero, or all responses are truncated)"
     )
-    n_prompts = position.prompts_seen - run.extra.prompts_seen_at_update
-    if n_prompts >= run.data.mixture.samples and not run.progress.finished:
+    if prompts_without_update >= run.data.mixture.samples and not run.progress.finished:
         run.metrics.log()  # the rewards of rollouts without an update
-        sys.exit(f"{reason}, nor from any of the last {n_prompts} prompts, a whole epoch")
+        sys.exit(
+            f"{reason}, nor from any of the last {prompts_without_update} prompts, a whole epoch"
+        )
     run.metrics.warn(reason)
 
 

@@ -218,6 +218,7 @@ def policy_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the policy loss of each token, and whether clipping decided it.
 
+    With `dual_clip`, the loss is at most `-A * dual_clip` where the advantage A is negative.
     Sources: arXiv:1707.06347 eq. 7; another range above 1: DAPO, arXiv:2503.14476 section 3.1;
     dual clip: arXiv:1912.09729.
     """
@@ -303,6 +304,7 @@ def losses_and_metrics(
     critic_losses, value_clipped = value_losses(
         output["values"], old["values"], old["returns"], args.value_clip_range
     )
+    # Both are logged without the KL, which `loss` alone contains.
     per_token = {"loss/policy_avg": actor_losses, "loss/value_avg": critic_losses}
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
@@ -391,6 +393,7 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     kl = torch.zeros_like(old["logps"])
     if reference is not None:
         kl = kl_estimate(old["logps"], old["ref_logps"], args.kl_estimator).where(mask, 0.0)
+    # With --kl_in loss the KL is no part of the rewards.
     reward_kl_coef = state.kl_coef if args.kl_in == "reward" else 0.0
     per_token_rewards = token_rewards(scores.total, kl, mask, reward_kl_coef)
     advantages, returns = gae(
@@ -506,10 +509,11 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
     )
 
 
-def end_update(state: State, args: Args) -> None:
+def end_update(run: Run) -> None:
     """Counts an update. After the last one of its rollout, the next rollout is due."""
+    state: State = run.extra
     state.position.update += 1
-    if state.position.update == updates_of(state.rollout, args):
+    if state.position.update == updates_of(state.rollout, run.args):
         state.position.end_rollout()
         state.rollout = None
 
@@ -634,12 +638,13 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         lengths = rollout.samples.lengths  # prompt and response
         micro_batches = batches.split_update(run, update_rows, lengths)
-        update_tokens = int(lengths[update_rows].sum())
-        response_tokens = int(rollout.tokens["mask"][update_rows].sum())
+        update_tokens = int(lengths[update_rows].sum())  # prompts and responses
+        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # in the mean of the loss
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
-        frozen = [] if rollout.actor_learns else ["actor"]  # while only the critic learns
+        frozen = [] if rollout.actor_learns else ["actor"]  # the critic's warm-up
         learning_rates = optim.set_learning_rates(run, frozen)
+        # Until an update is applied, the policy is still the one that sampled.
         policy_has_moved = progress.global_step > rollout.made_at
 
         for micro_batch in micro_batches:
@@ -652,7 +657,8 @@ def main():
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
                     metrics.pending.add(ratio_rounding(output, old, weights))
-                    old["logps"] = output["logps"].detach()  # so all ratios are exactly 1
+                    # The policy itself is the old one, so all ratios are exactly 1.
+                    old["logps"] = output["logps"].detach()
                 losses, token_weights, logged = losses_and_metrics(
                     output,
                     old,
@@ -671,9 +677,9 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
-            metrics.computed(batch, micro_batch.weights)
+            metrics.count_flop(batch, micro_batch.weights)
 
-        end_update(state, args)
+        end_update(run)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(

@@ -880,7 +880,7 @@ ROLLOUTS = [
         "recipes/distill.py",
         replace(
             "main",
-            "(losses * token_weights).sum() * divisor / update_tokens",
+            "(losses * token_weights).sum() * divisor / response_tokens",
             by="(losses * token_weights).sum() * divisor / len(update_rows)",
         ),
         f"{DISTILL_RUN}[reverse kl]",

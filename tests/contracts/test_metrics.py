@@ -301,8 +301,8 @@ def test_the_share_of_the_gpu_that_is_used(tmp_path, monkeypatch, gpu, share):
     padding = {"tokens": 10**9, "targets": targets}
     for applied in (False, True):  # what a skipped update computed does not count, like its tokens
         metrics.pending.add([Logged({"loss": torch.ones(8)}, torch.ones(8))])
-        metrics.computed({"tokens": tokens, "targets": targets}, torch.ones(8))
-        metrics.computed(padding, torch.zeros(1))
+        metrics.count_flop({"tokens": tokens, "targets": targets}, torch.ones(8))
+        metrics.count_flop(padding, torch.zeros(1))
         progress.update_done(applied, 8, tokens=10**6)
         metrics.update_done(applied, grad_norm=1.0, loss_scale=1.0)
     clock = iter([metrics.speed.since + 1.0, metrics.speed.since + 1.0])

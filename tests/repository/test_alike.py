@@ -87,7 +87,7 @@ grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
 optimizer.step()
 optimizer.zero_grad()
 metrics.pending.add(logged)
-metrics.computed(batch, micro_batch.weights)
+metrics.count_flop(batch, micro_batch.weights)
 applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
 progress.update_done(
 metrics.update_done(
