@@ -183,7 +183,7 @@ def sft_row(
     sequences = [sequence for sequence in cut if any(sequence.targets)]
     reason = ""  # why the row cannot be used
     if not whole:
-        reason = tokens.reason_of(notes) or formats.missing_answer(completion)
+        reason = tokens.why_left_out(notes) or formats.missing_answer(completion)
     elif not sequences:
         reason = "nothing to learn within max_length"
         sequences = cut[:1]

@@ -533,9 +533,7 @@ TOKENS = [
         "bos_doubled",
         "a text that begins with BOS gets another one",
         "common/data/tokens.py",
-        replace(
-            "encode_plain", "puts_bos_in_front and all_ids[:1] != [bos]", by="puts_bos_in_front"
-        ),
+        replace("encode_plain", "adds_bos and all_ids[:1] != [bos]", by="adds_bos"),
         "data/test_data.py::test_plain_text_gets_bos_and_eos_once",
     ),
     Fault(
@@ -615,11 +613,11 @@ TOKENS = [
     ),
     Fault(
         "newline_twice",
-        "white space that the prompt has written is learned again",
+        "whitespace that the prompt has written is learned again",
         "common/data/tokens.py",
         replace(
             "split_turn",
-            "without_white_space(tokenizer, answer_ids, turn.only_in_prompt)",
+            "without_whitespace(tokenizer, answer_ids, turn.only_in_prompt)",
             by="answer_ids",
         ),
         "data/test_templates.py::test_what_the_prompt_has_beyond_the_answer",

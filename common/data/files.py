@@ -307,7 +307,7 @@ def check_characters(row: dict) -> None:
 
 
 def first_character(file: io.TextIOBase) -> str:
-    """Returns the first character that is no white space; empty if there is none."""
+    """Returns the first character that is not whitespace; empty if there is none."""
     character = file.read(1)
     while character.isspace():
         character = file.read(1)

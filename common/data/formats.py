@@ -24,7 +24,7 @@ FORMAT_COLUMNS = (
     "tools",
 )
 
-# Columns of pictures, sound and films that go with messages.
+# Columns of images, audio and video that go with messages.
 MEDIA_COLUMNS = ("images", "videos", "audios")
 
 # How much a turn counts in the loss, in LLaMA-Factory's and in OpenAI's files.
@@ -39,7 +39,7 @@ IS_KTO = (
 
 # ============================================================ columns
 def column_names(pairs: list[str] | None) -> dict[str, str]:
-    """Returns the user's column by the format's: `["prompt=question"]` -> `{"prompt": "question"}`.
+    """Maps each format column to the user's: `["prompt=question"]` -> `{"prompt": "question"}`.
 
     Raises:
         SystemExit: not of the form COLUMN=YOUR_COLUMN, an unknown column, or one named twice.
@@ -63,7 +63,11 @@ def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
 
 
 def require(row: dict, *columns: str, expected: str) -> None:
-    """Raises `BadRow` unless every column is there and is a string or a list of messages."""
+    """Raises `BadRow` unless every column is there and is a string or a list of messages.
+
+    Args:
+        expected: the columns that the format needs, for the message.
+    """
     for column in columns:
         value = row.get(column)
         if value is None:
@@ -80,13 +84,12 @@ def refuse_unread(row: dict) -> None:
     """Raises `BadRow` if the row holds what a text-only model cannot learn from."""
     for column in MEDIA_COLUMNS:
         if row.get(column):
-            raise BadRow(f"column {column!r} is not empty: only text can be read")
-    if str(row.get("label")).lower() not in ("true", "false"):
-        return
-    # Pairs and texts are learned whatever their label says: a text with one is of a data set for
-    # classification, where it names the class.
+            raise BadRow(f"column {column!r} is not empty: only text is supported")
+    is_kto_label = str(row.get("label")).lower() in ("true", "false")
+    # Pairs and texts are learned whatever their label says: a text with a label comes from a
+    # classification data set.
     has_pair = row.get("chosen") is not None and row.get("rejected") is not None
-    if not has_pair and row.get("text") is None:
+    if is_kto_label and not has_pair and row.get("text") is None:
         raise BadRow(IS_KTO)
 
 
@@ -193,7 +196,7 @@ def with_prompt_once(
         stated: column `prompt`, if there is one.
 
     Raises:
-        BadRow: the conversations begin otherwise, or the column contradicts them.
+        BadRow: they do not begin with the same prompt, or column `prompt` contradicts it.
     """
     prompt, chosen_answer, rejected_answer = split_conversations(chosen, rejected)
     if prompt and stated:
@@ -268,10 +271,10 @@ def join_prompts(stated: list[dict], repeated: list[dict]) -> list[dict]:
     stated_texts = [message["content"].strip() for message in stated]
     repeated_texts = [message["content"].strip() for message in repeated]
     if is_in_order(stated_texts, repeated_texts):
-        return repeated
+        return repeated  # the answers repeat the whole prompt
     for length in range(min(len(stated), len(repeated)), 0, -1):
         if stated_texts[-length:] == repeated_texts[:length]:
-            return stated[:-length] + repeated
+            return stated[:-length] + repeated  # they repeat its end
     return []
 
 
@@ -298,18 +301,17 @@ def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     with `U` and `A` for messages of user and assistant:
 
         "Why?"                                 "So."     ->  [U]        [A]
-        "\n\nHuman: Why?\n\nAssistant:"        " So."    ->  [U]        [A]    hh-rlhf
+        "\n\nHuman: Why?\n\nAssistant:"        " So."    ->  [U]        [A]
         ""                                     "So."     ->  ""         "So."
     """
     if not isinstance(prompt, str) or (answers and not prompt):
         return prompt, *answers
-    turns = transcript_turns(prompt)
+    turns = transcript_turns(prompt)  # of hh-rlhf; its answers begin with a space
     if turns is None:
         turns = [{"role": "user", "content": prompt}]
-        return turns, *([{"role": "assistant", "content": answer}] for answer in answers)
-    # Answers are strings where the prompt is one.
-    texts = [answer.strip() for answer in answers]  # type: ignore[union-attr]
-    return turns, *([{"role": "assistant", "content": text}] for text in texts)
+    else:
+        answers = tuple(answer.strip() for answer in answers)  # type: ignore[union-attr]
+    return turns, *([{"role": "assistant", "content": answer}] for answer in answers)
 
 
 def transcript_turns(text: str) -> list[dict] | None:

@@ -101,7 +101,9 @@ def from_parts(message: dict, number: int) -> dict:
         value = part.get(kind, part.get("value", part.get("text")))
         where = f"message {number}, part {part_number}"
         if kind not in ("text", "reasoning", "thinking", "tool_call"):
-            raise BadRow(f"{where} is of type {kind!r}: only text can be read, calls and reasoning")
+            raise BadRow(
+                f"{where} is of type {kind!r}: only text, calls and reasoning are supported"
+            )
         if kind == "tool_call":
             calls += tool_calls(value, where)
             continue

@@ -28,7 +28,7 @@ def preference_row(
             tokenizer, prompt, chosen, rejected, tools=row.get("tools")
         )
         if not (chosen_ids and rejected_ids):
-            reason = tokens.reason_of(notes)
+            reason = tokens.why_left_out(notes)
 
     longest = len(prompt_ids) + max(len(chosen_ids), len(rejected_ids))
     room = max(max_length - len(prompt_ids), 0)

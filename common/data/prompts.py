@@ -160,4 +160,4 @@ def encode_completion(row: dict, tokenizer) -> tokens.Answer:
 
 def reason_of_missing(row: dict, answer: tokens.Answer) -> str:
     """Returns why a completion has no tokens, although the row has one."""
-    return tokens.reason_of(answer.notes) or formats.missing_answer(row["completion"])
+    return tokens.why_left_out(answer.notes) or formats.missing_answer(row["completion"])

@@ -38,7 +38,7 @@ class Conventions(NamedTuple):
         is_known: whether the rest could be found out. Some templates refuse two short messages.
         ending: ids of what follows the last answer, whatever the answer is.
         stop: the place in `ending` of the token that ends an answer; None if no token does.
-        white_ending: the white space at the very end of the text of `ending`.
+        white_ending: the whitespace at the very end of the text of `ending`.
     """
 
     wants_parts: bool = False

@@ -25,10 +25,10 @@ DROPS_THOUGHT = "the chat template drops the thinking of answers, so they are le
 
 # ============================================================ plain text
 def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
-    """Returns the token ids of a prompt and of each answer, for texts that no chat template writes.
+    """Returns the token ids of a prompt and of each answer, for texts without a chat template.
 
-    The prompt gets the BOS that this tokenizer puts in front of texts, if it puts one, and every
-    answer an EOS at its end, unless they have them already.
+    The prompt gets a BOS if this tokenizer adds one to texts, and every answer an EOS at its end,
+    unless they have them already.
     """
     beginning = encode_beginning(tokenizer, prompt)
     prompt_ids = beginning.ids
@@ -36,9 +36,9 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
 
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    puts_bos_in_front = tokenizer("").input_ids[:1] == [bos]
+    adds_bos = tokenizer("").input_ids[:1] == [bos]
     all_ids = [*prompt_ids, *itertools.chain(*answer_ids)]
-    if puts_bos_in_front and all_ids[:1] != [bos]:
+    if adds_bos and all_ids[:1] != [bos]:
         prompt_ids = [bos, *prompt_ids]
     ended = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids]
     return prompt_ids, *ended
@@ -64,9 +64,9 @@ class Answer(NamedTuple):
 
 
 class Turn(NamedTuple):
-    r"""A history as the template writes it with its generation prompt, and with an answer.
+    r"""A conversation up to an answer, rendered twice: with the generation prompt, with the answer.
 
-    The two begin alike. Where the prompt opens a thought that the answer does not have:
+    Both texts begin alike. Example, where the prompt opens a thought that the answer does not have:
 
         prompt.text         <user>Hi<bot><think>\n      only_in_prompt    <think>\n
         text_with_answer    <user>Hi<bot>Hello.<end>    only_in_answer    Hello.<end>
@@ -136,11 +136,12 @@ def encode_answer(
         prompt = encode_prompt(tokenizer, history, tools)
     conversation = templates.Conversation(tokenizer, history + answer, tools)
     turn = compare_with_prompt(tokenizer, prompt, conversation.text)
-    unwritten = templates.why_unwritten(conversation, len(history), turn.only_in_answer)
-    if unwritten:
-        return Answer(prompt.ids, prompt.ids, [], [unwritten])
+    reason = templates.why_unwritten(conversation, len(history), turn.only_in_answer)
+    if reason:
+        return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
 
     notes = []
+    # Some templates drop the thinking of answers.
     thought = thoughts.of_message(answer[-1])
     drops_thought = bool(thought) and thought not in turn.only_in_answer
     if drops_thought:
@@ -150,7 +151,7 @@ def encode_answer(
         context, ids = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, ids)
         if len(context) < len(prompt.ids):
-            notes.append(describe_other_prompt(tokenizer, turn))
+            notes.append(note_on_mismatch(tokenizer, turn))
     if not has_end(tokenizer, ids):
         notes.append(APPENDS_EOS)
         ids = [*ids, tokenizer.eos_token_id]
@@ -158,7 +159,7 @@ def encode_answer(
 
 
 def compare_with_prompt(tokenizer, prompt: Beginning, text_with_answer: str) -> Turn:
-    """Finds where a history with an answer parts from the history with its generation prompt."""
+    """Finds where a history with an answer diverges from the one with the generation prompt."""
     ids_with_answer = encode_longer(tokenizer, prompt, text_with_answer)
     n_alike = n_shared(prompt.ids, ids_with_answer)
     return Turn(
@@ -194,12 +195,12 @@ def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
     if turn.only_in_prompt.strip() and not thoughts.is_whole_thought(turn.only_in_prompt):
         # No model would give this answer after the rest of the prompt, such as an open thought.
         return turn.ids_with_answer[: turn.n_shared], answer_ids
-    # After white space or a closed thought a model would give this answer.
-    return prompt_ids, without_white_space(tokenizer, answer_ids, turn.only_in_prompt)
+    # After whitespace or a closed thought a model would give this answer.
+    return prompt_ids, without_whitespace(tokenizer, answer_ids, turn.only_in_prompt)
 
 
-def without_white_space(tokenizer, ids: list[int], only_in_prompt: str) -> list[int]:
-    r"""Returns an answer without the white space that the prompt already ends with.
+def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[int]:
+    r"""Returns an answer without the whitespace that the prompt already ends with.
 
     One newline and two may be different tokens, so texts are compared. Examples, with a space
     between tokens:
@@ -233,36 +234,35 @@ def encode_as_given(tokenizer, turn: Turn, message: dict) -> tuple[list[int], li
     """
     context = turn.prompt
     answer_text = thoughts.with_markers(tokenizer, message)
-    rest = turn.only_in_prompt
-    opening = rest.strip()
-    if not rest:
+    end_of_prompt = turn.only_in_prompt
+    opening = end_of_prompt.strip()
+    if not end_of_prompt:
         answer_text = lead_of(message, turn.only_in_answer) + answer_text
-    elif thoughts.is_whole_thought(rest):
+    elif thoughts.is_whole_thought(end_of_prompt):
         # The prompt says that nothing was thought, and something was.
-        context = encode_beginning(tokenizer, context.text.removesuffix(rest))
+        context = encode_beginning(tokenizer, context.text.removesuffix(end_of_prompt))
     elif opening and answer_text.lstrip().startswith(opening):
-        # The prompt already opens the thinking. White space after the opening marker may be shared
-        # only in part.
+        # The prompt opens the thinking, so the answer must not open it again. The whitespace after
+        # the opening marker may differ.
         answer_text = answer_text.lstrip()
-        answer_text = answer_text[n_shared(answer_text, rest.lstrip()) :]
+        answer_text = answer_text[n_shared(answer_text, end_of_prompt.lstrip()) :]
     end = templates.conventions(tokenizer).end_of_answer
     return context.ids, encode_after(tokenizer, context, answer_text) + end
 
 
 def lead_of(message: dict, written: str) -> str:
-    """Returns what the template writes between its prompt and an answer; "" if it is a thought.
+    """Returns what the template writes between prompt and answer; "" if that is a thought.
 
-    Example: the space where LLaVA writes the answer `Yes` as ` Yes`. White space that belongs to
-    the answer itself is not part of it.
+    Example: LLaVA's space in ` Yes`. Whitespace of the answer itself is not counted.
 
     Args:
         written: the answer as the template writes it, without the thinking.
     """
     visible = thoughts.without_thought(message["content"])
-    place = written.find(visible.strip())
-    if place < 0:
+    start = written.find(visible.strip())
+    if start < 0:
         return ""
-    lead = written[:place]
+    lead = written[:start]
     if any(closer in lead for _, closer in thoughts.MARKERS):
         return ""
     n_white = len(visible) - len(visible.lstrip())
@@ -279,7 +279,7 @@ def up_to_end(tokenizer, ids: list[int]) -> list[int]:
         <end> \n                  Yes <end> \n        Yes <end>
         <end> \n                  call <call> \n      call <call>    a tool call may end otherwise
         \n\n                      Yes \n\n            Yes            no token ends an answer
-        \n\n                      Yes .\n\n           Yes .          and the white space has merged
+        \n\n                      Yes .\n\n           Yes .          and the whitespace has merged
     """
     conventions = templates.conventions(tokenizer)
     if conventions.writes_no_stop:
@@ -297,9 +297,9 @@ def ends_with(ids: list[int], ending: list[int]) -> bool:
 
 
 def without_white_ending(tokenizer, ids: list[int]) -> list[int]:
-    """Returns an answer without the white space that the template writes after every answer.
+    """Returns an answer without the whitespace that the template writes after every answer.
 
-    It is tokens of its own, or it has merged into the answer's last token.
+    The whitespace has tokens of its own, or is part of the answer's last token.
     """
     conventions = templates.conventions(tokenizer)
     ending = list(conventions.ending)
@@ -327,7 +327,7 @@ def has_end(tokenizer, ids: list[int]) -> bool:
 
 
 def turn_length(tokenizer, ids: list[int]) -> int:
-    r"""Counts a turn's tokens up to the one that ends it; 0 if no token does.
+    r"""Returns how many tokens a turn has, up to and including its end token; 0 if it has none.
 
     The last EOS ends a turn. Some templates write none, such as gpt-oss for a tool call. There the
     special token at the end of the turn ends it, also where a newline follows. What follows the
@@ -348,7 +348,7 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 
 
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
-    """Counts the tokens of a prompt after its answer at `place`, without the token that ends it.
+    """Counts the prompt tokens that follow the answer at `place` and its end token.
 
     The template is rendered with two different answers there: what both prompts end with is what
     follows the answer. Example: of
@@ -360,6 +360,7 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
 
     Args:
         messages: the history of the prompt.
+        place: the index of the answer among the messages.
         tools: see `templates.render`.
     """
     prompts = []
@@ -428,7 +429,7 @@ def ids_after(answer: Answer, n_context: int) -> list[int]:
 
 # ============================================================ the tokenizer
 def fingerprint(tokenizer) -> str:
-    """Returns a text that changes whenever the tokenizer would write other ids."""
+    """Returns a text that changes whenever the tokenizer would produce different ids."""
     if tokenizer.is_fast:
         content = tokenizer.backend_tokenizer.to_str()
     else:
@@ -453,7 +454,7 @@ def stop_tokens(tokenizer, model) -> set[int]:
 
 # ============================================================ notes
 def note(kind: str, example: str = "") -> str:
-    """Returns what a user should know about a row.
+    """Returns a note on a row for the user.
 
     A note is one line `kind<TAB>example`; `conversion.describe_notes` takes it apart. The run
     prints each kind once, with its number of rows and one example.
@@ -465,27 +466,32 @@ def note(kind: str, example: str = "") -> str:
     return f"{kind}\t{example}" if example else kind
 
 
-def describe_other_prompt(tokenizer, turn: Turn) -> str:
+def note_on_mismatch(tokenizer, turn: Turn) -> str:
     """Returns a note on an answer that does not continue the generation prompt."""
-    way = way_to_align(tokenizer, turn)
+    end_of_prompt = repr(turn.only_in_prompt)
+    start_of_answer = repr(turn.only_in_answer[:30])
     return note(
         "answers do not continue the generation prompt, so they are learned after what both "
-        f"share ({way} may align them)",
-        f"the prompt ends {turn.only_in_prompt!r}, the answer begins {turn.only_in_answer[:30]!r}",
+        f"share ({way_to_align(tokenizer, turn)} may align them)",
+        example=f"the prompt ends {end_of_prompt}, the answer begins {start_of_answer}",
     )
 
 
 def way_to_align(tokenizer, turn: Turn) -> str:
-    """Returns the argument by which the generation prompt may end as the answers begin."""
+    """Returns the argument that may make the generation prompt end as the answers begin.
+
+    Example: `--chat_template_kwargs '{"enable_thinking": false}'` if the prompt opens a thought
+    that the answer does not have, and the template knows this switch.
+    """
     opens_thought = any(opener in turn.only_in_prompt for opener, _ in thoughts.MARKERS)
-    for name in ("enable_thinking", "thinking"):
-        if name in str(tokenizer.chat_template):
-            return f"--chat_template_kwargs '{json.dumps({name: not opens_thought})}'"
+    for switch in ("enable_thinking", "thinking"):
+        if switch in str(tokenizer.chat_template):
+            return f"--chat_template_kwargs '{json.dumps({switch: not opens_thought})}'"
     return "--chat_template FILE with another generation prompt"
 
 
-def reason_of(notes: list[str]) -> str:
-    """Returns why a row is left out, if its notes say that an answer is not written; else ""."""
+def why_left_out(notes: list[str]) -> str:
+    """Returns the note that says an answer is not written; "" if there is none."""
     for text in notes:
         if text in (templates.DROPS_CALLS, templates.DROPS_ANSWER):
             return text
