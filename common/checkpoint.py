@@ -39,9 +39,10 @@ GIB = 2**30
 
 
 def carried(dataclass: type) -> type:
-    """Lets checkpoints hold the objects of a dataclass in `Run.extra` and `Run.own`.
+    """Lets checkpoints hold the objects of a dataclass in `Run.extra` and `Run.per_process`.
 
-    They are read without running code, so torch must be told by name which classes it may make.
+    They are read without running code, so torch must be told by name which classes it may
+    construct.
     """
     torch.serialization.add_safe_globals([dataclass])
     return dataclass
@@ -56,19 +57,29 @@ def begin(run: Run) -> None:
     All processes must call it.
 
     Raises:
-        SystemExit: the disk is too small; there are checkpoints but none is whole; the one to take
-            is of another run.
+        SystemExit: the disk is too small; there are checkpoints but none is whole; the chosen one
+            belongs to another run.
     """
     engine_state.choose(run)  # this also frees a reference model that is no longer needed
     # The models were made alike on all processes. From here on, dropout differs between them.
     set_seed(run.args.seed, device_specific=True)
     stopping.listen(run)
     on_main_process = partial(distributed.on_main_process, run.accelerator)
+
+    # 1. Find the checkpoint.
     path = on_main_process(find_checkpoint, run)
+
+    # 2. Clean the disk, and see whether it has room.
     on_main_process(remove_half_written, run)
     on_main_process(check_disk, run, path)
+
+    # 3. Load.
     state = load(run, path) if path else None
+
+    # 4. Set aside what was written after the checkpoint.
     lines_are_lost = move_aside(run, path, state)
+
+    # 5. Start.
     on_main_process(record.write, run.accelerator, run.args)
     run.metrics.start()
     if path:
@@ -111,9 +122,9 @@ def find_checkpoint(run: Run) -> Path | None:
 
 
 def remove_half_written(run: Run) -> None:
-    """Removes what a run left of checkpoints when it was killed while it wrote or replaced them.
+    """Removes the half-written checkpoints that a killed run left.
 
-    For the main process, after `find_checkpoint` has put back what had been replaced.
+    For the main process, after `find_checkpoint` has put back whole ones that were being replaced.
     """
     for leftover in run.checkpoints.glob(".global_step_*"):
         shutil.rmtree(leftover)
@@ -139,20 +150,21 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
 
 
 def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
-    """Returns for how many more checkpoints the disk must have room.
+    """Returns for how many more checkpoints the disk must have room; at least one.
 
-    It must hold those that the run keeps, and one more while that is written. Checkpoints later
-    than the one that the run resumes from stay on the disk, but do not count as kept.
+    A run keeps `--save_total_limit` of them, and needs room for one more while it writes it. What
+    it already has is subtracted, up to the one that it resumes from. Example, where it keeps 3 and
+    resumes from update 20: of 10, 20 and 30 two count, and the disk must have room for 2 more.
     """
-    there = folders.by_step(run.checkpoints)
+    kept = folders.by_step(run.checkpoints)
     if resumes_from:
         step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
-        there = [path for path in there if folders.step_of(path) <= step]
-    return max(run.args.save_total_limit + 1 - len(there), 1)
+        kept = [path for path in kept if folders.step_of(path) <= step]
+    return max(run.args.save_total_limit + 1 - len(kept), 1)
 
 
 def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
-    """Moves what the run's folder has beyond the resume point; see `left_behind.leave`.
+    """Moves aside what the folder holds beyond the resume point, see `left_behind.leave`.
 
     All processes must call it.
 
@@ -162,28 +174,24 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
     Returns:
         Whether log lines from before that point are lost.
     """
-    step = None
-    log_bytes = {}
-    if path is not None:
-        step = run.progress.global_step
-        if is_own(run, path):  # the checkpoint of another folder counts the lines of that folder
-            log_bytes = state["log_bytes"]
-    leave = partial(left_behind.leave, run.output_dir, step, log_bytes)
-    return distributed.on_main_process(run.accelerator, leave)
+    leave = partial(distributed.on_main_process, run.accelerator, left_behind.leave, run.output_dir)
+    if path is None:
+        return leave(None, {})
+    # A checkpoint from another folder counts the lines of that folder.
+    log_bytes = state["log_bytes"] if is_own(run, path) else {}
+    return leave(run.progress.global_step, log_bytes)
 
 
 def keep_as_own(run: Run, path: Path, lines_are_lost: bool) -> None:
-    """Makes sure that the run's own folder holds the checkpoint that it resumed from.
-
-    One from another folder is saved here: if the run was killed before its first own checkpoint,
-    `--resume auto` would start from the beginning. One from this folder is saved again if log
-    lines are lost: it counts more bytes than there are.
-    """
-    is_here = is_own(run, path)
-    if is_here and not lines_are_lost:
+    """Makes sure that the run's own folder holds the checkpoint that it resumed from."""
+    if not is_own(run, path):
+        # Else `--resume auto`, after a kill before the first save, would start from the beginning.
+        if run.args.save_steps:
+            save(run)
+    elif lines_are_lost:
+        save(run)  # the `log_bytes` of the old one count lines that are gone
+    else:
         run.last_saved = run.progress.global_step
-    elif is_here or run.args.save_steps:
-        save(run)
 
 
 def is_own(run: Run, path: Path) -> bool:
@@ -229,8 +237,8 @@ def write(run: Run, temporary: Path, final: Path) -> None:
     """Writes a checkpoint to `temporary` and renames it to `final`."""
     accelerator = run.accelerator
     engine_state.save(run, temporary / "engine")  # it makes both folders
-    if run.own is not None:
-        torch.save(run.own, own_file(temporary, accelerator.process_index))
+    if run.per_process is not None:
+        torch.save(run.per_process, per_process_file(temporary, accelerator.process_index))
     state = state_besides_engine(run)
     if accelerator.is_main_process:
         torch.save(run.extra, temporary / "extra.pt")
@@ -260,8 +268,8 @@ def logs_of(run: Run) -> list[Path]:
     return [run.metrics.file, run.output_dir / transcript.FILE]
 
 
-def own_file(folder: Path, process_index: int) -> Path:
-    """Returns the file in which a checkpoint holds what one process carries, see `Run.own`."""
+def per_process_file(folder: Path, process_index: int) -> Path:
+    """Returns the file in which a checkpoint holds one process's state, see `Run.per_process`."""
     return folder / f"own_{process_index}.pt"
 
 
@@ -309,10 +317,11 @@ def state_besides_engine(run: Run) -> dict:
 
 
 def identity_of(run: Run) -> dict:
-    """Returns what must equal the checkpoint's, except arguments that may change.
+    """Returns what must be the same in a run and in the checkpoint that it resumes from.
 
-    `world` is the precision; for an engine that shards its state it is the engine, the precision,
-    the device and the number of processes.
+    Arguments that may change are in it, too; `refuse_another_run` skips them. `world` is the
+    precision. Where the engine shards its state it is also the engine, the device and the number of
+    processes, since these shards fit no other.
     """
     accelerator = run.accelerator
     world = accelerator.mixed_precision
@@ -362,13 +371,15 @@ def read_state(path: Path) -> dict:
 
 
 def check_state(state: dict) -> None:
-    """Looks at all that `load` will use, and raises whatever error that leads to."""
+    """Raises an error, of any type, if `load` could not use this state."""
+    # Counters.
     scheduler = state["scheduler"]
     counts = [state["progress"][name] for name in COUNTERS]
     counts += [scheduler["last_epoch"], *state["log_bytes"].values()]
     if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise ValueError(f"its counters are {counts}")
 
+    # Metrics.
     numbers = [*state["last_update"].values(), *scheduler["base_lrs"]]
     for sums in state["open_sums"]:
         for reduce, number, count in sums.values():
@@ -378,6 +389,7 @@ def check_state(state: dict) -> None:
     if not all(isinstance(number, float | int) for number in numbers):
         raise ValueError(f"its metrics are {numbers}")
 
+    # The rest.
     if len(state["open_sums"]) == 0 or len(scheduler["lr_lambdas"]) == 0:
         raise ValueError("it holds the sums of no process or has no schedule")
     if not state["arguments"].keys() >= {"data", "world"}:
@@ -399,13 +411,13 @@ def load(run: Run, path: Path) -> dict:
     engine_state.load(run, path / "engine")
     if len(state["open_sums"]) == run.accelerator.num_processes:
         restore = partial(engine_state.load_random_states, run, path / "engine")
-        distributed.all_or_none(run.accelerator, True, restore)
+        distributed.all_or_none(run.accelerator, True, restore)  # if one process fails, all exit
     load_schedule(run, state["scheduler"])
     for name in COUNTERS:
         setattr(run.progress, name, state["progress"][name])
     run.metrics.last_update = state["last_update"]
     run.extra = read_tensors(run, path / "extra.pt")
-    load_own(run, path)
+    load_per_process(run, path)
     load_open_sums(run, state["open_sums"])
     run.accelerator.print(
         f"resumed from {path}: {run.progress.global_step} updates, "
@@ -425,14 +437,13 @@ def read_tensors(run: Run, file: Path) -> Any:
     return torch.load(file, weights_only=True, map_location=place)
 
 
-def load_own(run: Run, path: Path) -> None:
-    """Reads what this process alone carries; see `Run.own`.
+def load_per_process(run: Run, path: Path) -> None:
+    """Reads the state of this process, see `Run.per_process`.
 
     Raises:
-        SystemExit: the checkpoint at `path` has none, or is of another number of processes and
-            each has a part of its own.
+        SystemExit: the checkpoint has no such state, or has shards of another number of processes.
     """
-    if run.own is None:
+    if run.per_process is None:
         return
     accelerator = run.accelerator
     files = list(path.glob("own_*.pt"))
@@ -449,14 +460,14 @@ def load_own(run: Run, path: Path) -> None:
                 "them differently"
             )
         index = 0  # where nothing is sharded all have the same
-    run.own = read_tensors(run, own_file(path, index))
+    run.per_process = read_tensors(run, per_process_file(path, index))
 
 
 def refuse_another_run(run: Run, path: Path, before: dict) -> None:
-    """Ends the program if the checkpoint at `path` is not of this run.
+    """Ends the program if the checkpoint at `path` belongs to another run.
 
     Args:
-        before: the `identity` of the run that wrote it.
+        before: what `identity_of` returned for the run that wrote it.
 
     Raises:
         SystemExit: with all differences.
@@ -475,26 +486,28 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
     way_out = ""
     if "world" in changed:
         way_out = " (common.export --universal is for another number of processes)"
-    sys.exit(f"--resume: {path} is of another run: {differences}{way_out}")
+    sys.exit(f"--resume: {path} belongs to another run: {differences}{way_out}")
 
 
 def universal_world(world: str) -> str:
-    """Returns the `world` of a universal checkpoint: no device and processes, which may differ.
+    """Returns `world` without what a universal checkpoint may change: device and processes.
 
-    This is `DeepSpeed ZeRO-2 fp16` for `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`. Such
+    Example: `DeepSpeed ZeRO-2 fp16` for `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`. Such
     checkpoints are made by `common/export.py`.
     """
     return world.partition(" on ")[0]
 
 
 def load_schedule(run: Run, state: dict) -> None:
-    """Puts the scheduler where it was, and sets the learning rates of the next update."""
+    """Restores the scheduler, and sets the learning rates of the next update.
+
+    `--max_steps` and `--max_epochs` may have changed, so the rates are those of the new horizon,
+    not those of the checkpoint.
+    """
     scheduler = run.scheduler
     # After loading, DeepSpeed's Adam for CPUs has new groups: the scheduler must set their rates.
     scheduler.optimizer.param_groups = run.optimizer.param_groups
     scheduler.load_state_dict(state)
-    # --max_steps and --max_epochs may have changed. So the rates are those of the new horizon, not
-    # those of the checkpoint.
     scheduler._last_lr = [
         base_rate * factor(scheduler.last_epoch)
         for base_rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
@@ -507,7 +520,7 @@ def load_open_sums(run: Run, sums_by_process: list[dict[str, list]]) -> None:
     """Restores the sums of the log line that was not yet written when the checkpoint was.
 
     Each process takes the sums that it had. If the number of processes has changed, the first one
-    takes them all; the data order still continues exactly, but random states cannot.
+    takes them all. Then the data order continues exactly, random states do not.
 
     Args:
         sums_by_process: what `Means.state` returned in each process that wrote the checkpoint.

@@ -31,8 +31,9 @@ class Run:
         extra: the recipe's own state, which all processes have alike, such as PPO's position in its
             rollout. Checkpoints hold it. It may consist of None, numbers, tensors, lists and dicts
             of them, and dataclasses that are `checkpoint.carried`.
-        own: the state that differs between processes, such as the shards of a running average. It
-            may consist of the same. Each process saves its own and gets it back.
+        per_process: the recipe's state that differs between processes, such as the shards of a
+            running average of the weights (EMA). It may consist of the same. Each process saves its
+            own and gets it back.
         saved_with_actor: the Hugging Face models inside `unwrapped` besides the actor, such as
             PPO's critic, by the name of the folder in which a checkpoint holds each.
             `common/export.py` reads these folders.
@@ -53,7 +54,7 @@ class Run:
     metrics: Metrics
     models: dict[str, str] = dataclasses.field(default_factory=dict)
     extra: Any = None
-    own: Any = None
+    per_process: Any = None
     saved_with_actor: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     last_saved: int | None = None
     stop_signal: int = 0

@@ -1,7 +1,7 @@
 """What each process holds of a model's parameters, and the whole made of such parts.
 
 For values that a recipe keeps besides the parameters, such as a running average of them: each
-process keeps its part, in `Run.own`, and the whole is made where it is saved.
+process keeps its part, in `Run.per_process`, and the whole is made where it is saved.
 """
 
 import torch

@@ -287,8 +287,8 @@ def main():
     )
     checks.check_logprobs(run, train_sequences[[0]]["input_ids"][0])
     answers.check_room(run)
-    by_lengths = architecture.takes_lengths(args.attn_implementation)
-    packer = checks.make_packer(run, [model], args.packing, by_lengths)
+    varlen = architecture.uses_varlen(args.attn_implementation)
+    packer = checks.make_packer(run, [model], args.packing, varlen)
 
     # ============================================================ the loop
     checkpoint.begin(run)

@@ -236,13 +236,13 @@ def first_rows(path: Path, source: Path, rows: int) -> Path:
 
 def whole_rows(ids: torch.Tensor, scored: torch.Tensor) -> dict:
     """Rows of tokens and which of them are scored, `[rows, length]`, as `lay_out` gives them: entry t of what comes back is of token t."""
-    before = (torch.arange(ids.numel(), device=ids.device).view(ids.shape) - 1).clamp(min=0)
+    predictors = (torch.arange(ids.numel(), device=ids.device).view(ids.shape) - 1).clamp(min=0)
     return {
         "inputs": {"input_ids": ids},
         "targets": ids[scored],
         "mask": scored,
         "cells": scored.flatten().nonzero().flatten(),
-        "before": before[scored],
+        "predictors": predictors[scored],
     }
 
 

@@ -202,7 +202,7 @@ def positions_of(model: PreTrainedModel) -> int | None:
 
 
 # ============================================================ attention
-def takes_lengths(attn_implementation: str | None) -> bool:
+def uses_varlen(attn_implementation: str | None) -> bool:
     """Whether attention is told where the sequences of a row begin, and takes no mask of them.
 
     Args:
@@ -382,7 +382,7 @@ def plain_layers(wrapper: nn.Module):
     logger.setLevel(logging.CRITICAL)
     for config in configs.values():
         config._experts_implementation = "batched_mm"
-        if takes_lengths(config._attn_implementation):
+        if uses_varlen(config._attn_implementation):
             config._attn_implementation = "sdpa"
     try:
         yield

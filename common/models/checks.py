@@ -68,7 +68,7 @@ def models_inside(models: list[nn.Module]) -> list[PreTrainedModel]:
 
 
 def make_packer(
-    run: Run, models: list[nn.Module | None], share: bool, by_lengths: bool = False
+    run: Run, models: list[nn.Module | None], share: bool, varlen: bool = False
 ) -> Packer:
     """Returns how answers are laid out as rows, so that these models read each as if alone.
 
@@ -78,24 +78,24 @@ def make_packer(
         models: all that will read the rows, prepared; their output is scores or log-probs. None
             stands for none.
         share: whether prompts and rows are shared, if all models allow it, see `can_pack`.
-        by_lengths: rows are packed as flash attention takes them, see `Packer`.
+        varlen: rows are packed for flash attention, see `Packer`.
 
     Raises:
         SystemExit: see `check_positions`.
     """
     readers = [model for model in models if model is not None]
     check_positions(readers, run.args.max_length)
-    if not share or not can_pack(run, readers, by_lengths):
+    if not share or not can_pack(run, readers, varlen):
         return Packer(run.device)
     return Packer(
         run.device,
         share=True,
-        by_lengths=by_lengths,
+        varlen=varlen,
         attention_equals_rest=architecture.attention_equals_rest(models_inside(readers)),
     )
 
 
-def can_pack(run: Run, models: list[nn.Module], by_lengths: bool = False) -> bool:
+def can_pack(run: Run, models: list[nn.Module], varlen: bool = False) -> bool:
     """Whether all models read several answers in one row as they read each alone.
 
     They do not where attention or positions are of another kind than usual, or where something
@@ -103,16 +103,16 @@ def can_pack(run: Run, models: list[nn.Module], by_lengths: bool = False) -> boo
     chosen by the user, the run prints a note. All processes must call it.
 
     Args:
-        models, by_lengths: see `make_packer`.
+        models, varlen: see `make_packer`.
     """
-    packer = Packer(run.device, share=True, by_lengths=by_lengths)
+    packer = Packer(run.device, share=True, varlen=varlen)
     for prepared in models:
         # Those of whole models: the parts of one have other configs, such as a vision tower's.
         configs = [model.config.get_text_config() for model in models_inside([prepared])]
-        if not by_lengths:
+        if not varlen:
             note_attention_without_mask(configs)
         longest = run.args.max_length
-        if not all(attends_to_whole_rows(config, longest, by_lengths) for config in configs):
+        if not all(attends_to_whole_rows(config, longest, varlen) for config in configs):
             return False
         if not reads_packed_alike(prepared, configs, packer):
             return False
@@ -128,15 +128,15 @@ def note_attention_without_mask(configs: list[PreTrainedConfig]) -> None:
         )
 
 
-def attends_to_whole_rows(config: PreTrainedConfig, longest: int, by_lengths: bool) -> bool:
+def attends_to_whole_rows(config: PreTrainedConfig, longest: int, varlen: bool) -> bool:
     """Whether attention reaches over a whole row, and takes a mask and positions as usual.
 
     Args:
         longest: tokens of the longest row.
-        by_lengths: attention takes lengths instead of a mask.
+        varlen: attention takes the lengths of sequences instead of a mask.
     """
     kind = config._attn_implementation
-    takes_rows = architecture.takes_lengths(kind) if by_lengths else kind == "sdpa"
+    takes_rows = architecture.uses_varlen(kind) if varlen else kind == "sdpa"
     windows = [
         getattr(config, name, None) or longest
         for name in ("sliding_window", "attention_chunk_size", "index_topk")

@@ -451,7 +451,7 @@ class DistillModel(LogProbModel):
         if lessons is None and not as_teacher:
             return super().forward(batch, temperature, extras, check)
         hidden = architecture.hidden_states(self.model, batch["inputs"])
-        hidden = hidden.index_select(0, batch["before"])
+        hidden = hidden.index_select(0, batch["predictors"])
         if as_teacher:
             return hidden
         values = self.model.get_output_embeddings()(

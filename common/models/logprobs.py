@@ -297,7 +297,7 @@ class LogProbModel(ModelWrapper):
             `batch["mask"]` is false.
         """
         hidden = architecture.hidden_states(self.model, batch["inputs"])
-        hidden = hidden.index_select(0, batch["before"])
+        hidden = hidden.index_select(0, batch["predictors"])
         head = self.model.get_output_embeddings()
         # (softcap * tanh(multiplier * x / softcap)) / T is the same formula with both divided by T.
         values = head(
@@ -318,7 +318,7 @@ class LogProbModel(ModelWrapper):
     def own_logps(self, batch: dict) -> torch.Tensor:
         """Returns log-probs `[targets]` from the logits of the architecture's own forward."""
         logits = self.model(**batch["inputs"], use_cache=False).logits
-        logits = logits.flatten(0, 1)[batch["before"], : self.vocabulary].float()
+        logits = logits.flatten(0, 1)[batch["predictors"], : self.vocabulary].float()
         return logits.log_softmax(-1).gather(1, batch["targets"][:, None]).squeeze(1)
 
 
@@ -353,6 +353,6 @@ class ActorCritic(LogProbModel):
         output = super().forward(batch, temperature, extras, check)
         if not with_values:
             return output
-        values = self.critic(batch, batch["before"])
+        values = self.critic(batch, batch["predictors"])
         output["values"] = by_answer(values, batch)
         return output

@@ -12,11 +12,10 @@ from common import batches
 
 # The most that the mask of packed rows may take, in bytes: one row of 16,384 tokens.
 MOST_MASK = 2**28
-# A mask is computed in parts of about so many elements, since the comparisons need as much memory
-# again.
+# A mask is computed in parts of about this many elements, since the comparisons double the memory.
 MASK_AT_ONCE = 2**24
 
-PADDING = -1  # stands for a piece where there is none
+PADDING = -1  # the piece number of padding
 
 
 class Group(NamedTuple):
@@ -40,11 +39,11 @@ Row = list[Group]
 
 
 class Layout:
-    """Rows as arrays, in which each token has a place: its number, counted through all rows.
+    """The rows as arrays. A place is the index of a token in the flattened rows.
 
-    A piece is a prompt or an answer. Answer i is piece i; the prompts are numbered from there on.
+    A piece is a prompt or an answer. Answer i is piece i; the prompts have the next numbers.
 
-    Three answers, 4 5 and 6 to the prompt 1 2, and 7 8 9 to the prompt 3:
+    Example: three answers, 4 5 and 6 to the prompt 1 2, and 7 8 9 to the prompt 3:
 
         places      0  1  2  3  4
                     5  6  7  8  9
@@ -77,10 +76,10 @@ class Layout:
         self.prompt_pieces = itertools.count(n_answers)
 
     def add(self, group: Group, place: int) -> int:
-        """Writes a group from a place on, and returns the place after it."""
+        """Writes a group, starting at `place`; returns the next free place."""
         piece = next(self.prompt_pieces)
         end = self.write(group.prompt, place, position=0, piece=piece, prompt=piece)
-        # An empty prompt has no last token, and this place then means nothing. That is harmless:
+        # An empty prompt has no last token, so this place means nothing. That is harmless:
         # `refuse_unpredicted` refuses an answer whose first token needs it.
         last_of_prompt = end - 1
         for number, answer in group.answers.items():
@@ -93,7 +92,7 @@ class Layout:
         return end
 
     def write(self, ids: list[int], place: int, *, position: int, piece: int, prompt: int) -> int:
-        """Writes a piece from a place on, and returns the place after it.
+        """Writes a piece, starting at `place`; returns the next free place.
 
         Args:
             position: that of its first token.
@@ -115,15 +114,15 @@ class Packer:
         share: whether prompts and rows may be shared. A prompt that several answers have in common
             is then computed once, and a row holds several prompts where they fit. An answer still
             sees its own prompt and itself only, at the positions that it would have alone.
-        by_lengths: rows are shared as flash attention takes them: all answers one after the other
-            in a single row without padding, each after its own prompt. No prompt is shared.
-        attention_equals_rest: the row length at which causal attention takes about as long as all
-            the rest of the models. The default fits a hidden size of 340.
+        varlen: rows are shared as flash attention's `varlen` takes them: all answers one after the
+            other in a single row without padding, each after its own prompt. No prompt is shared.
+        attention_equals_rest: the row length at which attention costs as much as the rest of the
+            model, see `pays`. The default fits a hidden size of 340.
     """
 
     device: torch.device
     share: bool = False
-    by_lengths: bool = False
+    varlen: bool = False
     attention_equals_rest: int = 4096
 
     def make_batch(
@@ -138,11 +137,11 @@ class Packer:
 
             make_batch([[1, 2], [1, 2], [3]], [[4, 5], [6], [7, 8, 9]])
 
-            targets  4  5 | 6 | 7  8  9
-            before   1  2 | 1 | 5  6  7   places in the rows, as `last`
-            cells    0  1 | 3 | 6  7  8   places in the mask: 1 1 0
-                                                              1 0 0
-                                                              1 1 1
+            targets     4  5 | 6 | 7  8  9
+            predictors  1  2 | 1 | 5  6  7   places in the rows, as `last`
+            cells       0  1 | 3 | 6  7  8   places in the mask: 1 1 0
+                                                                 1 0 0
+                                                                 1 1 1
 
         Nothing here waits for a GPU: it computes one micro-batch while the next one is laid out.
 
@@ -155,10 +154,10 @@ class Packer:
         Returns:
             inputs: what a `transformers` model takes: `input_ids` `[rows, row length]`, padded on
                 the right, and, if a row holds several answers, `position_ids` of the same shape and
-                either the bool `attention_mask` `[rows, 1, row length, row length]` or, by lengths,
-                what `lengths_of_groups` returns.
+                either the bool `attention_mask` `[rows, 1, row length, row length]` or what
+                `varlen_inputs` returns.
             targets: ids of the targets, answer after answer, `[targets]`.
-            before: the place of the token that predicts each target, `[targets]`.
+            predictors: the place of the token that predicts each target, `[targets]`.
             last: the place of each answer's last token, `[answers]`.
             mask: which tokens are targets, bool `[answers, longest answer]`.
             cells: where each target is in the flattened mask, `[targets]`.
@@ -178,7 +177,7 @@ class Packer:
         return {
             "inputs": self.inputs_of(rows, layout),
             "targets": batches.send(of_targets(answers, scored), self.device),
-            "before": batches.send(of_targets(layout.predictors, scored), self.device),
+            "predictors": batches.send(of_targets(layout.predictors, scored), self.device),
             "last": batches.send(layout.last, self.device),
             "mask": batches.send(mask, self.device),
             "cells": batches.send(cells, self.device),
@@ -191,7 +190,7 @@ class Packer:
             Group(prompt, {number: answer})
             for number, (prompt, answer) in enumerate(zip(prompts, answers))
         ]
-        if self.share and self.by_lengths:
+        if self.share and self.varlen:
             return [groups]
         alone = [[group] for group in longest_first(groups)]
         if not self.share:
@@ -202,10 +201,13 @@ class Packer:
     def pays(self, packed: list[Row], alone: list[Row]) -> bool:
         """Returns whether packed rows cost no more than a row for each answer.
 
-        The cost of attention grows with the square of the row length n, all other cost with n, and
-        both are equal at a length e that depends on the model: together n * (n + e). Causal
-        attention computes only the half of the square below the diagonal. A packed row needs a
-        mask, and then the whole square is computed: n * (2 * n + e).
+        A row of length n costs about n * (n + e), where e is the length at which attention costs
+        as much as the rest. Packed rows need a mask, which doubles attention: n * (2 n + e).
+        Without one, causal attention computes only the half below the diagonal. Example, where
+        e = 4096, of 8 answers of 100 tokens to a prompt of 400:
+
+            alone     8 * 500 * (500 + 4096)        = 18.4 million
+            packed    1 * 1200 * (2 * 1200 + 4096)  =  7.8 million
         """
 
         def cost(rows: list[Row], attention: int) -> int:
@@ -222,14 +224,14 @@ class Packer:
         if len(rows) == len(layout.last):  # each answer has a row of its own
             return inputs
         inputs["position_ids"] = batches.send(layout.positions, self.device)
-        if self.by_lengths:
-            return inputs | lengths_of_groups(rows[0], self.device)
+        if self.varlen:
+            return inputs | varlen_inputs(rows[0], self.device)
         pieces = batches.send(layout.pieces, self.device)
         prompts = batches.send(layout.prompts, self.device)
         return inputs | {"attention_mask": attention_mask(pieces, prompts)}
 
     def describe(self, answers: str, each: str) -> str:
-        """Returns in words how often a prompt is computed.
+        """Returns `prompts are computed once for both answers`, or `... for each answer`.
 
         Args:
             answers, each: what has a prompt in common, such as `both answers`, and one of them,
@@ -254,12 +256,11 @@ def refuse_unpredicted(prompts: Sequence[list[int]], scored: Sequence[list]) -> 
 def share_prompts(groups: list[Group]) -> list[Group]:
     """Joins groups that have the same prompt.
 
-    Answers without a prompt (SFT passes empty prompts) have nothing in common. As one group, which
-    no two rows can divide, they would fill a single row.
+    Empty prompts (SFT) are not joined: the group would be one long row that cannot be split.
     """
     joined: dict[object, Group] = {}
     for number, group in enumerate(groups):
-        key = tuple(group.prompt) or number
+        key = tuple(group.prompt) or number  # an empty prompt gets a key of its own
         of_prompt = joined.setdefault(key, Group(group.prompt, {}))
         of_prompt.answers.update(group.answers)
     return list(joined.values())
@@ -336,8 +337,8 @@ def attention_mask(pieces: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def lengths_of_groups(row: Row, device) -> dict:
-    """Returns where the groups of a row begin, as flash attention takes it.
+def varlen_inputs(row: Row, device) -> dict:
+    """Returns where the groups of a row begin, as flash attention's `varlen` takes it.
 
     Returns:
         `cu_seq_lens_q` and `cu_seq_lens_k`: int32 `[groups + 1]`, the place of each beginning, and

@@ -660,7 +660,7 @@ def test_a_checkpoint_of_another_run_is_refused(inputs, unbroken):
     result = launch([], recipe("dpo"), *edited, check=False)
     assert (
         result.returncode
-        and "is of another run: data: " in result.stdout
+        and "belongs to another run: data: " in result.stdout
         and "Traceback" not in result.stdout
     )
 

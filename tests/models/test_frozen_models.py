@@ -208,7 +208,7 @@ def test_a_changed_model_is_noticed_at_a_resume(inputs, tmp_path, name, part):
     result = launch([], recipe(name), *flags, "--max_steps", 2, "--resume", "auto", check=False)
     assert (
         result.returncode
-        and f"is of another run: {part} model: 'weights " in result.stdout
+        and f"belongs to another run: {part} model: 'weights " in result.stdout
         and "Traceback" not in result.stdout
     )
     change(tmp_path / part, by=-0.1)

@@ -60,8 +60,8 @@ def run_of(wrapper=None, **args):
     return types.SimpleNamespace(device=CPU, model=wrapper, args=settings)
 
 
-def can_pack(wrapper, max_length: int = 30, by_lengths: bool = False) -> bool:
-    return checks.can_pack(run_of(max_length=max_length), [wrapper], by_lengths)
+def can_pack(wrapper, max_length: int = 30, varlen: bool = False) -> bool:
+    return checks.can_pack(run_of(max_length=max_length), [wrapper], varlen)
 
 
 def batch():
@@ -175,7 +175,7 @@ def test_rows_and_places_are_those_of_the_worked_example():
     assert batch.pop("tokens") == 9
     assert {name: tensor.int().tolist() for name, tensor in batch.items()} == {
         "targets": [4, 5, 6, 7, 8, 9],
-        "before": [1, 2, 1, 5, 6, 7],
+        "predictors": [1, 2, 1, 5, 6, 7],
         "last": [3, 4, 8],
         "mask": [[1, 1, 0], [1, 0, 0], [1, 1, 1]],
         "cells": [0, 1, 3, 6, 7, 8],

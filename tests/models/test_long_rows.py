@@ -160,7 +160,7 @@ def test_the_models_that_read_the_rows_decide():
     packer = checks.make_packer(run_of(), [wrapper, None], share=True)
     expected = architecture.attention_equals_rest([wrapper.model])
     assert packer.attention_equals_rest == expected == 290
-    assert packer.share and not packer.by_lengths
+    assert packer.share and not packer.varlen
 
 
 # ============================================================ attention by lengths
@@ -213,7 +213,7 @@ def test_flash_attention_reads_packed_sequences_as_each_alone(flash):
     found, gradients = {}, {}
     for pack in (False, True):
         flash.clear()
-        packer = Packer(CPU, share=pack, by_lengths=True)
+        packer = Packer(CPU, share=pack, varlen=True)
         batch = packer.make_batch(prompts, answers)
         wrapper.zero_grad()
         found[pack] = wrapper(batch)["logps"]
@@ -231,11 +231,11 @@ def test_flash_attention_reads_packed_sequences_as_each_alone(flash):
 
 def test_sft_packs_for_flash_attention(flash):
     sft = runpy.run_path(str(recipe("sft")))
-    by_lengths = Packer(CPU, share=True, by_lengths=True)
+    varlen = Packer(CPU, share=True, varlen=True)
     rows = [[5, 6, 7, 8], [9, 10, 11]]
     targets = [[False, True, False, True], [False, True, True]]
     columns = {"input_ids": rows, "targets": targets}
-    packed = sft["collate"](columns, by_lengths)
+    packed = sft["collate"](columns, varlen)
     assert packed["inputs"]["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11]]
     assert packed["inputs"]["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2]]
     assert packed["inputs"]["max_length_q"] == 4
@@ -249,14 +249,14 @@ def test_sft_packs_for_flash_attention(flash):
 def test_flash_attention_packs_by_lengths_alone_and_says_so(flash, capsys):
     load.note.cache_clear()
     wrapper = flash_model()
-    assert can_pack(wrapper, by_lengths=True)
+    assert can_pack(wrapper, varlen=True)
     assert capsys.readouterr().out == ""
     assert not can_pack(wrapper)
     said = capsys.readouterr().out
     assert "--attn_implementation flash_attention_2 each answer has a row of its own" in said
-    assert not can_pack(LogProbModel(build("llama")).eval(), by_lengths=True)
+    assert not can_pack(LogProbModel(build("llama")).eval(), varlen=True)
     # A window would be the sequences' own, but longer rows are refused as ever.
-    assert not can_pack(flash_model("mistral"), by_lengths=True)
+    assert not can_pack(flash_model("mistral"), varlen=True)
 
 
 def test_what_text_reaches_is_found_under_flash_attention(flash):

@@ -348,7 +348,7 @@ def batch_of(packed: bool) -> dict:
 
 def own_logps(model, batch: dict, temperature: float, vocabulary: int) -> torch.Tensor:
     """Log-probs of all tokens before each target, from the architecture's own logits."""
-    logits = model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)[batch["before"]]
+    logits = model(**batch["inputs"], use_cache=False).logits.flatten(0, 1)[batch["predictors"]]
     return (logits[:, :vocabulary] / temperature).log_softmax(-1)
 
 

@@ -223,9 +223,9 @@ def test_values_of_a_forward_pass_stand_at_the_tokens_they_are_of():
             assert values["numbers"].equal(numbers[some, :longest])
             assert values["one each"].equal(numbers[some, :1])
             # The last of the prompt, then the response but for its last.
-            for row, before in zip(some, batch["before"].split(mask.sum(1).tolist())):
-                assert ids.flatten()[before].tolist() == [7] + [9] * (LENGTHS[row] - 1)
-                assert (before.diff() == 1).all()
+            for row, predictors in zip(some, batch["predictors"].split(mask.sum(1).tolist())):
+                assert ids.flatten()[predictors].tolist() == [7] + [9] * (LENGTHS[row] - 1)
+                assert (predictors.diff() == 1).all()
 
 
 @pytest.mark.parametrize("kl_in, learns", [("reward", True), ("loss", True), ("loss", False)])

@@ -714,13 +714,13 @@ def test_a_new_reward_keeps_every_promise(tmp_path):
 
 @pytest.mark.slow
 def test_an_average_that_a_resume_starts_again_is_red(tmp_path):
-    """What `Run.own` is for."""
+    """What `Run.per_process` is for."""
     file = fork(tmp_path, "sft", "ema")
     text = file.read_text()
     kept = "    checkpoint.begin(run)\n"
     lost = kept + (
         "    if not accelerator.is_main_process or args.resume != 'never':\n"
-        "        run.own = {n: p.float().clone() for n, p in shards.parts_of(policy).items()}\n"
+        "        run.per_process = {n: p.float().clone() for n, p in shards.parts_of(policy).items()}\n"
     )
     assert text.count(kept) == 1
     file.write_text(text.replace(kept, lost))
