@@ -38,8 +38,8 @@ class Sum(NamedTuple):
 
     Attributes:
         reduce: see `Logged`.
-        numbers: float64 `[2]` on the device: the weighted sum of the values, or their minimum or
-            maximum; and the sum of their weights.
+        numbers: float64 `[2]` on the device: the weighted sum of the values, or their minimum, or
+            their maximum; and the sum of their weights.
     """
 
     reduce: str
@@ -79,7 +79,7 @@ class Means:
                 self.join(name, Sum(reduce, torch.stack([number, weights.sum()])))
 
     def join(self, name: str, new: Sum) -> None:
-        """Adds what was summed up elsewhere."""
+        """Merges a sum into that of the same tag."""
         if name in self.sums:
             old = self.sums[name].numbers
             number = JOIN[new.reduce](old[0], new.numbers[0])
@@ -123,7 +123,7 @@ class Means:
         return {name: [reduce, *numbers.tolist()] for name, (reduce, numbers) in self.sums.items()}
 
     def load_state(self, state: dict[str, list], mine: bool) -> None:
-        """Adds the sums that one process wrote to a checkpoint.
+        """Restores the sums that one process wrote to a checkpoint.
 
         Args:
             mine: whether this process takes over their values. All others take over the tags only,
@@ -234,23 +234,23 @@ class Metrics:
         if weights.any():
             self.speed.count_flop(batch)
 
-    def update_done(self, applied: bool, **last_update: float | None) -> None:
+    def update_done(self, applied: bool, **of_update: float | None) -> None:
         """Adds the pending means to the open ones, or drops them if the update was skipped.
 
         Args:
-            last_update: values of this update alone: `grad_norm`, `learning_rate`, `loss_scale` and
+            of_update: values of this update alone: `grad_norm`, `learning_rate`, `loss_scale` and
                 those of the recipe. None is left out. `loss_scale` must be among them if the update
                 was skipped.
         """
         if applied:
             self.last_update = {
-                name: float(value) for name, value in last_update.items() if value is not None
+                name: float(value) for name, value in of_update.items() if value is not None
             }
             guards.check_gradient(self.last_update.get("grad_norm", 0.0), self.progress)
             self.open.take(self.pending)
             self.bar.update()
         else:
-            warning = self.skip_watch.update_skipped(last_update["loss_scale"])
+            warning = self.skip_watch.update_skipped(of_update["loss_scale"])
             if warning:
                 self.bar.write(warning)
         self.pending.sums = {}
@@ -262,8 +262,9 @@ class Metrics:
         If no update was applied since the last line, it has only what rollouts added since, from
         which no update follows. If there is nothing either, no line is written.
         """
-        if "loss" not in self.open.sums:
-            if means := self.open.reduce():
+        if "loss" not in self.open.sums:  # no update was applied since the last line
+            means = self.open.reduce()
+            if means:
                 self.write({"epoch": self.progress.epoch, **means})
             return
         line = self.training_line()
@@ -277,8 +278,8 @@ class Metrics:
     def training_line(self) -> dict[str, float]:
         """Returns what is logged after an update, and forgets the open means."""
         elapsed = self.speed.elapsed()  # before processes wait for each other
-        # The operations go through the same gather as the means. `full_like` fills them on the
-        # device; a Python number would be copied, and the GPU would wait.
+        # The operations are averaged over processes by the same gather as the means. `full_like`
+        # fills them on the device; a Python number would be copied, and the GPU would wait.
         flop = torch.full_like(self.open.sums["loss"].numbers[:1], self.speed.flop)
         self.open.add([Logged({"flop": flop}, torch.ones_like(flop))])
         means = self.open.reduce()
@@ -323,7 +324,7 @@ class Metrics:
         if self.board:
             next_update = self.progress.global_step + 1
             if scores is not None:
-                # Not the tag of a scalar: TensorBoard shows neither of two kinds that share one.
+                # Not `scores`: TensorBoard cannot show a scalar and a histogram under one tag.
                 self.board.add_histogram("rollout/scores", scores, next_update)
             shown = transcript.as_markdown(examples)
             self.board.add_text("samples/rollout", shown, next_update)

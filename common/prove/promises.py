@@ -27,13 +27,15 @@ from common.prove.bench import (
 )
 from common.prove.compare import Check, Difference
 
-# What makes an update, besides the weights that it leaves.
+# What identifies an update in a log line.
 OF_UPDATE = {"loss", "grad_norm", "learning_rate", "samples", "tokens"}
 # The flags that decide which checkpoints and actors there are, by their folders.
 SAVED = {
     "checkpoints": ("save_steps", "save_total_limit"),
     "actors": ("save_actor_steps", "save_actor_limit"),
 }
+# A guess, if the recipe logs no tokens.
+TOKENS_OF_SAMPLE = 32
 NO_DROPOUT = "the model's config names no dropout, and there is no --lora_dropout"
 
 
@@ -43,7 +45,7 @@ class Promise(NamedTuple):
     Attributes:
         name: for `--only`.
         says: the contract in words.
-        check: does the work, one line of the table after the other. It may raise `Unchecked` or
+        check: does the work, and yields the table line by line. It may raise `Unchecked` or
             `RunFailed`; the lines before that stay.
     """
 
@@ -67,7 +69,9 @@ def check_split(bench: Bench) -> Iterator[Check]:
     if bench.quick or not bench.has("micro_train_tokens"):
         return
     first = runs.one_process(bench).training[0]
-    tokens_of_sample = first.get("tokens", 32 * BATCH) / first.get("samples", BATCH)
+    tokens_of_sample = TOKENS_OF_SAMPLE
+    if "tokens" in first and "samples" in first:
+        tokens_of_sample = first["tokens"] / first["samples"]
     changes: Changes = {"micro_train_tokens": round(5 * tokens_of_sample), **runs.SAVED_AT_END}
     yield from same_run(bench, "micro-batches by tokens", bench.run("tokens", **changes))
     yield from same_run(bench, "2 processes by tokens", bench.run("2-by-tokens", "ddp", **changes))
@@ -91,7 +95,7 @@ def check_packed(bench: Bench) -> Iterator[Check]:
 
 
 def same_run(bench: Bench, what: str, found: Finished) -> Iterator[Check]:
-    """Compares a run with that of one process: its weights, and its lines as far as `OF_UPDATE`."""
+    """Compares a run with that of one process: its weights, and `OF_UPDATE` of its log lines."""
     expected = runs.one_process(bench)
     of_lines = compare.lines(expected.training, found.training, only=OF_UPDATE)
     yield Check(f"{what}: log lines", of_lines)
@@ -124,6 +128,7 @@ def check_means(bench: Bench) -> Iterator[Check]:
     # The first update has a line of its own. So only the second pass has a line over all of it.
     makes_two_passes = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     evaluates = bool(at_once.evaluations or in_parts.evaluations)
+
     if makes_two_passes:
         yield from means_of_a_pass(at_once, in_parts)
     if bench.has("max_grad_norm"):
@@ -133,6 +138,8 @@ def check_means(bench: Bench) -> Iterator[Check]:
         yield Check("grad_norm before clipping", norm)
     if evaluates:
         yield from means_of_evaluations(bench, at_once, in_parts)
+
+    # Raised last, so that everything else is checked.
     if not makes_two_passes:
         raise Unchecked(
             "the recipe makes one pass over the data, a line over a whole one needs two"
@@ -145,6 +152,7 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
     """Compares the last lines of two runs, each over one whole pass with the same weights."""
     expected = means_of_last_line(at_once)
     found = means_of_last_line(in_parts)
+    # The runs reach the pass's end at other steps, so the step itself is not compared.
     expected["global_step"] = found["global_step"] = in_parts.last_step
     yield Check("training lines", compare.lines([expected], [found]))
     if len(in_parts.training) > 2:
@@ -165,7 +173,7 @@ def means_of_evaluations(bench: Bench, at_once: Finished, in_parts: Finished) ->
 
 
 def means_of_last_line(run: Finished) -> dict:
-    """Returns the means of a run's last line, and those that only its first one has."""
+    """Returns the means of a run's last line, completed by tags that only the first line has."""
     line = {**run.training[0], **run.training[-1]}
     return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}
 
@@ -222,8 +230,8 @@ def logged_where_due(what: str, run: Finished, interval: int) -> Check:
 
 def saved_where_due(bench: Bench) -> Iterator[Check]:
     """Whether checkpoints and actors are where the flags say, and no more than are to be kept."""
-    keeps_all = runs.pass_in_parts(bench)
-    keeps_one = runs.uninterrupted(bench)
+    keeps_all = runs.pass_in_parts(bench)  # `save_total_limit` 0
+    keeps_one = runs.uninterrupted(bench)  # `save_total_limit` 1
     interval = runs.updates_of_a_pass(bench) + 1  # `save_steps` of `keeps_all`, and of its actors
     expected = due(interval, keeps_all.last_step)
     for folder, (steps, limit) in SAVED.items():
@@ -243,8 +251,8 @@ def saved_steps(run: Finished, folder: str) -> list[int]:
 def linear_schedule(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
     """Whether each line logs the learning rate that its own update was made with.
 
-    The first update has the peak, the one after the last would have 0. Only the shape is checked,
-    since a fork may give its groups rates of their own.
+    The first update has the peak rate, and one update after the last the rate would be 0. Only the
+    shape is checked, since a fork may give its groups rates of their own.
     """
     rates = [line.get("learning_rate") for line in run.training]
     if not bench.has("lr_scheduler_type", "warmup_steps") or None in rates or not rates[0]:
@@ -326,9 +334,9 @@ def check_seed(bench: Bench) -> Iterator[Check]:
 
 
 def order_of_epochs(run: Finished, per_epoch: int) -> Iterator[Check]:
-    """Whether two epochs have orders of their own: at learning rate 0 one order logs the same.
+    """Checks that two epochs differ in order: at learning rate 0 the same order logs the same.
 
-    Nothing where an epoch is one update: it has the same rows in any order.
+    Checks nothing where an epoch is one update, which has the same rows in any order.
 
     Args:
         run: two epochs, a line for each update.

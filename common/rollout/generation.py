@@ -19,7 +19,7 @@ from common.run import Run
 # The memory for keys and values of the responses that a process generates at once, if
 # `--generate_batch_size` is 0. While it grows, a cache takes up to twice as much.
 CACHE_BYTES = 8 * 2**30
-# A batch drops its ended rows after every 16 tokens. Without that, it would compute ended rows
+# A batch drops its finished rows after every 16 tokens. Without that, it would compute them
 # until the last row ends; dropping them after every token would copy the cache too often.
 TOKENS_AT_ONCE = 16
 # What `generate` calls the cache that it takes and returns: transformers 5.24 renamed it.
@@ -42,8 +42,8 @@ class Response(NamedTuple):
 def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
     """Draws responses to prompts, the same on every process. All processes must call it.
 
-    Rollouts and their evaluations get responses by this call alone. So another source of responses
-    takes its place here: all that follows knows only the `Samples` that this returns.
+    Rollouts and their evaluations get responses by this call alone. To use another sampler, such
+    as vLLM, replace this function: all that follows knows only the `Samples` that it returns.
 
     Args:
         prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text) and `row`
@@ -232,7 +232,7 @@ class Rows:
             return  # `extend` reads all prompts
         first_rows = [first_row[tuple(prompt)] for prompt in self.prompts]
         read, copies = np.unique(first_rows, return_inverse=True)
-        # The new token is thrown away.
+        # `generate` must draw a token, which is not used.
         output = self.generate(self.ids[read, :length], self.padding[read], n_new=1)
         self.cache = getattr(output, CACHE)
         self.cache.reorder_cache(torch.from_numpy(copies))  # this repeats rows, too
@@ -288,8 +288,8 @@ class RoomyLayer(DynamicLayer):
 
     Attributes:
         room: keys and values `[rows, heads, more than length, head size]`.
-        filled: the keys in `room`. If others have taken their place, such as those of fewer rows,
-            these get a new room.
+        filled: `keys` as `update` last returned them. If `keys` is another tensor now, because rows
+            were dropped, it gets a new room.
     """
 
     keys: torch.Tensor
@@ -314,7 +314,12 @@ class RoomyLayer(DynamicLayer):
 
 
 def with_room(old: torch.Tensor, new: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns a copy of keys or values of that length, with room for `new` and further tokens."""
+    """Returns a larger copy, with room for `new` and `TOKENS_AT_ONCE` more tokens.
+
+    Args:
+        old, new: keys or values.
+        length: tokens in `old`.
+    """
     places = length + new.shape[-2] + TOKENS_AT_ONCE
     whole = new.new_empty(*new.shape[:-2], places, new.shape[-1])
     if length:
@@ -326,7 +331,7 @@ def keep_room(cache) -> None:
     """Lets the growing layers of a cache keep room; those of other kinds stay as they are."""
     for layer in getattr(cache, "layers", []):
         if type(layer) is DynamicLayer:
-            layer.__class__ = RoomyLayer
+            layer.__class__ = RoomyLayer  # in place: keys and values stay
 
 
 def mask_of(ids: torch.Tensor, padding: np.ndarray) -> torch.Tensor:
@@ -374,7 +379,7 @@ class SampleByUniform(LogitsProcessor):
         uniform = self.uniforms[:, self.n_drawn, None]
         token = torch.searchsorted(cumulative, uniform * total, right=True)
         # NaN makes `searchsorted` return an index past the vocabulary, so it is clamped. The
-        # token's log-prob is NaN, too, so the recipe's `check_finite` stops the run.
+        # token's log-prob is NaN, too, so `Samples.check_finite` ends the run.
         token = token.clamp(max=scores.shape[1] - 1)
         logps = scaled.gather(1, token) - scaled.logsumexp(-1, keepdim=True)
         self.logps[:, self.n_drawn] = logps[:, 0]
@@ -437,11 +442,11 @@ def unsharded(prepared, model):
 
     Whatever else `prepared` holds, such as PPO's critic, stays in shards.
     """
-    generates = {prepared, *model.modules()}
+    modules_that_generate = {prepared, *model.modules()}
     prepared.set_reshard_after_forward(False)
     try:
         for module in prepared.modules():
-            if isinstance(module, FSDPModule) and module in generates:
+            if isinstance(module, FSDPModule) and module in modules_that_generate:
                 module.unshard()
         yield
     finally:
