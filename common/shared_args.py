@@ -87,6 +87,12 @@ class DataArgs:
         at_least=2,
         help="tokens of prompt and answer; longer ones are cut at the end",
     )
+    preview: int = arg(
+        default=0,
+        at_least=0,
+        help="show how so many rows of each training set are read, token by token, and end; loads "
+        "no model",
+    )
 
 
 @dataclass

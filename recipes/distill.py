@@ -51,6 +51,7 @@ from common import (
     guards,
     launch,
     optim,
+    preview,
 )
 from common.data import dataset, prompts, tokens
 from common.metrics import Logged, Means, Metrics
@@ -463,6 +464,7 @@ def main():
         teacher_prompt=args.teacher_prompt,
         with_completion=args.on_policy_share < 1,
     )
+    preview.show(accelerator, args, data)
     check_completions(args, data)
     plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     progress = Progress(

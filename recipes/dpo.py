@@ -48,6 +48,7 @@ from common import (
     guards,
     launch,
     optim,
+    preview,
 )
 from common.data import dataset, pairs
 from common.metrics import Logged, Means, Metrics
@@ -214,6 +215,7 @@ def main():
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=pairs.preference_row)
+    preview.show(accelerator, args, data)
     lengths = dataset.column(data.train, "length")
     progress = Progress(
         data.mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps

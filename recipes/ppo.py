@@ -51,6 +51,7 @@ from common import (
     guards,
     launch,
     optim,
+    preview,
 )
 from common.data import dataset, prompts
 from common.metrics import Logged, Metrics
@@ -567,6 +568,7 @@ def main():
         max_new_tokens=args.max_new_tokens,
     )
     rewards.check_signatures(args, data)
+    preview.show(accelerator, args, data)
     plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     progress = Progress(
         data.mixture.samples,

@@ -48,6 +48,7 @@ from common import (
     guards,
     launch,
     optim,
+    preview,
 )
 from common.data import dataset, formats, pairs
 from common.metrics import Logged, Means, Metrics
@@ -173,6 +174,7 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     refuse_pad_like_eos(tokenizer, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
+    preview.show(accelerator, args, data)
     lengths = dataset.column(data.train, "length")
     progress = Progress(
         data.mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps

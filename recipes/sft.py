@@ -46,6 +46,7 @@ from common import (
     guards,
     launch,
     optim,
+    preview,
 )
 from common.data import dataset, formats, templates, tokens
 from common.data.sequences import Sequences
@@ -247,6 +248,7 @@ def main():
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=sft_row, loss_on=args.loss_on)
+    preview.show(accelerator, args, data)
     train_sequences = Sequences(data.train)
     lengths = train_sequences.lengths
     target_counts = dataset.column(data.train, "n_targets")

@@ -38,11 +38,13 @@ class Data(NamedTuple):
         train: the usable rows of all training sets one after the other.
         mixture: how an epoch takes them.
         eval_sets: the held-out sets by the prefixes of their tags.
+        converter: what makes token ids of a row, as for all these.
     """
 
     train: datasets.Dataset
     mixture: Mixture
     eval_sets: dict[str, datasets.Dataset]
+    converter: Converter
 
     @property
     def fingerprint(self) -> str:
@@ -63,20 +65,20 @@ def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
     Raises:
         SystemExit: see `load`, `load_mixture` and `load_evaluation_sets`.
     """
-    settings |= dict(
-        function=function,
-        tokenizer=tokenizer,
-        columns=formats.column_names(args.columns),
-        strings_as_messages=args.strings_as_messages,
-        max_length=args.max_length,
-    )
+    settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
+    how = dict(function=function, tokenizer=tokenizer, columns=formats.column_names(args.columns))
     train, mixture = load_mixture(
-        accelerator, args.dataset_name, args.dataset_weights, args.dataset_split, **settings
+        accelerator,
+        args.dataset_name,
+        args.dataset_weights,
+        args.dataset_split,
+        **how,
+        **settings,
     )
     eval_sets = load_evaluation_sets(
-        accelerator, args.eval_dataset_name, args.eval_dataset_split, **settings
+        accelerator, args.eval_dataset_name, args.eval_dataset_split, **how, **settings
     )
-    return Data(train, mixture, eval_sets)
+    return Data(train, mixture, eval_sets, Converter(**how, settings=settings))
 
 
 def load(

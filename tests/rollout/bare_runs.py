@@ -62,7 +62,7 @@ def data_of(*sets: list[str], eval_sets: dict | None = None) -> Data:
     """A mixture of training sets whose rows are these JSON texts."""
     train = datasets.Dataset.from_dict({"columns": [text for texts in sets for text in texts]})
     mixture = Mixture(tuple(map(len, sets)), (1.0,) * len(sets))
-    return Data(train, mixture, eval_sets or {})
+    return Data(train, mixture, eval_sets or {}, converter=None)
 
 
 def alone_in(process_index: int, processes: int):
