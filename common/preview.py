@@ -145,14 +145,14 @@ def describe_scores(args, values: dict) -> list[str]:
 
     The response is the row's `answer`, or its `completion`, or empty.
     """
-    from common.rollout import calls, rewards  # only recipes with rewards need it
+    from common.rollout import reward_calls, rewards  # only recipes with rewards need it
 
     row = json.loads(values["columns"])
     response = next(
         (row[name] for name in ("answer", "completion") if isinstance(row.get(name), str)), ""
     )
-    columns = {name: [value] for name, value in row.items() if name not in calls.OWN_NAMES}
-    given = calls.Given(
+    columns = {name: [value] for name, value in row.items() if name not in reward_calls.OWN_NAMES}
+    given = reward_calls.Given(
         prompts=[row["prompt"]],
         responses=[response],
         keywords=columns | {"response_ids": [[]], "truncated": [False], "step": 0},
@@ -161,8 +161,8 @@ def describe_scores(args, values: dict) -> list[str]:
     )
     lines = [f"  columns for a reward function: {', '.join(columns)}"]
     for name, function in rewards.load_functions(args.reward_function).items():
-        [score] = calls.call(name, function, given, args.reward_timeout)
-        lines.append(f"  {name} scores the response {calls.cut(response)}: {score:g}")
+        [score] = reward_calls.call(name, function, given, args.reward_timeout)
+        lines.append(f"  {name} scores the response {reward_calls.cut(response)}: {score:g}")
     return lines
 
 

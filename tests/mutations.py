@@ -847,14 +847,14 @@ ROLLOUTS = [
     Fault(
         "none_counts_as_zero",
         "a function that says nothing of a response gives it 0",
-        "common/rollout/calls.py",
+        "common/rollout/reward_calls.py",
         replace("check", "math.nan if value is None else float(value)", by="float(value or 0)"),
         "rollout/test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
     ),
     Fault(
         "functions_share_lists",
         "what a reward function changes reaches the samples that are trained on",
-        "common/rollout/calls.py",
+        "common/rollout/reward_calls.py",
         replace("call", "copy.deepcopy", by="tuple"),
         "rollout/test_rewards.py::test_what_a_function_changes_reaches_neither_the_samples_nor_the_next_function",
     ),
@@ -868,7 +868,7 @@ ROLLOUTS = [
     Fault(
         "interrupted_once",
         "a function that catches everything is interrupted once and then goes on",
-        "common/rollout/calls.py",
+        "common/rollout/reward_calls.py",
         replace("time_limit.watch", "pause = 1.0", by="return"),
         f"{TOO_LONG}[catches_all]",
     ),

@@ -192,7 +192,7 @@ FAULTS = [
     Fault(
         "nan_is_a_score",
         "a score that is NaN makes the advantages of its group NaN (ms-swift 8123)",
-        "common/rollout/calls.py",
+        "common/rollout/reward_calls.py",
         replace(
             "check",
             "not is_number or not abs(value) <= LARGEST",

@@ -16,7 +16,7 @@ from common.data.dataset import Data
 from common.models import load, prepare
 from common.models.logprobs import ScoreModel
 from common.models.packing import Packer
-from common.rollout import answers, calls
+from common.rollout import answers, reward_calls
 from common.rollout.samples import Samples
 from common.run import Run
 
@@ -63,9 +63,9 @@ class Judge:
 
     Attributes:
         model: a prepared `ScoreModel`, or None.
-        functions: reward functions by the names of their parts, see `calls.call`.
+        functions: reward functions by the names of their parts, see `reward_calls.call`.
         weights: of each part of the score, by its name; the reward model's is `reward_model`.
-        columns: those of the training data, see `calls.Given`.
+        columns: those of the training data, see `reward_calls.Given`.
     """
 
     def __init__(self, run: Run):
@@ -77,7 +77,7 @@ class Judge:
         args = run.args
         self.functions = load_functions(args.reward_function)
         self.weights = weights_by_part(args)
-        self.columns = calls.columns_of(first_rows(run.data)["the training data"])
+        self.columns = reward_calls.columns_of(first_rows(run.data)["the training data"])
         self.model: nn.Module | None = None
         # The model's scores are normalised by them.
         self.mean = 0.0
@@ -104,9 +104,9 @@ class Judge:
         """Returns the scores of the responses. All processes must call it.
 
         Raises:
-            SystemExit: on every process, if a function fails on any of them, see `calls.call`; if a
-                score of the reward model, or a sum, is not finite in fp32; if a sample got no
-                score.
+            SystemExit: on every process, if a function fails on any of them, see
+                `reward_calls.call`; if a score of the reward model, or a sum, is not finite in
+                fp32; if a sample got no score.
         """
         parts = {}
         if self.model is not None:
@@ -159,11 +159,11 @@ class Judge:
         """Returns for each function its scores of these samples."""
         if not rows:
             return [[] for _ in self.functions]
-        given = calls.collect(
+        given = reward_calls.collect(
             run.tokenizer, samples, rows, step=run.progress.global_step, columns=self.columns
         )
         return [
-            calls.call(name, function, given, run.args.reward_timeout)
+            reward_calls.call(name, function, given, run.args.reward_timeout)
             for name, function in self.functions.items()
         ]
 
@@ -180,13 +180,13 @@ class Judge:
                     f"no reward for data row {data_row}: {', '.join(self.weights)} returned None "
                     "for one of its responses"
                 )
-            if not abs(reward) <= calls.LARGEST:
+            if not abs(reward) <= reward_calls.LARGEST:
                 weights = ", ".join(
                     f"{weight:g} for {part}" for part, weight in self.weights.items()
                 )
                 sys.exit(
                     f"--reward_weights ({weights}): the reward of data row {data_row} is "
-                    f"{reward:g}, expected none beyond {calls.LARGEST:.3g} (fp32)"
+                    f"{reward:g}, expected none beyond {reward_calls.LARGEST:.3g} (fp32)"
                 )
 
 
@@ -230,13 +230,17 @@ def check_signatures(args, data: Data) -> None:
     """Refuses functions that cannot take what the data have, before a model is loaded.
 
     Raises:
-        SystemExit: see `calls.check_signature`.
+        SystemExit: see `reward_calls.check_signature`.
     """
     for name_of_data, rows in first_rows(data).items():
         has_messages = any(not isinstance(row["prompt"], str) for row in rows)
         for name, function in load_functions(args.reward_function).items():
-            calls.check_signature(
-                name, function, name_of_data, calls.columns_of(rows), has_messages=has_messages
+            reward_calls.check_signature(
+                name,
+                function,
+                name_of_data,
+                reward_calls.columns_of(rows),
+                has_messages=has_messages,
             )
 
 
@@ -259,7 +263,7 @@ def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None
     Raises:
         SystemExit: naming the first such sample, with statistics of all scores.
     """
-    is_finite = np.abs(scores) <= calls.LARGEST
+    is_finite = np.abs(scores) <= reward_calls.LARGEST
     if is_finite.all():
         return
     first = int(np.argmin(is_finite))
@@ -271,8 +275,9 @@ def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None
         others += f"{finite.mean():g}"
     sys.exit(
         f"the reward model's score of data row {samples.data_rows[first]}, response "
-        f"{calls.cut(response)}, is {scores[first]}; {len(scores) - len(finite)} of {len(scores)} "
-        f"scores are not finite{others}. fp16 activations overflow where bf16's do not"
+        f"{reward_calls.cut(response)}, is {scores[first]}; {len(scores) - len(finite)} of "
+        f"{len(scores)} scores are not finite{others}. fp16 activations overflow where bf16's do "
+        "not"
     )
 
 

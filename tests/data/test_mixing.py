@@ -14,7 +14,7 @@ from common import arguments
 from common.batches import rows_of_update
 from common.data import dataset
 from common.data.mixture import Mixture
-from common.rollout import calls
+from common.rollout import reward_calls
 from runs import ASSETS, recipe, refuses, write_jsonl
 
 sft = runpy.run_path(str(recipe("sft")))
@@ -163,5 +163,5 @@ def test_a_reward_function_gets_the_columns_of_all_sets():
         def batch_decode(ids, skip_special_tokens):
             return ["x"] * len(ids)
 
-    given = calls.collect(Tokenizer, samples, [0, 1], step=0)
-    assert calls.call("f", function, given, timeout=0) == [0.0, 1.0]
+    given = reward_calls.collect(Tokenizer, samples, [0, 1], step=0)
+    assert reward_calls.call("f", function, given, timeout=0) == [0.0, 1.0]

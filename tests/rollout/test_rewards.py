@@ -17,7 +17,7 @@ import torch
 
 from bare_runs import SHARING, alone_in, bare_run, data_of
 from common.arguments import load_function
-from common.rollout import calls, rewards
+from common.rollout import reward_calls, rewards
 from common.rollout.samples import Samples
 from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, write_jsonl
 
@@ -26,7 +26,7 @@ from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, write_j
 def own_loop():
     """What an async function of one test left behind when it ended the program is not gone on with in the next."""
     yield
-    calls.event_loop.cache_clear()
+    reward_calls.event_loop.cache_clear()
 
 
 # Three prompts with two responses each; the third response does not end.
@@ -400,7 +400,7 @@ def test_ctrl_c_is_the_users_unless_a_run_handles_it(accelerator, tokenizer, mon
     before = signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
     try:
         for function in (interrupts, interrupts_later):
-            calls.event_loop.cache_clear()
+            reward_calls.event_loop.cache_clear()
             refuses(
                 "--reward_function f raised KeyboardInterrupt (test_rewards.py:",
                 call=lambda function=function: score(accelerator, tokenizer, judge_of(f=function)),
@@ -661,7 +661,7 @@ sys.path[:0] = [{tests!r}, {tests!r} + "/rollout", {repository!r}]
 import os, time
 from accelerate import Accelerator
 from transformers import AutoTokenizer
-from common.rollout import calls, rewards
+from common.rollout import reward_calls, rewards
 import test_rewards
 
 def on_the_second(prompts, responses, **columns):
