@@ -29,6 +29,9 @@ GREEN, DIM, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 SEPARATOR = "\u2502"  # a line that texts hardly hold
 BARS = 10
 WIDTH = 40  # of the longest bar
+# Columns in which data have a right answer; the first that is there is taken.
+ANSWERS = ("answer", "completion", "solution", "output")
+NO_ANSWER = "I do not know."
 
 
 class Sequence(NamedTuple):
@@ -141,28 +144,31 @@ def marked(part: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
 
 # ============================================================ rewards
 def describe_scores(args, values: dict) -> list[str]:
-    """Returns lines: what reward functions get of a row, and what they score one response.
+    """Returns lines: what reward functions get of a row, and how they score two responses.
 
-    The response is the row's `answer`, or its `completion`, or empty.
+    One is the data's own, if it has one, the other `NO_ANSWER`: do they tell them apart?
     """
     from common.rollout import reward_calls, rewards  # only recipes with rewards need it
 
     row = json.loads(values["columns"])
-    response = next(
-        (row[name] for name in ("answer", "completion") if isinstance(row.get(name), str)), ""
-    )
-    columns = {name: [value] for name, value in row.items() if name not in reward_calls.OWN_NAMES}
+    of_data = [row[name] for name in ANSWERS if isinstance(row.get(name), str)]
+    responses = [*of_data[:1], NO_ANSWER]
+    n = len(responses)
+    columns = {
+        name: [value] * n for name, value in row.items() if name not in reward_calls.OWN_NAMES
+    }
     given = reward_calls.Given(
-        prompts=[row["prompt"]],
-        responses=[response],
-        keywords=columns | {"response_ids": [[]], "truncated": [False], "step": 0},
-        data_rows=[values["row"]],
+        prompts=[row["prompt"]] * n,
+        responses=responses,
+        keywords=columns | {"response_ids": [[]] * n, "truncated": [False] * n, "step": 0},
+        data_rows=[values["row"]] * n,
         columns=list(row),
     )
     lines = [f"  columns for a reward function: {', '.join(columns)}"]
     for name, function in rewards.load_functions(args.reward_function).items():
-        [score] = reward_calls.call(name, function, given, args.reward_timeout)
-        lines.append(f"  {name} scores the response {reward_calls.cut(response)}: {score:g}")
+        scores = reward_calls.call(name, function, given, args.reward_timeout)
+        for response, score in zip(responses, scores):
+            lines.append(f"  {name} scores the response {reward_calls.cut(response)}: {score:g}")
     return lines
 
 

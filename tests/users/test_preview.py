@@ -119,6 +119,7 @@ def test_a_preview_needs_no_weights_and_leaves_nothing(tmp_path):
     assert done.stdout.count("  as given   ") == 2
     for row in (first, second):
         assert f"answer_reward scores the response {row['answer']!r}: 1" in done.stdout
+    assert done.stdout.count("answer_reward scores the response 'I do not know.': 0") == 2
     assert "columns for a reward function: answer" in done.stdout
     assert "usable rows, 0 of them (0.0%) cut; --max_length 64" in done.stdout
     assert not output.exists()
