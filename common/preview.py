@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common import counted, distributed
-from common.data import files
+from common import counted, distributed, lazily
 from common.data.conversion import Converter
 
 if TYPE_CHECKING:
     import datasets
 
+    from common.data import files
     from common.data.dataset import Data
+else:
+    files = lazily("common.data.files")
 
 GREEN, DIM, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
 SEPARATOR = "\u2502"  # a line that texts hardly hold
