@@ -84,7 +84,11 @@ def for_training(
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     if lora.has_adapter(model):  # the base below adapters is in no saved actor
         round_frozen(accelerator, model)
-    with exact_buffers(accelerator, model), shared_weights(accelerator, model):
+    with (
+        exact_buffers(accelerator, model),
+        zero.exact_masters(accelerator, model),
+        shared_weights(accelerator, model),
+    ):
         model, optimizer = accelerator.prepare(model, optimizer)
     innermost = engine.innermost_optimizer(optimizer)
     innermost.register_step_post_hook(optim.hold_step_counts)
