@@ -204,13 +204,15 @@ def unrounded_shards():
 
 
 @contextlib.contextmanager
-def exact_masters(accelerator, model: nn.Module):
+def exact_masters(accelerator, model: nn.Module, half: torch.dtype | None):
     """Starts DeepSpeed's fp32 masters at the weights as they were loaded.
 
     DeepSpeed rounds a model to half precision, and makes its masters of the rounded weights. For
     the block inside which it prepares `model`.
+
+    Args:
+        half: the precision; None: fp32, which needs no masters.
     """
-    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
     if half is None or not stage(accelerator):
         yield
         return
@@ -225,6 +227,26 @@ def exact_masters(accelerator, model: nn.Module):
     yield
     for parameter, value in before.items():
         set_master(parameter, value)
+
+
+def master_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Returns what this process holds of a parameter's fp32 master; None without DeepSpeed."""
+    if hasattr(parameter, "ds_tensor"):
+        from deepspeed import utils
+
+        return utils.safe_get_local_fp32_param(parameter)
+    if hasattr(parameter, "_hp_mapping"):
+        mapping = parameter._hp_mapping
+        return torch.empty(0) if mapping is None else mapping.hp_fragment
+    return None
+
+
+def without_padding(parameter: nn.Parameter, shard: torch.Tensor) -> torch.Tensor:
+    """Returns a process's shard of a parameter without ZeRO-3's zeros after its last number."""
+    if not hasattr(parameter, "ds_tensor"):
+        return shard
+    start = shard.numel() * torch.distributed.get_rank()
+    return shard.flatten()[: max(0, parameter.ds_numel - start)]
 
 
 def set_master(parameter: nn.Parameter, value: torch.Tensor) -> None:

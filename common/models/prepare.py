@@ -86,7 +86,7 @@ def for_training(
         round_frozen(accelerator, model)
     with (
         exact_buffers(accelerator, model),
-        zero.exact_masters(accelerator, model),
+        zero.exact_masters(accelerator, model, engine.half_precision(accelerator)),
         shared_weights(accelerator, model),
     ):
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -144,7 +144,7 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
     with exact_buffers(accelerator, model):
         if stage == 3:
             return zero.shard_frozen(accelerator, model)
-        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
+        half = engine.half_precision(accelerator)
         return model.to(accelerator.device, half)  # None: it stays in fp32, as it was loaded
 
 
@@ -157,17 +157,21 @@ def round_frozen(accelerator, wrapper: nn.Module) -> None:
     Args:
         wrapper: a `ModelWrapper`, not prepared yet.
     """
-    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
+    half = engine.half_precision(accelerator)
     if half is None or zero.stage(accelerator):
         return
-    if accelerator.is_fsdp2:
-        rounded = {name for name, _ in wrapper.named_parameters()}
-    else:
-        rounded = rounded_by_autocast(wrapper, accelerator.device.type)
+    rounded = rounded_when_read(accelerator, wrapper)
     for name, parameter in wrapper.named_parameters():
         # Packed weights of 4 bits are whole numbers.
         if name in rounded and parameter.dtype == torch.float32 and not parameter.requires_grad:
             parameter.data = parameter.data.to(half)
+
+
+def rounded_when_read(accelerator, wrapper: nn.Module) -> set[str]:
+    """Returns the names of the parameters that half precision rounds in every use."""
+    if zero.stage(accelerator) or accelerator.is_fsdp2:
+        return {name for name, _ in wrapper.named_parameters()}
+    return rounded_by_autocast(wrapper, accelerator.device.type)
 
 
 def rounded_by_autocast(wrapper: nn.Module, device_type: str) -> set[str]:
