@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from common import engine, shards, zero
-from common.models import prepare
+from common.models import rounding
 
 if TYPE_CHECKING:
     from common.run import Run
@@ -56,7 +56,7 @@ class Watch:
     def __init__(self, run: Run):
         self.run = run
         self.half = engine.half_precision(run.accelerator)
-        self.rounded = prepare.rounded_when_read(run.accelerator, run.unwrapped)
+        self.rounded = rounding.rounded_when_read(run.accelerator, run.unwrapped)
         self.before: tuple[list[Part], list[Part]] | None = None
         self.at_start: list[Part] = []
         self.updates = 0

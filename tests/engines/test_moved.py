@@ -5,8 +5,10 @@ import re
 
 import pytest
 import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from transformers import AutoModelForCausalLM
 
+from common.models import rounding
 from runs import (
     ASSETS,
     REPOSITORY,
@@ -84,6 +86,55 @@ def test_the_dead_zone_is_said_once(tmp_path):
     assert int(updates.replace(",", "")) == round(half_cell.item() / 1e-6)
 
 
-def test_fp32_has_no_such_tags(tmp_path):
-    launch([], recipe("sft"), *FLAGS, "--max_steps", 1, "--output_dir", tmp_path)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_weights_are_drawn_evenly_from_their_cells(half, monkeypatch):
+    """Next to 1 the numbers of bf16 are 1 - 2^-8 and 1 + 2^-7: the cell of 1 ends half-way to each."""
+    step = torch.finfo(half).eps
+    weights = torch.tensor([1.0, -0.75, 0.0, 1 + step / 4, 3e-3]).to(torch.float32).repeat(40_000)
+    weights[4::5] = weights[4::5].to(half).float()
+    monkeypatch.setattr(rounding, "AT_ONCE", 1000)
+    uniforms = rounding.uniforms_of("seed", 0, len(weights))
+    parts = [rounding.uniforms_of("seed", start, 40_000) for start in range(0, 200_000, 40_000)]
+    assert torch.equal(torch.cat(parts), uniforms)  # the same for any shard
+    assert torch.equal(rounding.uniforms_of("seed", 1234, 5678), uniforms[1234 : 1234 + 5678])
+    assert not torch.equal(rounding.uniforms_of("other", 0, 1000), uniforms[:1000])
+    drawn = rounding.drawn_in_cells(weights, uniforms, half).view(-1, 5)
+    assert torch.equal(drawn.flatten().to(half), weights.to(half))
+    assert torch.equal(drawn[:, 2:4], weights.view(-1, 5)[:, 2:4])  # zero, and what is on no grid
+    cells = {0: (1 - step / 4, 1 + step / 2), 1: (-0.75 - step / 4, -0.75 + step / 4)}
+    for column, (low, high) in cells.items():
+        place = (drawn[:, column] - low) / (high - low)
+        assert 0 <= place.min() < 0.001 and 0.999 < place.max() <= 1
+        assert place.mean() == pytest.approx(0.5, abs=0.01)
+        assert place.var() == pytest.approx(1 / 12, abs=0.002)
+
+
+def test_spread_masters_change_no_bit_of_what_is_read(tmp_path):
+    """At learning rate 0 under ZeRO-3: the checkpoint's masters are the draws of the whole weights, though each process drew
+    its shard alone, and the actor is the folder's, bit for bit."""
+    folder = tiny_llama(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder).bfloat16()
+    model.float().save_pretrained(folder)
+    flags = ["--model_name_or_path", folder, "--dataset_name", ASSETS / "sft_train.jsonl"]
+    flags += ["--micro_train_batch_size", 16, "--max_steps", 1, "--save_steps", 1, "--seed", 3]
+    flags += ["--learning_rate", 0, "--spread_masters", "true", "--output_dir", tmp_path / "output"]
+    launch(config_launcher("ds_zero3", 2), recipe("sft"), *flags)
+    pattern = "checkpoints/global_step_000001/**/*zero_pp_rank_0*optim_states.pt"
+    [states] = (tmp_path / "output").glob(pattern)
+    masters = get_fp32_state_dict_from_zero_checkpoint(states.parent.parent, states.parent.name)
+    actor = AutoModelForCausalLM.from_pretrained(tmp_path / "output/actor").state_dict()
+    n_spread = 0
+    for name, weight in model.float().state_dict().items():
+        uniforms = rounding.uniforms_of(f"3 model.{name}", 0, weight.numel())
+        drawn = rounding.drawn_in_cells(weight.flatten(), uniforms, torch.bfloat16)
+        assert torch.equal(masters[f"model.{name}"].flatten(), drawn)
+        assert torch.equal(actor[name].float(), weight)
+        n_spread += drawn.ne(weight.flatten()).sum()
+    assert n_spread > 30_000
+
+
+def test_fp32_rounds_nothing(tmp_path):
+    flags = ["--max_steps", 1, "--spread_masters", "true", "--output_dir", tmp_path]
+    done = launch([], recipe("sft"), *FLAGS, *flags)
+    assert "NOTE: --spread_masters changes nothing: this run computes in fp32" in done.stdout
     assert not [name for line in training_lines(tmp_path) for name in line if "update/" in name]
