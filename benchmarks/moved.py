@@ -1,8 +1,8 @@
 """How much of what fp32 learns is learned in half precision, by learning rate: loss after so many updates, and the weights that moved.
 
-    python benchmarks/moved.py [--model FOLDER] [--recipes sft dpo] [--rates 1e-6 1e-5 1e-4] [--updates 100] [--seeds 0 1 2] [--results]
+    python benchmarks/moved.py [--model FOLDER] [--recipes sft dpo] [--rates 1e-6 1e-5 1e-4] [--updates 100] [--seeds 0 1 2] [--results moved]
 
-The model's weights are rounded to bf16 first, as those of published models are. Each run sees the same 16 rows in every update, other rows for
+The model's weights are rounded to bf16 first, as those of published models are. Each run sees the same rows in every update, other rows for
 each seed, at a constant learning rate, so that the loss of update k + 1 is that of the model after k updates. What is compared:
 
     fp32          nothing is rounded
@@ -36,9 +36,8 @@ from safetensors.torch import load_file, save_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "accelerate_configs"
-RESULTS = REPOSITORY / "benchmarks" / "results" / "moved.json"
+RESULTS = REPOSITORY / "benchmarks" / "results"
 AFTER = (1, 3, 10, 30, 100)
-ROWS = 16
 WAYS = {
     "fp32": ("cpu.yaml", "rounded"),
     "bf16": ("single_gpu.yaml", "rounded"),
@@ -93,7 +92,8 @@ def run(recipe: str, way: str, rate: float, seed: int, options) -> list[dict]:
             *("--model_name_or_path", str(options.folder / model)),
             *("--dataset_name", str(options.folder / f"{recipe}_{seed}.jsonl")),
             *("--output_dir", str(output_dir), "--report_to", "none", "--seed", str(seed)),
-            *("--train_batch_size", str(ROWS), "--micro_train_batch_size", str(options.micro)),
+            *("--train_batch_size", str(options.rows)),
+            *("--micro_train_batch_size", str(options.micro)),
             *("--max_length", str(options.max_length), "--max_epochs", "1000000"),
             *("--max_steps", str(options.updates + 1), "--learning_rate", str(rate)),
             *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1"),
@@ -169,10 +169,11 @@ def main():
     parser.add_argument("--rates", nargs="+", type=float, default=[1e-6, 1e-5, 1e-4])
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--micro", type=int, default=ROWS)
+    parser.add_argument("--rows", type=int, default=16, help="rows of every update")
+    parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--max_length", type=int, default=64)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--results", action="store_true", help=f"writes {RESULTS.name}")
+    parser.add_argument("--results", metavar="NAME", help="writes benchmarks/results/NAME.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         options.folder = options.folder or Path(scratch) / "runs"
@@ -183,7 +184,7 @@ def main():
         for recipe in options.recipes:
             source = options.data or REPOSITORY / "assets" / DATA[recipe]
             for seed in options.seeds:
-                rows = first_lines(source, ROWS * seed, ROWS)
+                rows = first_lines(source, options.rows * seed, options.rows)
                 (options.folder / f"{recipe}_{seed}.jsonl").write_text(rows, encoding="utf-8")
         measured = [
             measure(recipe, way, rate, options)
@@ -203,7 +204,9 @@ def main():
                 "transformers": transformers.__version__,
             },
         }
-        RESULTS.write_text(json.dumps(about | {"runs": measured}, indent=1) + "\n")
+        (RESULTS / f"{options.results}.json").write_text(
+            json.dumps(about | {"runs": measured}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
