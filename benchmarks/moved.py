@@ -1,9 +1,10 @@
 """How much of what fp32 learns is learned in half precision, by learning rate: loss after so many updates, and the weights that moved.
 
-    python benchmarks/moved.py [--model FOLDER] [--recipes sft dpo] [--rates 1e-6 1e-5 1e-4] [--updates 100] [--seeds 0 1 2] [--results moved]
+    python benchmarks/moved.py [--model FOLDER] [--recipes sft dpo grpo] [--rates 1e-6 1e-5 1e-4] [--updates 100] [--seeds 0 1 2] [--results moved]
 
 The model's weights are rounded to bf16 first, as those of published models are. Each run sees the same rows in every update, other rows for
-each seed, at a constant learning rate, so that the loss of update k + 1 is that of the model after k updates. What is compared:
+each seed, at a constant learning rate, so that the loss of update k + 1 is that of the model after k updates. GRPO samples 8 answers to each
+of the same prompts, and its reward is compared. The ways:
 
     fp32          nothing is rounded
     bf16          bf16 autocast over fp32 weights (single_gpu.yaml)
@@ -45,7 +46,11 @@ WAYS = {
     "bf16, ZeRO-2": ("ds_zero2.yaml", "rounded"),
     "fp16": ("ds_fp16.yaml", "rounded"),
 }
-DATA = {"sft": "sft_train.jsonl", "dpo": "preferences_train.jsonl.gz"}
+DATA = {
+    "sft": "sft_train.jsonl",
+    "dpo": "preferences_train.jsonl.gz",
+    "grpo": "prompts_train.jsonl",
+}
 
 
 # ============================================================ models
@@ -99,6 +104,11 @@ def run(recipe: str, way: str, rate: float, seed: int, options) -> list[dict]:
             *("--lr_scheduler_type", "constant", "--warmup_steps", "0", "--logging_steps", "1"),
             *("--eval_steps", "0", "--save_steps", "0", "--save_actor_steps", "0"),
         ]
+        if recipe == "grpo":
+            command += ["--reward_function", "common.rollout.rewards:answer_reward"]
+            command += ["--rollout_batch_size", str(options.rows), "--max_new_tokens", "8"]
+            command += ["--train_batch_size", str(8 * options.rows)]  # a whole rollout
+            command += ["--micro_train_batch_size", str(8 * options.rows)]
         subprocess.run(command, check=True, stdout=sys.stderr)
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return [line for line in lines if "loss" in line]
@@ -118,13 +128,20 @@ def measure(recipe: str, way: str, rate: float, options) -> dict:
         "recipe": recipe,
         "way": way,
         "learning_rate": rate,
-        "first_loss": [lines[0]["loss"] for lines in runs],
-        "gained": {
-            str(number): [lines[0]["loss"] - lines[number]["loss"] for lines in runs]
-            for number in after
-        },
+        "gained": {str(number): [gained(lines, number) for lines in runs] for number in after},
         "moved": moved,
     }
+
+
+def gained(lines: list[dict], number: int) -> float:
+    """Returns by how much the loss has fallen after some updates, or the reward has risen.
+
+    Rewards are those of the ten rollouts up to there, because samples are drawn.
+    """
+    if "reward" in lines[0]:
+        recent = [line["reward"] for line in lines[max(0, number - 9) : number + 1]]
+        return statistics.mean(recent) - lines[0]["reward"]
+    return lines[0]["loss"] - lines[number]["loss"]
 
 
 def first_lines(path: Path, start: int, number: int) -> str:

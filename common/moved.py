@@ -83,7 +83,7 @@ class Watch:
         if self.updates == UPDATES:
             moved, _ = self.compare(self.at_start, self.read_rounded())
             self.at_start = []
-            if moved < SHARE:
+            if moved < SHARE and self.run.accelerator.is_main_process:
                 self.run.metrics.warn(self.advice(moved))
         if self.before is None:
             return {}
@@ -148,22 +148,24 @@ class Watch:
 
     def advice(self, moved: float) -> str:
         """Returns the warning that few weights are read differently after `UPDATES` updates."""
-        read = torch.cat([part.numbers.float().cpu() for part in self.read_rounded()])
-        median = read.abs().median().item()
+        parts = [spaced(part.numbers.float(), NUMBERS // 16) for part in self.read_rounded()]
+        sizes = torch.cat([part.numbers.abs().cpu() for part in parts])
+        median = sizes[sizes > 0].median().item()  # half of a new adapter is zero
         half_cell = 2 ** math.floor(math.log2(median)) * torch.finfo(self.half).eps / 2
         rate = self.run.args.learning_rate
         name = str(self.half).removeprefix("torch.")
-        others = "fp16 or fp32" if self.half == torch.bfloat16 else "fp32"
+        ways = [] if self.run.args.spread_masters else ["--spread_masters true"]
+        ways += ["a higher rate", "fp16 or fp32" if self.half == torch.bfloat16 else "fp32"]
         return (
             f"{UPDATES} updates changed {moved:.1%} of the weights that the forward pass reads in "
             f"{name}: most steps are too small for it. At --learning_rate {rate:g} a weight of "
             f"median size, {median:.2g}, moves for some {half_cell / rate:,.0f} updates until "
-            f"{name} shows it. A higher rate, {others} shows it sooner: docs/precision.md"
+            f"{name} shows it. Sooner: {', '.join(ways)}. See docs/precision.md"
         )
 
 
-def spaced(numbers: torch.Tensor) -> Part:
+def spaced(numbers: torch.Tensor, at_most: int = NUMBERS) -> Part:
     """Returns a copy of numbers or, if they are too many, of some of them."""
     flat = numbers.detach().reshape(-1)
-    stride = max(1, math.ceil(len(flat) / NUMBERS))
+    stride = max(1, math.ceil(len(flat) / at_most))
     return Part(flat[::stride].clone(), len(flat))

@@ -103,7 +103,8 @@ def read_json(path: str) -> dict:
         path: relative to the current directory or else to this repository.
 
     Raises:
-        SystemExit: no such file, or it does not switch on the half precision that was asked for.
+        SystemExit: no such file, or it does not switch on the half precision that was asked for, or
+            it asks for half-precision weights without fp32 masters.
     """
     found = [file for file in (Path(path), REPOSITORY / path) if file.is_file()]
     if not found:
@@ -120,6 +121,12 @@ def read_json(path: str) -> dict:
                 f'{path}: "{half}": {{"enabled": {json.dumps(enabled)}}} does not switch {half} on '
                 '(without --mixed_precision, "auto" silently means fp32): '
                 "write true or false, and give no --mixed_precision"
+            )
+        without_masters = f"{half}_master_weights_and_grads"
+        if config.get(half, {}).get(without_masters, False):
+            sys.exit(
+                f'{path}: "{without_masters}": true gives the weights no fp32 masters, so that '
+                "steps smaller than the rounding are lost for good: remove it (docs/precision.md)"
             )
     return config
 
