@@ -20,6 +20,7 @@ from common import (
     engine_state,
     folders,
     left_behind,
+    moved,
     record,
     stopping,
     transcript,
@@ -82,6 +83,7 @@ def begin(run: Run) -> None:
     # 5. Start.
     on_main_process(record.write, run.accelerator, run.args)
     run.metrics.start()
+    moved.watch(run)
     if path:
         keep_as_own(run, path, lines_are_lost)
 

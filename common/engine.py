@@ -31,6 +31,11 @@ def describe(accelerator: Accelerator) -> str:
     return f"{engine} {precision} on {accelerator.device.type}"
 
 
+def half_precision(accelerator) -> torch.dtype | None:
+    """Returns the precision in which a model computes; None: in fp32."""
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
+
+
 def decides_values(accelerator: Accelerator, model: nn.Module) -> list:
     """Returns what decides a model's outputs to the last digit, besides weights and inputs.
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common import REPOSITORY, in_one_line, show_any_text
-from common.models import load, lora, prepare
+from common.models import load, lora, rounding
 from common.models.logprobs import LogProbModel
 from common.zero import read_json
 
@@ -385,7 +385,7 @@ def count(
 
     Args:
         lora_r: rank of an adapter on all linear layers; 0: none.
-        device_type: see `prepare.rounded_by_autocast`.
+        device_type: see `rounding.rounded_by_autocast`.
 
     Raises:
         SystemExit: there is no model of that name, or transformers does not know its architecture.
@@ -399,7 +399,7 @@ def count(
     adapted = lora.layers_to_adapt(model, [lora.ALL_LINEAR]) if lora_r else []
     shapes = [model.get_submodule(layer).weight.shape for layer in adapted]
     wrapper = LogProbModel(model)
-    rounded = prepare.rounded_by_autocast(wrapper, device_type)
+    rounded = rounding.rounded_by_autocast(wrapper, device_type)
     return Counts(
         parameters=parameters_of(model),
         unit=max(map(parameters_of, units)),

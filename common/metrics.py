@@ -1,5 +1,7 @@
 """Exact means over all samples, and the log lines and progress bar that show them."""
 
+from __future__ import annotations
+
 import atexit
 import json
 import math
@@ -9,7 +11,7 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -17,6 +19,9 @@ from tqdm import tqdm
 from common import board, guards, record, trackers, transcript
 from common.progress import Progress
 from common.speed import Speed
+
+if TYPE_CHECKING:
+    from common.moved import Watch
 
 
 class Logged(NamedTuple):
@@ -86,7 +91,7 @@ class Means:
             new = Sum(new.reduce, torch.stack([number, old[1] + new.numbers[1]]))
         self.sums[name] = new
 
-    def take(self, others: "Means") -> None:
+    def take(self, others: Means) -> None:
         """Adds all that others hold, and leaves them empty."""
         for name, new in others.sums.items():
             self.join(name, new)
@@ -159,6 +164,7 @@ class Metrics:
         pending: the means of the current update, until it is applied or skipped.
         open: the means of the next log line. Those of a rollout are added to it directly.
         last_update: values of the last applied update alone.
+        moved: what becomes `update/*`; see `moved.watch`.
         speed: what becomes `perf/*`.
         board, bar, started: made by `start`, which also reads the clock.
     """
@@ -190,6 +196,7 @@ class Metrics:
         self.pending = Means(accelerator)
         self.open = Means(accelerator)
         self.last_update: dict[str, float] = {}
+        self.moved: Watch | None = None
         self.speed = Speed(accelerator, progress, flop)
         self.board: board.Board | None = None
         self.bar: tqdm | None = None
@@ -247,6 +254,8 @@ class Metrics:
                 name: float(value) for name, value in of_update.items() if value is not None
             }
             guards.check_gradient(self.last_update.get("grad_norm", 0.0), self.progress)
+            if self.moved:
+                self.last_update |= self.moved.update_done()
             self.open.take(self.pending)
             self.bar.update()
         else:

@@ -103,7 +103,8 @@ def read_json(path: str) -> dict:
         path: relative to the current directory or else to this repository.
 
     Raises:
-        SystemExit: no such file, or it does not switch on the half precision that was asked for.
+        SystemExit: no such file, or it does not switch on the half precision that was asked for, or
+            it asks for half-precision weights without fp32 masters.
     """
     found = [file for file in (Path(path), REPOSITORY / path) if file.is_file()]
     if not found:
@@ -120,6 +121,12 @@ def read_json(path: str) -> dict:
                 f'{path}: "{half}": {{"enabled": {json.dumps(enabled)}}} does not switch {half} on '
                 '(without --mixed_precision, "auto" silently means fp32): '
                 "write true or false, and give no --mixed_precision"
+            )
+        without_masters = f"{half}_master_weights_and_grads"
+        if config.get(half, {}).get(without_masters, False):
+            sys.exit(
+                f'{path}: "{without_masters}": true gives the weights no fp32 masters, so that '
+                "steps smaller than the rounding are lost for good: remove it (docs/precision.md)"
             )
     return config
 
@@ -184,6 +191,88 @@ def gathered(parameters: list[nn.Parameter], writer: int | None = None):
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=writer)
+
+
+@contextlib.contextmanager
+def unrounded_shards():
+    """Lets ZeRO-3 cut a model that is loaded inside the block into shards of fp32.
+
+    It would round them at once, and `exact_masters` would come too late. Does nothing elsewhere.
+    """
+    from transformers.integrations import deepspeed as of_transformers
+
+    config = of_transformers.deepspeed_config() or {}
+    halves = [config[half] for half in ("fp16", "bf16") if config.get(half, {}).get("enabled")]
+    for half in halves:
+        half["enabled"] = False
+    yield
+    for half in halves:
+        half["enabled"] = True
+
+
+@contextlib.contextmanager
+def exact_masters(accelerator, model: nn.Module, half: torch.dtype | None):
+    """Starts DeepSpeed's fp32 masters at the weights as they were loaded.
+
+    DeepSpeed rounds a model to half precision, and makes its masters of the rounded weights. For
+    the block inside which it prepares `model`.
+
+    Args:
+        half: the precision; None: fp32, which needs no masters.
+    """
+    if half is None or not stage(accelerator):
+        yield
+        return
+    before = {}
+    for parameter in model.parameters():
+        held = getattr(parameter, "ds_tensor", parameter)  # a shard, if ZeRO-3 has cut it already
+        if parameter.requires_grad:
+            before[parameter] = held.data
+        if held is not parameter:
+            held.data = held.data.to(half)
+            parameter.data = parameter.data.to(half)
+    yield
+    for parameter, value in before.items():
+        set_master(parameter, value)
+
+
+def master_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Returns what this process holds of a parameter's fp32 master; None without DeepSpeed."""
+    if hasattr(parameter, "ds_tensor"):
+        from deepspeed import utils
+
+        return utils.safe_get_local_fp32_param(parameter)
+    if hasattr(parameter, "_hp_mapping"):
+        mapping = parameter._hp_mapping
+        return torch.empty(0) if mapping is None else mapping.hp_fragment
+    return None
+
+
+def without_padding(parameter: nn.Parameter, shard: torch.Tensor) -> torch.Tensor:
+    """Returns a process's shard of a parameter without ZeRO-3's zeros after its last number."""
+    if not hasattr(parameter, "ds_tensor"):
+        return shard
+    start = shard.numel() * torch.distributed.get_rank()
+    return shard.flatten()[: max(0, parameter.ds_numel - start)]
+
+
+def set_master(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Sets what this process holds of the fp32 master of a parameter.
+
+    Args:
+        value: of the whole parameter or, under ZeRO-3, this process's shard of it.
+    """
+    from deepspeed import utils
+
+    if not hasattr(parameter, "ds_tensor"):
+        utils.safe_set_full_fp32_param(parameter, value)
+        return
+    shard_size = parameter.ds_tensor.numel()
+    if value.numel() != shard_size:
+        start = shard_size * torch.distributed.get_rank()
+        value = value.flatten()[start : start + shard_size]
+        value = nn.functional.pad(value, (0, shard_size - len(value)))
+    utils.safe_set_local_fp32_param(parameter, value)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Loading a tokenizer and models, and refusing what cannot be trained."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -100,8 +101,8 @@ def in_4bit(args) -> BitsAndBytesConfig | None:
 def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedModel:
     """Loads a causal language model in fp32.
 
-    Autocast and FSDP2 round it to half precision for each forward pass. DeepSpeed rounds it once,
-    and its fp32 masters start from the rounded weights.
+    Autocast and FSDP2 round it to half precision for each forward pass, DeepSpeed after each update
+    of its fp32 masters.
 
     Args:
         tokenizer: that of the policy. A reference policy must read the same token ids.
@@ -262,15 +263,16 @@ def load(
     if is_large(name):
         note(f"loading {name}")
     read = read_on_main_process if is_fsdp_enabled() else from_pretrained
-    model, info = read(
-        auto_class,
-        kind,
-        name,
-        output_loading_info=True,
-        dtype=torch.float32,
-        attn_implementation=args.attn_implementation,
-        **settings,
-    )
+    with contextlib.nullcontext() if frozen else zero.unrounded_shards():
+        model, info = read(
+            auto_class,
+            kind,
+            name,
+            output_loading_info=True,
+            dtype=torch.float32,
+            attn_implementation=args.attn_implementation,
+            **settings,
+        )
     if quantization is not None:
         keep_packing(model)
     elif getattr(model, "hf_quantizer", None) is not None:

@@ -1,6 +1,5 @@
 """What the engine prepares: the model that is trained, and models that are only read."""
 
-import collections
 import contextlib
 import copy
 import functools
@@ -10,11 +9,9 @@ from accelerate import DistributedDataParallelKwargs
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
 
 from common import engine, guards, optim, zero
-from common.models import architecture, lora
-from common.models.logprobs import LogProbHead
+from common.models import architecture, lora, rounding
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -55,7 +52,10 @@ def without_noise(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def choose_parameters(accelerator, model: nn.Module, args) -> None:
-    """Freezes what text never reaches and, with `--lora_r`, all but new adapters; prints what.
+    """Decides which weights are trained, and from where; prints what is frozen.
+
+    Frozen is what text never reaches and, with `--lora_r`, all but new adapters. For where the
+    others start, see `rounding.spread_masters`.
 
     Args:
         model: a `ModelWrapper`, not prepared yet.
@@ -63,6 +63,7 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
     """
     architecture.freeze_unreached(accelerator, model, args.max_length)
     lora.add_adapters(accelerator, model, args)
+    rounding.spread_masters(accelerator, model, args)
 
 
 def for_training(
@@ -84,7 +85,11 @@ def for_training(
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
     if lora.has_adapter(model):  # the base below adapters is in no saved actor
         round_frozen(accelerator, model)
-    with exact_buffers(accelerator, model), shared_weights(accelerator, model):
+    with (
+        exact_buffers(accelerator, model),
+        zero.exact_masters(accelerator, model, engine.half_precision(accelerator)),
+        shared_weights(accelerator, model),
+    ):
         model, optimizer = accelerator.prepare(model, optimizer)
     innermost = engine.innermost_optimizer(optimizer)
     innermost.register_step_post_hook(optim.hold_step_counts)
@@ -140,62 +145,27 @@ def frozen(accelerator, model: nn.Module) -> nn.Module:
     with exact_buffers(accelerator, model):
         if stage == 3:
             return zero.shard_frozen(accelerator, model)
-        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
+        half = engine.half_precision(accelerator)
         return model.to(accelerator.device, half)  # None: it stays in fp32, as it was loaded
 
 
 def round_frozen(accelerator, wrapper: nn.Module) -> None:
     """Holds frozen weights in half precision where that changes no output by a single bit.
 
-    Under autocast see `rounded_by_autocast`. FSDP2 rounds all weights when it gathers them.
-    DeepSpeed rounds a model once, in `prepare`, and fp32 rounds nothing.
+    See `rounding.rounded_when_read` for which these are. DeepSpeed rounds a model once, in
+    `prepare`, and fp32 rounds nothing.
 
     Args:
         wrapper: a `ModelWrapper`, not prepared yet.
     """
-    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
+    half = engine.half_precision(accelerator)
     if half is None or zero.stage(accelerator):
         return
-    if accelerator.is_fsdp2:
-        rounded = {name for name, _ in wrapper.named_parameters()}
-    else:
-        rounded = rounded_by_autocast(wrapper, accelerator.device.type)
+    rounded = rounding.rounded_when_read(accelerator, wrapper)
     for name, parameter in wrapper.named_parameters():
         # Packed weights of 4 bits are whole numbers.
         if name in rounded and parameter.dtype == torch.float32 and not parameter.requires_grad:
             parameter.data = parameter.data.to(half)
-
-
-def rounded_by_autocast(wrapper: nn.Module, device_type: str) -> set[str]:
-    """Returns the names of the parameters that autocast rounds in every use: of linear layers.
-
-    A weight that other modules have, too, such as the embeddings', is used in fp32 elsewhere. Score
-    heads compute in fp32, output layers only on a CPU. Recurrent layers have kernels on a GPU that
-    read the weights of linear layers in their own way, so models with such layers are left out.
-
-    Args:
-        wrapper: a `ModelWrapper`.
-        device_type: where it will run.
-    """
-    if any(model._is_stateful for model in architecture.whole_models(wrapper).values()):
-        return set()
-    owners = collections.Counter(
-        id(parameter)
-        for module in wrapper.modules()
-        for parameter in module.parameters(recurse=False)
-    )
-    found = set()
-    for path, module in wrapper.named_modules():
-        names = []
-        if type(module) in (nn.Linear, Conv1D):
-            names = ["weight", "bias"]
-        elif isinstance(module, LogProbHead) and device_type != "cpu":
-            names = ["weight"]  # its bias is added in fp32
-        for name in names:
-            parameter = getattr(module, name)
-            if parameter is not None and owners[id(parameter)] == 1:
-                found.add(f"{path}.{name}")
-    return found
 
 
 @contextlib.contextmanager
