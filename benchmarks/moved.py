@@ -1,6 +1,6 @@
 """How much of what fp32 learns is learned in half precision, by learning rate: loss after so many updates, and the weights that moved.
 
-    python benchmarks/moved.py [--model FOLDER] [--recipes sft dpo grpo] [--rates 1e-6 1e-5 1e-4] [--updates 100] [--seeds 0 1 2] [--results moved]
+    python benchmarks/moved.py [--model FOLDER] [--recipes sft dpo grpo] [--rates 1e-6 1e-5 1e-4] [--updates 100] [--seeds 0 1 2] [--results demo]
 
 The model's weights are rounded to bf16 first, as those of published models are. Each run sees the same rows in every update, other rows for
 each seed, at a constant learning rate, so that the loss of update k + 1 is that of the model after k updates. GRPO samples 8 answers to each
@@ -37,7 +37,7 @@ from safetensors.torch import load_file, save_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "accelerate_configs"
-RESULTS = REPOSITORY / "benchmarks" / "results"
+RESULTS = REPOSITORY / "benchmarks" / "results" / "moved"
 AFTER = (1, 3, 10, 30, 100)
 WAYS = {
     "fp32": ("cpu.yaml", "rounded"),
@@ -190,7 +190,7 @@ def main():
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--max_length", type=int, default=64)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--results", metavar="NAME", help="writes benchmarks/results/NAME.json")
+    parser.add_argument("--results", metavar="NAME", help="writes benchmarks/results/moved/NAME.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         options.folder = options.folder or Path(scratch) / "runs"
