@@ -190,7 +190,9 @@ def main():
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--max_length", type=int, default=64)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--results", metavar="NAME", help="writes benchmarks/results/moved/NAME.json")
+    parser.add_argument(
+        "--results", metavar="NAME", help="writes benchmarks/results/moved/NAME.json"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         options.folder = options.folder or Path(scratch) / "runs"
