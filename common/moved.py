@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from common.run import Run
 
 # Of a larger tensor, so many numbers are compared, evenly spaced.
-NUMBERS = 2**20
+NUMBERS = 2**16
 # After so many updates the run warns if fewer than this share of the weights are read differently.
 UPDATES = 20
 SHARE = 0.05
@@ -63,16 +63,17 @@ class Watch:
         engine.innermost_optimizer(run.optimizer).register_step_pre_hook(self.look)
 
     def look(self, *_) -> None:
-        """Keeps the weights as they are before a logged update. A hook of the optimizer."""
+        """Keeps the weights as they are before an update. A hook of the optimizer.
+
+        ZeRO-3 steps in several parts: the hook is called before each, and looks before the first.
+        """
         if self.updates == 0 and not self.at_start:
             self.at_start = self.read_rounded()
-        if self.before is None and self.run.progress.logs_next(self.run.args.logging_steps):
+        if self.before is None:
             self.before = self.read(), self.masters()
 
     def update_done(self) -> dict[str, float]:
-        """Returns what to log of an update that was applied; nothing if no line is due.
-
-        All processes must call it.
+        """Returns what to log of an update that was applied. All processes must call it.
 
         Returns:
             `update/moved`, the share of the trained weights that are read differently than before
@@ -85,8 +86,6 @@ class Watch:
             self.at_start = []
             if moved < SHARE and self.run.accelerator.is_main_process:
                 self.run.metrics.warn(self.advice(moved))
-        if self.before is None:
-            return {}
         read_before, masters_before = self.before
         self.before = None
         moved, read_norm = self.compare(read_before, self.read())
@@ -148,8 +147,7 @@ class Watch:
 
     def advice(self, moved: float) -> str:
         """Returns the warning that few weights are read differently after `UPDATES` updates."""
-        parts = [spaced(part.numbers.float(), NUMBERS // 16) for part in self.read_rounded()]
-        sizes = torch.cat([part.numbers.abs().cpu() for part in parts])
+        sizes = torch.cat([part.numbers.float().abs().cpu() for part in self.read_rounded()])
         median = sizes[sizes > 0].median().item()  # half of a new adapter is zero
         half_cell = 2 ** math.floor(math.log2(median)) * torch.finfo(self.half).eps / 2
         rate = self.run.args.learning_rate
@@ -164,8 +162,8 @@ class Watch:
         )
 
 
-def spaced(numbers: torch.Tensor, at_most: int = NUMBERS) -> Part:
+def spaced(numbers: torch.Tensor) -> Part:
     """Returns a copy of numbers or, if they are too many, of some of them."""
     flat = numbers.detach().reshape(-1)
-    stride = max(1, math.ceil(len(flat) / at_most))
+    stride = max(1, math.ceil(len(flat) / NUMBERS))
     return Part(flat[::stride].clone(), len(flat))

@@ -125,23 +125,14 @@ class Progress:
         Args:
             interval: as in `due`, but 0: at the end alone.
         """
-        at_multiple = self.is_multiple(self.global_step, interval)
+        every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
+        at_multiple = every > 0 and self.global_step % every == 0
         if self.was_just_applied:
             return at_multiple or self.finished
         # The model is as it was after its last applied update. At a multiple, and at update 0, it
         # has been evaluated already.
         evaluated_already = at_multiple or self.global_step == 0
         return self.finished and not evaluated_already
-
-    def is_multiple(self, step: int, interval: float) -> bool:
-        """Whether an interval, as in `due`, ends at a step."""
-        every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
-        return every > 0 and step % every == 0
-
-    def logs_next(self, interval: float) -> bool:
-        """Whether `log_due` will be true after the update that is being made, if it is applied."""
-        step = self.global_step + 1
-        return step in (1, self.total_steps) or self.is_multiple(step, interval)
 
     def log_due(self, interval: float) -> bool:
         """Whether to log now: when an evaluation would be due, and after the first update."""
