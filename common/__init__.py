@@ -1,4 +1,4 @@
-"""Where this repository is, who started this process, a check of recipes, and small helpers."""
+"""Where our files are, who started this process, a check of recipes, and small helpers."""
 
 import importlib.util
 import logging
@@ -15,7 +15,10 @@ PARENT = os.getppid()
 PROJECT = "preference-recipes"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-ASSETS = REPOSITORY / "assets"
+# Where recipes/, accelerate_configs/ and assets/ are: from a wheel, pip puts them into a package.
+INSTALLED = REPOSITORY / "preference_recipes"
+FILES = INSTALLED if (INSTALLED / "recipes").is_dir() else REPOSITORY
+ASSETS = FILES / "assets"
 
 
 def show_any_text() -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common import REPOSITORY, in_one_line, show_any_text
+from common import FILES, in_one_line, show_any_text
 from common.models import load, lora, rounding
 from common.models.logprobs import LogProbModel
 from common.zero import read_json
@@ -186,9 +186,9 @@ def read_setup(path: Path, processes: int | None = None) -> Setup:
 
 def read_yaml(path: Path) -> dict:
     """Reads an accelerate YAML; see `read_setup`."""
-    found = [file for file in (path, REPOSITORY / path) if file.is_file()]
+    found = [file for file in (path, FILES / path) if file.is_file()]
     if not found:
-        sys.exit(f"the config {str(path)!r} was found neither in {Path.cwd()} nor in {REPOSITORY}")
+        sys.exit(f"the config {str(path)!r} was found neither in {Path.cwd()} nor in {FILES}")
     try:
         config = yaml.safe_load(found[0].read_text(encoding="utf-8"))
         config["distributed_type"]

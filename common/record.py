@@ -23,6 +23,7 @@ ENVIRONMENT_FILE = "environment.json"
 # Where a run writes, and whether it resumes, does not belong to what it computes.
 NOT_REPEATED = ("output_dir", "resume")
 PACKAGES = (
+    "preference-recipes",
     "torch",
     "accelerate",
     "deepspeed",
@@ -138,9 +139,13 @@ def versions() -> dict[str, str]:
 def commit() -> str | None:
     """Returns the commit of this repository, with a `+` if files differ; None outside of git.
 
+    An installed `common` has none, even if its folder is in a repository of the user's.
+
     It takes no lock, so that it never blocks a user's own git command. `describe --dirty` would
     lock the index, whatever the option says.
     """
+    if not (REPOSITORY / ".git").exists():
+        return None
     described = git("describe", "--always", "--abbrev=40")
     if described is None:
         return None

@@ -11,7 +11,7 @@ import torch
 from accelerate import DeepSpeedPlugin
 from torch import nn
 
-from common import REPOSITORY
+from common import FILES
 
 if not torch.cuda.is_available():
     # DeepSpeed would warn about the missing GPU wherever it is imported.
@@ -106,11 +106,11 @@ def read_json(path: str) -> dict:
         SystemExit: no such file, or it does not switch on the half precision that was asked for, or
             it asks for half-precision weights without fp32 masters.
     """
-    found = [file for file in (Path(path), REPOSITORY / path) if file.is_file()]
+    found = [file for file in (Path(path), FILES / path) if file.is_file()]
     if not found:
         sys.exit(
             f"the DeepSpeed config {path!r} named by the accelerate YAML was found "
-            f"neither in {Path.cwd()} nor in {REPOSITORY}"
+            f"neither in {Path.cwd()} nor in {FILES}"
         )
     config = json.loads(found[0].read_text(encoding="utf-8"))
     for half in ("fp16", "bf16", "fp8"):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from common import REPOSITORY
+from common import FILES
 from common.prove import warm
 
-CONFIGS = REPOSITORY / "accelerate_configs"
+CONFIGS = FILES / "accelerate_configs"
 ACCELERATE = ["-m", "accelerate.commands.launch"]
 AUTO = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
 

@@ -167,3 +167,8 @@ def test_a_commit_is_read_without_the_lock_of_the_clone(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("two")
     assert record.commit() == f"{head}+"
     assert (index.stat().st_ino, index.read_bytes()) == before
+
+    # An environment with an installed `common`, in a repository of the user's.
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.setattr(record, "REPOSITORY", tmp_path / "site-packages")
+    assert record.commit() is None

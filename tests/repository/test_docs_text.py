@@ -31,7 +31,7 @@ SCRIPTS = [
 ]
 # Flags of other programs: tensorboard, sbatch, torchrun, pip, pytest.
 FOREIGN = {"--logdir", "--nodes", "--gpus-per-node", "--ntasks-per-node", "--nproc_per_node", "--nnodes", "--node_rank",
-           "--master_addr", "--master_port", "--signal", "--requeue", "--kill-on-bad-exit", "--locked"}  # fmt: skip
+           "--master_addr", "--master_port", "--signal", "--requeue", "--kill-on-bad-exit", "--locked", "--no-deps"}  # fmt: skip
 
 
 def fields(name: str) -> dict:

@@ -39,6 +39,7 @@ PYTHONS = ["3.10", "3.11", "3.13"]
 INSTALLED_AS = {"yaml": "pyyaml"}
 OURS = {
     "common",
+    "preference_recipes",
     "peers",
     *(path.stem for path in REPOSITORY.glob("*/*.py")),
     *(path.stem for path in REPOSITORY.glob("tests/*/*.py")),
@@ -90,7 +91,7 @@ def pins_under(python: str) -> dict[str, str]:
 def test_every_import_is_a_declared_dependency():
     """What a run imports is installed with it; peft only with the extra that adapters need."""
     always = names_of(DEPENDENCIES)
-    needed = imported("common", "recipes")
+    needed = imported("common", "preference_recipes", "recipes")
     assert needed.keys() - always == {"peft"}
     assert "peft" in names_of(EXTRAS["lora"]) & names_of(EXTRAS["qlora"])
     everything = always.union(*map(names_of, EXTRAS.values()))

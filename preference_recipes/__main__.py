@@ -1,0 +1,126 @@
+"""The command `preference-recipes`, for those who install instead of clone.
+
+preference-recipes list                             recipes and launch configs
+preference-recipes copy dpo my_dpo.py               a recipe, or a config, to change it
+preference-recipes run --config_file ddp.yaml dpo   `accelerate launch` of a recipe, here or yours
+"""
+
+import argparse
+import ast
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from common import FILES, PROJECT
+
+RECIPES = FILES / "recipes"
+CONFIGS = FILES / "accelerate_configs"
+
+
+def main() -> None:
+    """Runs the command that the user gave.
+
+    Raises:
+        SystemExit: with what is wrong, such as a name that does not exist.
+    """
+    if sys.argv[1:2] == ["run"]:  # accelerate reads its own flags
+        return run(sys.argv[2:])
+    parser = argparse.ArgumentParser(
+        prog=PROJECT, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands.add_parser("run", help="run a recipe", add_help=False)
+    lister = commands.add_parser("list", help="list recipes and launch configs")
+    lister.set_defaults(command=lambda args: list_files())
+    copier = commands.add_parser("copy", help="copy a recipe or a launch config, to change it")
+    copier.add_argument("name", help="as `list` shows it, such as dpo or ddp.yaml")
+    copier.add_argument("file", type=Path, help="the copy; nothing is overwritten")
+    copier.set_defaults(command=lambda args: copy(args.name, args.file))
+    args = parser.parse_args()
+    args.command(args)
+
+
+def list_files() -> None:
+    """Prints the recipes and the launch configs, each with what it is."""
+    print(f"recipes, in {RECIPES}:")
+    for file in sorted(RECIPES.glob("*.py")):
+        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+        print(f"  {file.stem:22}{docstring.splitlines()[0]}")
+    print(f"configs for --config_file, in {CONFIGS}:")
+    for file in sorted(CONFIGS.glob("*.yaml")):
+        first_line = file.read_text(encoding="utf-8").splitlines()[0]
+        print(f"  {file.name:22}{first_line.removeprefix('# ').partition('. ')[0]}")
+
+
+def copy(name: str, file: Path) -> None:
+    """Copies a recipe or a launch config. A recipe's first line then says what it is a copy of.
+
+    Raises:
+        SystemExit: there is no such name, or the file exists or cannot be written.
+    """
+    source = packaged(name)
+    if source is None:
+        sys.exit(f"{name!r}: expected one of {', '.join(names())}")
+    text = source.read_text(encoding="utf-8")
+    origin = f"{source.relative_to(FILES)} of {PROJECT} {metadata.version(PROJECT)}"
+    if source.suffix == ".py":
+        text = f"# Copied from {origin}\n{text}"
+    try:
+        with open(file, "x", encoding="utf-8") as copied:
+            copied.write(text)
+    except OSError as error:
+        sys.exit(f"{file} cannot be written: {error.strerror}")
+    print(f"{file} is a copy of {origin}\nto see your changes: diff {source} {file}")
+
+
+def run(words: list[str]) -> None:
+    """Runs `accelerate launch`. The recipe and the config may be names that `list` shows.
+
+    Args:
+        words: those of `accelerate launch`: its own flags, the recipe, the recipe's flags.
+
+    Raises:
+        SystemExit: there is no such recipe or config.
+    """
+    from accelerate.commands import launch  # slow to import
+
+    parser = launch.launch_command_parser()
+    parser.prog = f"{PROJECT} run"
+    args = parser.parse_args(words)
+    args.training_script = path_of(args.training_script)
+    if args.config_file is not None:
+        args.config_file = path_of(args.config_file)
+    launch.launch_command(args)
+
+
+def path_of(name: str) -> str:
+    """Returns the path of a file that the user has, or of one that `list` shows.
+
+    Raises:
+        SystemExit: there is neither.
+    """
+    found = Path(name) if Path(name).is_file() else packaged(name)
+    if found is None:
+        sys.exit(f"{name!r} is neither a file in {Path.cwd()} nor one of {', '.join(names())}")
+    return str(found)
+
+
+def packaged(name: str) -> Path | None:
+    """Returns the recipe or the launch config of a name that `list` shows; None if there is none.
+
+    The docs' spelling is read, too: `recipes/dpo.py`, `accelerate_configs/ddp.yaml`.
+    """
+    for file in (RECIPES / f"{name}.py", CONFIGS / name, FILES / name):
+        if file.is_file() and file.parent in (RECIPES, CONFIGS):
+            return file
+    return None
+
+
+def names() -> list[str]:
+    """Returns the names of all recipes and of all files of launch configs."""
+    recipes = sorted(file.stem for file in RECIPES.glob("*.py"))
+    return recipes + sorted(file.name for file in CONFIGS.glob("*.*"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""What pip installs, from a wheel outside the repository: the command, recipes, configs and the demo."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from recipes import NAMES
+from runs import OFFLINE, REPOSITORY, launch, recipe, timeless
+
+pytest.importorskip("pip")  # it installs the wheel
+pytest.importorskip("setuptools", "77")  # it builds the wheel
+if not (REPOSITORY / ".git").exists():
+    pytest.skip("git knows which files are the repository's", allow_module_level=True)
+
+# Where a wheel has the folders of the repository that are inside no package there.
+MOVED = {name: f"preference_recipes/{name}" for name in ("accelerate_configs", "assets", "recipes")}
+FEW_UPDATES = ["--max_steps", 2, "--eval_dataset_name=", "--report_to", "none"]
+
+
+class Built(NamedTuple):
+    """Both distributions, the wheel built from the other one, and an environment that has it."""
+
+    files: set[str]  # of the repository
+    source: Path
+    wheel: Path
+    environment: Path
+
+    def run(self, *words, cwd: Path, check: bool = True) -> subprocess.CompletedProcess:
+        """Runs a program of the environment, stdout and stderr together."""
+        command = [self.environment / "bin" / words[0], *map(str, words[1:])]
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=variables | OFFLINE,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert not check or done.returncode == 0, done.stdout
+        return done
+
+
+def build(kind: str, source: Path, folder: Path) -> Path:
+    """Builds a distribution of the files in a folder, as pip does, without a network."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(folder)!r}))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True)
+    return folder / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Built:
+    folder = tmp_path_factory.mktemp("built")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    files = {name for name in listed.stdout.splitlines() if (REPOSITORY / name).is_file()}
+    for name in files:
+        (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "clone" / name).write_bytes((REPOSITORY / name).read_bytes())
+
+    source = build("sdist", folder / "clone", folder)
+    with tarfile.open(source) as archive:
+        archive.extractall(folder, filter="data")
+    wheel = build("wheel", folder / source.name.removesuffix(".tar.gz"), folder)
+
+    environment = folder / "environment"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin/python"
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
+    subprocess.run([*command, "--no-index", "--no-deps", wheel], check=True)
+    # What it needs is taken from the tests' environment; an editable installation there is not.
+    (packages,) = environment.glob("lib/*/site-packages")
+    paths = [path for path in sys.path if path.endswith("-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(paths))
+    return Built(files, source, wheel, environment)
+
+
+def test_the_source_distribution_is_the_repository(built):
+    with tarfile.open(built.source) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    made = {"PKG-INFO", "setup.cfg"}
+    assert {name for name in names - made if ".egg-info/" not in name} == built.files
+
+
+def test_the_wheel_has_every_file_of_its_folders(built):
+    """Each once, and no tests, docs or benchmarks."""
+    expected = set()
+    for name in built.files:
+        folder, _, rest = name.partition("/")
+        if folder in ("common", "preference_recipes", *MOVED) and rest:
+            expected.add(f"{MOVED.get(folder, folder)}/{rest}")
+    with zipfile.ZipFile(built.wheel) as archive:
+        names = archive.namelist()
+    assert sorted(name for name in names if ".dist-info/" not in name) == sorted(expected)
+
+
+def test_the_description_has_no_link_into_the_repository(built):
+    with zipfile.ZipFile(built.wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        description = archive.read(metadata).decode().partition("\n\n")[2]
+    assert description == (REPOSITORY / "preference_recipes/README.md").read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", description)
+    assert links and all(link.startswith("https://") for link in links)
+
+
+def test_list_names_recipes_and_configs(built, tmp_path):
+    printed = built.run("preference-recipes", "list", cwd=tmp_path).stdout
+    configs = sorted(path.name for path in (REPOSITORY / "accelerate_configs").glob("*.yaml"))
+    assert re.findall(r"^  (\S+) +\S", printed, re.MULTILINE) == sorted(NAMES) + configs
+    assert re.search(r"^  dpo +Direct Preference Optimization: ", printed, re.MULTILINE)
+    assert re.search(r"^  cpu.yaml +No GPU, fp32$", printed, re.MULTILINE)
+
+
+def test_a_copy_says_what_it_is_a_copy_of_and_overwrites_nothing(built, tmp_path):
+    printed = built.run("preference-recipes", "copy", "dpo", "my_dpo.py", cwd=tmp_path).stdout
+    upstream = recipe("dpo").read_text()
+    first_line, _, rest = (tmp_path / "my_dpo.py").read_text().partition("\n")
+    assert first_line == "# Copied from recipes/dpo.py of preference-recipes 0.1.0"
+    assert rest == upstream
+    # The command that it prints shows that line alone.
+    (command,) = re.findall(r"^to see your changes: (.*)", printed, re.MULTILINE)
+    shown = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True)
+    assert shown.stdout == f"0a1\n> {first_line}\n"
+
+    (tmp_path / "my_dpo.py").write_text("mine")
+    refused = built.run("preference-recipes", "copy", "dpo", "my_dpo.py", cwd=tmp_path, check=False)
+    assert (refused.returncode, refused.stdout) == (1, "my_dpo.py cannot be written: File exists\n")
+    assert (tmp_path / "my_dpo.py").read_text() == "mine"
+
+    built.run("preference-recipes", "copy", "ds_zero2.yaml", "mine.yaml", cwd=tmp_path)
+    own = REPOSITORY / "accelerate_configs/ds_zero2.yaml"
+    assert (tmp_path / "mine.yaml").read_text() == own.read_text()
+
+
+def test_a_name_that_does_not_exist_is_refused_with_those_that_do(built, tmp_path):
+    words = [["copy", "dqo", "x.py"], ["run", "dqo"], ["run", "--config_file", "dpp.yaml", "dpo"]]
+    for wrong in words:
+        refused = built.run("preference-recipes", *wrong, cwd=tmp_path, check=False)
+        assert refused.returncode == 1
+        (line,) = refused.stdout.splitlines()
+        assert ("'dpp.yaml'" if "dpp.yaml" in wrong else "'dqo'") in line
+        assert "dpo, grpo" in line and "ddp.yaml" in line and list(tmp_path.iterdir()) == []
+
+
+def test_flags_after_the_recipe_are_the_recipes(built, tmp_path):
+    words = ["preference-recipes", "run", "--config_file", "accelerate_configs/cpu.yaml", "dpo"]
+    refused = built.run(*words, "--betta", 1, cwd=tmp_path, check=False)
+    assert refused.returncode and "--betta 1: did you mean --beta?" in refused.stdout
+
+
+@pytest.mark.slow
+def test_a_run_of_the_demo_is_that_of_the_repository(built, tmp_path):
+    """With flags on both sides of the recipe; the config and the assets are those of the wheel."""
+    launcher = ["--config_file", "cpu.yaml", "--main_process_port", 0]
+    flags = [*FEW_UPDATES, "--output_dir", tmp_path / "installed"]
+    printed = built.run("preference-recipes", "run", *launcher, "sft", *flags, cwd=tmp_path).stdout
+    assert f"running the demo, {built.environment}" in printed
+    launch([], recipe("sft"), *FEW_UPDATES, "--output_dir", tmp_path / "clone")
+    expected = timeless(tmp_path / "clone")
+    assert [line["global_step"] for line in expected] == [1, 2]
+    for line, of_clone in zip(timeless(tmp_path / "installed"), expected, strict=True):
+        assert line == pytest.approx(of_clone, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_copy_runs_under_a_config_that_names_a_json(built, tmp_path):
+    """The copy and the config are the user's; DeepSpeed's JSON and the assets are those of the wheel."""
+    built.run("preference-recipes", "copy", "dpo", "my_dpo.py", cwd=tmp_path)
+    built.run("preference-recipes", "copy", "ds_fp16.yaml", "mine.yaml", cwd=tmp_path)
+    launcher = ["--config_file", "mine.yaml", "--main_process_port", 0]
+    flags = [*FEW_UPDATES, "--output_dir", tmp_path / "out"]
+    words = ["preference-recipes", "run", *launcher, "my_dpo.py", *flags]
+    assert "fp16" in built.run(*words, cwd=tmp_path).stdout
+    (first, second) = timeless(tmp_path / "out")
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert (second["global_step"], first["skipped_steps"]) == (2, 0)
