@@ -6,13 +6,14 @@ import re
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.models import rounding
 from runs import (
     ASSETS,
     REPOSITORY,
     config_launcher,
+    first_rows,
     launch,
     recipe,
     tiny_llama,
@@ -131,6 +132,31 @@ def test_spread_masters_change_no_bit_of_what_is_read(tmp_path):
         assert torch.equal(actor[name].float(), weight)
         n_spread += drawn.ne(weight.flatten()).sum()
     assert n_spread > 30_000
+
+
+def test_the_dead_zone_in_three_numbers(tmp_path):
+    """What three updates at 1e-5 gain of the same rows, from weights on the grid of bf16: in bf16 a fraction of what fp32
+    gains, with spread masters as much."""
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "model").bfloat16().float()
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(tmp_path / "model")
+    rows = first_rows(tmp_path / "rows.jsonl", ASSETS / "sft_train.jsonl", 16)
+    flags = ["--model_name_or_path", tmp_path / "model", "--dataset_name", rows]
+    flags += ["--train_batch_size", 16, "--micro_train_batch_size", 16, "--max_epochs", 4]
+    flags += ["--learning_rate", 1e-5, "--warmup_steps", 0, "--lr_scheduler_type", "constant"]
+    gained = {}
+    for name, launcher, more in (
+        ("fp32", [], []),
+        ("bf16", config_launcher("single_gpu", 1), []),
+        ("spread", config_launcher("single_gpu", 1), ["--spread_masters", "true"]),
+    ):
+        output = tmp_path / name
+        launch(launcher, recipe("sft"), *flags, *more, "--output_dir", output)
+        losses = [line["loss"] for line in training_lines(output)]
+        gained[name] = losses[0] - losses[3]
+    assert gained["fp32"] > 0.01
+    assert gained["bf16"] < 0.6 * gained["fp32"]
+    assert gained["spread"] == pytest.approx(gained["fp32"], rel=0.15)
 
 
 def test_fp32_rounds_nothing(tmp_path):
