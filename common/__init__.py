@@ -77,13 +77,14 @@ sys.excepthook = end_by_interrupt
 def check_recipe(recipe_file: str) -> None:
     """Stops a recipe of one clone that imported the `common` of another: the two may differ.
 
-    A copy of a recipe outside any clone is fine: it runs with the installed `common`.
+    A copy of a recipe outside any clone is fine: it runs with the installed `common`. Also answers
+    `--help` and refuses wrong flags, before the recipe imports torch.
 
     Args:
         recipe_file: the recipe's `__file__`.
 
     Raises:
-        SystemExit: with both folders and the way out.
+        SystemExit: with both folders and the way out; after `--help`; with a wrong flag.
     """
     clone = Path(recipe_file).resolve().parent.parent
     if (clone / "common" / "__init__.py").is_file() and clone != REPOSITORY:
@@ -91,3 +92,6 @@ def check_recipe(recipe_file: str) -> None:
             f"{recipe_file} would run with 'common' of {REPOSITORY}. "
             f"Run `pip install -e {clone}` in this environment first."
         )
+    from common import early  # it needs this module
+
+    early.read_arguments(recipe_file)

@@ -25,11 +25,12 @@ from common import (
     lazily,
     show_any_text,
     speaks_for_all,
-    trackers,
 )
 from common.shared_args import AdapterArgs, Bounds, DataArgs, SavingArgs, UpdateArgs
 
+# `read` does without them, and so without torch.
 files = lazily("common.data.files")
+trackers = lazily("common.trackers")
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
@@ -145,7 +146,24 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
 
     Raises:
         SystemExit: unknown argument, wrong type, YAML file missing or not a flat mapping. The
-            message names the argument. Also if local data are missing.
+            message names the argument. Also if a tracker is unknown or local data are missing.
+    """
+    args, is_demo = read(args_class, demo, argv)
+    trackers.check(getattr(args, "report_to", []))
+    check_data(args)
+    # A single data set is recorded by its name, not as a list of one.
+    if isinstance(args.dataset_name, list) and len(args.dataset_name) == 1:
+        (args.dataset_name,) = args.dataset_name
+    if is_demo and speaks_for_all():
+        print(f"no model and no data set given: running the demo, {demo}", flush=True)
+    return args
+
+
+def read(args_class: type, demo: Path, argv: list[str] | None = None):
+    """Does the part of `parse` that needs nothing besides YAML and flags: no torch, no data.
+
+    Returns:
+        the arguments, and whether they are those of the demo.
     """
     show_any_text()
     parser = make_parser(args_class)
@@ -164,13 +182,8 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
     for name, value in vars(args).items():
         if value == [""]:  # as in --reward_function= to take away what a YAML names
             setattr(args, name, None)
-    check_values(args, parser)
-    # A single data set is recorded by its name, not as a list of one.
-    if isinstance(args.dataset_name, list) and len(args.dataset_name) == 1:
-        (args.dataset_name,) = args.dataset_name
-    if is_demo and speaks_for_all():
-        print(f"no model and no data set given: running the demo, {demo}", flush=True)
-    return args
+    check_numbers(args, parser)
+    return args, is_demo
 
 
 def refuse_incomplete(args, unknown: list[str], parser: Parser) -> None:
@@ -203,17 +216,6 @@ def what_to_use(unknown: list[str], parser: Parser) -> str:
         elif near := difflib.get_close_matches(f"--{name}", known, n=1, cutoff=0.75):
             hints.append(f"did you mean {near[0]}? ")
     return "".join(hints)
-
-
-def check_values(args, parser: Parser) -> None:
-    """Refuses numbers out of range, unknown trackers, and local data that are missing.
-
-    Raises:
-        SystemExit: with the argument and its value.
-    """
-    check_numbers(args, parser)
-    trackers.check(getattr(args, "report_to", []))
-    check_data(args)
 
 
 def check_numbers(args, parser: Parser) -> None:

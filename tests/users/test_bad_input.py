@@ -13,6 +13,7 @@ import re
 import runpy
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
 import architectures
-from common import hub, memory
+from common import early, hub, memory
 from common.arguments import (
     NAMES_ELSEWHERE,
     accumulation_steps,
@@ -846,6 +847,124 @@ def test_help_of_a_recipe():
     text = launch([], recipe("sft"), "--help").stdout
     fields = [field.name for field in dataclasses.fields(load_recipe("sft").Args)]
     assert len(fields) > 20 and all(f"--{field}" in text for field in fields)
+
+
+# Runs a recipe as `python RECIPE WORDS` does, for each line of stdin that holds both as JSON, in one process.
+RUN_EACH = """
+import contextlib, io, json, runpy, sys
+for line in sys.stdin:
+    sys.argv = json.loads(line)
+    console, status = io.StringIO(), None
+    with contextlib.redirect_stdout(console), contextlib.redirect_stderr(console):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    print(json.dumps([status, console.getvalue(), "torch" in sys.modules]))
+"""
+
+
+def run_each(commands: list[list[str]], *before: str) -> list[list]:
+    """Status and console of recipes that end at once, and whether torch was imported by then.
+
+    Args:
+        before: what is imported before the first.
+    """
+    code = "".join(f"import {name}\n" for name in before) + RUN_EACH
+    lines = "".join(json.dumps(command) + "\n" for command in commands)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=lines,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_help_and_wrong_flags_are_answered_before_torch_is_imported(tmp_path):
+    """In every recipe, and in a copy whose arguments need more than a class; as they would be later."""
+    (tmp_path / "d.yaml").write_text("betta: 1")
+    copy = tmp_path / "my_dpo.py"
+    copy.write_text(
+        recipe("dpo")
+        .read_text()
+        .replace("@dataclass\nclass Args", "BETAS = (0.1, math.pi)\n\n\n@dataclass\nclass Args")
+        .replace("beta: float = arg(default=0.1", "beta: float = arg(default=BETAS[1]")
+    )
+    wrong = [
+        ["--help"],
+        ["--betta", "1"],
+        ["--seed", "x"],
+        ["--seed", "-1"],
+        ["--dataset_name", "d"],
+        [str(tmp_path / "d.yaml")],
+    ]
+    scripts = [str(copy), *(str(recipe(name)) for name in RECIPES)]
+    commands = [[script, *words] for script in scripts for words in wrong]
+    answers = run_each(commands)
+    assert [answer[2] for answer in answers] == [False] * len(commands)
+    assert [answer[0] for answer in answers] == [0, 2, 2, 2, 2, 2] * len(scripts)
+    assert "(default: 3.14159" in answers[0][1]
+    assert answers[1][1].endswith(
+        "my_dpo.py: error: unknown argument --betta 1: did you mean --beta? --help lists all "
+        "arguments (none can be abbreviated, and a file of defaults comes first)\n"
+    )
+    # Where torch is imported already, the recipe itself answers.
+    later = run_each(commands, "torch")
+    assert [answer[:2] for answer in later] == [answer[:2] for answer in answers]
+
+
+@pytest.mark.parametrize("change", ["torch.get_num_threads()", "unknown_name", "1 / 0"])
+def test_arguments_that_cannot_be_read_early_are_left_to_the_recipe(monkeypatch, capsys, change):
+    source = (
+        recipe("dpo").read_text().replace("arg(default=0.1, above", f"arg(default={change}, above")
+    )
+    monkeypatch.setattr(sys, "argv", ["my_dpo.py", "--beta", "1"])
+    early.run_call(source)
+    early.run_call("import common")  # no call at all
+    early.run_call("def main(:")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_valid_arguments_are_announced_once(monkeypatch, capsys):
+    """By the recipe: what is read early prints nothing."""
+    monkeypatch.setattr(sys, "argv", ["dpo.py", "--beta", "0.3"])
+    early.run_call(recipe("dpo").read_text())
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys, "argv", ["dpo.py", "--beta", "0"])
+    with pytest.raises(SystemExit):
+        early.run_call(recipe("dpo").read_text())
+    assert "--beta 0.0: expected above 0" in capsys.readouterr().err
+
+
+def test_the_part_of_a_recipe_that_its_arguments_need():
+    source = """
+import torch, math as m
+from dataclasses import dataclass, field
+
+UNUSED = torch.zeros(1)
+LIMITS = {"a": m.inf}
+
+class Base: ...
+
+@dataclass
+class Args(Base):
+    a: float = LIMITS["a"]
+
+def main():
+    arguments.parse(Args)
+"""
+    tree = ast.parse(source)
+    needed = early.statements_for(ast.parse("f(Args)"), tree)
+    assert [ast.unparse(each).splitlines()[0] for each in needed] == [
+        "import math as m",
+        "from dataclasses import dataclass",
+        "LIMITS = {'a': m.inf}",
+        "class Base:",
+        "@dataclass",
+    ]
 
 
 @pytest.mark.parametrize(
