@@ -18,7 +18,7 @@ from common.models import rounding
 if TYPE_CHECKING:
     from common.run import Run
 
-# Of a larger tensor, so many numbers are compared, evenly spaced.
+# A larger tensor is compared at this many of its numbers, evenly spaced.
 NUMBERS = 2**16
 # After so many updates the run warns if fewer than this share of the weights are read differently.
 UPDATES = 20
@@ -44,33 +44,41 @@ class Part(NamedTuple):
 
 
 class Watch:
-    """Compares the weights before and after an update.
+    """Compares the weights before and after each update.
 
-    Made once the engine has prepared the model. A hook of the optimizer looks at the weights before
-    it steps, so that no copy of them is held while gradients are computed.
+    Made once the engine has prepared the model, and has loaded a checkpoint if there is one.
 
     Args:
         run: not in fp32.
+
+    Attributes:
+        read, masters: the trained weights after the last update, by name: as the forward pass reads
+            them, and in fp32 as the optimizer steps them.
     """
 
     def __init__(self, run: Run):
         self.run = run
         self.half = engine.half_precision(run.accelerator)
         self.rounded = rounding.rounded_when_read(run.accelerator, run.unwrapped)
-        self.before: tuple[list[Part], list[Part]] | None = None
-        self.at_start: list[Part] = []
         self.updates = 0
-        engine.innermost_optimizer(run.optimizer).register_step_pre_hook(self.look)
+        self.look()
+        self.at_start = self.read
 
-    def look(self, *_) -> None:
-        """Keeps the weights as they are before an update. A hook of the optimizer.
-
-        ZeRO-3 steps in several parts: the hook is called before each, and looks before the first.
-        """
-        if self.updates == 0 and not self.at_start:
-            self.at_start = self.read_rounded()
-        if self.before is None:
-            self.before = self.read(), self.masters()
+    def look(self) -> None:
+        """Takes `read` and `masters` from the weights as they are now."""
+        engine.reshard(self.run.unwrapped)  # an evaluation may have left them whole
+        self.read: dict[str, Part] = {}
+        self.masters: dict[str, Part] = {}
+        for name, parameter in self.run.unwrapped.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            held = shards.part_of(parameter)
+            master = zero.master_of(parameter)
+            self.masters[name] = sampled(parameter, held if master is None else master)
+            self.read[name] = sampled(parameter, held)
+            if name in self.rounded:
+                numbers, size = self.read[name]
+                self.read[name] = Part(numbers.to(self.half), size)
 
     def update_done(self) -> dict[str, float]:
         """Returns what to log of an update that was applied. All processes must call it.
@@ -80,63 +88,38 @@ class Watch:
             the update; `update/norm`, of the difference of the fp32 weights; `update/read_norm`, of
             the difference of what is read.
         """
+        read_before = self.read
+        masters_before = self.masters
+        self.look()
+        moved, read_norm = self.compare(read_before, self.read)
+        _, norm = self.compare(masters_before, self.masters)
         self.updates += 1
         if self.updates == UPDATES:
-            moved, _ = self.compare(self.at_start, self.read_rounded())
-            self.at_start = []
-            if moved < SHARE and self.run.accelerator.is_main_process:
-                self.run.metrics.warn(self.advice(moved))
-        read_before, masters_before = self.before
-        self.before = None
-        moved, read_norm = self.compare(read_before, self.read())
-        _, norm = self.compare(masters_before, self.masters())
+            self.warn_if_still()
         return {"update/moved": moved, "update/norm": norm, "update/read_norm": read_norm}
 
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the trained parameters by name."""
-        engine.reshard(self.run.unwrapped)  # an evaluation may have left them whole
-        return [
-            (name, parameter)
-            for name, parameter in self.run.unwrapped.named_parameters()
-            if parameter.requires_grad
-        ]
+    def warn_if_still(self) -> None:
+        """Warns if few of the weights that are rounded are read differently than at the start.
 
-    def read(self) -> list[Part]:
-        """Returns the trained weights as the forward pass reads them."""
-        parts = []
-        for name, parameter in self.trained():
-            part = spaced(zero.without_padding(parameter, shards.part_of(parameter)))
-            if name in self.rounded:
-                part = Part(part.numbers.to(self.half), part.size)
-            parts.append(part)
-        return parts
+        Autocast reads norms and embeddings in fp32, so these do not count.
+        """
+        before = {name: part for name, part in self.at_start.items() if name in self.rounded}
+        moved, _ = self.compare(before, {name: self.read[name] for name in before})
+        self.at_start = {}
+        if moved < SHARE and self.run.accelerator.is_main_process:
+            self.run.metrics.warn(self.advice(moved))
 
-    def read_rounded(self) -> list[Part]:
-        """Returns those that are read rounded: autocast reads norms and embeddings in fp32."""
-        names = [name for name, _ in self.trained()]
-        return [part for name, part in zip(names, self.read()) if name in self.rounded]
-
-    def masters(self) -> list[Part]:
-        """Returns the trained weights in fp32, as the optimizer steps them."""
-        parts = []
-        for _, parameter in self.trained():
-            master = zero.master_of(parameter)
-            if master is None:
-                master = shards.part_of(parameter)
-            parts.append(spaced(zero.without_padding(parameter, master)))
-        return parts
-
-    def compare(self, before: list[Part], after: list[Part]) -> tuple[float, float]:
+    def compare(self, before: dict[str, Part], after: dict[str, Part]) -> tuple[float, float]:
         """Returns which share of the numbers differ, and the norm of the difference.
 
         One collective; all processes must call it.
         """
         device = self.run.device
         sums = torch.zeros(3, dtype=torch.float64, device=device)
-        for old, new in zip(before, after):
+        for name, old in before.items():
             if old.size == 0:
                 continue
-            difference = new.numbers.double() - old.numbers.double()
+            difference = after[name].numbers.double() - old.numbers.double()
             differ = difference.ne(0).double().mean()
             squares = difference.square().mean()
             sums += torch.stack([differ, squares, torch.ones_like(differ)]).to(device) * old.size
@@ -147,7 +130,8 @@ class Watch:
 
     def advice(self, moved: float) -> str:
         """Returns the warning that few weights are read differently after `UPDATES` updates."""
-        sizes = torch.cat([part.numbers.float().abs().cpu() for part in self.read_rounded()])
+        rounded = [part.numbers for name, part in self.read.items() if name in self.rounded]
+        sizes = torch.cat([numbers.float().abs().cpu() for numbers in rounded])
         median = sizes[sizes > 0].median().item()  # half of a new adapter is zero
         half_cell = 2 ** math.floor(math.log2(median)) * torch.finfo(self.half).eps / 2
         rate = self.run.args.learning_rate
@@ -162,8 +146,12 @@ class Watch:
         )
 
 
-def spaced(numbers: torch.Tensor) -> Part:
-    """Returns a copy of numbers or, if they are too many, of some of them."""
-    flat = numbers.detach().reshape(-1)
+def sampled(parameter: nn.Parameter, held: torch.Tensor) -> Part:
+    """Returns a copy of what a process holds of a parameter or, if that is much, of some of it.
+
+    Args:
+        held: under ZeRO-3 maybe with zeros after its last number, which are left out.
+    """
+    flat = zero.without_padding(parameter, held).detach().reshape(-1)
     stride = max(1, math.ceil(len(flat) / NUMBERS))
     return Part(flat[::stride].clone(), len(flat))

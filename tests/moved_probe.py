@@ -52,16 +52,15 @@ def flat(tensors: dict) -> torch.Tensor:
     return torch.cat([tensors[name].double() for name in sorted(tensors)])
 
 
-def look(watch, *hook):
-    if not getattr(watch, "whole_before", None):
-        watch.whole_before = snapshot(watch)
-    original_look(watch, *hook)
+def make(watch, run):
+    original_make(watch, run)
+    watch.whole_before = snapshot(watch)
 
 
 def update_done(watch):
-    read, masters = [flat(tensors) for tensors in snapshot(watch)]
-    read_before, masters_before = [flat(tensors) for tensors in watch.whole_before]
-    watch.whole_before = None
+    before, watch.whole_before = watch.whole_before, snapshot(watch)
+    read_before, masters_before = [flat(tensors) for tensors in before]
+    read, masters = [flat(tensors) for tensors in watch.whole_before]
     counted = {
         "update/moved": read.ne(read_before).double().mean().item(),
         "update/norm": (masters - masters_before).norm().item(),
@@ -74,7 +73,7 @@ def update_done(watch):
     return reported
 
 
-original_look, original_update_done = moved.Watch.look, moved.Watch.update_done
-moved.Watch.look, moved.Watch.update_done = look, update_done
+original_make, original_update_done = moved.Watch.__init__, moved.Watch.update_done
+moved.Watch.__init__, moved.Watch.update_done = make, update_done
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
