@@ -10,13 +10,14 @@ import json
 import math
 import os
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from common import counted, distributed, lazily
+from common import as_list, counted, distributed, lazily
+from common.data import ids as token_ids
 from common.data.conversion import Converter
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 else:
     files = lazily("common.data.files")
 
-GREEN, DIM, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
+GREEN = "\033[1;32m"
+DIM = "\033[2m"
+PLAIN = "\033[0m"
 SEPARATOR = "\u2502"  # a line that texts hardly hold
 BARS = 10
 WIDTH = 40  # of the longest bar
@@ -66,34 +69,33 @@ def show(accelerator, args, data: Data) -> None:
 
 def print_preview(args, data: Data) -> None:
     """Prints rows, and how long all rows are."""
-    names = args.dataset_name
-    for name in [names] if isinstance(names, str) else names:
+    for name in as_list(args.dataset_name):
         rows = files.load(name, args.dataset_split)
         entries = rows.table.select(range(min(args.preview, len(rows.table))))
         for index, entry in enumerate(entries):
-            given = rows.row(entry)
+            row = rows.row(entry)
+            values = data.converter.convert_row(row, index)
             print(f"\nrow {index + 1} of {name}")
-            print("\n".join(describe_row(given, data.converter, index)))
+            print("\n".join(describe_row(row, values, data.converter)))
             if getattr(args, "reward_function", None):
-                print("\n".join(describe_scores(args, data.converter.convert_row(given, index))))
+                print("\n".join(describe_scores(args, values, data.converter.tokenizer)))
     print("\n" + "\n".join(describe_lengths(data.train, args.max_length)))
 
 
 # ============================================================ a row
-def describe_row(given: dict, converter: Converter, index: int) -> list[str]:
+def describe_row(row: dict, values: dict, converter: Converter) -> list[str]:
     """Returns lines: a row as given, as text, and token by token.
 
     Args:
-        index: the row's place in its file, from 0.
+        values: what `converter` made of it.
     """
     tokenizer = converter.tokenizer
-    values = converter.convert_row(given, index)
-    lines = [f"  as given   {json.dumps(given, ensure_ascii=False, default=str)}"]
+    lines = [f"  as given   {json.dumps(row, ensure_ascii=False, default=str)}"]
     for part in sequences_of(values):
         n_trained = sum(part.is_trained)
         lines += [
             f"  {part.name}: {counted(len(part.ids), 'token')}, {n_trained} trained on",
-            f"    text     {json.dumps(tokenizer.decode(part.ids), ensure_ascii=False)}",
+            f"    text     {json.dumps(token_ids.decode(tokenizer, part.ids), ensure_ascii=False)}",
             f"    tokens   {marked(part, tokenizer)}",
             f"    ids      {' '.join(map(str, part.ids))}",
         ]
@@ -108,20 +110,23 @@ def sequences_of(values: dict) -> list[Sequence]:
     """Returns the parts of a row that a model reads, and which of their tokens are trained on.
 
     Args:
-        values: what a row function returned; see `sft_row`, `preference_row`, `prompt_row` and
-            `taught_row`.
+        values: what a row function returned; see `sft_row`, `preference_row`, `reward_row`,
+            `prompt_row` and `taught_row`.
     """
     if "targets" in values:
+        sequences = zip(split(values, "input_ids"), split(values, "targets"))
         return [
-            Sequence("sequence", ids.tolist(), is_trained.tolist())
-            for ids, is_trained in zip(*map(partial(split, values), ("input_ids", "targets")))
+            Sequence("sequence", ids.tolist(), is_trained.tolist()) for ids, is_trained in sequences
         ]
+    is_reward_row = "margin" in values
     parts = []
     for name in ("prompt", "teacher_prompt", "chosen", "rejected", "completion"):
         ids = list(values.get(f"{name}_ids", []))
+        is_trained = [name in ("chosen", "rejected", "completion")] * len(ids)
+        if is_reward_row:  # its loss takes the score, which is read at the last token
+            is_trained[:-1] = [False] * len(is_trained[:-1])
         if ids:
-            is_answer = name in ("chosen", "rejected", "completion")
-            parts.append(Sequence(name, ids, [is_answer] * len(ids)))
+            parts.append(Sequence(name, ids, is_trained))
     return parts
 
 
@@ -136,7 +141,7 @@ def marked(part: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     words = []
     for token, is_trained in zip(part.ids, part.is_trained):
-        text = json.dumps(tokenizer.decode([token]), ensure_ascii=False)[1:-1]
+        text = json.dumps(token_ids.decode(tokenizer, [token]), ensure_ascii=False)[1:-1]
         if in_colour:
             words.append(f"{GREEN if is_trained else DIM}{text}{PLAIN}")
         else:
@@ -145,31 +150,34 @@ def marked(part: Sequence, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 # ============================================================ rewards
-def describe_scores(args, values: dict) -> list[str]:
+def describe_scores(args, values: dict, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Returns lines: what reward functions get of a row, and how they score two responses.
 
     One is the data's own, if it has one, the other `NO_ANSWER`: do they tell them apart?
+
+    Args:
+        values: what the converter made of the row.
     """
     from common.rollout import reward_calls, rewards  # only recipes with rewards need it
+    from common.rollout.samples import Samples
 
     row = json.loads(values["columns"])
     of_data = [row[name] for name in ANSWERS if isinstance(row.get(name), str)]
     responses = [*of_data[:1], NO_ANSWER]
     n = len(responses)
-    columns = {
-        name: [value] * n for name, value in row.items() if name not in reward_calls.OWN_NAMES
-    }
-    given = reward_calls.Given(
-        prompts=[row["prompt"]] * n,
-        responses=responses,
-        keywords=columns | {"response_ids": [[]] * n, "truncated": [False] * n, "step": 0},
+    samples = Samples(
+        prompts=[values["prompt_ids"]] * n,
+        responses=[token_ids.encode_text(tokenizer, response) for response in responses],
+        row_texts=[values["columns"]] * n,
         data_rows=[values["row"]] * n,
-        columns=list(row),
+        ended=torch.ones(n, dtype=torch.bool),
+        per_prompt=n,
     )
-    lines = [f"  columns for a reward function: {', '.join(columns)}"]
+    given = reward_calls.collect(tokenizer, samples, list(range(n)), step=0, columns=list(row))
+    lines = [f"  columns for a reward function: {', '.join(given.keywords)}"]
     for name, function in rewards.load_functions(args.reward_function).items():
         scores = reward_calls.call(name, function, given, args.reward_timeout)
-        for response, score in zip(responses, scores):
+        for response, score in zip(given.responses, scores):
             lines.append(f"  {name} scores the response {reward_calls.cut(response)}: {score:g}")
     return lines
 
@@ -178,7 +186,8 @@ def describe_scores(args, values: dict) -> list[str]:
 def describe_lengths(train: datasets.Dataset, max_length: int) -> list[str]:
     """Returns a histogram of how long the usable rows are, as lines."""
     lengths = lengths_of(train)
-    shortest, longest = min(lengths), max(lengths)
+    shortest = min(lengths)
+    longest = max(lengths)
     width = (longest - shortest) // BARS + 1
     counts = collections.Counter((length - shortest) // width for length in lengths)
     n_cut = sum(train["truncated"])

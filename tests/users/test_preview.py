@@ -57,7 +57,8 @@ def test_what_is_marked_is_what_a_run_trains_on(format, template, tmp_path):
     settings = {**SETTINGS} if is_pair else {**SETTINGS, "loss_on": "assistant"}
     function = preference_row if is_pair else recipes.load("sft").sft_row
     converter = dataset.Converter(function, tokenizer, {}, settings)
-    lines = preview.describe_row(ROWS[format], converter, index=0)
+    values = converter.convert_row(ROWS[format], 0)
+    lines = preview.describe_row(ROWS[format], values, converter)
     data = dataset.load(Accelerator(), str(path), "train", function, tokenizer, {}, **settings)
     if is_pair:
         [row] = data
@@ -82,13 +83,24 @@ def test_what_is_marked_is_what_a_run_trains_on(format, template, tmp_path):
     assert all(any(each) for each in trained[-1:])
 
 
+def test_a_reward_model_is_trained_on_the_last_token_of_each_answer():
+    """Its loss takes the scores, which are read there."""
+    tokenizer = templates.tokenizer("qwen3")
+    converter = dataset.Converter(recipes.load("reward").reward_row, tokenizer, {}, SETTINGS)
+    row = ROWS["pair of messages"]
+    marks = shown(preview.describe_row(row, converter.convert_row(row, 0), converter))
+    assert [sum(of_part) for of_part in marks] == [0, 1, 1]
+    assert all(of_part[-1] for of_part in marks[1:])
+
+
 def test_what_is_left_out_or_cut_is_said():
     tokenizer = templates.tokenizer("qwen3")
     converter = dataset.Converter(preference_row, tokenizer, {}, {**SETTINGS, "max_length": 8})
     pair = {"prompt": "2+3=", "chosen": "a long answer to it", "rejected": "a short one"}
-    assert "  CUT to --max_length 8" in preview.describe_row(pair, converter, index=0)
+    values = converter.convert_row(pair, 0)
+    assert "  CUT to --max_length 8" in preview.describe_row(pair, values, converter)
     equal = {**pair, "rejected": pair["chosen"]}
-    lines = preview.describe_row(equal, converter, index=0)
+    lines = preview.describe_row(equal, converter.convert_row(equal, 0), converter)
     assert "  LEFT OUT: chosen equal to rejected" in lines
 
 
@@ -138,6 +150,6 @@ def test_a_reward_function_that_fails_ends_the_preview(monkeypatch, capsys):
     values = converter.convert_row({"prompt": "2+3=", "answer": "5"}, 6)
     args = type("Args", (), {"reward_function": ["fails"], "reward_timeout": 0})
     with pytest.raises(SystemExit) as refused:
-        preview.describe_scores(args, values)
+        preview.describe_scores(args, values, tokenizer)
     assert "raised ValueError: no such column" in refused.value.code
     assert "called with data row 7" in refused.value.code
