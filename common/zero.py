@@ -205,9 +205,11 @@ def unrounded_shards():
     halves = [config[half] for half in ("fp16", "bf16") if config.get(half, {}).get("enabled")]
     for half in halves:
         half["enabled"] = False
-    yield
-    for half in halves:
-        half["enabled"] = True
+    try:
+        yield
+    finally:
+        for half in halves:
+            half["enabled"] = True
 
 
 @contextlib.contextmanager
