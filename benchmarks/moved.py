@@ -35,6 +35,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from common.models import rounding
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "accelerate_configs"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "moved"
@@ -74,13 +76,9 @@ def spread(name: str, weight: torch.Tensor) -> torch.Tensor:
     read = weight.bfloat16()
     if "_proj" not in name:  # norms and embeddings, which autocast reads in fp32
         return read.float()
-    infinity = torch.tensor(float("inf"), dtype=torch.bfloat16)
-    low = (torch.nextafter(read, -infinity).float() + read.float()) / 2
-    high = (torch.nextafter(read, infinity).float() + read.float()) / 2
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "little")
     uniform = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
-    drawn = low + uniform * (high - low)
-    return torch.where(drawn.bfloat16() == read, drawn, read.float())
+    return rounding.drawn_in_cells(read.float(), uniform, torch.bfloat16)
 
 
 # ============================================================ runs
