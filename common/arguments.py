@@ -19,6 +19,7 @@ import yaml
 
 from common import (
     ASSETS,
+    as_list,
     counted,
     errors,
     in_one_line,
@@ -246,8 +247,7 @@ def check_data(args) -> None:
         SystemExit: with the name.
     """
     for argument in ("dataset_name", "eval_dataset_name"):
-        names = getattr(args, argument, None) or []
-        for name in [names] if isinstance(names, str) else names:
+        for name in as_list(getattr(args, argument, None)):
             files.data_files(name)
 
 

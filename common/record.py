@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import yaml
 
-from common import REPOSITORY, counted, distributed, engine, folders
+from common import REPOSITORY, as_list, counted, distributed, engine, folders
 
 ARGUMENTS_FILE = "run.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -187,8 +187,7 @@ def card(output_dir: Path, library: str) -> str:
     # Names of the hub only: it refuses others.
     if not Path(args["model_name_or_path"]).exists():
         header["base_model"] = args["model_name_or_path"]
-    names = args["dataset_name"]
-    names = [names] if isinstance(names, str) else names
+    names = as_list(args["dataset_name"])
     on_hub = [name.partition(":")[0] for name in names if not Path(name).exists()]
     if on_hub:
         header["datasets"] = on_hub

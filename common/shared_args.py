@@ -90,8 +90,8 @@ class DataArgs:
     preview: int = arg(
         default=0,
         at_least=0,
-        help="show how so many rows of each training set are read, token by token, and end; loads "
-        "no model",
+        help="show how the first N rows of each training set are read, token by token, and end; "
+        "loads no model",
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from accelerate.utils import gather_object
 
-from common import distributed, lazily
+from common import as_list, distributed, lazily
 from common.data import formats
 from common.data.conversion import Converter, column, read_usable, tokenise
 from common.data.mixture import Mixture
@@ -38,7 +38,7 @@ class Data(NamedTuple):
         train: the usable rows of all training sets one after the other.
         mixture: how an epoch takes them.
         eval_sets: the held-out sets by the prefixes of their tags.
-        converter: what makes token ids of a row, as for all these.
+        converter: turns a row into token ids; all these sets went through it.
     """
 
     train: datasets.Dataset
@@ -147,7 +147,7 @@ def load_mixture(
     Raises:
         SystemExit: not a weight above 0 for each set; what `load` raises.
     """
-    names = [names] if isinstance(names, str) else names
+    names = as_list(names)
     if weights is None:
         weights = [1.0] * len(names)
     if len(weights) != len(names) or not all(0 < weight < math.inf for weight in weights):

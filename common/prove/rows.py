@@ -3,6 +3,8 @@
 import itertools
 import json
 
+from common import as_list
+
 # Where a row may hold an answer to learn, as the formats of data have it.
 ANSWERS = ["messages", "completion", "chosen", "rejected", "output", "conversations", "text"]
 
@@ -16,9 +18,8 @@ def first_rows(names: str | list[str] | None, split: str, number: int) -> list[l
     """
     from common.data import files  # slow to import
 
-    names = [names] if isinstance(names, str) else names or []
     sets = []
-    for name in names:
+    for name in as_list(names):
         data = files.load(name, split)
         entries = data.table.select(range(min(number, len(data.table))))
         sets.append(uneven([data.row(entry) for entry in entries]))
