@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 from tqdm import tqdm
 
-from common import engine, folders, record, zero
+from common import best, engine, folders, record, zero
 from common.models import lora
 from common.run import Run
 
@@ -20,6 +20,21 @@ def publish_step(run: Run) -> None:
     """Saves the actor of this update, for its users; see `publish`."""
     folder = run.output_dir / "actors" / f"global_step_{run.progress.global_step:06d}"
     publish(run, folder, keep=run.args.save_actor_limit)
+
+
+def keep_best(run: Run, line: dict[str, float]) -> None:
+    """Saves the actor in `actor_best` if this evaluation is the best so far; see `--keep_best`.
+
+    All processes must call it, after each evaluation. The one before training counts, too.
+
+    Args:
+        line: the evaluation's values, the same on all processes.
+
+    Raises:
+        SystemExit: the evaluation has no such metric.
+    """
+    if run.args.keep_best and best.note(run, line):
+        publish(run, run.output_dir / best.FOLDER)
 
 
 def publish(

@@ -20,6 +20,7 @@ import yaml
 from common import (
     ASSETS,
     as_list,
+    best,
     counted,
     errors,
     in_one_line,
@@ -49,6 +50,8 @@ MAY_CHANGE = {
     "save_actor_steps",
     "save_actor_limit",
     "save_dtype",
+    "stop_after",
+    "push_to_hub",
     # What changes the speed and the memory, not the update.
     "micro_train_batch_size",
     "micro_train_tokens",
@@ -94,6 +97,11 @@ NAMES_ELSEWHERE = {
     "load_in_8bit": "--load_in_4bit",
     "optim": "AdamW, which every recipe uses: change it in a copy of the recipe",
     "bf16": "the accelerate config's mixed_precision, such as that of accelerate_configs/ddp.yaml",
+    "load_best_model_at_end": "--keep_best, such as eval/loss",
+    "metric_for_best_model": "--keep_best",
+    "greater_is_better": "--keep_best METRIC:min or METRIC:max",
+    "early_stopping_patience": "--stop_after",
+    "hub_model_id": "--push_to_hub",
     "fp16": "accelerate_configs/ds_fp16.yaml",
     "dtype": "the accelerate config's mixed_precision, and --save_dtype for saved actors",
     "torch_dtype": "the accelerate config's mixed_precision, and --save_dtype for saved actors",
@@ -184,6 +192,8 @@ def read(args_class: type, demo: Path, argv: list[str] | None = None):
         if value == [""]:  # as in --reward_function= to take away what a YAML names
             setattr(args, name, None)
     check_numbers(args, parser)
+    if fault := best.fault_of_settings(args):
+        parser.error(fault)
     return args, is_demo
 
 

@@ -1,5 +1,6 @@
 """Checkpoints: what they hold, how they are written, and how a run begins from one."""
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -15,6 +16,7 @@ from safetensors import SafetensorError
 from common import (
     actor,
     arguments,
+    best,
     distributed,
     engine,
     engine_state,
@@ -82,6 +84,8 @@ def begin(run: Run) -> None:
 
     # 5. Start.
     on_main_process(record.write, run.accelerator, run.args)
+    run.best = on_main_process(best.restored, run)
+    best.count_patience(run)
     run.metrics.start()
     moved.watch(run)
     if path:
@@ -311,6 +315,7 @@ def state_besides_engine(run: Run) -> dict:
         "format": FORMAT,
         "arguments": identity_of(run),
         "progress": {name: getattr(run.progress, name) for name in COUNTERS},
+        "best": dataclasses.asdict(run.best),
         "scheduler": run.scheduler.state_dict(),
         "last_update": run.metrics.last_update,
         "log_bytes": {file.name: size_of(file) for file in logs_of(run)},
@@ -375,6 +380,7 @@ def read_state(path: Path) -> dict:
 def check_state(state: dict) -> None:
     """Raises an error, of any type, if `load` could not use this state."""
     # Counters.
+    best.Best(**state.get("best", {}))
     scheduler = state["scheduler"]
     counts = [state["progress"][name] for name in COUNTERS]
     counts += [scheduler["last_epoch"], *state["log_bytes"].values()]
@@ -417,6 +423,7 @@ def load(run: Run, path: Path) -> dict:
     load_schedule(run, state["scheduler"])
     for name in COUNTERS:
         setattr(run.progress, name, state["progress"][name])
+    run.best = best.Best(**state.get("best", {}))
     run.metrics.last_update = state["last_update"]
     run.extra = read_tensors(run, path / "extra.pt")
     load_per_process(run, path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import board, counted, engine, optim, record
+from common import best, board, counted, engine, optim, record
 from common.models import lora
 from common.run import Run
 
@@ -34,6 +34,8 @@ def begin(run: Run, data: str, updates: str) -> None:
         "engine": engine.describe(run.accelerator),
         "output": f"{args.output_dir}: metrics.jsonl, samples.jsonl, actor/",
     }
+    if args.keep_best:
+        lines["best"] = f"{best.target(args.keep_best).describe()}: {args.output_dir}/{best.FOLDER}"
     if args.eval_dataset_name is None:
         lines["held out"] = "nothing: give --eval_dataset_name to see more than the training loss"
     if not args.save_steps:
@@ -85,6 +87,7 @@ def end(run: Run) -> None:
         f"done: {updates}, {run.progress.skipped_steps} skipped, took {time_taken}; "
         f"{what_is_saved(run)} in {folder}",
         *before_and_after(Path(run.args.output_dir), run.metrics.charts),
+        *best.describe_end(run),
         "load it and try it:",
         *how_to_load(run, folder),
     ]

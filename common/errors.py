@@ -13,6 +13,7 @@ from pathlib import Path
 LAUNCHER = os.getppid()  # or whoever else started this process
 # How long a process waits for its launcher to end it, before it ends by itself.
 PATIENCE_SECONDS = 30
+refused = False  # whether `refuse` has ended this process
 
 # Errors of disks, which no run can prevent, wherever they appear.
 OF_DISKS = {
@@ -58,6 +59,8 @@ def refuse(message: str, status: int = 1) -> None:
     Raises:
         SystemExit: with `status`.
     """
+    global refused
+    refused = True
     close_bars()
     if not error_file():
         print(message, file=sys.stderr, flush=True)

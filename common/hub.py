@@ -1,13 +1,18 @@
-"""Finds out once whether the Hugging Face hub can be reached, so that no run waits in vain."""
+"""The Hugging Face hub: finds out once whether it can be reached, and uploads the actor."""
 
 import functools
 import os
 import socket
+import sys
+from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants, get_token
 
-from common import lazily, speaks_for_all
+from common import best, in_one_line, lazily, speaks_for_all
+
+if TYPE_CHECKING:
+    from common.run import Run
 
 datasets = lazily("datasets")
 
@@ -38,3 +43,48 @@ def reach() -> None:
                 "is used",
                 flush=True,
             )
+
+
+def check_push(args) -> None:
+    """Makes the repository of `--push_to_hub`, private if it is new; for the main process.
+
+    A run that could not upload its actor is so refused before it trains.
+
+    Raises:
+        SystemExit: nobody is logged in, or the hub does not let this user write there.
+    """
+    name = args.push_to_hub
+    if not name:
+        return
+    reach()
+    if constants.is_offline_mode():
+        sys.exit(f"--push_to_hub {name}: the hub cannot be reached, or HF_HUB_OFFLINE is set")
+    if get_token() is None:
+        sys.exit(f"--push_to_hub {name}: log in before by `hf auth login`, or set HF_TOKEN")
+    try:
+        repository = HfApi().create_repo(name, private=True, exist_ok=True)
+        # A token that may only read passes until here if the repository is there already.
+        HfApi().auth_check(repository.repo_id, write=True)
+    except Exception as error:  # the client has several kinds, and lets those of httpx through
+        sys.exit(f"--push_to_hub {name}: {in_one_line(error)}")
+
+
+def push(run: "Run") -> None:
+    """Uploads the actor, with `--keep_best` the best one. All processes may call it, at the end.
+
+    Raises:
+        SystemExit: the upload failed. The message has the command that does it later.
+    """
+    name = run.args.push_to_hub
+    if not name or not run.accelerator.is_main_process:
+        return
+    folder = run.output_dir / (best.FOLDER if run.args.keep_best else "actor")
+    try:
+        repository = HfApi().create_repo(name, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=repository.repo_id, folder_path=folder)
+    except Exception as error:  # whatever it is, the actor must not seem lost
+        sys.exit(
+            f"--push_to_hub {name}: {in_one_line(error)}. {folder} is whole; upload it by "
+            f"hf upload {name} {folder} --private"
+        )
+    print(f"uploaded {folder} to {repository}", flush=True)

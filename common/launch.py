@@ -14,7 +14,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import PARENT, arguments, cpu, engine, lazily, run_folder, zero
+from common import PARENT, arguments, cpu, distributed, engine, hub, lazily, run_folder, zero
 
 datasets = lazily("datasets")
 
@@ -65,6 +65,7 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     accelerator = build(args, launcher, accumulation)
     check_built(accelerator, launcher, accumulation)
     mend_rounding(accelerator, launcher)
+    distributed.on_main_process(accelerator, hub.check_push, args)
     run_folder.make(accelerator, args, recipe)
     set_seed(args.seed)
     if note:

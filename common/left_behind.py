@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from common import counted, folders, transcript
+from common import best, counted, folders, transcript
 
 
 class LeftBehind:
@@ -123,6 +123,10 @@ def move_beyond(output_dir: Path, step: int | None, log_bytes: dict[str, int]) -
     # ended here, and the actor stays.
     if checkpoints or has_lines_beyond:
         left.move_folder("actor", "the final actor")
+    found = best.recorded(output_dir)
+    if found and (begins_at_0 or found["global_step"] > point):
+        left.move_folder(best.FOLDER, "the best actor")
+        left.move(output_dir / best.FILE)
     # A run that continues adds to these files: TensorBoard hides in them what was logged later.
     if begins_at_0:
         left.move_folder("tensorboard", "tensorboard")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import board, guards, record, trackers, transcript
+from common import board, errors, guards, record, trackers, transcript
 from common.progress import Progress
 from common.speed import Speed
 
@@ -394,5 +394,6 @@ def exit_without_cleaning_up() -> None:
     With torch 2.13, gloo's threads now and then abort a finished process during that cleanup.
     """
     sys.stdout.flush()
-    failed = hasattr(sys, "last_value")  # set by an exception that nobody caught
+    # `last_value` is set by an exception that nobody caught.
+    failed = errors.refused or hasattr(sys, "last_value")
     os._exit(int(failed))

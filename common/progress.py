@@ -25,6 +25,7 @@ class Progress:
         rows_seen: rows of the data used so far, where the number of updates does not determine them
             (GRPO leaves groups out, so that a rollout may hold fewer updates than it could); else
             None.
+        stopped_early: whether `--stop_after` ends the run.
         data_ended: set by a recipe that counts `rows_seen`, once all its rows are trained on.
         idle: whether rows were used up since the latest update without leading to one.
         consecutive_skips: how many of the latest updates were skipped since the last applied one.
@@ -44,6 +45,7 @@ class Progress:
     sequences: int = 0
     rows_seen: int | None = None
     data_ended: bool = False
+    stopped_early: bool = False
     idle: bool = False
     consecutive_skips: int = 0
     recent_skips: list[int] = dataclasses.field(default_factory=list)
@@ -69,7 +71,9 @@ class Progress:
 
     @property
     def finished(self) -> bool:
-        """Whether `max_steps` updates are applied or, without `max_steps`, the data have ended."""
+        """Whether all updates of `max_steps` or of the data are done, or the run stops early."""
+        if self.stopped_early:
+            return True
         if self.max_steps:
             return self.global_step >= self.max_steps
         if self.rows_seen is not None:

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterable
 from datetime import date, datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 
-from common import REPOSITORY, as_list, counted, distributed, engine, folders
+from common import REPOSITORY, as_list, best, counted, distributed, engine, folders
 
 ARGUMENTS_FILE = "run.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -179,8 +179,8 @@ def write_card(folder: Path, library: str) -> None:
 
 def card(output_dir: Path, library: str) -> str:
     """Returns the card: base, data, figures before and after, arguments, command, versions."""
-    text = (output_dir / ARGUMENTS_FILE).read_text(encoding="utf-8")
-    args = yaml.safe_load(text)
+    args = yaml.safe_load((output_dir / ARGUMENTS_FILE).read_text(encoding="utf-8"))
+    shown = {name: without_folder(value) for name, value in args.items()}
     start = starts_of(output_dir)[-1]
     recipe = Path(start["recipe"]).stem
     header = {"library_name": library, "tags": [recipe]}
@@ -195,15 +195,42 @@ def card(output_dir: Path, library: str) -> str:
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
         f"# {Path(args['model_name_or_path']).name}, trained by {recipe}",
-        f"From `{args['model_name_or_path']}` on {', '.join(f'`{name}`' for name in names)}.",
+        f"From `{shown['model_name_or_path']}` on "
+        f"{', '.join(f'`{without_folder(name)}`' for name in names)}.",
         figures(output_dir),
-        f"## Arguments\n\n```yaml\n{text}```",
-        f"## Command\n\n```\n{start['command']}\n```\n\n"
+        describe_best(output_dir),
+        f"## Arguments\n\n```yaml\n{yaml.safe_dump(shown, sort_keys=False)}```",
+        f"## Command\n\n```\n{command_without_folders(start['command'])}\n```\n\n"
         f"{start['engine']}, {counted(start['processes'], 'process')}, "
         f"{start['device']}. "
         f"Python {start['python']}, {used}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def without_folder(value: Any) -> Any:
+    """Returns an argument's value with absolute paths shortened to their last part.
+
+    A card is published, and folders tell of the machine and its user: `/home/me/rows.jsonl` becomes
+    `rows.jsonl`, and `--dataset_name=/home/me/rows.jsonl` becomes `--dataset_name=rows.jsonl`.
+    """
+    if isinstance(value, list):
+        return [without_folder(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    name, equals, path = value.rpartition("=")
+    return f"{name}{equals}{Path(path).name}" if path.startswith("/") else value
+
+
+def command_without_folders(command: str) -> str:
+    """Returns a command with absolute paths shortened to their last part."""
+    return shlex.join(without_folder(shlex.split(command)))
+
+
+def describe_best(output_dir: Path) -> str:
+    """Returns a sentence about the best evaluation; empty without `--keep_best`."""
+    found = best.describe(output_dir)
+    return f"Best evaluation so far: {found}." if found else ""
 
 
 class Ends(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from common.best import Best
 from common.metrics import Metrics
 from common.progress import Progress
 
@@ -37,6 +38,7 @@ class Run:
         saved_with_actor: the Hugging Face models inside `unwrapped` besides the actor, such as
             PPO's critic, by the name of the folder in which a checkpoint holds each.
             `common/export.py` reads these folders.
+        best: the best evaluation so far, see `--keep_best`.
         last_saved: `global_step` of the last checkpoint in `checkpoints` that is this run's own;
             None if there is none.
         stop_signal: the signal that ends the run after its update; 0 if none came.
@@ -56,6 +58,7 @@ class Run:
     extra: Any = None
     per_process: Any = None
     saved_with_actor: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+    best: Best = dataclasses.field(default_factory=Best)
     last_saved: int | None = None
     stop_signal: int = 0
 

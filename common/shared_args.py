@@ -184,6 +184,22 @@ class SavingArgs:
         help="updates between saved actors; 0: only the last, in <output_dir>/actor",
     )
     save_actor_limit: int = arg(default=0, at_least=0, help="saved actors to keep; 0: all")
+    keep_best: str | None = arg(
+        default=None,
+        help="a metric of evaluations: the actor of the best one is saved in "
+        "<output_dir>/actor_best. Lower is better for names that end in loss or kl, higher for "
+        "others; eval/loss:min or eval/x:max says it",
+    )
+    stop_after: int = arg(
+        default=0,
+        at_least=0,
+        help="end the run after as many evaluations in a row without a better one; 0: never",
+    )
+    push_to_hub: str | None = arg(
+        default=None,
+        help="upload the actor at the end (with keep_best the best one) to this repository of the "
+        "hub, NAME or OWNER/NAME, which is made private if it is new",
+    )
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = arg(
         default=None, help="dtype of saved actors; default: as trained. Checkpoints stay exact"
     )

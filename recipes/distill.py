@@ -49,6 +49,7 @@ from common import (
     engine,
     errors,
     guards,
+    hub,
     launch,
     optim,
     preview,
@@ -592,6 +593,7 @@ def main():
     actor.publish(run)
     metrics.close()
     console.end(run)
+    hub.push(run)
 
 
 # ============================================================ evaluation
@@ -613,6 +615,7 @@ def evaluate(run: Run, taught_by: Teachers, packer: Packer) -> None:
             line |= evaluation.means(values, prefix)
             examples += samples.examples(run.tokenizer, None, prefix.rstrip("/"))
     run.metrics.log_evaluation(line, examples)
+    actor.keep_best(run, line)
 
 
 # ============================================================ refusals

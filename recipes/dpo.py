@@ -46,6 +46,7 @@ from common import (
     engine,
     errors,
     guards,
+    hub,
     launch,
     optim,
     preview,
@@ -328,6 +329,7 @@ def main():
     actor.publish(run)
     metrics.close()
     console.end(run)
+    hub.push(run)
 
 
 # ============================================================ evaluation
@@ -356,6 +358,7 @@ def evaluate(run: Run, packer: Packer, reference: Reference) -> None:
             line |= exact_match
             all_examples += examples
     run.metrics.log_evaluation(line, all_examples)
+    actor.keep_best(run, line)
 
 
 # ============================================================ refusals

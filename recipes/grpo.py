@@ -49,6 +49,7 @@ from common import (
     engine,
     errors,
     guards,
+    hub,
     launch,
     optim,
     preview,
@@ -779,6 +780,7 @@ def main():
     actor.publish(run)
     metrics.close()
     console.end(run)
+    hub.push(run)
 
 
 def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:

@@ -46,6 +46,7 @@ from common import (
     engine,
     errors,
     guards,
+    hub,
     launch,
     optim,
     preview,
@@ -282,6 +283,7 @@ def main():
     actor.publish(run)
     metrics.close()
     console.end(run)
+    hub.push(run)
 
 
 # ============================================================ evaluation
@@ -312,6 +314,7 @@ def evaluate(run: Run, packer: Packer) -> None:
         run.extra = {"reward_mean": found["mean"], "reward_std": line["eval/std_reward"]}
         run.unwrapped.config.update(run.extra)
     run.metrics.log_evaluation(line, [])
+    actor.keep_best(run, line)
 
 
 # ============================================================ refusals

@@ -44,6 +44,7 @@ from common import (
     engine,
     errors,
     guards,
+    hub,
     launch,
     optim,
     preview,
@@ -364,6 +365,7 @@ def main():
     actor.publish(run)
     metrics.close()
     console.end(run)
+    hub.push(run)
 
 
 # ============================================================ evaluation
@@ -392,6 +394,7 @@ def evaluate(run: Run, packer: Packer) -> None:
             line |= exact_match
             all_examples += examples
     run.metrics.log_evaluation(line, all_examples)
+    actor.keep_best(run, line)
 
 
 if __name__ == "__main__":

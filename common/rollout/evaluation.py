@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common import actor
 from common.rollout import answers, generation
 from common.rollout.rewards import Scores
 from common.rollout.samples import Samples
@@ -50,6 +51,7 @@ def evaluate(run: Run, score: Callable[[Samples], Scores]) -> None:
             line |= means(values, prefix)
             examples += samples.examples(run.tokenizer, scores, prefix.rstrip("/"))
     run.metrics.log_evaluation(line, examples)
+    actor.keep_best(run, line)
 
 
 def sample_held_out(run: Run, eval_set) -> Samples:

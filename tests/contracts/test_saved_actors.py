@@ -1,15 +1,29 @@
-"""What is saved of a model and taken out of a checkpoint: its dtype is said, and only files of the manifest are copied."""
+"""What is saved of a model, taken out of a checkpoint, kept as the best one, and uploaded."""
 
+import base64
 import json
 import shutil
+import threading
+import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import actor, export, folders
-from runs import LAUNCHERS, launch, recipe, refuses, tiny_inputs
+from common import actor, best, export, folders, hub
+from runs import (
+    LAUNCHERS,
+    evaluation_lines,
+    launch,
+    recipe,
+    refuses,
+    timeless,
+    tiny_inputs,
+    weights,
+)
 
 PPO = [
     "--rollout_batch_size",
@@ -190,3 +204,218 @@ def test_universal_reads_no_pickle_that_the_manifest_does_not_name(checkpoint, t
         call=lambda: export.universal(checkpoint, tmp_path / "out"),
     )
     assert not (tmp_path / "out").exists()
+
+
+# ============================================================ the best actor
+
+
+def test_the_direction_of_a_metric():
+    for given, metric, lower in [
+        ("eval/loss", "eval/loss", True), ("eval/kl", "eval/kl", True), ("eval/exact_match", "eval/exact_match", False),
+        ("eval/rewards/accuracies", "eval/rewards/accuracies", False), ("eval/loss:max", "eval/loss", False),
+        ("eval/length:min", "eval/length", True),
+    ]:  # fmt: skip
+        assert best.target(given) == (metric, lower), given
+    nan = float("nan")
+    for value, before, lower, expected in [
+        (1.0, None, True, True), (nan, None, True, False), (1.0, 2.0, True, True), (1.0, 2.0, False, False),
+        (2.0, 2.0, True, False), (2.0, 2.0, False, False), (3.0, 2.0, False, True), (nan, 2.0, False, False),
+    ]:  # fmt: skip
+        assert best.is_better(value, before, lower) == expected, (value, before, lower)
+
+
+def test_settings_that_cannot_keep_the_best_are_refused():
+    given = types.SimpleNamespace(keep_best="eval/loss", stop_after=2, eval_steps=1, eval_dataset_name=["d"])  # fmt: skip
+    assert best.fault_of_settings(given) is None
+    for changes, fault in [
+        ({"keep_best": None}, "--stop_after 2 needs --keep_best"),
+        ({"keep_best": "loss"}, "--keep_best loss: expected a metric of evaluations"),
+        ({"eval_dataset_name": None}, "--keep_best eval/loss needs --eval_dataset_name"),
+        ({"eval_steps": 0}, "--stop_after 2 needs --eval_steps"),
+    ]:
+        changed = types.SimpleNamespace(**{**vars(given), **changes})
+        assert fault in best.fault_of_settings(changed)
+
+
+def best_flags(inputs, output, *more):
+    """SFT at a learning rate that makes the loss rise soon: the best evaluation is neither first nor last."""
+    return ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "sft.jsonl", "--eval_dataset_name", inputs / "sft.jsonl",
+            "--output_dir", output, "--train_batch_size", 8, "--max_steps", 30, "--learning_rate", 0.3, "--warmup_steps", 4, "--eval_steps", 1,
+            "--lr_scheduler_type", "constant_with_warmup", "--save_actor_steps", 1, "--report_to", "none", "--keep_best", "eval/loss", *more]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero2", "zero3"))],
+)
+def test_the_best_actor_is_kept_and_a_run_that_gets_no_better_ends(inputs, tmp_path, launcher):
+    output = tmp_path / "out"
+    way = LAUNCHERS[launcher]
+    result = launch(way, recipe("sft"), *best_flags(inputs, output, "--stop_after", 3))
+    losses = [line["eval/loss"] for line in evaluation_lines(output)]
+    step = losses.index(min(losses))
+    assert 0 < step == len(losses) - 4, losses
+    assert torch.equal(
+        weights(output, "actor_best"), weights(output, f"actors/global_step_{step:06d}")
+    )
+    assert not torch.equal(weights(output, "actor_best"), weights(output))
+    kept = f"eval/loss {losses[step]:.4g} at update {step}"
+    assert f"best: {kept}, saved in {output}/actor_best\n" in result.stdout
+    assert "stopped early: 3 evaluations without a better one" in result.stdout
+    assert f"done: {step + 3} updates" in result.stdout
+    for folder in ("actor_best", "actor"):
+        assert f"Best evaluation so far: {kept}." in (output / folder / "README.md").read_text()
+    assert f"| update 0 | update {step} |" in (output / "actor_best/README.md").read_text()
+
+
+def test_an_early_end_survives_a_kill(inputs, tmp_path):
+    """Killed beyond the best evaluation and its checkpoint, the run ends where it would have."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    saving = ["--stop_after", 3, "--save_steps", 1, "--save_total_limit", 0]
+    launch([], recipe("sft"), *best_flags(inputs, whole, *saving))
+    end = evaluation_lines(whole)[-1]["global_step"]
+    # As if killed after update end - 1, with two evaluations counted: what came later is removed.
+    for seen_last in (end - 1, end - 4):
+        shutil.copytree(whole, killed)
+        shutil.rmtree(killed / "actor")
+        for step in range(seen_last + 1, end + 1):
+            shutil.rmtree(killed / f"checkpoints/global_step_{step:06d}")
+        resumed = best_flags(inputs, killed, *saving, "--resume", "auto")
+        result = launch([], recipe("sft"), *resumed)
+        assert f"global_step_{seen_last:06d}: {seen_last} updates" in result.stdout
+        assert timeless(killed) == timeless(whole)
+        for folder in ("actor", "actor_best"):
+            assert torch.equal(weights(killed, folder), weights(whole, folder))
+        assert json.loads((killed / "best.json").read_text()) == json.loads((whole / "best.json").read_text())  # fmt: skip
+        # The best one lay beyond that checkpoint, so it was moved and made again.
+        assert ("is not here: --keep_best begins anew" in result.stdout) == (seen_last == end - 4)
+        moved = list(killed.glob("left_behind/*/actor_best"))
+        assert bool(moved) == (seen_last == end - 4)
+        shutil.rmtree(killed)
+
+
+def test_an_unknown_metric_ends_the_run_before_its_first_update(inputs, tmp_path):
+    flags = best_flags(inputs, tmp_path / "out", "--keep_best", "eval/accuracy")
+    result = launch([], recipe("sft"), *flags, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stdout
+    assert "--keep_best eval/accuracy: this run's evaluations have no such metric; they have eval/loss, " in result.stdout  # fmt: skip
+    assert [line["global_step"] for line in timeless(tmp_path / "out")] == [0]
+
+
+# ============================================================ the hub
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What an upload asks of the hub. `server.uploaded` gets the files, by path."""
+
+    def do_POST(self):
+        server = self.server
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        server.asked.append(self.path)
+        if self.headers["Authorization"] != "Bearer right":
+            self.answer(401, {"error": "wrong token"})
+        elif self.path == "/api/validate-yaml":  # of the model card
+            self.answer(200, {"errors": [], "warnings": []})
+        elif self.path == "/api/repos/create":
+            server.created.append(json.loads(body))
+            self.answer(200, {"url": f"http://{self.headers['Host']}/me/mine"})
+        elif self.path == "/api/models/me/mine/preupload/main":
+            files = json.loads(body)["files"]
+            ways = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]  # fmt: skip
+            self.answer(200, {"files": ways})
+        elif self.path == "/api/models/me/mine/commit/main" and not server.is_full:
+            for line in body.splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    content = base64.b64decode(entry["value"]["content"])
+                    server.uploaded[entry["value"]["path"]] = content
+            url = f"http://{self.headers['Host']}/me/mine/commit/1"
+            self.answer(200, {"commitUrl": url, "commitOid": "1"})
+        else:
+            self.answer(403, {"error": "no space is left in this account"})
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        may = self.headers["Authorization"] == "Bearer right" or "write" not in self.path
+        self.answer(200 if may else 403, {"id": "me/mine", "sha": "0", "private": True})
+
+    def answer(self, status, content):
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub_server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked, server.created, server.uploaded, server.is_full = [], [], {}, False
+    server.environment = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "right", "HF_HUB_OFFLINE": "0",
+    }  # fmt: skip
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("launcher", ["plain", "ddp"])
+def test_the_actor_is_uploaded_once_and_a_failed_upload_loses_nothing(
+    inputs, tmp_path, hub_server, launcher
+):
+    output = tmp_path / "out"
+    given = flags(inputs, "sft", output, "--push_to_hub", "mine")
+    result = launch(LAUNCHERS[launcher], recipe("sft"), *given, env=hub_server.environment, fresh=True)  # fmt: skip
+    assert hub_server.uploaded == {
+        str(file.relative_to(output / "actor")): file.read_bytes()
+        for file in (output / "actor").rglob("*")
+        if file.is_file()
+    }
+    assert f"uploaded {output}/actor to {hub_server.environment['HF_ENDPOINT']}/me/mine" in result.stdout  # fmt: skip
+    assert {(made["name"], made["visibility"]) for made in hub_server.created} == {
+        ("mine", "private")
+    }
+    assert hub_server.asked.count("/api/models/me/mine/commit/main") == 1
+
+    hub_server.is_full = True
+    again = tmp_path / "again"
+    given = flags(inputs, "sft", again, "--push_to_hub", "mine")
+    result = launch(LAUNCHERS[launcher], recipe("sft"), *given, env=hub_server.environment, check=False, fresh=True)  # fmt: skip
+    assert result.returncode == 1
+    assert "no space is left in this account" in result.stdout
+    assert f"upload it by hf upload mine {again}/actor --private" in result.stdout
+    assert 'recipes/sft.py", line' not in result.stdout  # no traceback of the recipe
+    assert torch.equal(weights(again), weights(output))
+
+
+def test_who_may_not_upload_is_refused_before_training(hub_server, monkeypatch):
+    args = types.SimpleNamespace(push_to_hub="mine")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    refuses("--push_to_hub mine: the hub cannot be reached", call=lambda: hub.check_push(args))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "reach", lambda: None)
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    refuses("--push_to_hub mine: log in before", call=lambda: hub.check_push(args))
+    # A token that may read the repository, which is there, and not write to it.
+    endpoint = hub_server.environment["HF_ENDPOINT"]
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(hub, "get_token", lambda: "wrong")
+    api = huggingface_hub.HfApi(endpoint=endpoint, token="wrong")
+    monkeypatch.setattr(hub, "HfApi", lambda: api)
+    args.push_to_hub = "me/mine"
+    refuses("--push_to_hub me/mine: 403", call=lambda: hub.check_push(args))
+    assert hub_server.created == []
+    assert hub_server.asked[-1] == "/api/models/me/mine/auth-check/write"
+    args.push_to_hub = "a b"
+    refuses("--push_to_hub a b: ", "Repo id must", call=lambda: hub.check_push(args))
+    asked = list(hub_server.asked)
+    args.push_to_hub = None
+    hub.check_push(args)
+    assert hub_server.asked == asked

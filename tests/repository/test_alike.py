@@ -110,6 +110,7 @@ AT_THE_END = """
 actor.publish(run)
 metrics.close()
 console.end(run)
+hub.push(run)
 """
 
 
@@ -156,6 +157,11 @@ def test_what_follows_an_update_is_alike(name):
     text = "\n".join(lines_of(name))
     assert AFTER_AN_UPDATE in text
     assert AT_THE_END in text
+    # What logs an evaluation keeps the best actor.
+    sampler = REPOSITORY / "common/rollout/evaluation.py"
+    source = recipe(name).read_text() + sampler.read_text()
+    logged = re.findall(r"log_evaluation\(line, .*\)\n(.*)", source)
+    assert logged and set(logged) == {"    actor.keep_best(run, line)"}
 
 
 @pytest.mark.parametrize("name", NAMES[1:])

@@ -94,6 +94,8 @@ class Args:
     eval_steps: float = HfArg(default=0, help="evaluations")
     save_steps: float = HfArg(default=0, help="checkpoints")
     save_actor_steps: float = HfArg(default=0, help="actors")
+    keep_best: str | None = HfArg(default=None, help="best")
+    stop_after: int = HfArg(default=0, help="patience")
 
 
 def parsed(*argv) -> Args:

@@ -1,0 +1,178 @@
+"""Knows the best evaluation of a run, and ends a run that no longer gets better."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from common import counted, folders
+
+if TYPE_CHECKING:
+    from common.run import Run
+
+FOLDER = "actor_best"
+FILE = "best.json"
+# Metrics of which less is better, by the end of their names. `:min` and `:max` say otherwise.
+LOWER_IS_BETTER = ("loss", "kl")
+
+
+class Target(NamedTuple):
+    """What `--keep_best` names: a metric, and whether less of it is better."""
+
+    metric: str
+    lower: bool
+
+    def describe(self) -> str:
+        """Returns the metric and its direction in words."""
+        return f"{self.metric}, {'lower' if self.lower else 'higher'} is better"
+
+
+@dataclasses.dataclass
+class Best:
+    """The best evaluation so far. A checkpoint holds it.
+
+    Attributes:
+        global_step: when it was; None as long as there is none.
+        value: of the metric of `--keep_best`.
+        since: how many evaluations came after it.
+    """
+
+    global_step: int | None = None
+    value: float | None = None
+    since: int = 0
+
+
+def target(keep_best: str) -> Target:
+    """Reads `METRIC`, `METRIC:min` or `METRIC:max`.
+
+    Without a direction, less is better if the name ends in one of `LOWER_IS_BETTER`: `eval/loss`
+    is `Target("eval/loss", lower=True)`.
+    """
+    for ending, lower in ((":min", True), (":max", False)):
+        if keep_best.endswith(ending):
+            return Target(keep_best.removesuffix(ending), lower)
+    return Target(keep_best, keep_best.endswith(LOWER_IS_BETTER))
+
+
+def fault_of_settings(args) -> str | None:
+    """Returns what is wrong with `--keep_best` and `--stop_after`; None if nothing is."""
+    if args.keep_best is None:
+        if args.stop_after:
+            return f"--stop_after {args.stop_after} needs --keep_best, such as eval/loss"
+        return None
+    if not target(args.keep_best).metric.startswith("eval/"):
+        return (
+            f"--keep_best {args.keep_best}: expected a metric of evaluations, such as eval/loss, "
+            "or with its direction, such as eval/loss:min"
+        )
+    if not args.eval_dataset_name:
+        return f"--keep_best {args.keep_best} needs --eval_dataset_name"
+    if args.stop_after and not args.eval_steps:
+        return f"--stop_after {args.stop_after} needs --eval_steps"
+    return None
+
+
+def note(run: "Run", line: dict[str, float]) -> bool:
+    """Takes note of an evaluation, and returns whether it is the best so far.
+
+    Args:
+        line: its values, the same on all processes.
+
+    Raises:
+        SystemExit: it has no such metric.
+    """
+    wanted = target(run.args.keep_best)
+    if wanted.metric not in line:
+        sys.exit(
+            f"--keep_best {run.args.keep_best}: this run's evaluations have no such metric; they "
+            f"have {', '.join(line)}"
+        )
+    value = line[wanted.metric]
+    found = is_better(value, run.best.value, wanted.lower)
+    if found:
+        run.best = Best(run.progress.global_step, value)
+        record(run)
+    else:
+        run.best.since += 1
+    count_patience(run)
+    return found
+
+
+def is_better(value: float, best: float | None, lower: bool) -> bool:
+    """Whether a value is better than the best so far. Equal is not, and NaN never is."""
+    if math.isnan(value):
+        return False
+    if best is None:
+        return True
+    return value < best if lower else value > best
+
+
+def count_patience(run: "Run") -> None:
+    """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
+    patience = run.args.stop_after
+    run.progress.stopped_early = 0 < patience <= run.best.since
+
+
+def restored(run: "Run") -> Best:
+    """Returns the best evaluation of a run that resumes; none if its actor is not here any more.
+
+    That is so in another folder, and if the run was killed just after a better actor had taken its
+    place: that one lies beyond the checkpoint. For the main process, once `left_behind` has moved
+    what does.
+    """
+    if run.best.global_step is None:
+        return run.best
+    folder = run.output_dir / FOLDER
+    if not folder.is_dir():
+        print(
+            f"NOTE: {folder}, of update {run.best.global_step}, is not here: --keep_best begins "
+            "anew at this checkpoint",
+            flush=True,
+        )
+        return Best()
+    record(run)
+    return run.best
+
+
+def record(run: "Run") -> None:
+    """Writes `best.json`, from which model cards and the end of the run take it."""
+    if run.accelerator.is_main_process:
+        values = {
+            "metric": target(run.args.keep_best).metric,
+            "global_step": run.best.global_step,
+            "value": run.best.value,
+        }
+        folders.replace_file(run.output_dir / FILE, json.dumps(values) + "\n")
+
+
+def recorded(output_dir: Path) -> dict | None:
+    """Returns the content of `best.json`; None if there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = folders.read_json(output_dir / FILE)
+        if isinstance(found, dict) and found.keys() >= {"metric", "global_step", "value"}:
+            return found
+    return None
+
+
+def describe(output_dir: Path) -> str:
+    """Returns which evaluation was the best, and its value; empty if none is recorded."""
+    found = recorded(output_dir)
+    if found is None:
+        return ""
+    return f"{found['metric']} {found['value']:.4g} at update {found['global_step']}"
+
+
+def describe_end(run: "Run") -> list[str]:
+    """Returns lines for the end of a run: the best evaluation, and whether it ended the run."""
+    if run.args.keep_best is None:
+        return []
+    if run.best.global_step is None:
+        return [f"no best evaluation: {run.args.keep_best} was never a number"]
+    lines = [f"best: {describe(run.output_dir)}, saved in {run.output_dir / FOLDER}"]
+    if run.progress.stopped_early and run.progress.global_step < run.progress.total_steps:
+        evaluations = counted(run.best.since, "evaluation")
+        lines.append(f"stopped early: {evaluations} without a better one (--stop_after)")
+    return lines
