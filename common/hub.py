@@ -54,7 +54,7 @@ def check_push(args) -> None:
         SystemExit: nobody is logged in, or the hub does not let this user write there.
     """
     name = args.push_to_hub
-    if not name:
+    if not name or args.preview:  # a preview saves no actor
         return
     reach()
     if constants.is_offline_mode():

@@ -4,6 +4,7 @@ import base64
 import json
 import shutil
 import threading
+import time
 import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -17,9 +18,11 @@ from common import actor, best, export, folders, hub
 from runs import (
     LAUNCHERS,
     evaluation_lines,
+    kill,
     launch,
     recipe,
     refuses,
+    start_warm,
     timeless,
     tiny_inputs,
     weights,
@@ -268,8 +271,8 @@ def test_the_best_actor_is_kept_and_a_run_that_gets_no_better_ends(inputs, tmp_p
     assert f"| update 0 | update {step} |" in (output / "actor_best/README.md").read_text()
 
 
-def test_an_early_end_survives_a_kill(inputs, tmp_path):
-    """Killed beyond the best evaluation and its checkpoint, the run ends where it would have."""
+def test_an_early_end_survives_a_resume(inputs, tmp_path):
+    """From any checkpoint: beyond the best evaluation, or before it."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     saving = ["--stop_after", 3, "--save_steps", 1, "--save_total_limit", 0]
     launch([], recipe("sft"), *best_flags(inputs, whole, *saving))
@@ -292,6 +295,23 @@ def test_an_early_end_survives_a_kill(inputs, tmp_path):
         moved = list(killed.glob("left_behind/*/actor_best"))
         assert bool(moved) == (seen_last == end - 4)
         shutil.rmtree(killed)
+
+
+def test_a_run_that_was_killed_ends_early_where_it_would_have(inputs, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    saving = ["--stop_after", 3, "--save_steps", 2]
+    launch([], recipe("sft"), *best_flags(inputs, whole, *saving))
+    process = start_warm([], recipe("sft"), *best_flags(inputs, killed, *saving))
+    file = killed / "metrics.jsonl"
+    while process.poll() is None and not (file.exists() and '"global_step": 3,' in file.read_text()):  # fmt: skip
+        time.sleep(0.005)
+    assert process.poll() is None, "the run ended before it could be killed"
+    kill(process)
+    resumed = best_flags(inputs, killed, *saving, "--resume", "auto")
+    assert "resumed from" in launch([], recipe("sft"), *resumed).stdout
+    assert timeless(killed) == timeless(whole)
+    for folder in ("actor", "actor_best"):
+        assert torch.equal(weights(killed, folder), weights(whole, folder))
 
 
 def test_an_unknown_metric_ends_the_run_before_its_first_update(inputs, tmp_path):
@@ -396,7 +416,7 @@ def test_the_actor_is_uploaded_once_and_a_failed_upload_loses_nothing(
 
 
 def test_who_may_not_upload_is_refused_before_training(hub_server, monkeypatch):
-    args = types.SimpleNamespace(push_to_hub="mine")
+    args = types.SimpleNamespace(push_to_hub="mine", preview=0)
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     refuses("--push_to_hub mine: the hub cannot be reached", call=lambda: hub.check_push(args))
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
@@ -416,6 +436,8 @@ def test_who_may_not_upload_is_refused_before_training(hub_server, monkeypatch):
     args.push_to_hub = "a b"
     refuses("--push_to_hub a b: ", "Repo id must", call=lambda: hub.check_push(args))
     asked = list(hub_server.asked)
-    args.push_to_hub = None
+    args.push_to_hub, args.preview = "me/mine", 1
+    hub.check_push(args)
+    args.push_to_hub, args.preview = None, 0
     hub.check_push(args)
     assert hub_server.asked == asked

@@ -31,7 +31,9 @@ SCRIPTS = [
 ]
 # Flags of other programs: tensorboard, sbatch, torchrun, pip, pytest.
 FOREIGN = {"--logdir", "--nodes", "--gpus-per-node", "--ntasks-per-node", "--nproc_per_node", "--nnodes", "--node_rank",
-           "--master_addr", "--master_port", "--signal", "--requeue", "--kill-on-bad-exit", "--locked", "--no-deps"}  # fmt: skip
+           "--master_addr", "--master_port", "--signal", "--requeue", "--kill-on-bad-exit", "--locked", "--no-deps",
+           "--model", "--model_args", "--include_path", "--tasks", "--apply_chat_template", "--device", "--batch_size",  # lm-eval
+           "--private", "--outfile", "--outtype"}  # fmt: skip
 
 
 def fields(name: str) -> dict:
@@ -107,7 +109,9 @@ def test_every_command_names_what_exists(page, recipe_flags, launcher_flags):
             ),
             None,
         )
-        if script is None:  # such as `python -c`, `accelerate launch` alone
+        if script is None or words[script].startswith(
+            "llama.cpp/"
+        ):  # such as `python -c`, `accelerate launch` alone
             continue
         for word in words[:script]:
             if word.startswith("accelerate_configs/") and "<" not in word and "CONFIG" not in word:
