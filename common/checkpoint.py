@@ -421,6 +421,7 @@ def load(run: Run, path: Path) -> dict:
         restore = partial(engine_state.load_random_states, run, path / "engine")
         distributed.all_or_none(run.accelerator, True, restore)  # if one process fails, all exit
     load_schedule(run, state["scheduler"])
+    note_new_horizon(run, state)
     for name in COUNTERS:
         setattr(run.progress, name, state["progress"][name])
     run.best = best.Best(**state.get("best", {}))
@@ -523,6 +524,20 @@ def load_schedule(run: Run, state: dict) -> None:
     ]
     for group, learning_rate in zip(run.optimizer.param_groups, scheduler.get_last_lr()):
         group["lr"] = learning_rate
+
+
+def note_new_horizon(run: Run, state: dict) -> None:
+    """Prints that the schedule is longer or shorter than that of the checkpoint, if it is."""
+    before = state["arguments"]
+    updates_before = before["max_steps"] or before["max_epochs"] * run.progress.updates_per_epoch
+    updates = run.progress.total_steps
+    rates_before = state["scheduler"]["_last_lr"]
+    rates = run.scheduler.get_last_lr()
+    if updates != updates_before:
+        run.accelerator.print(
+            f"NOTE: the schedule has {updates} updates now, and {updates_before} in the "
+            f"checkpoint: the learning rate is {rates[0]:.3g}, not {rates_before[0]:.3g}"
+        )
 
 
 def load_open_sums(run: Run, sums_by_process: list[dict[str, list]]) -> None:

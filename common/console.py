@@ -38,11 +38,19 @@ def begin(run: Run, data: str, updates: str) -> None:
         lines["best"] = f"{best.target(args.keep_best).describe()}: {args.output_dir}/{best.FOLDER}"
     if args.eval_dataset_name is None:
         lines["held out"] = "nothing: give --eval_dataset_name to see more than the training loss"
-    if not args.save_steps:
-        lines["checkpoints"] = "none: give --save_steps to be able to resume"
+    lines["checkpoints"] = "none: give --save_steps to be able to resume"
+    if args.save_steps:
+        every = counted(run.progress.updates_in(args.save_steps), "update")
+        lines["checkpoints"] = f"{run.checkpoints}, one every {every}"
     if "tensorboard" in args.report_to:
         lines["curves"] = (
             f"tensorboard --logdir {args.output_dir}; the key ones are at {KEY_CHARTS}"
+        )
+    # A dataclass keeps a field's default as the attribute of its class.
+    if lora.has_adapter(run.unwrapped) and args.learning_rate == type(args).learning_rate:
+        lines["NOTE"] = (
+            f"--learning_rate {args.learning_rate:g} is the default for whole weights; adapters "
+            "usually need ten times as much or more, see docs/lora.md"
         )
     width = max(len(title) for title in lines)
     rows = [f"  {title:{width}}  {text}" for title, text in lines.items()]

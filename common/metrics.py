@@ -361,8 +361,8 @@ class Metrics:
             if examples and self.board:
                 text = transcript.as_markdown(examples)
                 self.board.add_text("samples/evaluation", text, global_step)
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-            lines = [f"global_step {global_step}: {shown}", *transcript.on_console(examples)]
+            lines = [f"evaluation at global_step {global_step}:", *in_columns(values)]
+            lines += transcript.on_console(examples)
             self.bar.write("\n".join(lines))
 
     def write(self, values: dict[str, float]) -> None:
@@ -397,3 +397,17 @@ def exit_without_cleaning_up() -> None:
     # `last_value` is set by an exception that nobody caught.
     failed = errors.refused or hasattr(sys, "last_value")
     os._exit(int(failed))
+
+
+def in_columns(values: dict[str, float]) -> list[str]:
+    """Returns names and values as lines, two of each in a line.
+
+    Example, for three values:
+
+          eval/loss           0.6931    eval/accuracies        0.5
+          eval/margins             0
+    """
+    width = max(len(name) for name in values)
+    cells = [f"{name:{width}} {value:>10.4g}" for name, value in values.items()]
+    pairs = [cells[start : start + 2] for start in range(0, len(cells), 2)]
+    return ["  " + "    ".join(pair) for pair in pairs]

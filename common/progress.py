@@ -123,13 +123,17 @@ class Progress:
         """
         return interval > 0 and self.evaluation_due(interval)
 
+    def updates_in(self, interval: float) -> int:
+        """Returns an interval in updates: below 1 it is a share of all, rounded up."""
+        return math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
+
     def evaluation_due(self, interval: float) -> bool:
         """Whether to evaluate now: after every `interval` applied updates, and at the end.
 
         Args:
             interval: as in `due`, but 0: at the end alone.
         """
-        every = math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
+        every = self.updates_in(interval)
         at_multiple = every > 0 and self.global_step % every == 0
         if self.was_just_applied:
             return at_multiple or self.finished

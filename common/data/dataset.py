@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 
 from common import as_list, distributed, lazily
 from common.data import formats
-from common.data.conversion import Converter, column, read_usable, tokenise
+from common.data.conversion import PLAIN_STRINGS, Converter, column, read_usable, tokenise
 from common.data.mixture import Mixture
 
 if TYPE_CHECKING:
@@ -117,7 +117,11 @@ def load(
         file = gather_object([file])[first]
         read_cache = partial(read_usable, name, file)
         usable, notes = distributed.all_or_none(accelerator, True, read_cache)
-    accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *notes]))
+    warnings = [note for note in notes if note.startswith(PLAIN_STRINGS)]
+    others = [note for note in notes if note not in warnings]
+    accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *others]))
+    for warning in warnings:
+        accelerator.print(f"WARNING: {warning}")
     return usable
 
 

@@ -146,8 +146,8 @@ def render(
     """
     if tokenizer.chat_template is None:
         raise BadRow(
-            "messages, but the tokenizer has no chat template: "
-            "set tokenizer.chat_template and save it, or give plain strings"
+            "messages, but the tokenizer has no chat template: give one by --chat_template FILE, "
+            "or plain strings in place of messages"
         )
     try:
         schemas = None

@@ -451,7 +451,7 @@ def test_strings_with_a_chat_model_are_said(accelerator, tmp_path, capsys):
         said = capsys.readouterr().out
         assert (
             said.startswith(f"data {path}: 2 usable rows")
-            and ("--strings_as_messages" in said) == is_said
+            and ("\nWARNING: strings are read as plain text" in said) == is_said
         )
 
 

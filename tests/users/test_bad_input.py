@@ -463,7 +463,7 @@ def test_other_refusals_of_the_data(accelerator, model, tmp_path, monkeypatch):
         )
     )
     tokenizer.chat_template = None
-    refuses(path, "row 1", "no chat template", "tokenizer.chat_template", call=load)
+    refuses(path, "row 1", "no chat template", "--chat_template FILE", call=load)
     path = str(write_jsonl(tmp_path / "long.jsonl", [PAIR, {**PAIR, "chosen": "b" * 101}]))
     monkeypatch.setattr(ids, "MOST_CHARACTERS", 100)
     said = "row 2: a text of 102 characters, where at most 100 are read: split or remove it"

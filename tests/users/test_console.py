@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import common
+from common import metrics
 from runs import LAUNCHERS, REPOSITORY, launch, lines, recipe, tiny_inputs, write_jsonl
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
@@ -95,3 +96,32 @@ def test_the_commands_on_a_console_of_ascii(tmp_path):
         done.stdout.decode("ascii") == f"wrote {tmp_path}/" + r"\xf6" + "\n"
         and json.loads((out / "config.json").read_text()) == {}
     )
+
+
+def test_what_is_announced_is_what_is_written(tmp_path):
+    """Checkpoints, a schedule that a resumed run has changed, adapters at the rate of whole weights."""
+    inputs, output = tiny_inputs(tmp_path), tmp_path / "out"
+    flags = ["--model_name_or_path", inputs / "model", "--dataset_name", inputs / "dpo.jsonl"]
+    flags += ["--output_dir", output, "--save_steps", 1, "--lora_r", 2, "--lr_scheduler_type"]
+    flags += ["linear", "--warmup_steps", 0, "--train_batch_size", 4]
+    flags += ["--micro_train_batch_size", 4]
+    first = launch([], recipe("dpo"), *flags, "--max_steps", 2).stdout
+    assert f"  checkpoints  {output}/checkpoints, one every 1 update\n" in first
+    assert "--learning_rate 5e-07 is the default for whole weights" in first
+    assert "the schedule has" not in first
+    more = ["--resume", "auto", "--max_steps", 4]
+    assert (
+        "NOTE: the schedule has 4 updates now, and 2 in the checkpoint: the learning rate is "
+        "2.5e-07, not 0\n"
+    ) in launch([], recipe("dpo"), *flags, *more).stdout
+    flags[flags.index("--output_dir") + 1] = tmp_path / "own"
+    own_rate = launch([], recipe("dpo"), *flags, "--max_steps", 1, "--learning_rate", 1e-4).stdout
+    assert "is the default for whole weights" not in own_rate
+
+
+def test_an_evaluation_is_printed_in_columns():
+    values = {"eval/loss": 0.69314, "eval/accuracies": 0.5, "eval/margins": 0.0}
+    assert metrics.in_columns(values) == [
+        "  eval/loss           0.6931    eval/accuracies        0.5",
+        "  eval/margins             0",
+    ]
