@@ -53,7 +53,7 @@ def check_push(args) -> None:
     Raises:
         SystemExit: nobody is logged in, or the hub does not let this user write there.
     """
-    name = args.push_to_hub
+    name = getattr(args, "push_to_hub", None)  # benchmarks have their own, fewer arguments
     if not name or args.preview:  # a preview saves no actor
         return
     reach()

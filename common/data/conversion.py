@@ -322,15 +322,26 @@ def has_values(converted: datasets.Dataset, name: str) -> bool:
 
 
 def describe_unusable(converted: datasets.Dataset) -> list[str]:
-    """Returns how many rows are left out, by reason, how many are truncated, and other notes."""
+    """Returns which rows are left out, by reason, which are truncated, and other notes."""
+    rows = column(converted, "row")
     reasons = column(converted, "reason")
     is_usable = reasons == ""
-    kinds, counts = np.unique(reasons[~is_usable], return_counts=True)
-    notes = [f"{count} left out ({kind})" for kind, count in zip(kinds, counts)]
-    truncated = int((column(converted, "truncated") & is_usable).sum())
-    if truncated:
-        notes.append(f"{truncated} truncated")
+    notes = []
+    for kind in np.unique(reasons[~is_usable]):
+        left_out = rows[reasons == kind]
+        notes.append(f"{len(left_out)} left out ({kind}): {row_numbers(left_out)}")
+    truncated = rows[column(converted, "truncated") & is_usable]
+    if len(truncated):
+        notes.append(f"{len(truncated)} truncated: {row_numbers(truncated)}")
     return notes + describe_notes(converted)
+
+
+def row_numbers(rows: np.ndarray, most: int = 3) -> str:
+    """Returns the first row numbers in words, such as `row 7` or `rows 3, 4, 8 and 2 more`."""
+    shown = ", ".join(map(str, rows[:most]))
+    if len(rows) > most:
+        shown += f" and {len(rows) - most} more"
+    return f"row {shown}" if len(rows) == 1 else f"rows {shown}"
 
 
 def describe_notes(converted: datasets.Dataset) -> list[str]:

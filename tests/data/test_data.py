@@ -727,8 +727,9 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     assert data["row"][:] == [1, 2, 17]
     assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [18, 21, 18]
     assert capsys.readouterr().out == (
-        f"data {path}: 3 usable rows; 4 left out (chosen equal to rejected); 3 left out (empty answer); 2 left out (empty prompt); "
-        "5 left out (prompt fills max_length); 1 truncated\n"
+        f"data {path}: 3 usable rows; 4 left out (chosen equal to rejected): rows 8, 9, 10 and 1 more; "
+        "3 left out (empty answer): rows 5, 6, 7; 2 left out (empty prompt): rows 3, 4; "
+        "5 left out (prompt fills max_length): rows 12, 13, 14 and 2 more; 1 truncated: row 2\n"
     )
 
 
@@ -769,8 +770,8 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     )
     assert [ids[-1] == tokenizer.eos_token_id for ids in data["input_ids"]] == [True, False]
     assert capsys.readouterr().out == (
-        f"data {path}: 2 usable rows; 2 left out (empty answer); 2 left out (no message of role assistant); "
-        "1 left out (nothing to learn within max_length); 1 truncated\n"
+        f"data {path}: 2 usable rows; 2 left out (empty answer): rows 3, 5; 2 left out (no message of role assistant): rows 6, 7; "
+        "1 left out (nothing to learn within max_length): row 4; 1 truncated: row 2\n"
     )
 
 
