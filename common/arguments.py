@@ -12,7 +12,9 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import transformers
 import yaml
@@ -136,10 +138,13 @@ INTERVALS = ("logging_steps", "eval_steps", "save_steps", "save_actor_steps")
 class Parser(transformers.HfArgumentParser):
     """Reads a recipe's arguments; an error is one line below the usage."""
 
-    def add_argument(self, *flags, bounds: Bounds | None = None, **settings) -> argparse.Action:
-        """Adds an argument as `argparse` does, and keeps the range of its values."""
+    def add_argument(
+        self, *flags, bounds: Bounds | None = None, with_lora: Any = None, **settings
+    ) -> argparse.Action:
+        """Adds an argument as `argparse` does; keeps its range, and its default with adapters."""
         action = super().add_argument(*flags, **settings)
         action.bounds = bounds
+        action.with_lora = with_lora
         return action
 
     def error(self, message: str):
@@ -188,9 +193,7 @@ def read(args_class: type, demo: Path, argv: list[str] | None = None):
     if is_demo:
         argv = yaml_to_flags(demo, parser) + argv
 
-    args, unknown = parser.parse_args_into_dataclasses(
-        argv, look_for_args_file=False, return_remaining_strings=True
-    )
+    args, unknown = read_flags(argv, parser)
     refuse_incomplete(args, unknown, parser)
     for name, value in vars(args).items():
         if value == [""]:  # as in --reward_function= to take away what a YAML names
@@ -199,6 +202,32 @@ def read(args_class: type, demo: Path, argv: list[str] | None = None):
     if fault := best.fault_of_settings(args):
         parser.error(fault)
     return args, is_demo
+
+
+def read_flags(argv: list[str], parser: Parser) -> tuple[Any, list[str]]:
+    """Returns the arguments, and the words that are none.
+
+    Adapters have defaults of their own, such as a higher learning rate. So with `--lora_r` the
+    flags are read once more, over these.
+    """
+    read_all = partial(
+        parser.parse_args_into_dataclasses,
+        argv,
+        look_for_args_file=False,
+        return_remaining_strings=True,
+    )
+    args, unknown = read_all()
+    if getattr(args, "lora_r", 0):
+        for action in parser._actions:
+            action.default = default_with_lora(action)
+        args, unknown = read_all()
+    return args, unknown
+
+
+def default_with_lora(action: argparse.Action) -> Any:
+    """Returns the default of an argument at `--lora_r` above 0."""
+    own = getattr(action, "with_lora", None)
+    return action.default if own is None else own
 
 
 def refuse_incomplete(args, unknown: list[str], parser: Parser) -> None:
@@ -310,6 +339,8 @@ def describe_flag(action: argparse.Action) -> None:
         action.help += f" [{bounds.describe()}]"
     if action.const is True and action.default is True:
         action.help += f". Off: --no_{action.dest}"
+    elif default_with_lora(action) != action.default:
+        action.help += " (default: %(default)s; with --lora_r: %(with_lora)s)"
     elif action.default is not None and "default:" not in action.help:
         action.help += " (default: %(default)s)"
 

@@ -33,13 +33,21 @@ class Bounds(NamedTuple):
         )
 
 
-def arg(*, help: str, default: Any = MISSING, default_factory: Any = MISSING, **bounds: float):
+def arg(
+    *,
+    help: str,
+    default: Any = MISSING,
+    default_factory: Any = MISSING,
+    with_lora: Any = None,
+    **bounds: float,
+):
     """Returns a field of a recipe's `Args`: transformers' `HfArg`, with a range for its values.
 
     Args:
+        with_lora: the default at `--lora_r` above 0; None: the same.
         bounds: fields of `Bounds`, such as `at_least=0`. A default of None is not checked.
     """
-    metadata = {"bounds": Bounds(**bounds)} if bounds else None
+    metadata = {"bounds": Bounds(**bounds) if bounds else None, "with_lora": with_lora}
     return HfArg(default=default, default_factory=default_factory, help=help, metadata=metadata)
 
 
@@ -116,7 +124,7 @@ class UpdateArgs:
     )
     max_epochs: int = arg(default=1, at_least=0, help="passes over the data")
     max_steps: int = arg(default=0, at_least=0, help="updates; 0: as many as the epochs hold")
-    learning_rate: float = arg(default=1e-5, at_least=0, help="peak learning rate")
+    learning_rate: float = arg(default=1e-5, with_lora=1e-4, at_least=0, help="peak learning rate")
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
     ] = arg(default="linear", help="see transformers.get_scheduler")
@@ -147,7 +155,8 @@ class AdapterArgs:
     lora_r: int = arg(
         default=0,
         at_least=0,
-        help="rank of low-rank adapters, such as 16; 0: train all weights",
+        help="rank of low-rank adapters, such as 16; 0: train all weights. Above 0 the default "
+        "learning rate is ten times as high",
     )
     lora_alpha: float | None = arg(
         default=None, above=0, help="adapters are scaled by alpha / r; default: 2 * lora_r"

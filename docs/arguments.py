@@ -6,8 +6,9 @@ python docs/arguments.py
 import argparse
 import importlib.util
 from pathlib import Path
+from typing import Any
 
-from common.arguments import Parser
+from common.arguments import Parser, default_with_lora
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = ("sft", "reward", "dpo", "ppo", "grpo", "distill")
@@ -38,8 +39,14 @@ def actions(recipe: str) -> dict[str, argparse.Action]:
 
 
 def default_of(action: argparse.Action) -> str:
-    """Returns a default as one would type it; `none` where there is no value."""
-    value = action.default
+    """Returns the default, and that with adapters where it is another one."""
+    default = as_typed(action.default)
+    with_lora = as_typed(default_with_lora(action))
+    return default if with_lora == default else f"{default} (with `--lora_r`: {with_lora})"
+
+
+def as_typed(value: Any) -> str:
+    """Returns a value as one would type it; `none` where there is no value."""
     if value is None:
         return "`none`"
     if isinstance(value, bool):

@@ -87,7 +87,7 @@ class Args(SharedArgs):
         default=False,
         help="compute the reference's log-probs once, cache them on disk, and free the reference",
     )
-    learning_rate: float = arg(default=5e-7, at_least=0, help="peak learning rate")
+    learning_rate: float = arg(default=5e-7, with_lora=5e-6, at_least=0, help="peak learning rate")
     warmup_steps: float = arg(
         default=0.1, at_least=0, help="updates of warm-up; below 1: a share of all"
     )

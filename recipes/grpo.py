@@ -139,7 +139,7 @@ class Args(RewardArgs):
         help="tokens of prompt and response together; prompts without room for --max_new_tokens "
         "are left out",
     )
-    learning_rate: float = arg(default=1e-6, at_least=0, help="peak learning rate")
+    learning_rate: float = arg(default=1e-6, with_lora=1e-5, at_least=0, help="peak learning rate")
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
     ] = arg(default="constant_with_warmup", help="see transformers.get_scheduler")

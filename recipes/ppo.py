@@ -137,9 +137,11 @@ class Args(RewardArgs):
         at_least=2,
         help="of prompt and response; prompts without room for --max_new_tokens are left out",
     )
-    learning_rate: float = arg(default=1e-6, at_least=0, help="peak learning rate of the actor")
+    learning_rate: float = arg(
+        default=1e-6, with_lora=1e-5, at_least=0, help="peak learning rate of the actor"
+    )
     critic_learning_rate: float = arg(
-        default=1e-5, at_least=0, help="peak learning rate of the critic"
+        default=1e-5, with_lora=1e-4, at_least=0, help="peak learning rate of the critic"
     )
     max_grad_norm: float = arg(
         default=1.0, at_least=0, help="clipping of the joint norm of actor and critic; 0: none"

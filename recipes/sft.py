@@ -77,7 +77,7 @@ class Args(SharedArgs):
     max_length: int = arg(
         default=1024, at_least=2, help="tokens of a row; longer ones are cut at the end"
     )
-    learning_rate: float = arg(default=2e-5, at_least=0, help="peak learning rate")
+    learning_rate: float = arg(default=2e-5, with_lora=2e-4, at_least=0, help="peak learning rate")
     max_new_tokens: int = arg(
         default=256, at_least=1, help="longest answer in evaluation by exact match"
     )

@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
+import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import (
@@ -30,6 +31,8 @@ from common.models import architecture, load, lora, merge, prepare
 from common.models.logprobs import LogProbModel, ScoreModel
 from common.models.packing import Packer
 from common.shared_args import SharedArgs
+from recipes import RECIPES
+from recipes import load as load_recipe
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -93,6 +96,51 @@ def adapted(model, **given):
 ])  # fmt: skip
 def test_settings_that_mean_nothing_are_refused(given, parts):
     refuses(*parts, call=lambda: lora.check_settings(Accelerator(cpu=True), arguments_of(**given)))
+
+
+DEFAULT_RATES = {
+    "sft": (2e-5, 2e-4),
+    "reward": (1e-5, 1e-4),
+    "dpo": (5e-7, 5e-6),
+    "ppo": (1e-6, 1e-5),
+    "grpo": (1e-6, 1e-5),
+    "distill": (1e-5, 1e-4),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_adapters_have_a_learning_rate_of_their_own(tmp_path, name):
+    def rate(*argv, of="learning_rate"):
+        argv = list(map(str, argv))
+        return getattr(arguments.read(load_recipe(name).Args, ASSETS / f"{name}.yaml", argv)[0], of)
+
+    own = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl"]
+    assert (rate(*own), rate(*own, "--lora_r", 8)) == DEFAULT_RATES[name]
+    if name == "ppo":
+        critic = "critic_learning_rate"
+        assert (rate(*own, of=critic), rate(*own, "--lora_r", 8, of=critic)) == (1e-5, 1e-4)
+    # A rate that is given is taken, also that of a YAML, and also if it is the other default.
+    assert (
+        rate(*own, "--lora_r", 8, "--learning_rate", DEFAULT_RATES[name][0])
+        == DEFAULT_RATES[name][0]
+    )
+    assert rate(*own, "--lora_r=8", "--learning-rate=0.5") == 0.5
+    of_run = {
+        "model_name_or_path": "m",
+        "dataset_name": "d.jsonl",
+        "lora_r": 8,
+        "learning_rate": 0.25,
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(of_run))
+    assert rate(tmp_path / "run.yaml") == 0.25
+    assert rate(tmp_path / "run.yaml", "--learning_rate", 0.125) == 0.125
+
+
+def test_help_names_the_default_with_adapters(capsys):
+    with pytest.raises(SystemExit):
+        arguments.read(load_recipe("dpo").Args, ASSETS / "dpo.yaml", ["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "peak learning rate [at least 0] (default: 5e-07; with --lora_r: 5e-06)" in said
 
 
 @pytest.mark.parametrize("flag, value, expected", [
