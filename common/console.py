@@ -46,12 +46,6 @@ def begin(run: Run, data: str, updates: str) -> None:
         lines["curves"] = (
             f"tensorboard --logdir {args.output_dir}; the key ones are at {KEY_CHARTS}"
         )
-    # A dataclass keeps a field's default as the attribute of its class.
-    if lora.has_adapter(run.unwrapped) and args.learning_rate == type(args).learning_rate:
-        lines["NOTE"] = (
-            f"--learning_rate {args.learning_rate:g} is the default for whole weights; adapters "
-            "usually need ten times as much or more, see docs/lora.md"
-        )
     width = max(len(title) for title in lines)
     rows = [f"  {title:{width}}  {text}" for title, text in lines.items()]
     run.metrics.bar.write("\n".join(rows))  # above the bar
