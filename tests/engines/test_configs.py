@@ -97,6 +97,15 @@ def test_accelerate_reads_every_key_of_a_yaml(name, monkeypatch):
     assert set(flat) - args._read == set()
 
 
+def test_two_runs_on_one_machine_take_two_ports():
+    """accelerate would start both at port 29500. Only several nodes must agree on a port."""
+    ports = {name: yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in YAMLS}
+    ports = {name: content.get("main_process_port") for name, content in ports.items()}
+    assert ports.pop("single_gpu") is None  # one process, which listens nowhere
+    assert ports.pop("multi_node") == 29500
+    assert set(ports.values()) == {0}
+
+
 @pytest.mark.parametrize("name", JSONS)
 def test_deepspeed_knows_every_key_of_a_json(name):
     """Below the top it refuses what it does not know; at the top it does not look."""
