@@ -32,7 +32,7 @@ def begin(run: Run, data: str, updates: str) -> None:
         "schedule": optim.describe_schedule(run),
         "update": describe_update(run),
         "engine": engine.describe(run.accelerator),
-        "output": f"{args.output_dir}: metrics.jsonl, samples.jsonl, actor/",
+        "output": f"{args.output_dir}: {', '.join(files_of(run))}",
     }
     if args.keep_best:
         lines["best"] = f"{best.target(args.keep_best).describe()}: {args.output_dir}/{best.FOLDER}"
@@ -49,6 +49,15 @@ def begin(run: Run, data: str, updates: str) -> None:
     width = max(len(title) for title in lines)
     rows = [f"  {title:{width}}  {text}" for title, text in lines.items()]
     run.metrics.bar.write("\n".join(rows))  # above the bar
+
+
+def files_of(run: Run) -> list[str]:
+    """Returns what the run writes into its folder, but for checkpoints and curves."""
+    has_rollouts = hasattr(run.args, "rollout_batch_size")
+    answers_are_checked = any("answer" in rows.column_names for rows in run.data.eval_sets.values())
+    # A reward model writes no text, whatever its data hold.
+    writes_samples = has_rollouts or (answers_are_checked and not is_classifier(run))
+    return ["metrics.jsonl", *(["samples.jsonl"] if writes_samples else []), "actor/"]
 
 
 def describe_model(run: Run) -> str:

@@ -76,6 +76,8 @@ def test_a_run_in_the_locale_c(inputs, name, launcher):
     )  # fmt: skip
     assert [line["global_step"] for line in lines(output)] == [0, 1, 2, 2]
     assert "done: 2 updates" in result.stdout and r"\u4f60" in result.stdout
+    assert f"{output}: metrics.jsonl, samples.jsonl, actor/\n" in result.stdout
+    assert (output / "samples.jsonl").exists()
 
 
 def test_the_commands_on_a_console_of_ascii(tmp_path):
@@ -107,6 +109,8 @@ def test_what_is_announced_is_what_is_written(tmp_path):
     flags += ["--micro_train_batch_size", 4]
     first = launch([], recipe("dpo"), *flags, "--max_steps", 2).stdout
     assert f"  checkpoints  {output}/checkpoints, one every 1 update\n" in first
+    assert f"  output       {output}: metrics.jsonl, actor/\n" in first
+    assert not (output / "samples.jsonl").exists()
     assert "the schedule has" not in first
     more = ["--resume", "auto", "--max_steps", 4]
     assert (
