@@ -201,7 +201,7 @@ CHARTS = {
     "loss": ["loss"],
     "pairs ranked right": ["rewards/accuracies"],
     "right answers": ["exact_match"],
-    "chosen against rejected": ["rewards/chosen", "rewards/rejected"],
+    "chosen against rejected": ["rewards/chosen", "rewards/rejected", "rewards/margins"],
     "log-probs": ["logps/chosen", "logps/rejected"],
 }
 
