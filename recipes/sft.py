@@ -169,7 +169,7 @@ def without_first(targets: list[bool]) -> list[bool]:
 def sft_row(
     row: dict, tokenizer, max_length: int, loss_on: str, strings_as_messages: bool = False
 ) -> dict:
-    """Returns `input_ids targets prompt_ids length n_targets truncated reason` of one row.
+    """Returns `input_ids targets prompt_ids length n_targets truncated reason longest` of a row.
 
     `input_ids` and `targets` hold the sequences of the row one after the other. A row of several
     has `sequence_lengths`, too, and a row with notes has `notes`, see `dataset.load`.
@@ -199,6 +199,7 @@ def sft_row(
         "n_targets": sum(targets),
         "truncated": any(len(ids) > max_length for ids, _ in whole),
         "reason": reason,
+        "longest": max((len(ids) for ids, _ in whole), default=0),
     }
     if len(sequences) > 1:
         values["sequence_lengths"] = [len(sequence.ids) for sequence in sequences]

@@ -40,6 +40,9 @@ BOOLEAN_COLUMNS = {"targets"}
 # result where no row has them.
 OPTIONAL_COLUMNS = ("sequence_lengths",)
 
+# The settings of a row function that cut rows, or leave them out.
+LIMITS = ("max_new_tokens", "max_length")
+
 PLAIN_STRINGS = (
     "strings are read as plain text though the model has a chat template; "
     "--strings_as_messages makes them turns of user and assistant"
@@ -87,8 +90,9 @@ class Converter:
     def convert_row(self, row: dict, index: int) -> dict:
         """Returns what the row function makes of a row, and columns of our own.
 
-        These are `notes`, one a line; `row`, the row's number from 1; `answer`, if the data has
-        it; and the checksum.
+        These are `notes`, one a line; `longest`, the tokens of the row's longest sequence before
+        it was cut; `roles`, those of its messages with blanks between them, "" for strings; `row`,
+        the row's number from 1; `answer`, if the data has it; and the checksum.
         """
         row = rename_columns(row, self.columns)
         as_messages = bool(self.settings.get("strings_as_messages"))
@@ -98,10 +102,13 @@ class Converter:
         except (BadRow, TooMuch) as error:
             raise BadRow(f"row {index + 1}: {error}") from None
         notes = values.pop("notes", []) + self.note_on_strings(row)
+        longest = values.pop("longest", values["length"])
         optional = {column_name: [] for column_name in OPTIONAL_COLUMNS}
         return {
             **with_typed_lists({**optional, **values}),
             "notes": "\n".join(notes),
+            "longest": longest,
+            "roles": " ".join(formats.roles_of(row, as_messages)),
             "row": index + 1,
             **answer_of(row, values),
             CHECKSUM: checksum(values),
@@ -284,14 +291,17 @@ def column(dataset: datasets.Dataset, name: str) -> np.ndarray:
 
 
 # ============================================================ usable rows, and notes on the others
-def read_usable(name: str, file: Path) -> tuple[datasets.Dataset, list[str]]:
+def read_usable(name: str, file: Path, settings: dict) -> tuple[datasets.Dataset, list[str]]:
     """Returns the usable rows of what `tokenise` wrote, and notes on what was left out or cut.
+
+    Args:
+        settings: those of the row function.
 
     Raises:
         SystemExit: no row is usable.
     """
     converted = datasets.Dataset.from_file(str(file))
-    notes = describe_unusable(converted)
+    notes = describe_unusable(converted, settings) + describe_notes(converted)
     usable = select_usable(converted)
     if len(usable) == 0:
         sys.exit(f"data set {name!r}: no usable row: {'; '.join(notes)}")
@@ -306,7 +316,7 @@ def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
     # `remove_columns` changes a fingerprint by the names that it removes. So optional columns that
     # no row uses go before the rows get their fingerprint, and those below after it.
     unused = [name for name in OPTIONAL_COLUMNS if not has_values(converted, name)]
-    converted = converted.remove_columns(["notes", *unused])
+    converted = converted.remove_columns(["notes", "longest", *unused])
     usable = converted.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
     superfluous = [CHECKSUM]
     # `any` reads until it finds the first answer.
@@ -321,19 +331,47 @@ def has_values(converted: datasets.Dataset, name: str) -> bool:
     return bool(pyarrow.compute.sum(lengths).as_py())
 
 
-def describe_unusable(converted: datasets.Dataset) -> list[str]:
-    """Returns which rows are left out, by reason, which are truncated, and other notes."""
+def describe_unusable(converted: datasets.Dataset, settings: dict) -> list[str]:
+    """Returns which rows are left out, by reason, and which are truncated, with the limits.
+
+    Example: `["2 of 9 left out (empty answer): rows 3, 4",
+    "1 truncated (--max_length 12, the longest has 17 tokens): row 2"]`
+    """
     rows = column(converted, "row")
     reasons = column(converted, "reason")
-    is_usable = reasons == ""
+    lengths = column(converted, "longest")
     notes = []
-    for kind in np.unique(reasons[~is_usable]):
-        left_out = rows[reasons == kind]
-        notes.append(f"{len(left_out)} left out ({kind}): {row_numbers(left_out)}")
-    truncated = rows[column(converted, "truncated") & is_usable]
-    if len(truncated):
-        notes.append(f"{len(truncated)} truncated: {row_numbers(truncated)}")
-    return notes + describe_notes(converted)
+    for reason in np.unique(reasons[reasons != ""]):
+        is_meant = reasons == reason
+        why = with_limits(reason, settings)
+        if why != reason:
+            why += f", the longest has {lengths[is_meant].max():,} tokens"
+        if reason == formats.NO_ASSISTANT:
+            why += f", found {roles_in(converted.select(np.flatnonzero(is_meant)))}"
+        count = f"{is_meant.sum()} of {len(reasons)}"
+        notes.append(f"{count} left out ({why}): {row_numbers(rows[is_meant])}")
+
+    is_cut = column(converted, "truncated") & (reasons == "")
+    if is_cut.any():
+        limits = [with_limits(name, settings) for name in LIMITS if name in settings]
+        longest = f"the longest has {lengths[is_cut].max():,} tokens"
+        why = ", ".join([*limits, longest])
+        notes.append(f"{is_cut.sum()} truncated ({why}): {row_numbers(rows[is_cut])}")
+    return notes
+
+
+def with_limits(text: str, settings: dict) -> str:
+    """Returns a text with each limit that it names as one would give it: `--max_length 1024`."""
+    for name in LIMITS:
+        if name in settings:
+            text = text.replace(name, f"--{name} {settings[name]}")
+    return text
+
+
+def roles_in(converted: datasets.Dataset) -> str:
+    """Returns the roles of all messages in some rows, such as `bot, user`; `none` without any."""
+    roles = {role for text in np.unique(column(converted, "roles")) for role in text.split()}
+    return ", ".join(sorted(roles)) or "none"
 
 
 def row_numbers(rows: np.ndarray, most: int = 3) -> str:

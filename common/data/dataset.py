@@ -94,14 +94,16 @@ def load(
             columns of the result; among them `length`, the number of tokens of the row (of a pair,
             those of both sequences), `reason`, why a row is left out ("" if it is not), and
             `truncated`, whether something was cut off. It may return `notes`, a list of what the
-            run prints about such rows, see `tokens.note`, and `sequence_lengths`, see
-            `sequences.Sequences`. It raises `BadRow` if a row fits no format.
+            run prints about such rows, see `tokens.note`, `longest`, the tokens of its longest
+            sequence before anything was cut, and `sequence_lengths`, see `sequences.Sequences`. It
+            raises `BadRow` if a row fits no format.
         columns: see `formats.column_names`.
         settings: passed to `function`; `max_length` among them.
 
     Returns:
         The usable rows. Besides the columns of `function` they have `row`, the number in the file
-        (from 1), and, where the data has one, `answer` as text ("" where a row has none).
+        (from 1), `roles`, see `Converter.convert_row`, and, where the data has one, `answer` as
+        text ("" where a row has none).
 
     Raises:
         SystemExit: a row that fits no format (row number, column, expectation), or nothing usable
@@ -115,7 +117,7 @@ def load(
         file = distributed.all_or_none(accelerator, is_first, fill_cache)
         first = accelerator.process_index - accelerator.local_process_index
         file = gather_object([file])[first]
-        read_cache = partial(read_usable, name, file)
+        read_cache = partial(read_usable, name, file, settings)
         usable, notes = distributed.all_or_none(accelerator, True, read_cache)
     warnings = [note for note in notes if note.startswith(PLAIN_STRINGS)]
     others = [note for note in notes if note not in warnings]

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 
-from common.data.messages import BadRow, as_messages, is_message, is_messages
+from common.data.messages import SENDERS, BadRow, as_messages, is_message, is_messages
 
 # hh-rlhf transcripts: the prompt ends with the last marker that both answers share.
 HH_MARKER = "\n\nAssistant:"
@@ -29,6 +29,8 @@ MEDIA_COLUMNS = ("images", "videos", "audios")
 
 # How much a turn counts in the loss, in LLaMA-Factory's and in OpenAI's files.
 LOSS_WEIGHTS = ("loss_weight", "weight")
+
+NO_ASSISTANT = "no message of role assistant"
 
 IS_KTO = (
     "column 'label': one answer and whether it is good is KTO's format, which no recipe reads. "
@@ -145,7 +147,7 @@ def has_text(value: Text) -> bool:
 def missing_answer(answer: Text) -> str:
     """Returns why a row without anything to learn must be left out."""
     if isinstance(answer, list) and all(message["role"] != "assistant" for message in answer):
-        return "no message of role assistant"
+        return NO_ASSISTANT
     return "empty answer"
 
 
@@ -282,6 +284,17 @@ def is_in_order(parts: list[str], whole: list[str]) -> bool:
     """Whether a list has all parts in their order, maybe with others between them."""
     remaining = iter(whole)
     return all(part in remaining for part in parts)  # `in` goes on where it stopped
+
+
+def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
+    """Returns the roles of a row's messages, each once; none if it is all strings."""
+    values = [row.get(name) for name in ("messages", "prompt", "completion", "chosen", "rejected")]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    messages = [part for part in parts if isinstance(part, dict)]
+    roles = [each.get("role") or SENDERS.get(each.get("from"), "assistant") for each in messages]
+    if not roles and strings_as_messages and is_plain_text(row):
+        roles = ["user", "assistant"]
+    return list(dict.fromkeys(roles))
 
 
 # ============================================================ strings

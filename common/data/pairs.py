@@ -13,7 +13,8 @@ def preference_row(
     Returns:
         `prompt_ids`, `chosen_ids` and `rejected_ids`; `length`, the tokens of both sequences
         together, the prompt twice; `truncated`, whether anything was cut; `reason`, why the row
-        must be left out, "" if it can be used; `notes`, if there are any, see `dataset.load`.
+        must be left out, "" if it can be used; `longest`, the tokens of prompt and longer answer
+        before the cut; `notes`, if there are any, see `dataset.load`.
 
     Raises:
         BadRow: the row is no preference, or the chat template refuses it.
@@ -47,6 +48,7 @@ def preference_row(
         "length": 2 * len(prompt_ids) + len(chosen_ids) + len(rejected_ids),
         "truncated": longest > max_length,
         "reason": reason,
+        "longest": longest,
     }
     if notes:
         values["notes"] = notes

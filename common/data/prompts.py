@@ -95,6 +95,7 @@ def taught_row(
         of_teacher = read(row_of_teacher)
         values["teacher_prompt_ids"] = of_teacher["prompt_ids"]
         values["reason"] = values["reason"] or of_teacher["reason"]
+        values["longest"] = max(values["length"], of_teacher["length"])
     if with_completion:
         answer = NO_ANSWER
         answer_of_teacher = NO_ANSWER
@@ -106,6 +107,8 @@ def taught_row(
         # Its tokens are the same after both prompts: those that the student would write.
         values["completion_ids"] = answer.ids[:max_new_tokens]
         values["truncated"] = len(answer.ids) > max_new_tokens
+        if values["truncated"]:
+            values["longest"] = len(answer.ids)
         values["context_ids"] = answer.context
         values["teacher_context_ids"] = answer_of_teacher.context
         if answer.notes:

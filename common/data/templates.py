@@ -160,7 +160,10 @@ def render(
     except Exception as error:  # a template raises what it likes, such as that roles must alternate
         given = "messages or tools" if tools else "messages"
         reason = in_one_line(error)
-        raise BadRow(f"the tokenizer's chat template refuses the {given}: {reason}") from None
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise BadRow(
+            f"the tokenizer's chat template refuses the {given}: {reason} (roles: {roles})"
+        ) from None
 
 
 def apply_template(

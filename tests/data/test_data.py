@@ -401,7 +401,7 @@ def test_every_file_kind_gives_the_same_rows(tokenizer, accelerator, tmp_path, s
     for name in ("a.jsonl", "a.json", "a.parquet", "a.csv", "a.jsonl.gz", "a.json.gz", "a.csv.gz"):
         data = load(write(tmp_path / name, rows))
         assert data["row"] == [number for number, row in enumerate(rows, 1) if row["chosen"]], name
-        for key in expected[0]:
+        for key in expected[0].keys() - {"longest"}:
             assert data[key] == [row[key] for row in expected], (name, key)
     for kind in ("jsonl", "parquet", "csv", "jsonl.gz"):
         write(tmp_path / kind / f"part-1.{kind}", rows[2:])
@@ -727,9 +727,10 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     assert data["row"][:] == [1, 2, 17]
     assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [18, 21, 18]
     assert capsys.readouterr().out == (
-        f"data {path}: 3 usable rows; 4 left out (chosen equal to rejected): rows 8, 9, 10 and 1 more; "
-        "3 left out (empty answer): rows 5, 6, 7; 2 left out (empty prompt): rows 3, 4; "
-        "5 left out (prompt fills max_length): rows 12, 13, 14 and 2 more; 1 truncated: row 2\n"
+        f"data {path}: 3 usable rows; 4 of 17 left out (chosen equal to rejected): rows 8, 9, 10 and 1 more; "
+        "3 of 17 left out (empty answer): rows 5, 6, 7; 2 of 17 left out (empty prompt): rows 3, 4; "
+        "5 of 17 left out (prompt fills --max_length 12, the longest has 19 tokens): rows 12, 13, 14 and 2 more; "
+        "1 truncated (--max_length 12, the longest has 18 tokens): row 2\n"
     )
 
 
@@ -758,6 +759,7 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
         {"prompt": prompt, "completion": ""},
         {"prompt": "a" * 12, "completion": "b"},
         {"messages": [user("a"), assistant("")]}, {"messages": [user("a")]}, {"messages": []},
+        {"messages": [user("a"), {"role": "bot", "content": "b"}]},
     ]  # fmt: skip
     path = str(write_jsonl(tmp_path / "a.jsonl", rows))
     data = dataset.load(
@@ -770,8 +772,10 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     )
     assert [ids[-1] == tokenizer.eos_token_id for ids in data["input_ids"]] == [True, False]
     assert capsys.readouterr().out == (
-        f"data {path}: 2 usable rows; 2 left out (empty answer): rows 3, 5; 2 left out (no message of role assistant): rows 6, 7; "
-        "1 left out (nothing to learn within max_length): row 4; 1 truncated: row 2\n"
+        f"data {path}: 2 usable rows; 2 of 8 left out (empty answer): rows 3, 5; "
+        "3 of 8 left out (no message of role assistant, found bot, user): rows 6, 7, 8; "
+        "1 of 8 left out (nothing to learn within --max_length 12, the longest has 14 tokens): row 4; "
+        "1 truncated (--max_length 12, the longest has 13 tokens): row 2\n"
     )
 
 

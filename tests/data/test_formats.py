@@ -541,3 +541,26 @@ def test_folders_of_save_to_disk(tokenizer, accelerator, tmp_path):
         "gunzip",
         call=lambda: load(accelerator, tokenizer, tmp_path / "a.parquet.gz"),
     )
+
+
+# ---------------------------------------------------------------------------------------------- roles
+
+
+@pytest.mark.parametrize("row, as_messages, expected", [
+    ({"messages": [message("system", "s"), message("user", "a"), message("assistant", "b")]}, False, "system user assistant"),
+    ({"messages": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "b"}]}, False, "user assistant"),
+    ({"prompt": "a", "chosen": [message("assistant", "b")], "rejected": "c"}, False, "assistant"),
+    ({"prompt": message("user", "a"), "answer": "b"}, False, "user"),
+    ({"prompt": "a", "completion": "b"}, False, ""),
+    ({"prompt": "a", "completion": "b"}, True, "user assistant"),
+    ({"text": "a"}, True, ""),
+])  # fmt: skip
+def test_the_roles_of_a_row(row, as_messages, expected):
+    assert " ".join(formats.roles_of(row, as_messages)) == expected
+
+
+def test_a_set_has_the_roles_of_its_rows(accelerator, tokenizer, tmp_path):
+    chat = [message("user", "a"), message("assistant", "b")]
+    rows = [{"messages": [message("user", "a")]}, {"messages": chat}, {"text": "c"}]
+    data = load(accelerator, tokenizer, write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert data["row"][:] == [2, 3] and data["roles"][:] == ["user assistant", ""]

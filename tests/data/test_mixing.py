@@ -108,7 +108,7 @@ def test_a_mixture_of_files(accelerator, tokenizer, tmp_path, capsys):
     ]
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"data {one}: 2 usable rows" and said[1].startswith(
-        f"data {two}: 2 usable rows; 1 left out"
+        f"data {two}: 2 usable rows; 1 of 3 left out"
     )
     assert said[2] == f"mixed: {one} 2 rows x 2 = 4; {two} 2 rows x 0.5 = 1; 5 samples an epoch"
     assert load([one, two], [2, 0.5])[0]._fingerprint == rows._fingerprint

@@ -298,7 +298,7 @@ def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
     assert texts == [[plain_answer(name, "seven")]] * 2
     said = capsys.readouterr().out
     assert said.startswith(
-        f"data {path}: 2 usable rows; 1 left out (tool calls are not learned, because the chat template does not write them)"
+        f"data {path}: 2 usable rows; 1 of 3 left out (tool calls are not learned, because the chat template does not write them): row 2"
     )
     assert (
         "; tool calls are not learned, because the chat template does not write them: 1 rows"
@@ -544,7 +544,7 @@ def test_bad_templates_and_variables_are_refused(tmp_path):
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # What a template may write, and what the run says of it.
 PROGRAMS = {
-    "an error of several lines": ("{{ raise_exception('no\\n  such\\nrole') }}", "refuses the messages: no such role"),
+    "an error of several lines": ("{{ raise_exception('no\\n  such\\nrole') }}", "refuses the messages: no such role (roles: user)"),
     "endless": (LOOPS, "the chat template computes for more than 0.2 seconds"),
     "endless for some": ("{{ messages[0].content }}{% if messages[0].content == 'two' %}" + LOOPS + "{% endif %}",
                          "the chat template computes for more than 0.2 seconds"),

@@ -159,13 +159,15 @@ def test_completions_are_read_as_sft_reads_them(tokenizer, as_text):
     assert text(found["completion_ids"]) == "two<|end|>"
     assert not found["truncated"] and not found["reason"]
     cut = read(row, tokenizer, with_completion=True, max_new_tokens=2)
-    assert text(cut["completion_ids"]) == "tw" and cut["truncated"]
+    assert text(cut["completion_ids"]) == "tw" and cut["truncated"] and cut["longest"] == 4
 
 
 def test_rows_that_cannot_be_used_say_why(tokenizer):
     row = {"prompt": say("user", "1"), "completion": say("assistant", ""), "hint": "x" * 60}
     assert read(row, tokenizer, with_completion=True)["reason"] == "empty answer"
-    assert "no room for max_new_tokens" in read(row, tokenizer, teacher_prompt="hint")["reason"]
+    long = read(row, tokenizer, teacher_prompt="hint")
+    assert "no room for max_new_tokens" in long["reason"]
+    assert long["longest"] == len(long["teacher_prompt_ids"]) > 60
     # Held-out rows need no completion.
     without = read({"prompt": say("user", "1")}, tokenizer, with_completion=True)
     assert not without["reason"] and without["completion_ids"] == without["context_ids"] == []

@@ -820,7 +820,7 @@ def test_rows_that_cannot_be_used_make_nothing_red(tmp_path):
     flags += ["--only", "seed", "--only", "last-update"]
     report, output = prove(recipe("sft"), tmp_path, *flags)
     assert of_status(report, "green") == ["seed"] and not of_status(report, "red"), output
-    assert "cannot be used: no usable row: 6 left out (empty answer)" in output
+    assert "cannot be used: no usable row: 6 of 6 left out (empty answer" in output
 
 
 @pytest.mark.slow
