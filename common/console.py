@@ -141,22 +141,43 @@ def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str
 
 
 def how_to_load(run: Run, folder: Path) -> list[str]:
-    """Returns lines that load the model and use it: Python, and before it maybe a command."""
-    task = "text-generation"
-    example = "max_new_tokens=100, do_sample=False"
-    question = '"text"'
+    """Returns lines that load the model and use it as it was trained: on messages, or on strings.
+
+    They are Python, and before it maybe a command.
+    """
+    is_chat = any(run.data.train["roles"])
     if is_classifier(run):
-        task = "text-classification"
-        example = 'function_to_apply="none"'
-    elif getattr(run.tokenizer, "chat_template", None):
-        question = '[{"role": "user", "content": "..."}]'
+        return how_to_score(run, folder, is_chat)
+    question = '[{"role": "user", "content": "..."}]' if is_chat else '"text"'
+    return [
+        "  from transformers import pipeline",
+        f'  generate = pipeline("text-generation", "{folder}")',
+        f"  print(generate({question}, max_new_tokens=100, do_sample=False))",
+    ]
+
+
+def how_to_score(run: Run, folder: Path, is_chat: bool) -> list[str]:
+    """Returns the same for a reward model, whose texts end with the token that ends an answer."""
     lines = []
-    if is_classifier(run) and lora.has_adapter(run.unwrapped):
+    if lora.has_adapter(run.unwrapped):
         # A pipeline takes the class of the base, a language model, not that of the adapter.
         lines = [f"  python -m common.export {folder} {folder}_merged --merge"]
         folder = folder.with_name(f"{folder.name}_merged")
-    return [
-        *lines,
+    lines += [
         "  from transformers import pipeline",
-        f'  print(pipeline("{task}", "{folder}")({question}, {example}))',
+        f'  score = pipeline("text-classification", "{folder}")',
     ]
+    if is_chat:
+        lines += [
+            '  question = {"role": "user", "content": "..."}',
+            '  answer = {"role": "assistant", "content": "..."}',
+            "  write = score.tokenizer.apply_chat_template",
+            "  text = write([question, answer], tokenize=False).rstrip()",
+            '  print(score(text, function_to_apply="none", add_special_tokens=False))',
+        ]
+    else:
+        lines += [
+            '  text = "prompt and answer" + score.tokenizer.eos_token',
+            '  print(score(text, function_to_apply="none"))',
+        ]
+    return lines

@@ -202,14 +202,35 @@ def test_lines_of_training_are_not_called_before_and_after(tmp_path, prefix, tit
     assert head.split() == titles and row.split() == [f"{prefix}loss", "3", "2"]
 
 
+def trained(architecture: str, roles: list[str]):
+    """A run, as far as `how_to_load` asks it: its architecture, and the roles of its rows."""
+    unwrapped = types.SimpleNamespace(model=type(architecture, (), {})())
+    data = types.SimpleNamespace(train={"roles": roles})
+    return types.SimpleNamespace(unwrapped=unwrapped, data=data)
+
+
+def test_a_model_is_tried_as_it_was_trained(monkeypatch):
+    """Its tokenizer may have a chat template although strings were read as they are."""
+    monkeypatch.setattr(console.lora, "has_adapter", lambda module: False)
+    use = lambda kind, roles: console.how_to_load(trained(kind, roles), Path("out/actor"))[2:]
+    messages = '[{"role": "user", "content": "..."}]'
+    for roles, question in ((["", "user assistant"], messages), (["", ""], '"text"')):
+        (line,) = use("LlamaForCausalLM", roles)
+        assert line == f"  print(generate({question}, max_new_tokens=100, do_sample=False))"
+    assert "add_special_tokens=False" in use("LlamaForSequenceClassification", ["user"])[-1]
+    assert use("LlamaForSequenceClassification", [""]) == [
+        '  text = "prompt and answer" + score.tokenizer.eos_token',
+        '  print(score(text, function_to_apply="none"))',
+    ]
+
+
 def test_a_reward_adapter_is_merged_before_a_pipeline_takes_it(monkeypatch):
     """A pipeline takes the class of its base, a language model."""
     monkeypatch.setattr(console.lora, "has_adapter", lambda module: True)
-    scorer = type("LlamaForSequenceClassification", (), {})()
-    run = types.SimpleNamespace(unwrapped=types.SimpleNamespace(model=scorer))
-    merge, *_, use = console.how_to_load(run, Path("out/actor"))
+    run = trained("LlamaForSequenceClassification", ["user"])
+    merge, _, use, *_ = console.how_to_load(run, Path("out/actor"))
     assert merge == "  python -m common.export out/actor out/actor_merged --merge"
-    assert 'pipeline("text-classification", "out/actor_merged")("text"' in use
+    assert use == '  score = pipeline("text-classification", "out/actor_merged")'
 
 
 def test_numbers_in_words():
