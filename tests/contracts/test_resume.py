@@ -177,7 +177,9 @@ class FewArguments(types.SimpleNamespace):
 
 def run_in_this_process(folder) -> checkpoint.Run:
     """A run of one linear layer, before its first update."""
-    args = FewArguments(output_dir=str(folder), save_total_limit=2, report_to=["none"])
+    args = FewArguments(
+        output_dir=str(folder), save_total_limit=2, report_to=["none"], max_epochs=1, max_steps=0
+    )
     accelerator = Accelerator(cpu=True)
     layer = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(layer, torch.optim.AdamW(layer.parameters(), lr=0.1))
