@@ -1,10 +1,20 @@
-"""What TensorBoard shows of a run: curves, a page of its key charts, samples, hyper-parameters."""
+"""What TensorBoard shows of a run: curves, a page of its key charts, samples, hyper-parameters.
+
+Held-out values are a run of their own there, which gives them another colour than training.
+"""
 
 import functools
+import re
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
+
+# What the tags of held-out values begin with.
+EVAL = "eval/"
+# The folder of their event files, and the end of what TensorBoard calls them.
+HELD_OUT = "held_out"
 
 
 class Board:
@@ -16,47 +26,87 @@ class Board:
         folder: of the event files.
         global_step: where the run begins or continues. TensorBoard hides what a killed run wrote
             after it.
-        charts: the tags of each chart under CUSTOM SCALARS, by its title. A chart also draws the
-            held-out values of its tags.
+        charts: the tags of each chart under CUSTOM SCALARS, by its title; see `key_charts`.
         settings: the run's arguments, as numbers, texts and booleans; shown under HPARAMS.
+        first: the names of those that come first there; it shows five.
+        has_held_out: whether there will be held-out values.
     """
 
     def __init__(
-        self, folder: Path, global_step: int, charts: dict[str, list[str]], settings: dict
+        self,
+        folder: Path,
+        global_step: int,
+        charts: dict[str, list[str]],
+        settings: dict,
+        first: Collection[str] = (),
+        has_held_out: bool = False,
     ):
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
+        self.charts = charts
         self.settings = settings
-        # Event files hold it once. A resumed run continues in the same folder.
+        self.first = first
+        # Event files hold page and settings once. A resumed run continues in the same folder.
         self.is_new = not folder.is_dir()
         # A new run starts at 0, the step of the evaluation before the first update.
         purge_step = global_step + 1 if global_step else 0
         leave_errors_to_the_run()
         self.writer = SummaryWriter(folder, purge_step=purge_step)
-        if self.is_new and charts:
-            page = {title: ["Multiline", [pattern_of(tags)]] for title, tags in charts.items()}
-            self.writer.add_custom_scalars({"key metrics": page})
+        self.held_out = self.writer
+        if has_held_out:
+            self.held_out = SummaryWriter(folder / HELD_OUT, purge_step=purge_step)
 
     def add_scalars(self, values: dict[str, float], global_step: int) -> None:
-        """Adds a line of metrics. With the first one TensorBoard learns the hyper-parameters."""
+        """Adds a line of metrics.
+
+        With the first one TensorBoard learns the page and the hyper-parameters. It is the
+        evaluation before training, if there is one.
+        """
         if self.is_new:
             self.is_new = False
-            self.add_settings(values)
+            held_out = [name for name in values if name.startswith(EVAL)]
+            self.add_page(held_out)
+            self.add_settings(held_out)
         for name, value in values.items():
-            self.writer.add_scalar(name, value, global_step)
+            writer = self.held_out if name.startswith(EVAL) else self.writer
+            writer.add_scalar(name, value, global_step)
         self.writer.flush()
+        self.held_out.flush()
 
-    def add_settings(self, values: dict[str, float]) -> None:
+    def add_page(self, held_out: list[str]) -> None:
+        """Writes which charts CUSTOM SCALARS has.
+
+        Args:
+            held_out: the tags of held-out values.
+        """
+        from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+        from torch.utils.tensorboard.summary import custom_scalars
+
+        summary = custom_scalars({})
+        layout = Layout(category=key_charts(self.charts, held_out, self.settings))
+        summary.value[0].tensor.string_val[0] = layout.SerializeToString()
+        self.writer.file_writer.add_summary(summary)
+
+    def add_settings(self, held_out: list[str]) -> None:
         """Writes the run's arguments for the tab HPARAMS, next to the held-out metrics.
 
         Args:
-            values: of the first line. It is the evaluation before training, if there is one.
+            held_out: the tags of held-out values.
         """
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard.summary import hparams
 
-        held_out = [name for name in values if name.startswith("eval/")]
-        # The values of the metrics are those of the curves in the same folder.
-        for summary in hparams(self.settings, dict.fromkeys(held_out or ["loss"], 0.0)):
+        # The values of the metrics are those of the curves.
+        summaries = hparams(self.settings, dict.fromkeys(held_out or ["loss"], 0.0))
+        of_plugin = summaries[0].value[0].metadata.plugin_data
+        content = HParamsPluginData.FromString(of_plugin.content)
+        for argument in content.experiment.hparam_infos:
+            # TensorBoard sorts them by this, then by name.
+            argument.differs = argument.name in self.first
+        for metric in content.experiment.metric_infos:
+            metric.name.group = HELD_OUT if held_out else ""
+        of_plugin.content = content.SerializeToString()
+        for summary in summaries:
             self.writer.file_writer.add_summary(summary)
 
     def add_histogram(self, name: str, values: torch.Tensor, global_step: int) -> None:
@@ -85,6 +135,91 @@ def leave_errors_to_the_run() -> None:
     threading.excepthook = show_others
 
 
+def command(output_dir: Path) -> str:
+    """Returns the command that shows a single run, under the name of its folder."""
+    name = output_dir.resolve().name
+    if set(f"{name}{output_dir}") & set(":,"):  # TensorBoard would read them as separators
+        return f"tensorboard --logdir {output_dir}"
+    return f"tensorboard --logdir_spec {name}:{output_dir}"
+
+
+def key_charts(charts: dict[str, list[str]], held_out: list[str], settings: dict) -> list[dict]:
+    """Returns the categories of the page of key charts: held-out values, then training.
+
+    They are as in TensorBoard's `custom_scalar/layout.proto`, and as its server sends them.
+
+    Args:
+        charts: tags by title. Those that begin with `eval/` are held-out alone. For others a chart
+            of training has the held-out values of the same tag, too.
+        held_out: the tags of held-out values.
+        settings: the run's arguments. Where they have temperatures the titles name them.
+    """
+    greedy, sampled = how_responses_are_made(settings)
+    of_held_out = []
+    of_training = []
+    both = ""
+    for title, tags in charts.items():
+        of_held_out += margin_charts(title, tags, held_out)
+        if trained := [tag for tag in tags if not tag.startswith(EVAL)]:
+            pattern = pattern_of(trained)
+            of_training.append({"title": title, "multiline": {"tag": [pattern]}})
+            if any(re.match(pattern, tag) for tag in held_out):
+                both = f", and held out{greedy} where both are measured"
+    groups = {
+        # TensorBoard's page shows charts with margins in the opposite order.
+        f"held out{greedy}": of_held_out[::-1],
+        f"training{sampled}{both}": of_training,
+    }
+    return [{"title": title, "chart": group} for title, group in groups.items() if group]
+
+
+def margin_charts(title: str, tags: list[str], held_out: list[str]) -> list[dict]:
+    """Returns a chart of held-out values for each held-out set, if one of the tags has them.
+
+    TensorBoard ignores outliers by default: it leaves at least the highest and the lowest value of
+    a chart out of its range. Of a short run these are the first and the last evaluation. So the
+    values are drawn as a curve with margins of no width. With them each value counts three times,
+    and none is left out where there are up to 13.
+
+    Where several of the tags have held-out values there is no such chart, because TensorBoard would
+    warn of tags that are missing in training.
+    """
+    found = {tag: [name for name in held_out if re.match(pattern_of([tag]), name)] for tag in tags}
+    found = {tag: names for tag, names in found.items() if names}
+    if len(found) != 1:
+        return []
+    ((tag, names),) = found.items()
+    charts = []
+    for name in names:
+        name_of_set = name.removeprefix(EVAL).removesuffix(tag.removeprefix(EVAL)).rstrip("/")
+        margin = {"value": name, "lower": name, "upper": name}
+        full_title = f"{title}: {name_of_set}" if name_of_set else title
+        charts.append({"title": full_title, "margin": {"series": [margin]}})
+    return charts
+
+
+def how_responses_are_made(settings: dict) -> tuple[str, str]:
+    """Returns how held-out responses and those of rollouts are made: for titles, in brackets.
+
+    Both are empty where a recipe samples nothing to train on.
+    """
+    if "eval_temperature" not in settings:
+        return "", ""
+    temperatures = settings["eval_temperature"], settings["temperature"]
+    greedy, sampled = [
+        f" (sampled at temperature {at:g})" if at else " (greedy)" for at in temperatures
+    ]
+    return greedy, sampled
+
+
 def pattern_of(tags: list[str]) -> str:
-    """Returns the regular expression of tags, in training and in evaluation."""
-    return f"(eval/([^/]+/)?)?({'|'.join(tags)})$"
+    """Returns the regular expression of tags, in training and in evaluation.
+
+    Tags that begin with `eval/` are meant in evaluation alone, of each held-out set.
+    """
+    held_out = f"{EVAL}([^/]+/)?"
+    patterns = [
+        held_out + tag.removeprefix(EVAL) if tag.startswith(EVAL) else f"({held_out})?{tag}"
+        for tag in tags
+    ]
+    return f"({'|'.join(patterns)})$"

@@ -43,9 +43,7 @@ def begin(run: Run, data: str, updates: str) -> None:
         every = counted(run.progress.updates_in(args.save_steps), "update")
         lines["checkpoints"] = f"{run.checkpoints}, one every {every}"
     if "tensorboard" in args.report_to:
-        lines["curves"] = (
-            f"tensorboard --logdir {args.output_dir}; the key ones are at {KEY_CHARTS}"
-        )
+        lines["curves"] = f"{board.command(run.output_dir)}; the key ones are at {KEY_CHARTS}"
     width = max(len(title) for title in lines)
     rows = [f"  {title:{width}}  {text}" for title, text in lines.items()]
     run.metrics.bar.write("\n".join(rows))  # above the bar

@@ -211,7 +211,12 @@ class Metrics:
             if "tensorboard" in report_to:
                 folder = self.output_dir / "tensorboard"
                 self.board = board.Board(
-                    folder, self.progress.global_step, charts=self.charts, settings=settings
+                    folder,
+                    self.progress.global_step,
+                    charts=self.charts,
+                    settings=settings,
+                    first=record.not_default(self.args),
+                    has_held_out=bool(self.args.eval_dataset_name),
                 )
         self.started = time.monotonic()
         self.speed.restart()

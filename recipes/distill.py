@@ -439,10 +439,10 @@ def end_update(run: Run) -> None:
 # TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
     "KL to the teacher": ["kl/reverse", "kl/forward"],
-    "right answers": ["exact_match"],
+    "right answers": ["eval/exact_match"],
     "loss": ["loss"],
     "entropy": ["entropy", "teacher/entropy"],
-    "length": ["completions/mean_length", "length"],
+    "length": ["completions/mean_length", "eval/length"],
 }
 
 

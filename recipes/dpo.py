@@ -200,7 +200,7 @@ def losses_and_metrics(
 CHARTS = {
     "loss": ["loss"],
     "pairs ranked right": ["rewards/accuracies"],
-    "right answers": ["exact_match"],
+    "right answers": ["eval/exact_match"],
     "chosen against rejected": ["rewards/chosen", "rewards/rejected", "rewards/margins"],
     "log-probs": ["logps/chosen", "logps/rejected"],
 }

@@ -632,11 +632,10 @@ def end_update(run: Run) -> None:
 
 # TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
-    "rewards": ["reward", "scores"],
-    "right answers": ["exact_match"],
-    "loss": ["loss"],
+    "rewards": ["reward", "eval/scores"],
+    "right answers": ["eval/exact_match"],
     "entropy, KL to the reference": ["entropy", "kl"],
-    "length": ["completions/mean_length", "length"],
+    "length": ["completions/mean_length", "eval/length"],
 }
 
 

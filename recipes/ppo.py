@@ -545,12 +545,12 @@ def parameter_groups(policy: ActorCritic, args: Args) -> list[dict]:
 
 # TensorBoard's charts: title -> the metrics that it shows together.
 CHARTS = {
-    "scores": ["objective/scores", "scores"],
-    "right answers": ["exact_match"],
+    "scores": ["objective/scores", "eval/scores"],
+    "right answers": ["eval/exact_match"],
     "KL to the reference": ["objective/kl"],
     "losses": ["loss/policy_avg", "loss/value_avg"],
     "entropy": ["objective/entropy"],
-    "length": ["responses/length", "length"],
+    "length": ["responses/length", "eval/length"],
 }
 
 

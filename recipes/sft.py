@@ -237,7 +237,7 @@ def losses_and_metrics(
 CHARTS = {
     "loss": ["loss"],
     "right tokens": ["mean_token_accuracy"],
-    "right answers": ["exact_match"],
+    "right answers": ["eval/exact_match"],
 }
 
 

@@ -339,7 +339,7 @@ def test_the_operations_of_updates_on_two_processes(inputs, brute_force, share):
         assert line["perf/flop"] == of_token * computed + of_target * targets
 
 
-def metrics_of_one_process(folder, report_to=("none",)) -> Metrics:
+def metrics_of_one_process(folder, report_to=("none",), **given) -> Metrics:
     """Metrics without a progress bar, of a run of 8 samples an update."""
     accelerator = types.SimpleNamespace(
         device=torch.device("cpu"),
@@ -348,7 +348,7 @@ def metrics_of_one_process(folder, report_to=("none",)) -> Metrics:
         gather=lambda table: table,
         log=lambda values, step: None,
     )
-    args = types.SimpleNamespace(output_dir=folder, report_to=report_to)
+    args = types.SimpleNamespace(output_dir=folder, report_to=report_to, **given)
     metrics = Metrics(accelerator, args, Progress(64, 8, 1, 0), "loss")
     metrics.bar = types.SimpleNamespace(
         update=lambda: None, set_postfix=lambda *args, **kwargs: None
@@ -417,11 +417,14 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(
         "torch.utils.tensorboard.SummaryWriter",
         lambda folder, purge_step: opened.append((folder, purge_step)),
     )
-    metrics = metrics_of_one_process(tmp_path, report_to=["tensorboard"])
+    metrics = metrics_of_one_process(
+        tmp_path, report_to=["tensorboard"], eval_dataset_name=["held-out.jsonl"]
+    )
     metrics.progress.global_step = global_step
     metrics.start()
     metrics.bar.close()
-    assert opened == [(tmp_path / "tensorboard", hidden_from)]
+    folder = tmp_path / "tensorboard"
+    assert opened == [(folder, hidden_from), (folder / "held_out", hidden_from)]
 
 
 def test_sums_that_another_process_takes_over_leave_only_their_names(tmp_path):

@@ -30,7 +30,7 @@ SCRIPTS = [
     *(REPOSITORY / "benchmarks").glob("*.py"),
 ]
 # Flags of other programs: tensorboard, sbatch, torchrun, pip, pytest.
-FOREIGN = {"--logdir", "--nodes", "--gpus-per-node", "--ntasks-per-node", "--nproc_per_node", "--nnodes", "--node_rank",
+FOREIGN = {"--logdir", "--logdir_spec", "--nodes", "--gpus-per-node", "--ntasks-per-node", "--nproc_per_node", "--nnodes", "--node_rank",
            "--master_addr", "--master_port", "--signal", "--requeue", "--kill-on-bad-exit", "--locked", "--no-deps",
            "--model", "--model_args", "--include_path", "--tasks", "--apply_chat_template", "--device", "--batch_size",  # lm-eval
            "--private", "--outfile", "--outtype"}  # fmt: skip

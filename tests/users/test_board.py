@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlencode
 
+import numpy
 import pytest
 from tensorboard import default, program
 from tensorboard.plugin_util import markdown_to_safe_html
@@ -96,9 +97,11 @@ def test_what_tensorboards_server_answers(finished, ask, name):
         kind: set(answer(f"{kind}/tags").get("tensorboard", {}))
         for kind in ("scalars", "histograms", "text")
     }
-    # Every value of every line is a curve.
+    # Every value of every line is a curve. Held-out ones have a run, and so a colour, of their own.
     logged = {tag for line in lines(output) for tag in line} - {"global_step"}
-    assert kinds["scalars"] == logged
+    held_out = set(answer("scalars/tags")["tensorboard/held_out"])
+    assert held_out == {tag for tag in logged if tag.startswith("eval/")}
+    assert kinds["scalars"] == logged - held_out
     key_metric = RECIPES[name].key_metric
     points = answer("scalars/scalars", tag=key_metric, run="tensorboard")
     expected = {line["global_step"]: line[key_metric] for line in training_lines(output)}
@@ -114,25 +117,36 @@ def test_what_tensorboards_server_answers(finished, ask, name):
     assert {tag.removesuffix("/text_summary") for tag in kinds["text"]} == expected
     assert not kinds["scalars"] & (kinds["histograms"] | kinds["text"])
 
-    # The page of key charts shows loss or score, the key metric, and their held-out values.
-    layout = answer("custom_scalars/layout")
-    (category,) = layout["category"]
-    patterns = [pattern for chart in category["chart"] for pattern in chart["multiline"]["tag"]]
+    # The page of key charts: held-out values, then loss or score, and the key metric, of training.
+    first, second = answer("custom_scalars/layout")["category"]
+    for chart in first["chart"]:
+        (series,) = chart["margin"]["series"]  # with more TensorBoard warns of missing tags
+        assert series["value"] == series["lower"] == series["upper"]
+        assert series["value"] in held_out
+    patterns = [pattern for chart in second["chart"] for pattern in chart["multiline"]["tag"]]
     shown = {tag for tag in logged for pattern in patterns if re.match(pattern, tag)}
-    assert key_metric in shown and any(tag.startswith("eval/") for tag in shown)
+    assert key_metric in shown
     for pattern in patterns:
-        assert any(re.match(pattern, tag) for tag in logged), pattern
+        assert any(re.match(pattern, tag) for tag in kinds["scalars"]), pattern
+    temperatures = " (greedy)", " (sampled at temperature 1)"
+    greedy, sampled = temperatures if RECIPES[name].generates else ("", "")
+    assert first["title"] == f"held out{greedy}"
+    assert second["title"].startswith(f"training{sampled}")
 
     # The hyper-parameters, beside the held-out metrics at the end.
     request = {"experimentName": "", "allowedStatuses": ["STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING"],
                "colParams": [], "startIndex": 0, "sliceSize": 10}  # fmt: skip
     (group,) = answer("hparams/session_groups", body=request)["sessionGroups"]
     assert group["hparams"]["train_batch_size"] == 4 and "output_dir" not in group["hparams"]
+    # Those that were given come first.
+    names = [each["name"] for each in answer("hparams/experiment", body={})["hparamInfos"]]
+    assert names.index("train_batch_size") < names.index("adam_epsilon")
     last = evaluation_lines(output)[-1] if RECIPES[name].generates else lines(output)[-1]
     found = {
         metric["name"]["tag"]: metric["value"]
         for session in group["sessions"]
         for metric in session["metricValues"]
+        if metric["name"]["group"] == "held_out"
     }
     assert found == pytest.approx({tag: last[tag] for tag in last if tag.startswith("eval/")})
 
@@ -179,7 +193,7 @@ def test_what_the_console_says_before_and_after(finished):
         in begin
     )
     assert (
-        f"tensorboard --logdir {output}" in begin
+        f"tensorboard --logdir_spec ppo:{output};" in begin
         and "million parameters, all trained, weights in float32" in begin
     )
     assert "checkpoints" in begin and "give --save_steps" in begin
@@ -300,12 +314,79 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_a_tracker(inputs, tmp_path):
     assert not (output / "tensorboard").exists()
 
 
+CHARTS = {"scores": ["reward", "eval/scores"], "loss": ["loss"], "right": ["eval/exact_match"]}
+HELD_OUT = ["eval/a/loss", "eval/a/scores", "eval/b/loss", "eval/b/scores", "eval/b/exact_match"]
+
+
+def test_the_page_of_key_charts():
+    settings = {"temperature": 0.7, "eval_temperature": 0.0}
+    held_out, training = board.key_charts(CHARTS, HELD_OUT, settings)
+    assert held_out["title"] == "held out (greedy)"
+    # The page shows them in the opposite order.
+    shown = {
+        chart["title"]: [series["value"] for series in chart["margin"]["series"]]
+        for chart in held_out["chart"][::-1]
+    }
+    assert list(shown.items()) == [
+        ("scores: a", ["eval/a/scores"]),
+        ("scores: b", ["eval/b/scores"]),
+        ("loss: a", ["eval/a/loss"]),
+        ("loss: b", ["eval/b/loss"]),
+        ("right: b", ["eval/b/exact_match"]),
+    ]
+    assert training["title"] == (
+        "training (sampled at temperature 0.7), and held out (greedy) where both are measured"
+    )
+    scores, loss = training["chart"]
+    assert (scores["title"], loss["title"]) == ("scores", "loss")
+    (pattern,) = scores["multiline"]["tag"]
+    assert re.match(pattern, "reward") and not re.match(pattern, "eval/scores")
+    (pattern,) = loss["multiline"]["tag"]
+    assert re.match(pattern, "loss") and re.match(pattern, "eval/a/loss")
+
+
+def test_the_page_without_held_out_values_or_temperatures():
+    (training,) = board.key_charts(CHARTS, [], {})
+    assert training["title"] == "training" and len(training["chart"]) == 2
+    charts = {"score": ["reward", "eval/scores"], "rewards": ["rewards/chosen", "rewards/rejected"]}
+    tags = ["eval/scores", "eval/rewards/chosen", "eval/rewards/rejected"]
+    held_out, training = board.key_charts(charts, tags, {})
+    assert [chart["title"] for chart in held_out["chart"]] == ["score"]
+    assert training["title"] == "training, and held out where both are measured"
+    held_out, training = board.key_charts(charts, ["eval/scores"], {})
+    assert (held_out["title"], training["title"]) == ("held out", "training")
+
+
+@pytest.mark.parametrize("evaluations", [2, 3, 5, 13])
+def test_no_evaluation_of_a_short_run_is_an_outlier(evaluations):
+    """TensorBoard's range is that of the values from the 5 % to the 95 % quantile."""
+    (category, _) = board.key_charts({"loss": ["loss"]}, ["eval/loss"], {})
+    (series,) = category["chart"][0]["margin"]["series"]
+    values = [2.0**step for step in range(evaluations)]
+    counted_values = [value for value in values for tag in series.values() if tag == "eval/loss"]
+    low, high = numpy.quantile(counted_values, [0.05, 0.95])
+    assert (low, high) == (values[0], values[-1])
+
+
+def test_a_lone_run_is_called_by_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert board.command(Path("runs/dpo/today")) == "tensorboard --logdir_spec today:runs/dpo/today"
+    assert board.command(Path(".")) == f"tensorboard --logdir_spec {tmp_path.name}:."
+    for name in ("a:b", "a,b"):  # to TensorBoard these are separators
+        assert board.command(Path(name)) == f"tensorboard --logdir {name}"
+
+
 def test_charts_match_their_tags_in_training_and_evaluation():
     pattern = board.pattern_of(["loss", "rewards/chosen"])
     for tag in ("loss", "eval/loss", "eval/name/loss", "rewards/chosen", "eval/rewards/chosen"):
         assert re.match(pattern, tag), tag
     for tag in ("loss/policy_avg", "policy_loss", "eval/a/b/loss"):
         assert not re.match(pattern, tag), tag
+    # Of held-out values alone.
+    pattern = board.pattern_of(["loss", "eval/scores"])
+    for tag in ("loss", "eval/loss", "eval/scores", "eval/name/scores"):
+        assert re.match(pattern, tag), tag
+    assert not re.match(pattern, "scores")
 
 
 FULL = """
