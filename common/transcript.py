@@ -1,10 +1,12 @@
 """Writes what was asked and answered in evaluations and rollouts, and shows some of it.
 
 An example is a dict: `source` (`eval`, `eval/<name>` or `rollout`), `row` (its number in the data,
-from 1), `prompt`, `response`, and what is known of the response: `right`, `score`, `rewards`.
+from 1), `prompt`, `response`, and what is known of the response: `right` and the right `answer`,
+`score`, `rewards`.
 """
 
 import json
+import statistics
 import textwrap
 from pathlib import Path
 
@@ -26,15 +28,27 @@ def write(output_dir: Path, global_step: int, examples: list[dict]) -> None:
 
 
 def first_of_each(examples: list[dict], most: int) -> list[dict]:
-    """Returns the first examples of each source, `most` of each."""
-    shown = []
-    taken = {}
+    """Returns the first examples of each source, `most` of each, see `with_both_kinds`."""
+    by_source: dict[str, list[dict]] = {}
     for example in examples:
-        source = example["source"]
-        taken[source] = taken.get(source, 0) + 1
-        if taken[source] <= most:
-            shown.append(example)
-    return shown
+        by_source.setdefault(example["source"], []).append(example)
+    return [example for own in by_source.values() for example in with_both_kinds(own, most)]
+
+
+def with_both_kinds(examples: list[dict], most: int) -> list[dict]:
+    """Returns the first `most` examples; if all of these are good, or none is, the last are others.
+
+    Good is what is right, or has a score above the mean. So the same prompts are shown again and
+    again, but they never hide the failures of a good model or the successes of a bad one.
+    """
+    quality = [float(example.get("score", example.get("right", 0))) for example in examples]
+    mean = statistics.fmean(quality)
+    is_good = [value > mean for value in quality]
+    first = list(range(len(examples)))[:most]
+    if len({is_good[number] for number in first}) == 1:
+        others = [number for number, good in enumerate(is_good) if good != is_good[0]][: most // 2]
+        first = first[: most - len(others)] + others
+    return [examples[number] for number in first]
 
 
 def on_console(examples: list[dict]) -> list[str]:
@@ -68,9 +82,10 @@ def indented(text: str) -> str:
 
 
 def verdict(example: dict) -> str:
-    """Returns what is known of a response, such as `right` or `score 0.25`."""
+    """Returns what is known of a response, such as `wrong (right: '25')` or `score 0.25`."""
     if "score" in example:
         return f"score {example['score']:.4g}"
     if "right" in example:
-        return "right" if example["right"] else "wrong"
+        # An answer may be a whole solution that ends with it.
+        return "right" if example["right"] else f"wrong (right: {example['answer'][-40:]!r})"
     return "sampled"

@@ -264,6 +264,35 @@ def test_the_first_samples_of_each_set_are_shown():
     assert transcript.on_console(examples)[0] == "  score 0.25: 'a | b\\n c' -> 'd'"
 
 
+def rows_shown(qualities: list, most: int) -> list[int]:
+    """The rows that are shown of examples with these scores, or that are right or wrong."""
+    kind = "right" if isinstance(qualities[0], bool) else "score"
+    examples = [
+        {"source": "eval", "row": row, kind: value} for row, value in enumerate(qualities, 1)
+    ]
+    return [example["row"] for example in transcript.first_of_each(examples, most)]
+
+
+@pytest.mark.parametrize("qualities, rows", [
+    ([True, True, False, True, True, False], [1, 2, 3, 4]),  # as they come
+    ([True, True, True, True, True, False, False, False, False], [1, 2, 6, 7]),
+    ([False, False, False, False, False, True], [1, 2, 3, 6]),
+    ([True] * 6, [1, 2, 3, 4]),
+    ([-3.0, -3.0, -3.0, -3.0, -1.0, -2.0], [1, 2, 5, 6]),
+    ([0.5] * 3, [1, 2, 3]),
+])  # fmt: skip
+def test_right_answers_are_shown_beside_wrong_ones(qualities, rows):
+    assert rows_shown(qualities, most=4) == rows
+
+
+def test_a_wrong_response_is_shown_with_the_right_answer():
+    example = {"right": False, "answer": "She has 16 eggs and sells 9 of them, so it is\n#### 18"}
+    assert (
+        transcript.verdict(example) == r"wrong (right: 'gs and sells 9 of them, so it is\n#### 18')"
+    )
+    assert transcript.verdict({**example, "right": True}) == "right"
+
+
 def test_samples_are_shown_as_they_are():
     """TensorBoard reads texts as Markdown: it would fetch pictures from where a model says."""
     prompt = "<|im_start|>user\nWhat is 2*3*4 | a_b_c? &lt; \\boxed{é} <!-- x --> 漢 😀"
