@@ -28,7 +28,7 @@ class Board:
             after it.
         charts: the tags of each chart under CUSTOM SCALARS, by its title; see `key_charts`.
         settings: the run's arguments, as numbers, texts and booleans; shown under HPARAMS.
-        first: the names of those that come first there; it shows five.
+        first: the names of the arguments that come first there. Five are in view.
         has_held_out: whether there will be held-out values.
     """
 
@@ -154,21 +154,20 @@ def key_charts(charts: dict[str, list[str]], held_out: list[str], settings: dict
         held_out: the tags of held-out values.
         settings: the run's arguments. Where they have temperatures the titles name them.
     """
-    greedy, sampled = how_responses_are_made(settings)
+    of_evaluation, of_rollout = how_responses_are_made(settings)
     of_held_out = []
     of_training = []
     both = ""
     for title, tags in charts.items():
         of_held_out += margin_charts(title, tags, held_out)
         if trained := [tag for tag in tags if not tag.startswith(EVAL)]:
-            pattern = pattern_of(trained)
-            of_training.append({"title": title, "multiline": {"tag": [pattern]}})
-            if any(re.match(pattern, tag) for tag in held_out):
-                both = f", and held out{greedy} where both are measured"
+            of_training.append({"title": title, "multiline": {"tag": [pattern_of(trained)]}})
+            if matching(trained, held_out):
+                both = f", and held out{of_evaluation} where both are measured"
     groups = {
         # TensorBoard's page shows charts with margins in the opposite order.
-        f"held out{greedy}": of_held_out[::-1],
-        f"training{sampled}{both}": of_training,
+        f"held out{of_evaluation}": of_held_out[::-1],
+        f"training{of_rollout}{both}": of_training,
     }
     return [{"title": title, "chart": group} for title, group in groups.items() if group]
 
@@ -184,13 +183,12 @@ def margin_charts(title: str, tags: list[str], held_out: list[str]) -> list[dict
     Where several of the tags have held-out values there is no such chart, because TensorBoard would
     warn of tags that are missing in training.
     """
-    found = {tag: [name for name in held_out if re.match(pattern_of([tag]), name)] for tag in tags}
-    found = {tag: names for tag, names in found.items() if names}
-    if len(found) != 1:
+    measured = [tag for tag in tags if matching([tag], held_out)]
+    if len(measured) != 1:
         return []
-    ((tag, names),) = found.items()
+    tag = measured[0]
     charts = []
-    for name in names:
+    for name in matching([tag], held_out):
         name_of_set = name.removeprefix(EVAL).removesuffix(tag.removeprefix(EVAL)).rstrip("/")
         margin = {"value": name, "lower": name, "upper": name}
         full_title = f"{title}: {name_of_set}" if name_of_set else title
@@ -199,17 +197,23 @@ def margin_charts(title: str, tags: list[str], held_out: list[str]) -> list[dict
 
 
 def how_responses_are_made(settings: dict) -> tuple[str, str]:
-    """Returns how held-out responses and those of rollouts are made: for titles, in brackets.
+    """Returns how held-out responses, and those of rollouts, are made, in brackets for titles.
 
     Both are empty where a recipe samples nothing to train on.
     """
     if "eval_temperature" not in settings:
         return "", ""
-    temperatures = settings["eval_temperature"], settings["temperature"]
-    greedy, sampled = [
-        f" (sampled at temperature {at:g})" if at else " (greedy)" for at in temperatures
-    ]
-    return greedy, sampled
+    return in_brackets(settings["eval_temperature"]), in_brackets(settings["temperature"])
+
+
+def in_brackets(temperature: float) -> str:
+    """Returns how responses are made at a temperature; 0 is greedy."""
+    return f" (sampled at temperature {temperature:g})" if temperature else " (greedy)"
+
+
+def matching(tags: list[str], names: list[str]) -> list[str]:
+    """Returns the names that a chart of these tags shows, see `pattern_of`."""
+    return [name for name in names if re.match(pattern_of(tags), name)]
 
 
 def pattern_of(tags: list[str]) -> str:

@@ -379,8 +379,8 @@ def read_state(path: Path) -> dict:
 
 def check_state(state: dict) -> None:
     """Raises an error, of any type, if `load` could not use this state."""
-    # Counters.
     best.Best(**state.get("best", {}))
+    # Counters.
     scheduler = state["scheduler"]
     counts = [state["progress"][name] for name in COUNTERS]
     counts += [scheduler["last_epoch"], *state["log_bytes"].values()]

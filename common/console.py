@@ -38,10 +38,11 @@ def begin(run: Run, data: str, updates: str) -> None:
         lines["best"] = f"{best.target(args.keep_best).describe()}: {args.output_dir}/{best.FOLDER}"
     if args.eval_dataset_name is None:
         lines["held out"] = "nothing: give --eval_dataset_name to see more than the training loss"
-    lines["checkpoints"] = "none: give --save_steps to be able to resume"
     if args.save_steps:
         every = counted(run.progress.updates_in(args.save_steps), "update")
         lines["checkpoints"] = f"{run.checkpoints}, one every {every}"
+    else:
+        lines["checkpoints"] = "none: give --save_steps to be able to resume"
     if "tensorboard" in args.report_to:
         lines["curves"] = f"{board.command(run.output_dir)}; the key ones are at {KEY_CHARTS}"
     width = max(len(title) for title in lines)
@@ -50,12 +51,13 @@ def begin(run: Run, data: str, updates: str) -> None:
 
 
 def files_of(run: Run) -> list[str]:
-    """Returns what the run writes into its folder, but for checkpoints and curves."""
+    """Returns what the run writes into its folder, except checkpoints and curves."""
     has_rollouts = hasattr(run.args, "rollout_batch_size")
     answers_are_checked = any("answer" in rows.column_names for rows in run.data.eval_sets.values())
     # A reward model writes no text, whatever its data hold.
-    writes_samples = has_rollouts or (answers_are_checked and not is_classifier(run))
-    return ["metrics.jsonl", *(["samples.jsonl"] if writes_samples else []), "actor/"]
+    if has_rollouts or (answers_are_checked and not is_classifier(run)):
+        return ["metrics.jsonl", "samples.jsonl", "actor/"]
+    return ["metrics.jsonl", "actor/"]
 
 
 def describe_model(run: Run) -> str:
@@ -155,7 +157,11 @@ def how_to_load(run: Run, folder: Path) -> list[str]:
 
 
 def how_to_score(run: Run, folder: Path, is_chat: bool) -> list[str]:
-    """Returns the same for a reward model, whose texts end with the token that ends an answer."""
+    """Returns lines that load a reward model and score a text, which ends with the end token.
+
+    Args:
+        is_chat: whether it was trained on messages.
+    """
     lines = []
     if lora.has_adapter(run.unwrapped):
         # A pipeline takes the class of the base, a language model, not that of the adapter.

@@ -48,7 +48,7 @@ def reach() -> None:
 def check_push(args) -> None:
     """Makes the repository of `--push_to_hub`, private if it is new; for the main process.
 
-    A run that could not upload its actor is so refused before it trains.
+    So a run that could not upload its actor is refused before it trains.
 
     Raises:
         SystemExit: nobody is logged in, or the hub does not let this user write there.

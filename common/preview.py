@@ -122,9 +122,10 @@ def sequences_of(values: dict) -> list[Sequence]:
     parts = []
     for name in ("prompt", "teacher_prompt", "chosen", "rejected", "completion"):
         ids = list(values.get(f"{name}_ids", []))
-        is_trained = [name in ("chosen", "rejected", "completion")] * len(ids)
-        if is_reward_row:  # its loss takes the score, which is read at the last token
-            is_trained[:-1] = [False] * len(is_trained[:-1])
+        is_answer = name in ("chosen", "rejected", "completion")
+        is_trained = [is_answer] * len(ids)
+        if is_answer and is_reward_row:  # the loss takes the score, read at the last token
+            is_trained = [False] * (len(ids) - 1) + [True]
         if ids:
             parts.append(Sequence(name, ids, is_trained))
     return parts

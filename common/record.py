@@ -62,7 +62,7 @@ def plain_settings(args) -> dict[str, bool | int | float | str]:
 
 
 def not_default(args) -> set[str]:
-    """Returns the names of the arguments whose values are not those by default."""
+    """Returns the names of the arguments that differ from their defaults."""
     defaults = vars(type(args)())
     return {name for name, value in vars(args).items() if value != defaults.get(name)}
 

@@ -36,10 +36,11 @@ def first_of_each(examples: list[dict], most: int) -> list[dict]:
 
 
 def with_both_kinds(examples: list[dict], most: int) -> list[dict]:
-    """Returns the first `most` examples; if all of these are good, or none is, the last are others.
+    """Returns `most` examples: the first ones, with good and bad ones among them where both exist.
 
-    Good is what is right, or has a score above the mean. So the same prompts are shown again and
-    again, but they never hide the failures of a good model or the successes of a bad one.
+    Good is what is right, or has a score above the mean. If the first are all alike, the last of
+    them make room for the other kind. So the same prompts are shown in each evaluation, yet the
+    failures of a good model and the successes of a bad one are seen.
     """
     quality = [float(example.get("score", example.get("right", 0))) for example in examples]
     mean = statistics.fmean(quality)

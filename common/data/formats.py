@@ -4,7 +4,7 @@ import os
 import re
 import sys
 
-from common.data.messages import SENDERS, BadRow, as_messages, is_message, is_messages
+from common.data.messages import BadRow, as_messages, is_message, is_messages, role_of
 
 # hh-rlhf transcripts: the prompt ends with the last marker that both answers share.
 HH_MARKER = "\n\nAssistant:"
@@ -288,10 +288,11 @@ def is_in_order(parts: list[str], whole: list[str]) -> bool:
 
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
     """Returns the roles of a row's messages, each once; none if it is all strings."""
-    values = [row.get(name) for name in ("messages", "prompt", "completion", "chosen", "rejected")]
-    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
-    messages = [part for part in parts if isinstance(part, dict)]
-    roles = [each.get("role") or SENDERS.get(each.get("from"), "assistant") for each in messages]
+    roles = []
+    for name in ("messages", "prompt", "completion", "chosen", "rejected"):
+        value = row.get(name)
+        parts = value if isinstance(value, list) else [value]
+        roles += [role_of(part) for part in parts if isinstance(part, dict)]
     if not roles and strings_as_messages and is_plain_text(row):
         roles = ["user", "assistant"]
     return list(dict.fromkeys(roles))

@@ -74,6 +74,11 @@ def as_message(message: dict, number: int) -> dict:
     return {"content": "", **message}
 
 
+def role_of(message: dict) -> str:
+    """Returns the role of a message in either form; a `function_call` is the assistant's."""
+    return message.get("role") or SENDERS.get(message.get("from"), "assistant")
+
+
 def from_sharegpt(message: dict, number: int) -> dict:
     """Returns a message of `from` and `value` as one of role and content."""
     sender = message["from"]
