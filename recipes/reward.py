@@ -77,6 +77,11 @@ class Args(SharedArgs):
         at_least=0,
         help="weight of (r(chosen) + r(rejected))^2, which keeps scores around zero; 0.01 is usual",
     )
+    pad_token: str | None = arg(
+        default=None,
+        help="pads with this token of the vocabulary; by default, if the tokenizer pads with its "
+        "EOS, with an unused special token",
+    )
     share_prompts: bool = arg(
         default=True, help="compute a prompt once for both answers, where the model allows it"
     )
@@ -173,7 +178,7 @@ def main():
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
-    refuse_pad_like_eos(tokenizer, args)
+    load.separate_pad(tokenizer, args.pad_token)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
     preview.show(accelerator, args, data)
     lengths = dataset.column(data.train, "length")
@@ -315,18 +320,6 @@ def evaluate(run: Run, packer: Packer) -> None:
         run.unwrapped.config.update(run.extra)
     run.metrics.log_evaluation(line, [])
     actor.keep_best(run, line)
-
-
-# ============================================================ refusals
-def refuse_pad_like_eos(tokenizer, args: Args) -> None:
-    """Refuses a tokenizer that pads with its EOS: a saved model would read scores before it."""
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:
-        raise SystemExit(
-            f"the tokenizer of {args.model_name_or_path!r} has no pad token of its own, or pads "
-            f"with its EOS, {tokenizer.eos_token!r}: transformers would read a saved reward "
-            "model's score before the EOS. Set tokenizer.pad_token to another token of its "
-            "vocabulary and save it."
-        )
 
 
 if __name__ == "__main__":

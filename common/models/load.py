@@ -26,6 +26,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import cpu, distributed, folders, hub, record, speaks_for_all, zero
 from common.data import templates, tokens
+from common.models.architecture import OTHER_SENSES
 
 EXPECTED = "(expected a Hugging Face folder or a hub name)"
 
@@ -79,6 +80,59 @@ def tokenizer_of(
         templates.set_defaults(tokenizer, chat_template_kwargs)
     tokenizer.chat_date = date if templates.prints_date(tokenizer) else None
     return tokenizer
+
+
+def separate_pad(tokenizer, pad_token: str | None = None) -> None:
+    """Gives a tokenizer that pads with its EOS another pad token, and prints which.
+
+    transformers reads a saved reward model's score at the last token that is not the pad token. So
+    any token will do with which no answer ends. The vocabulary stays as it is.
+
+    Args:
+        pad_token: a token of the vocabulary that the user chose. None: an unused special token, or
+            the one for unknown text.
+
+    Raises:
+        SystemExit: the token is not in the vocabulary or is the EOS, or none was found.
+    """
+    eos = tokenizer.eos_token
+    if pad_token is not None:
+        if pad_token not in tokenizer.get_vocab() or pad_token == eos:
+            sys.exit(
+                f"--pad_token {pad_token!r}: expected a token of the vocabulary of "
+                f"{tokenizer.name_or_path!r} other than its EOS, {eos!r}"
+            )
+        tokenizer.pad_token = pad_token
+    if tokenizer.pad_token != eos:
+        return
+
+    candidates = [*unused_special_tokens(tokenizer), tokenizer.unk_token]
+    found = [token for token in candidates if token not in (None, eos)]
+    if not found:
+        sys.exit(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no pad token of its own, or pads "
+            f"with its EOS, {eos!r}: transformers would read a saved reward model's score before "
+            "the EOS. Give --pad_token TOKEN: a token of its vocabulary with which no answer ends"
+        )
+    tokenizer.pad_token = found[0]
+    note(
+        f"NOTE: pads with {found[0]!r}, because the tokenizer has no pad token other than its "
+        f"EOS, {eos!r}; --pad_token names another"
+    )
+
+
+def unused_special_tokens(tokenizer) -> list[str]:
+    """Returns the special tokens that no text of a conversation has: those for padding first."""
+    template = str(tokenizer.chat_template or "")
+    unused = [
+        str(token)
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.special
+        and str(token) not in tokenizer.all_special_tokens
+        and str(token) not in template
+        and not OTHER_SENSES.search(str(token))
+    ]
+    return sorted(unused, key=lambda token: "pad" not in token.lower())
 
 
 def in_4bit(args) -> BitsAndBytesConfig | None:

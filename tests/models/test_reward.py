@@ -12,12 +12,15 @@ import types
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedTokenizerFast,
 )
 
 from common import batches
@@ -117,6 +120,47 @@ def test_a_new_head_is_drawn_from_the_seed_and_an_old_one_kept(tmp_path, tokeniz
     for new_head in (True, False):
         assert torch.equal(
             model.score.weight, head(tmp_path / "old", tokenizer, 5, new_head=new_head)
+        )
+
+
+# ---------------------------------------------------------------------------------------------- the pad token
+
+
+def pads_with_eos(*special: str, **changes):
+    """Returns a tokenizer whose pad token is its EOS `<e>`, with further special tokens."""
+    backend = Tokenizer(WordLevel({"<e>": 0, "<u>": 1, "word": 2}, unk_token="<u>"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<e>", pad_token="<e>", name_or_path="tiny", **changes
+    )
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.chat_template = "{{ '<role>' }}"
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("special", "changes", "given", "expected"),
+    [
+        (["<role>", "<spare>", "<right_pad>"], {}, None, "<right_pad>"),
+        (["<role>", "<image_pad>", "<spare>", "<other>"], {}, None, "<spare>"),
+        (["<role>"], {"unk_token": "<u>"}, None, "<u>"),
+        (["<spare>"], {}, "word", "word"),
+    ],
+    ids=["named so", "unused", "for unknown text", "given"],
+)
+def test_a_pad_token_that_is_not_the_eos(special, changes, given, expected):
+    tokenizer = pads_with_eos(*special, **changes)
+    size = len(tokenizer)
+    load.separate_pad(tokenizer, given)
+    assert (tokenizer.pad_token, tokenizer.eos_token, len(tokenizer)) == (expected, "<e>", size)
+
+
+def test_a_pad_token_that_cannot_be():
+    refuses("'tiny'", "'<e>'", "--pad_token", call=lambda: load.separate_pad(pads_with_eos()))
+    for given in ("<e>", "<none>"):
+        refuses(
+            f"--pad_token '{given}'",
+            "'tiny'",
+            call=lambda given=given: load.separate_pad(pads_with_eos("<spare>"), given),
         )
 
 
@@ -532,16 +576,12 @@ def test_held_out_rows_longer_than_the_window_are_scored_as_alone(inputs, accele
 
 
 def test_what_is_refused_before_training(inputs, accelerator, tokenizer):
-    tiny_llama(inputs / "pads with EOS")
-    changed = AutoTokenizer.from_pretrained(inputs / "pads with EOS")
-    changed.pad_token = changed.eos_token
-    changed.save_pretrained(inputs / "pads with EOS")
     for name, margin in (("text", "much"), ("list", [1.0])):
         write_jsonl(inputs / f"{name}.jsonl", [pair(0), {**pair(2), "margin": margin}])
     for settings, parts in (
         (
-            dict(model="pads with EOS"),
-            ["pads with EOS", "pads with its EOS, '<|end|>'", "tokenizer.pad_token"],
+            dict(pad_token="<|end|>"),
+            ["--pad_token '<|end|>'", "vocabulary", "other than its EOS, '<|end|>'"],
         ),
         (
             dict(data="text.jsonl"),
