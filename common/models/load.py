@@ -29,6 +29,8 @@ from common.data import templates, tokens
 from common.models.architecture import OTHER_SENSES
 
 EXPECTED = "(expected a Hugging Face folder or a hub name)"
+# Standard deviation of a new score head's weights.
+HEAD_DEVIATION = 1e-3
 
 
 def tokenizer_of_run(accelerator, args):
@@ -512,15 +514,15 @@ def read_on_main_process(auto_class, kind: str, name: str, **settings) -> tuple:
 
 
 def draw_score_head(model: PreTrainedModel) -> None:
-    """Draws the weights of a new score head from N(0, 1 / (hidden size + 1)).
+    """Draws the weights of a new score head from N(0, `HEAD_DEVIATION`^2).
 
-    So scores begin with a variance of about 1 on normalised hidden states. Sources: Stiennon et al.
-    2020, arXiv:2009.01325, and the code of Huang et al. 2024, arXiv:2403.17031.
+    So all scores begin near zero, and the loss of a reward model near log 2, whatever the size of
+    the hidden states. Zeros would do for the scores, but would give the backbone no gradient.
     """
     size = model.score.in_features
     # From the seed alone, whatever random numbers the engine used up while it loaded the model.
     generator = torch.Generator().manual_seed(torch.initial_seed())
-    start = torch.randn(1, size, generator=generator) / (size + 1) ** 0.5
+    start = HEAD_DEVIATION * torch.randn(1, size, generator=generator)
     with zero.gathered([model.score.weight], writer=0), torch.no_grad():
         model.score.weight.copy_(start)
 

@@ -104,11 +104,11 @@ def test_a_new_head_is_drawn_from_the_seed_and_an_old_one_kept(tmp_path, tokeniz
         head_dim=4,
     )
     found = head(wide, tokenizer, 5, new_head=True)
-    expected = torch.randn(1, 2048, generator=torch.Generator().manual_seed(5)) / math.sqrt(2049)
+    expected = 1e-3 * torch.randn(1, 2048, generator=torch.Generator().manual_seed(5))
     assert torch.equal(found, expected) and found.dtype == torch.float32
     assert (
-        found.std().item() == pytest.approx(1 / math.sqrt(2049), rel=0.05)
-        and abs(found.mean().item()) < 3 / 2049
+        found.std().item() == pytest.approx(1e-3, rel=0.05)
+        and abs(found.mean().item()) < 3e-3 / math.sqrt(2048)
     )
     assert torch.equal(found, head(wide, tokenizer, 5, new_head=True)) and not torch.equal(
         found, head(wide, tokenizer, 6, new_head=True)
@@ -607,11 +607,12 @@ def test_margins_that_python_takes_for_numbers_are_refused_too(inputs, accelerat
     refuses(f"{margin}.jsonl", "row 1", "column 'margin'", "expected a", call=call)
 
 
-def test_a_new_score_head_is_said_in_one_line(tmp_path):
-    """Instead of transformers' table of the weights that a folder lacks."""
+def test_a_new_score_head_begins_with_the_loss_of_a_guess(tmp_path):
+    """And is said in one line, instead of transformers' table of the weights that a folder lacks."""
     flags = ["--max_steps", 1, "--eval_steps", 0, "--report_to", "none", "--output_dir", tmp_path]
     said = launch([], recipe("reward"), ASSETS / "reward.yaml", *flags).stdout
     assert (
         f"{str(ASSETS / 'model')!r} has no score head: a new one is drawn from the seed\n" in said
     )
     assert "LOAD REPORT" not in said and "MISSING" not in said
+    assert training_lines(tmp_path)[0]["loss"] == pytest.approx(math.log(2), abs=0.002)
