@@ -29,8 +29,6 @@ from common.data import templates, tokens
 from common.models.architecture import OTHER_SENSES
 
 EXPECTED = "(expected a Hugging Face folder or a hub name)"
-# Standard deviation of a new score head's weights.
-HEAD_DEVIATION = 1e-3
 
 
 def tokenizer_of_run(accelerator, args):
@@ -514,15 +512,18 @@ def read_on_main_process(auto_class, kind: str, name: str, **settings) -> tuple:
 
 
 def draw_score_head(model: PreTrainedModel) -> None:
-    """Draws the weights of a new score head from N(0, `HEAD_DEVIATION`^2).
+    """Draws the weights of a new score head from N(0, 0.01 / (hidden size + 1)).
 
-    So all scores begin near zero, and the loss of a reward model near log 2, whatever the size of
-    the hidden states. Zeros would do for the scores, but would give the backbone no gradient.
+    A tenth of the usual deviation (Stiennon et al. 2020, arXiv:2009.01325, and the code of Huang et
+    al. 2024, arXiv:2403.17031), which gives scores a variance of 1 where hidden states are
+    normalised. Those of chat models are larger, and a reward model should begin with scores near
+    zero: with the loss of a guess, log 2. A still smaller head would slow its backbone down, whose
+    gradient is in proportion to it.
     """
     size = model.score.in_features
     # From the seed alone, whatever random numbers the engine used up while it loaded the model.
     generator = torch.Generator().manual_seed(torch.initial_seed())
-    start = HEAD_DEVIATION * torch.randn(1, size, generator=generator)
+    start = 0.1 * torch.randn(1, size, generator=generator) / (size + 1) ** 0.5
     with zero.gathered([model.score.weight], writer=0), torch.no_grad():
         model.score.weight.copy_(start)
 

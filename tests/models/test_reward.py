@@ -104,11 +104,12 @@ def test_a_new_head_is_drawn_from_the_seed_and_an_old_one_kept(tmp_path, tokeniz
         head_dim=4,
     )
     found = head(wide, tokenizer, 5, new_head=True)
-    expected = 1e-3 * torch.randn(1, 2048, generator=torch.Generator().manual_seed(5))
+    normal = torch.randn(1, 2048, generator=torch.Generator().manual_seed(5))
+    expected = 0.1 * normal / math.sqrt(2049)
     assert torch.equal(found, expected) and found.dtype == torch.float32
     assert (
-        found.std().item() == pytest.approx(1e-3, rel=0.05)
-        and abs(found.mean().item()) < 3e-3 / math.sqrt(2048)
+        found.std().item() == pytest.approx(0.1 / math.sqrt(2049), rel=0.05)
+        and abs(found.mean().item()) < 0.3 / 2049
     )
     assert torch.equal(found, head(wide, tokenizer, 5, new_head=True)) and not torch.equal(
         found, head(wide, tokenizer, 6, new_head=True)
@@ -292,7 +293,9 @@ class Reference:
             inputs / "model", num_labels=1
         )
         generator = torch.Generator().manual_seed(SETTINGS["seed"])
-        self.model.score.weight.data.copy_(torch.randn(1, 32, generator=generator) / math.sqrt(33))
+        self.model.score.weight.data.copy_(
+            0.1 * torch.randn(1, 32, generator=generator) / math.sqrt(33)
+        )
         text = lambda row, answer: tokenizer.apply_chat_template(
             row["prompt"] + row[answer], tokenize=False
         )
@@ -615,4 +618,4 @@ def test_a_new_score_head_begins_with_the_loss_of_a_guess(tmp_path):
         f"{str(ASSETS / 'model')!r} has no score head: a new one is drawn from the seed\n" in said
     )
     assert "LOAD REPORT" not in said and "MISSING" not in said
-    assert training_lines(tmp_path)[0]["loss"] == pytest.approx(math.log(2), abs=0.002)
+    assert training_lines(tmp_path)[0]["loss"] == pytest.approx(math.log(2), abs=0.005)
