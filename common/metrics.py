@@ -201,6 +201,7 @@ class Metrics:
         self.board: board.Board | None = None
         self.bar: tqdm | None = None
         self.started = 0.0
+        self.noted: set[str] = set()
 
     def start(self) -> None:
         """Opens TensorBoard, other trackers and the bar. All processes must call it."""
@@ -347,6 +348,15 @@ class Metrics:
         """Prints a line above the bar. All processes may call it."""
         if self.accelerator.is_main_process:
             self.bar.write(f"WARNING: {message}")
+
+    def note_once(self, name: str, message: str) -> None:
+        """Prints a line above the bar, the first time that it is called with this name.
+
+        All processes may call it.
+        """
+        if name not in self.noted and self.accelerator.is_main_process:
+            self.bar.write(f"NOTE: {message}")
+        self.noted.add(name)
 
     def log_evaluation(self, values: dict[str, float], examples: list[dict]) -> None:
         """Writes an evaluation as a line of its own, and prints it with some of its samples.

@@ -583,6 +583,22 @@ def log_samples(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     run.metrics.add_rollout({"completions/min_length": response_lengths}, reduce="min")
     run.metrics.add_rollout({"completions/max_length": response_lengths}, reduce="max")
     run.metrics.log_rollout(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
+    note_dropped_groups(run, is_kept)
+
+
+def note_dropped_groups(run: Run, is_kept: torch.Tensor) -> None:
+    """Prints once that more than half of a rollout's groups were dropped, and what helps."""
+    n_groups = len(is_kept)
+    n_dropped = n_groups - int(is_kept.sum())
+    if 2 * n_dropped > n_groups and not run.args.refill_rounds:
+        run.metrics.note_once(
+            "dropped groups",
+            f"{n_dropped} of {n_groups} groups ({n_dropped / n_groups:.0%}) have advantages of "
+            "zero, such as those whose responses all score alike, and are dropped. So updates "
+            "have fewer samples, at the same learning rate: --refill_rounds 3 samples other "
+            "prompts in their place. Easier or harder prompts, or a reward of more than two "
+            "values, help as well",
+        )
 
 
 # ============================================================ the updates of a rollout

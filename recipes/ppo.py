@@ -522,6 +522,23 @@ def end_update(run: Run) -> None:
         state.rollout = None
 
 
+def note_joint_clipping(run: Run, grad_norm: float) -> None:
+    """Prints once that clipping shrinks the actor's gradient along with a much larger critic's.
+
+    DeepSpeed itself clips all parameters by their joint norm, so no other engine clips apart.
+    """
+    args = run.args
+    if args.max_grad_norm and grad_norm > 10 * args.max_grad_norm:
+        run.metrics.note_once(
+            "joint clipping",
+            f"the gradient of update {run.progress.global_step} has norm {grad_norm:.3g}. Actor "
+            f"and critic are clipped together to --max_grad_norm {args.max_grad_norm:g}, which "
+            "divides both gradients by the same number. Mostly the critic's is that large, "
+            "because scores are far from 0: scale them to about 1 (your reward function, "
+            "--normalize_reward, --reward_clip), or lower --vf_coef in proportion",
+        )
+
+
 def make_actor_critic(tokenizer, args: Args) -> ActorCritic:
     """Loads the actor, and its critic, which starts from the reward model, or else the policy."""
     critic_name = (
@@ -696,6 +713,7 @@ def main():
         )
         if applied:
             scheduler.step()
+            note_joint_clipping(run, float(grad_norm))
 
         if progress.log_due(args.logging_steps):
             metrics.log()

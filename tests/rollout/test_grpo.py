@@ -411,6 +411,8 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
         inputs, output, SHARED, *more, "--eval_dataset_name", inputs / "prompts.jsonl"
     ).stdout
     assert said.count("it has no response to train on") == 2  # 4 and 3 prompts
+    assert said.count("NOTE: 4 of 4 groups (100%) have advantages of zero") == 1  # once a run
+    assert said.count("--refill_rounds 3 samples other prompts") == 1
     assert "done: 0 updates (the model is as it was), 0 skipped" in said
     assert torch.equal(weights(output), weights(inputs, "model"))
     assert training_lines(output) == []

@@ -34,6 +34,7 @@ from transformers import (
 from architectures import build
 from bare_runs import SHARING, alone_in, bare_run
 from common import arguments, batches, export
+from common.metrics import Metrics
 from common.models.load import score_model, tokenizer_of
 from common.models.logprobs import LogProbModel
 from common.models.packing import Packer
@@ -646,15 +647,6 @@ def test_a_sampler_that_was_not_finite_stops_the_run_though_the_later_pass_is(to
         check()
 
 
-def test_a_new_head_begins_at_the_standard_deviation_of_the_papers(tmp_path, tokenizer):
-    tiny_llama(tmp_path, hidden_size=2048, intermediate_size=8, num_hidden_layers=1)
-    head = score_model(str(tmp_path), tokenizer, LOADING, new_head=True).score.weight.detach()
-    assert head.shape == (1, 2048) and head.std().item() * math.sqrt(2049) == pytest.approx(
-        1, abs=0.06
-    )
-    assert abs(head.mean().item()) * math.sqrt(2049) < 0.08
-
-
 def test_responses_to_a_prompt_are_scored_side_by_side():
     """Though they differ in length: else a prompt could not be computed once for them."""
     prompts = [[7] * length for length in (3, 3, 5, 5, 4, 4)]
@@ -905,9 +897,8 @@ class Reference:
             self.critic = AutoModelForSequenceClassification.from_pretrained(
                 inputs / "model", num_labels=1
             ).eval()
-            head = torch.randn(
-                1, 32, generator=torch.Generator().manual_seed(self.set.seed)
-            ) / math.sqrt(33)
+            generator = torch.Generator().manual_seed(self.set.seed)
+            head = 0.1 * torch.randn(1, 32, generator=generator) / math.sqrt(33)
             self.critic.score.weight.data.copy_(head)
         self.rows = [
             json.loads(line) for line in (inputs / "prompts.jsonl").read_text().splitlines()
@@ -1172,8 +1163,36 @@ def expect_lines(output, reference):
             )
 
 
+@pytest.mark.parametrize(
+    ("grad_norms", "max_grad_norm", "expected"),
+    [([4.9, 264.4, 300.0], 0.5, "update 3 has norm 264."), ([4.9], 0.5, None), ([264.0], 0, None)],
+    ids=["once", "small", "not clipped"],
+)
+def test_a_critic_whose_gradient_shrinks_the_actors_is_said_once(
+    grad_norms, max_grad_norm, expected
+):
+    said = []
+    metrics = Metrics.__new__(Metrics)
+    metrics.noted, metrics.bar = set(), types.SimpleNamespace(write=said.append)
+    metrics.accelerator = types.SimpleNamespace(is_main_process=True)
+    run = types.SimpleNamespace(
+        metrics=metrics,
+        args=types.SimpleNamespace(max_grad_norm=max_grad_norm),
+        progress=types.SimpleNamespace(global_step=3),
+    )
+    for grad_norm in grad_norms:
+        ppo.note_joint_clipping(run, grad_norm)
+    assert len(said) == (expected is not None)
+    assert all(
+        part in said[0] for part in (expected or "", "--max_grad_norm 0.5", "--vf_coef") if expected
+    )
+
+
 def test_every_logged_number_of_a_run(whole):
     output, console, reference = whole
+    limit = 10 * reference.set.max_grad_norm or math.inf
+    large = [line for line in lines(output) if line.get("grad_norm", 0) > limit]
+    assert console.count("are clipped together") == bool(large)
     assert (
         "4 prompts x 2 responses = 8 samples, x 2 / train_batch_size = 4 updates of up to 4 samples; 2 rollouts per epoch"
         in console

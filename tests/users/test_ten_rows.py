@@ -73,7 +73,7 @@ def told(answer: str) -> dict:
 CHAT = ("--strings_as_messages",)
 BRIEF = """
 def brief(prompts, responses, **columns):
-    return [-float(len(response)) for response in responses]
+    return [-len(response) / 100 for response in responses]
 """
 PAIRS = {
     "messages": Form(lambda q, a, b: {"prompt": user(q), "chosen": assistant(a), "rejected": assistant(b)}),
