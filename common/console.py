@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from common import best, board, counted, engine, optim, record
 from common.models import lora
+from common.rollout import answers
 from common.run import Run
 
 # Without smoothing: TensorBoard would smooth a few evaluations as it does hundreds of updates, and
@@ -38,6 +39,8 @@ def begin(run: Run, data: str, updates: str) -> None:
         lines["best"] = f"{best.target(args.keep_best).describe()}: {args.output_dir}/{best.FOLDER}"
     if args.eval_dataset_name is None:
         lines["held out"] = "nothing: give --eval_dataset_name to see more than the training loss"
+    if exact_match(run):
+        lines["exact match"] = exact_match(run)
     if args.save_steps:
         every = counted(run.progress.updates_in(args.save_steps), "update")
         lines["checkpoints"] = f"{run.checkpoints}, one every {every}"
@@ -53,11 +56,14 @@ def begin(run: Run, data: str, updates: str) -> None:
 def files_of(run: Run) -> list[str]:
     """Returns what the run writes into its folder, except checkpoints and curves."""
     has_rollouts = hasattr(run.args, "rollout_batch_size")
-    answers_are_checked = any("answer" in rows.column_names for rows in run.data.eval_sets.values())
-    # A reward model writes no text, whatever its data hold.
-    if has_rollouts or (answers_are_checked and not is_classifier(run)):
+    if has_rollouts or exact_match(run):
         return ["metrics.jsonl", "samples.jsonl", "actor/"]
     return ["metrics.jsonl", "actor/"]
+
+
+def exact_match(run: Run) -> str:
+    """Returns what exact match takes in an evaluation; "" where only rollouts are evaluated."""
+    return answers.describe(run) if hasattr(run.args, "exact_match_rows") else ""
 
 
 def describe_model(run: Run) -> str:

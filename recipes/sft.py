@@ -81,9 +81,15 @@ class Args(SharedArgs):
     max_new_tokens: int = arg(
         default=256, at_least=1, help="longest answer in evaluation by exact match"
     )
+    exact_match_rows: int | None = arg(
+        default=None,
+        at_least=0,
+        help="for exact match, answers at most so many prompts of each held-out set; 0: none; by "
+        "default all that have an `answer`",
+    )
 
     # Besides what all recipes share, a resumed run may change these.
-    may_change: ClassVar[set[str]] = {"packing", "max_new_tokens"}
+    may_change: ClassVar[set[str]] = {"packing", "max_new_tokens", "exact_match_rows"}
 
 
 # ============================================================ the algorithm

@@ -4,6 +4,7 @@ import re
 import sys
 from decimal import Decimal
 
+from common import counted
 from common.models import architecture
 from common.rollout import generation
 from common.run import Run
@@ -111,10 +112,35 @@ def as_text(text: str) -> str:
     return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
 
 
-def rows_with_answer(eval_set) -> dict[str, list]:
-    """Returns the columns `row prompt_ids answer` of the rows that have an answer."""
+def rows_with_answer(eval_set, limit: int | None) -> dict[str, list]:
+    """Returns the columns `row prompt_ids answer` of the first rows that have an answer.
+
+    Args:
+        limit: at most so many rows, see `--exact_match_rows`; None: all.
+    """
     answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
-    return eval_set.select_columns(["row", "prompt_ids", "answer"])[answered]
+    return eval_set.select_columns(["row", "prompt_ids", "answer"])[answered[:limit]]
+
+
+def are_checked(args, eval_set) -> bool:
+    """Whether the prompts of a held-out set are answered, to see how many answers are right."""
+    return "answer" in eval_set.column_names and args.exact_match_rows != 0
+
+
+def describe(run: Run) -> str:
+    """Returns what exact match takes in each evaluation, for the console; "" if nothing."""
+    args = run.args
+    counts = [
+        len(rows_with_answer(eval_set, args.exact_match_rows)["row"])
+        for eval_set in run.data.eval_sets.values()
+        if are_checked(args, eval_set)
+    ]
+    if not counts:
+        return ""
+    return (
+        f"{counted(sum(counts), 'answer')} of up to {args.max_new_tokens} tokens an evaluation "
+        "(--exact_match_rows N for fewer, 0 for none)"
+    )
 
 
 def check_room(run: Run) -> None:
@@ -128,9 +154,9 @@ def check_room(run: Run) -> None:
     max_new_tokens = run.args.max_new_tokens
     limit = architecture.positions_of(run.unwrapped.model)
     for prefix, eval_set in run.data.eval_sets.items():
-        if limit is None or "answer" not in eval_set.column_names:
+        if limit is None or not are_checked(run.args, eval_set):
             continue
-        rows = rows_with_answer(eval_set)
+        rows = rows_with_answer(eval_set, run.args.exact_match_rows)
         longest, row = max((len(ids), row) for ids, row in zip(rows["prompt_ids"], rows["row"]))
         room = limit - longest + 1  # nothing reads the last new token
         if max_new_tokens > room:
@@ -150,12 +176,12 @@ def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list
         prefix: of the set's tags, such as `eval/`.
 
     Returns:
-        The share of right responses by its tag, nothing if the set has no column `answer`; all
-        prompts and responses, see `common/transcript.py`.
+        The share of right responses by its tag, nothing if no prompt is answered; all prompts and
+        responses, see `common/transcript.py`.
     """
-    if "answer" not in eval_set.column_names:
+    if not are_checked(run.args, eval_set):
         return {}, []
-    rows = rows_with_answer(eval_set)
+    rows = rows_with_answer(eval_set, run.args.exact_match_rows)
     prompts = rows["prompt_ids"]
     responses = generation.generate(
         run, prompts, run.args.max_new_tokens, batch_size=8 * run.args.micro_train_batch_size

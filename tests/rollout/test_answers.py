@@ -188,7 +188,8 @@ def test_an_answer_has_room_in_the_table_of_positions(accelerator, tokenizer, mo
 
     def run_with(eval_sets: dict, room: int):
         data = data_of([], eval_sets=eval_sets)
-        return bare_run(accelerator, tokenizer, model, data=data, max_new_tokens=room)
+        sizes = dict(max_new_tokens=room, exact_match_rows=None)
+        return bare_run(accelerator, tokenizer, model, data=data, **sizes)
 
     def answer(eval_sets: dict, room: int):
         return answers.exact_match(run_with(eval_sets, room), eval_sets["eval/sums/"], "eval/sums/")
@@ -218,6 +219,23 @@ def test_an_answer_has_room_in_the_table_of_positions(accelerator, tokenizer, mo
     )
     without_answers = {"eval/": held_out(65)["eval/sums/"].remove_columns("answer")}
     check_room(without_answers, 8)
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows"), [(None, [10, 11, 12]), (2, [10, 11]), (9, [10, 11, 12]), (0, [])]
+)
+def test_exact_match_over_some_rows(accelerator, tokenizer, limit, rows):
+    """And in one evaluation as many answers as the console announces."""
+    eval_sets = held_out(5, 6, 7)
+    sizes = dict(max_new_tokens=3, exact_match_rows=limit)
+    data = data_of([], eval_sets=eval_sets)
+    run = bare_run(accelerator, tokenizer, architectures.build("llama"), data=data, **sizes)
+    shares, examples = answers.exact_match(run, eval_sets["eval/sums/"], "eval/sums/")
+    assert [example["row"] for example in examples] == rows
+    assert list(shares) == (["eval/sums/exact_match"] if rows else [])
+    announced = answers.describe(run)
+    assert announced.startswith(f"{len(rows)} answers of up to 3 tokens" if rows else "")
+    assert ("--exact_match_rows" in announced) == bool(rows)
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
