@@ -91,8 +91,12 @@ def launcher_is_gone() -> bool:
     Launchers wait for what they start, so a launcher that is gone was killed. Whoever starts a
     recipe without one, such as a shell with `&`, may go.
     """
-    was_launched = any(name in os.environ for name in SET_BY_LAUNCHERS)
-    return was_launched and os.getppid() != PARENT
+    return was_launched() and os.getppid() != PARENT
+
+
+def was_launched() -> bool:
+    """Whether a launcher started this process."""
+    return any(name in os.environ for name in SET_BY_LAUNCHERS)
 
 
 def refuse_what_would_be_ignored(launcher: Launcher) -> None:
