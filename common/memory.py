@@ -1,7 +1,8 @@
-"""Estimates the memory that a model's states take under a launch config, without its weights.
+"""Estimates the memory that training takes under a launch config, without a model's weights.
 
     python -m common.memory --model assets/model --config accelerate_configs/ds_zero3.yaml \\
-        --num_processes 8 [--trained 2] [--frozen 2] [--lora_r 16 [--load_in_4bit]]
+        --num_processes 8 [--trained 2] [--frozen 2] [--lora_r 16 [--load_in_4bit]] \\
+        [--micro_train_tokens N] [--gradient_checkpointing]
 
 The model is built from its config alone: that of a folder or of a hub name. The table gives each
 state in GiB, for each process, at three moments: `forward`, at its end, when activations are at
@@ -12,6 +13,7 @@ docs/memory.md.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common import FILES, in_one_line, show_any_text
 from common.models import load, lora, rounding
-from common.models.logprobs import LogProbModel
+from common.models.logprobs import CHUNK_ELEMENTS, LogProbModel
 from common.zero import read_json
 
 GIB = 2**30
@@ -32,9 +34,9 @@ PACKED_SIZE = 0.5 + 1 / 64 + 4 / (64 * 256)
 # By their first letters states say when they are there.
 MOMENTS = ("forward", "backward", "step")
 OMITTED = """\
-Not in the estimate: activations, the cache of generation, further layers that are gathered or in
-flight, the optimizer's temporary buffers, the CUDA context (about 0.5 GiB) and fragmentation.
-docs/memory.md has a formula for activations."""
+Activations and logits are estimates, see docs/memory.md. Not in the table: masks of packed rows,
+the cache of generation, further layers that are gathered or in flight, the optimizer's temporary
+buffers, the CUDA context (about 0.5 GiB) and fragmentation."""
 
 
 class Setup(NamedTuple):
@@ -375,6 +377,51 @@ def frozen_states(setup: Setup, name: str, counts: Counts, models: int) -> list[
     return states
 
 
+# ============================================================ activations
+
+
+def activations(setup: Setup, config, tokens: int, checkpointing: bool = False) -> list[State]:
+    """Estimates what a micro-batch's forward pass keeps for its backward pass, of one model.
+
+    A token keeps, in each layer of a decoder with a gated MLP and an attention without its matrix
+    of scores, with h the hidden size, q and kv the sizes of all queries and of all keys, and m that
+    of the MLP:
+
+        4 h                    what its two norms read, and what they make of it
+        3 q + 4 kv             queries, keys before and after rotation; values; attention's result
+        4 m                    gate, its activation, the other half, their product
+
+    All in fp32; in half precision the norms still compute in fp32, and their output is rounded to
+    another 2 h. With `checkpointing` a layer keeps its input, and one layer at a time all.
+
+    Besides there are the logits of a piece of at most 2^27 numbers, and their log-probs in fp32.
+
+    How far this is from what is kept: docs/memory.md. The experts of a mixture are not counted.
+
+    Args:
+        config: of the text model.
+        tokens: of a micro-batch, padding counted.
+    """
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or hidden // heads
+    queries = heads * head_size
+    keys = (getattr(config, "num_key_value_heads", None) or heads) * head_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+
+    products = setup.size * (3 * queries + 4 * keys + 4 * inner)
+    norms = 16 * hidden if setup.size == 4 else 20 * hidden
+    layers = config.num_hidden_layers
+    of_token = layers * (norms + products)
+    if checkpointing:
+        of_token = layers * 4 * hidden + norms + products
+    logits = min(tokens * config.vocab_size, CHUNK_ELEMENTS)
+    return [
+        State("activations, about", tokens * of_token, "f"),
+        State("logits, about", logits * (setup.size + 4), "f"),
+    ]
+
+
 # ============================================================ the model
 
 
@@ -433,7 +480,13 @@ def build(name: str) -> PreTrainedModel:
 # ============================================================ the table
 
 
-def table(setup: Setup, counts: Counts, trained: int = 1, frozen: int = 0) -> list[Row]:
+def table(
+    setup: Setup,
+    counts: Counts,
+    trained: int = 1,
+    frozen: int = 0,
+    of_micro_batch: Sequence[State] = (),
+) -> list[Row]:
     """Returns what one process holds: the states on its GPU and their sum, then those on its CPU.
 
     The trained models are parts of one engine, as in all recipes, so buffers of fixed size are
@@ -443,6 +496,7 @@ def table(setup: Setup, counts: Counts, trained: int = 1, frozen: int = 0) -> li
         counts: of each model.
         trained: number of trained models.
         frozen: number of models that are only read.
+        of_micro_batch: the `activations` of each trained model.
     """
     if not setup.has_autocast:
         counts = counts._replace(rounded=0)
@@ -458,6 +512,7 @@ def table(setup: Setup, counts: Counts, trained: int = 1, frozen: int = 0) -> li
     states += trained_states(setup, counts, learned, still)
     if frozen:
         states += frozen_states(setup, "frozen weights", counts._replace(packed=0), frozen)
+    states += [state._replace(bytes=trained * state.bytes) for state in of_micro_batch]
     return [*rows_of("GPU", states), *rows_of("CPU", states)]
 
 
@@ -520,6 +575,14 @@ def read_arguments() -> argparse.Namespace:
         help="1: no gradients are held during the forward pass; "
         "all larger numbers give the same estimate",
     )
+    parser.add_argument(
+        "--micro_train_tokens",
+        type=int,
+        default=16384,
+        help="tokens of a micro-batch, for activations; default: 16384, that of the recipes on a "
+        "GPU; 0: leave activations and logits out",
+    )
+    parser.add_argument("--gradient_checkpointing", action="store_true")
     return parser.parse_args()
 
 
@@ -536,7 +599,12 @@ def main() -> None:
         adapter = f"{counts.adapter:,} parameters for each trained model"
         print(f"adapters of rank {args.lora_r}: {adapter}")
     print()
-    print_table(table(setup, counts, args.trained, args.frozen))
+    of_micro_batch = []
+    if args.micro_train_tokens > 0:
+        config = AutoConfig.from_pretrained(args.model, trust_remote_code=False).get_text_config()
+        tokens = args.micro_train_tokens
+        of_micro_batch = activations(setup, config, tokens, args.gradient_checkpointing)
+    print_table(table(setup, counts, args.trained, args.frozen, of_micro_batch))
     print(f"\n{OMITTED}")
 
 

@@ -6,9 +6,10 @@ import sys
 import types
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from common.memory import Counts, Setup, count, main, read_setup, table
+from common.memory import Counts, Setup, activations, count, main, read_setup, table
 from common.prove import warm
 from runs import CONFIGS, REPOSITORY, refuses
 
@@ -238,7 +239,7 @@ def test_what_autocast_rounds_is_counted_without_weights(tmp_path):
 
 
 def test_the_printed_table(monkeypatch, capsys):
-    flags = "--model assets/model --config accelerate_configs/ds_zero3.yaml --num_processes 2 --frozen 1"
+    flags = "--model assets/model --config accelerate_configs/ds_zero3.yaml --num_processes 2 --frozen 1 --micro_train_tokens 0"
     monkeypatch.setattr(sys, "argv", ["memory", *flags.split(" ")])
     monkeypatch.chdir(REPOSITORY)
     main()
@@ -253,6 +254,72 @@ def test_the_printed_table(monkeypatch, capsys):
     assert [float(x) for x in total] == pytest.approx(
         [(x * n + fixed) / 2**30 for x in (9 + 2 - 1 + 1 - 1, 9, 11)], abs=1e-3
     )
+
+
+# How far the estimate is from the tensors that are kept: the larger one divided by the other.
+@pytest.mark.parametrize(
+    ("kind", "precision", "within"),
+    [
+        ("llama", "no", 1.01),
+        ("qwen2", "bf16", 1.05),
+        ("qwen3", "no", 1.16),  # norms of queries and keys
+        ("gemma2", "no", 1.6),  # two more norms, and scores that are soft-capped
+    ],
+)
+def test_activations_are_about_what_a_forward_pass_keeps(kind, precision, within):
+    two, four = (bytes_kept(kind, precision, layers) for layers in (2, 4))
+    of_a_layer = (four - two) / 2  # what embeddings keep is in both
+    estimated = activations(Setup("plain", precision, 1), config_of(kind, 1), tokens=400)[0].bytes
+    assert 1 / within < of_a_layer / estimated < within
+
+
+def config_of(kind: str, layers: int):
+    return AutoConfig.for_model(
+        kind, vocab_size=512, hidden_size=256, intermediate_size=704, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, pad_token_id=0,
+    )  # fmt: skip
+
+
+def bytes_kept(kind: str, precision: str, layers: int) -> int:
+    """Bytes of the tensors that a forward pass over 400 tokens keeps, parameters left out.
+
+    The half copies that autocast makes of weights are left out, too: they are a state of their own.
+    """
+    decoder = AutoModelForCausalLM.from_config(config_of(kind, layers)).get_decoder()
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+    ):
+        decoder(torch.arange(3, 403).reshape(2, -1), use_cache=False)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    for parameter in decoder.parameters():
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    copies = [2 * p.numel() for p in decoder.layers.parameters() if p.ndim == 2]
+    return sum(storages.values()) - sum(copies) * (precision == "bf16")
+
+
+def test_logits_and_checkpointing_by_hand():
+    config = AutoConfig.for_model(
+        "llama", vocab_size=1000, hidden_size=8, intermediate_size=20, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    half, whole = Setup("zero", "bf16", 1, stage=2), Setup("plain", "no", 1)
+    a_layer = 20 * 8 + 2 * (3 * 8 + 4 * 4 + 4 * 20)
+    bytes_of = lambda *given: [state.bytes for state in activations(*given)]
+    assert bytes_of(half, config, 10) == [10 * 3 * a_layer, 10 * 1000 * 6]
+    assert bytes_of(half, config, 10, True)[0] == 10 * (3 * 4 * 8 + a_layer)
+    assert bytes_of(whole, config, 10)[0] == 10 * 3 * 4 * (4 * 8 + 3 * 8 + 4 * 4 + 4 * 20)
+    assert bytes_of(whole, config, 10**6)[1] == 2**27 * 8  # a piece at a time
+    # Of actor and critic each keeps its own.
+    rows = table(whole, Counts(100), 2, 0, activations(whole, config, 10))
+    (row,) = [row for row in rows if row.state == "activations, about"]
+    assert (row.forward, row.backward, row.step) == (2 * bytes_of(whole, config, 10)[0], 0, 0)
 
 
 def test_an_automatic_bucket_is_the_square_of_the_hidden_size(monkeypatch, capsys, tmp_path):
