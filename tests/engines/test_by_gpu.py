@@ -72,7 +72,7 @@ def test_every_settings_file_is_read_by_every_recipe(settings, name):
 
 def test_every_command_of_the_page_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 6
     for config, name, flags in COMMANDS:
         assert (REPOSITORY / config).is_file()
         words = shlex.split(flags.replace("assets/by_gpu", str(ASSETS / "by_gpu")))

@@ -231,7 +231,7 @@ def test_commands_that_are_cheap_run(words):
 
 def test_the_page_of_all_pages_lists_each_page_once():
     page = (REPOSITORY / "docs/README.md").read_text()
-    listed = re.findall(r"^\| \[([a-z0-9_]+\.md)\]", page, re.MULTILINE)
+    listed = re.findall(r"^\| \[([a-z0-9_-]+\.md)\]", page, re.MULTILINE)
     there = [path.name for path in (REPOSITORY / "docs").glob("*.md") if path.name != "README.md"]
     assert sorted(listed) == sorted(there)
     recipes = page.partition("## Recipes")[2].partition("\n## ")[0]
