@@ -16,6 +16,7 @@ from common.progress import Progress
 
 if TYPE_CHECKING:
     from common.data.dataset import Data
+    from common.rollout.vllm import Servers
 
 
 @dataclasses.dataclass
@@ -38,6 +39,7 @@ class Run:
         saved_with_actor: the Hugging Face models inside `unwrapped` besides the actor, such as
             PPO's critic, by the name of the folder in which a checkpoint holds each.
             `common/export.py` reads these folders.
+        servers: vLLM servers that sample for this run; None: it generates by itself.
         best: the best evaluation so far, see `--keep_best`.
         last_saved: `global_step` of the last checkpoint in `checkpoints` that is this run's own;
             None if there is none.
@@ -58,6 +60,7 @@ class Run:
     extra: Any = None
     per_process: Any = None
     saved_with_actor: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+    servers: Servers | None = None
     best: Best = dataclasses.field(default_factory=Best)
     last_saved: int | None = None
     stop_signal: int = 0

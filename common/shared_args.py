@@ -268,8 +268,29 @@ class RolloutArgs(SharedArgs):
         default=True,
         help="compute a prompt once for its responses, where the model allows it",
     )
+    vllm_url: list[str] | None = arg(
+        default=None,
+        help="one or several vLLM servers that sample, such as http://127.0.0.1:8000, started as "
+        "docs/vllm.md says; default: transformers generates",
+    )
+    sampler_correction: Literal["token_truncate", "token_mask", "sequence_mask", "none"] = arg(
+        default="sequence_mask",
+        help="how losses are weighted by the ratio of training's probabilities to a vLLM "
+        "server's, see docs/vllm.md",
+    )
+    sampler_correction_max: float = arg(
+        default=3.0, at_least=1, help="the largest of these ratios that counts"
+    )
+    max_sampler_difference: float | None = arg(
+        default=None,
+        at_least=0,
+        help="end the run if a server's log-probs differ from training's by more on average; "
+        "default: by precision, see docs/vllm.md",
+    )
 
     may_change: ClassVar[set[str]] = {
+        "vllm_url",
+        "max_sampler_difference",
         "generate_batch_size",
         "score_batch_size",
         "share_prompts",

@@ -61,7 +61,7 @@ from common.models.logprobs import LogProbModel
 from common.models.packing import Packer
 from common.models.reference import Reference
 from common.progress import Progress
-from common.rollout import evaluation, generation, rewards
+from common.rollout import correction, evaluation, generation, rewards, vllm
 from common.rollout.rewards import Judge, Scores
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
@@ -370,6 +370,11 @@ def losses_and_metrics(
         "policy/approxkl_avg": (logps - old["logps"]) ** 2 / 2,
         "val/ratio": ratios.expand_as(logps),
     }
+    token_weights = mask * weights[:, None]
+    about_sampler = []
+    if args.vllm_url:  # its log-probs differ from those of training
+        sampler_weights, about_sampler = correction.weights(old, token_weights, args)
+        token_losses = token_losses * sampler_weights
     if args.kl_coef:
         # Each token's own ratio, even if one ratio of the whole response weights the policy loss.
         token_ratios = ratios_to_old(logps, old["logps"], mask, "token")
@@ -379,23 +384,8 @@ def losses_and_metrics(
 
     losses, weights_in_mean = average_tokens(token_losses, mask, args.average, args.max_new_tokens)
     sample_weights = weights_in_mean * weights
-    token_weights = mask * weights[:, None]
     logged = [Logged({"loss": losses}, sample_weights), Logged(per_token, token_weights)]
-    return losses, sample_weights, logged
-
-
-def sampler_differences(output: dict, old: dict, weights: torch.Tensor) -> list[Logged]:
-    """Returns metrics: how far the sampler's log-probs are from those of training.
-
-    The policy is the same: the sampler's kernels and precision make the difference.
-    """
-    difference = (output["logps"] - old["sampler_logps"]).abs()
-    token_weights = old["mask"] * weights[:, None]
-    name = "sampling/sampling_logp_difference"
-    return [
-        Logged({f"{name}/mean": difference}, token_weights),
-        Logged({f"{name}/max": difference}, token_weights, reduce="max"),
-    ]
+    return losses, sample_weights, logged + about_sampler
 
 
 # ============================================================ the rollout
@@ -714,6 +704,7 @@ def main():
         extra=State(Position()),  # what the loop carries; saved in checkpoints
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
+    vllm.connect(run)
 
     # ============================================================ reference and rewards
     reference = Reference(run) if args.kl_coef else None
@@ -766,7 +757,11 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
-                    metrics.pending.add(sampler_differences(output, old, weights))
+                    metrics.pending.add(
+                        correction.sampler_differences(
+                            output["logps"], old["sampler_logps"], old["mask"] * weights[:, None]
+                        )
+                    )
                     # The policy itself is the old one, so all ratios are exactly 1.
                     old["logps"] = output["logps"].detach()
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
@@ -861,6 +856,7 @@ def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored or cannot work."""
     rewards.check_settings(args)
     evaluation.check_settings(args)
+    vllm.check_settings(args)
     check_groups(args)
     check_refills(args)
     check_rollout_size(args)

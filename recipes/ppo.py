@@ -61,7 +61,7 @@ from common.models.logprobs import ActorCritic
 from common.models.packing import Packer
 from common.models.reference import Reference
 from common.progress import Progress
-from common.rollout import evaluation, generation, rewards
+from common.rollout import correction, evaluation, generation, rewards, vllm
 from common.rollout.rewards import Judge, Scores
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
@@ -310,13 +310,17 @@ def losses_and_metrics(
     )
     # Both are logged without the KL, which `loss` alone contains.
     per_token = {"loss/policy_avg": actor_losses, "loss/value_avg": critic_losses}
+    token_weights = old["mask"] * weights[:, None]
+    about_sampler = []
+    if args.vllm_url:  # its log-probs differ from those of training
+        sampler_weights, about_sampler = correction.weights(old, token_weights, args)
+        actor_losses = actor_losses * sampler_weights
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
         actor_losses = actor_losses + kl_coef * kl
     # Engines need a gradient of every weight. While only the critic learns, the actor's is zero.
     losses = actor_losses * float(actor_learns) + args.vf_coef * critic_losses
 
-    token_weights = old["mask"] * weights[:, None]
     per_token |= {
         "loss": losses,
         "policy/approxkl_avg": log_ratios**2 / 2,
@@ -325,7 +329,7 @@ def losses_and_metrics(
         "val/clipfrac_avg": value_clipped.float(),
         "val/ratio": torch.exp(log_ratios),
     }
-    return losses, token_weights, [Logged(per_token, token_weights)]
+    return losses, token_weights, [Logged(per_token, token_weights), *about_sampler]
 
 
 def ratio_rounding(output: dict, old: dict, weights: torch.Tensor) -> list[Logged]:
@@ -346,8 +350,8 @@ class Rollout:
 
     Attributes:
         samples: prompts and responses.
-        tokens: tensors `[samples, longest response]` by name: `mask logps values advantages
-            returns`, and `ref_logps` where there is a reference.
+        tokens: tensors `[samples, longest response]` by name: `mask logps sampler_logps values
+            advantages returns`, and `ref_logps` where there is a reference.
         kl_coef: the coefficient of the KL when the rollout was made.
         actor_learns: false while only the critic does.
         made_at: `global_step` when the responses were sampled.
@@ -405,7 +409,13 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     )
     rollout = Rollout(
         samples=samples,
-        tokens={"mask": mask, **old, "returns": returns, "advantages": whiten(advantages, mask)},
+        tokens={
+            "mask": mask,
+            **old,
+            "sampler_logps": samples.padded_sampler_logps,
+            "returns": returns,
+            "advantages": whiten(advantages, mask),
+        },
         kl_coef=state.kl_coef,
         actor_learns=position.rollouts_seen >= args.critic_warmup_rollouts,
         made_at=run.progress.global_step,
@@ -630,6 +640,7 @@ def main():
         saved_with_actor={"critic": policy.critic.model},
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
+    vllm.connect(run)
 
     # ============================================================ reference and rewards
     # The reference serves the KL alone. Where it is the policy with its adapters off, the critic
@@ -679,6 +690,11 @@ def main():
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
                     metrics.pending.add(ratio_rounding(output, old, weights))
+                    metrics.pending.add(
+                        correction.sampler_differences(
+                            output["logps"], old["sampler_logps"], old["mask"] * weights[:, None]
+                        )
+                    )
                     # The policy itself is the old one, so all ratios are exactly 1.
                     old["logps"] = output["logps"].detach()
                 losses, token_weights, logged = losses_and_metrics(
@@ -742,6 +758,7 @@ def check_settings(args: Args) -> None:
     """Refuses sizes that do not divide, and settings that would be ignored or cannot work."""
     rewards.check_settings(args)
     evaluation.check_settings(args)
+    vllm.check_settings(args)
     check_rollout_size(args)
     check_kl(args)
     if args.dual_clip and args.dual_clip <= 1:

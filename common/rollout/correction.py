@@ -1,0 +1,74 @@
+"""What differs between the log-probs of the sampler and those of training: logged, and corrected.
+
+A vLLM server computes with other kernels, perhaps in another precision, and with `--rollouts_ahead`
+with earlier weights. So the samples come from a distribution q other than the policy before the
+update, p. An expectation over p is one over q in which each sample is weighted by p/q. Such ratios
+may be huge, so they are cut: a little bias for much less variance.
+"""
+
+import torch
+
+from common.metrics import Logged
+
+
+def weights(
+    old: dict[str, torch.Tensor], token_weights: torch.Tensor, args
+) -> tuple[torch.Tensor, list[Logged]]:
+    """Returns the weight p/q of each token's loss `[samples, length]`, and what to log about it.
+
+    token_truncate: the token's own ratio, at most the largest that counts; truncated importance
+    sampling, Yao et al. 2025.
+    token_mask: the token's own ratio, 0 where it is above the largest or below its inverse; IcePop,
+    Ling Team 2025.
+    sequence_mask: the ratio of the whole response, 0 where it is above the largest; as in TRL.
+    none: 1 for all.
+
+    Args:
+        old: `logps` of the policy before the update and `sampler_logps`, `[samples, length]`; with
+            `is_own`, bool `[samples, 1]`, the other samples were not drawn and weigh 1.
+        token_weights: `[samples, length]`, 0 where there is no token.
+        args: `RolloutArgs`.
+    """
+    correction = args.sampler_correction
+    largest = args.sampler_correction_max
+    log_ratios = (old["logps"] - old["sampler_logps"]) * (token_weights > 0)
+    if "is_own" in old:
+        log_ratios = log_ratios * old["is_own"]
+    if correction == "sequence_mask":
+        log_ratios = log_ratios.sum(1, keepdim=True).expand_as(log_ratios)
+    ratios = log_ratios.exp()
+    is_cut = ratios > largest
+    if correction == "token_mask":
+        is_cut |= ratios < 1 / largest
+    if correction == "none":
+        is_cut = torch.zeros_like(is_cut)
+        ratios = torch.ones_like(ratios)
+    elif correction == "token_truncate":
+        ratios = ratios.clamp(max=largest)
+    else:
+        ratios = ratios.masked_fill(is_cut, 0.0)
+    name = "sampling/importance_sampling_ratio"
+    return ratios, [
+        Logged({f"{name}/mean": ratios, f"{name}/cut": is_cut.float()}, token_weights),
+        Logged({f"{name}/max": ratios}, token_weights, reduce="max"),
+    ]
+
+
+def sampler_differences(
+    logps: torch.Tensor, sampler_logps: torch.Tensor, token_weights: torch.Tensor
+) -> list[Logged]:
+    """Returns metrics: how far the sampler's log-probs are from those of training.
+
+    Of the same policy, before the first update of its samples; with `--rollouts_ahead` the sampler
+    has an earlier one.
+
+    Args:
+        logps, sampler_logps: `[samples, length]`.
+        token_weights: the same shape, 0 where there is no token.
+    """
+    difference = (logps - sampler_logps).abs()
+    name = "sampling/sampling_logp_difference"
+    return [
+        Logged({f"{name}/mean": difference}, token_weights),
+        Logged({f"{name}/max": difference}, token_weights, reduce="max"),
+    ]

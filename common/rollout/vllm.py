@@ -1,0 +1,386 @@
+"""Rollouts from vLLM servers that the user has started: docs/vllm.md.
+
+Nothing of vLLM is imported. Before responses are sampled, the servers get the actor's weights
+through a folder, and a probe compares their log-probs with those of training.
+"""
+
+import dataclasses
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common import actor, distributed
+from common.data import tokens
+from common.models import checks, lora
+from common.models.packing import Packer
+from common.rollout.vllm_server import Response, Server
+from common.run import Run
+from common.shared_args import RolloutArgs
+
+# The folder in which the servers find the weights, in the run's own.
+FOLDER = "for_vllm"
+# What servers call the adapter of a run.
+ADAPTER = "actor"
+# Requests that wait for a server at once. It queues those that it cannot compute yet.
+REQUESTS_AT_ONCE = 512
+# A probe: this many prompts of the training data, and tokens in response to each.
+PROBE_PROMPTS = 4
+PROBE_TOKENS = 32
+# The mean difference of a probe's log-probs above which the servers are not what they should be,
+# by the coarser dtype of both. Measured on a CPU: fp32 6e-6, bf16 0.04; see docs/vllm.md.
+LARGEST_DIFFERENCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}
+# If training's log-probs of a probe have changed by this much, those of the server must have, too.
+VISIBLE_CHANGE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
+# What must be equal in the configs of the server's model and of the actor.
+SAME_IN_CONFIGS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
+
+
+def check_settings(args) -> None:
+    """Refuses settings of a sampler that would be ignored or cannot work.
+
+    Args:
+        args: `RolloutArgs`.
+    """
+    defaults = RolloutArgs.__dataclass_fields__
+    for name in ("sampler_correction", "sampler_correction_max", "max_sampler_difference"):
+        if not args.vllm_url and getattr(args, name) != defaults[name].default:
+            sys.exit(
+                f"--{name} is for a sampler whose log-probs differ from those of training: it "
+                "needs --vllm_url"
+            )
+
+
+def connect(run: Run) -> None:
+    """Lets a run sample from the servers of `--vllm_url`. Does nothing without it.
+
+    All processes must call it.
+
+    Raises:
+        SystemExit: a server does not answer, was not started as docs/vllm.md says, has another
+            model, or does not see the run's folder; see also `Servers.synchronise`.
+    """
+    if not run.args.vllm_url:
+        return
+    run.servers = Servers(run.args.vllm_url)
+    distributed.on_main_process(run.accelerator, run.servers.check, run)
+    run.servers.synchronise(run)
+
+
+@dataclasses.dataclass
+class Probe:
+    """A server's responses to the prompts of a probe.
+
+    Attributes:
+        responses: one to each prompt.
+        ours: training's log-probs of their tokens when the server first gave them,
+            `[prompts, longest response]`.
+    """
+
+    responses: list[Response]
+    ours: torch.Tensor
+
+
+class Servers:
+    """vLLM servers that share the prompts of a rollout. The main process alone talks to them.
+
+    Attributes:
+        version: names the weights that the servers were last given; an empty string: none.
+        synced_at: `global_step` of these weights.
+        probes: what each server last answered to a probe.
+        dtype: that in which the servers compute.
+    """
+
+    def __init__(self, urls: list[str]):
+        self.servers = [Server(url) for url in urls]
+        self.version = ""
+        self.synced_at: int | None = None
+        self.probes: dict[str, Probe] = {}
+        self.dtype = "float32"
+
+    # ======================================================== sampling
+
+    def generate(
+        self, run: Run, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+    ) -> list[Response]:
+        """Returns the responses to some prompts, on every process. All processes must call it.
+
+        Args:
+            prompts: token ids of each prompt.
+            uniforms: `[prompts, responses to each, max_new_tokens]` in [0, 1). The first number of
+                a prompt decides the seed that the server draws its responses from.
+            temperature: 0 is greedy.
+
+        Returns:
+            Those to the first prompt, those to the second one, and so on.
+        """
+        self.synchronise(run)
+        requests = make_requests(run, prompts, uniforms, temperature)
+        return distributed.on_main_process(run.accelerator, self.ask, requests)
+
+    def ask(self, requests: list[dict]) -> list[Response]:
+        """Returns the servers' responses to all requests, in their order."""
+        jobs = [
+            (self.servers[number % len(self.servers)], request)
+            for number, request in enumerate(requests)
+        ]
+        answers = at_once(lambda job: job[0].complete(job[1]), jobs)
+        if not self.all_have_version():
+            sys.exit(
+                "a vLLM server got other weights while it sampled: another run uses it, too, or it "
+                f"was started again. Its responses are not used. Servers: {self.names()}"
+            )
+        return [response for responses in answers for response in responses]
+
+    # ======================================================== weights
+
+    def synchronise(self, run: Run) -> None:
+        """Gives the servers the actor's weights, if theirs are others, and proves it by a probe.
+
+        All processes must call it.
+
+        Raises:
+            SystemExit: the weights could not be written or loaded; see also `prove`.
+        """
+        started = time.perf_counter()
+        is_current = self.synced_at == run.progress.global_step
+        if not (is_current and self.on_main_process(run, self.all_have_version)):
+            folder = run.output_dir / FOLDER / "weights"
+            self.write_weights(run, folder)
+            self.on_main_process(run, self.load, folder, lora.has_adapter(run.unwrapped))
+            self.synced_at = run.progress.global_step
+        difference = self.prove(run)
+        seconds = time.perf_counter() - started
+        run.metrics.add_rollout({"sync/seconds": torch.tensor([seconds])})
+        run.metrics.add_rollout({"sync/probe_difference": torch.tensor([difference])}, reduce="max")
+
+    def write_weights(self, run: Run, folder: Path) -> None:
+        """Writes the actor, or its adapter, for the servers."""
+        try:
+            actor.save(run, folder, dtype=None if self.dtype == "float32" else self.dtype)
+        except OSError as error:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+            sys.exit(f"{folder} could not be written for the vLLM servers: {str(error)[:200]}")
+
+    def load(self, folder: Path, is_adapter: bool) -> None:
+        """Lets all servers load the weights in a folder, and forget what they computed with others.
+
+        For the main process.
+        """
+        self.version = str(uuid.uuid4())
+        path = str(folder.resolve())
+
+        def load_into(server: Server) -> None:
+            server.send("POST", "/pause?mode=wait")
+            if is_adapter:
+                server.load_adapter(ADAPTER, path)
+                server.model = ADAPTER
+            else:
+                server.call("load", folder=path)
+            # The keys and values of prompts that it still holds come from the old weights.
+            server.send("POST", "/reset_prefix_cache")
+            server.call("note_version", version=self.version)
+            server.send("POST", "/resume")
+
+        at_once(load_into, self.servers)
+
+    def all_have_version(self) -> bool:
+        """Whether all workers of all servers have the weights that they were last given."""
+        versions = [
+            worker["version"] for server in self.servers for worker in server.call("describe")
+        ]
+        return set(versions) == {self.version}
+
+    def prove(self, run: Run) -> float:
+        """Compares the servers' log-probs of some responses with those of training.
+
+        Returns:
+            The mean absolute difference, the largest of all servers.
+
+        Raises:
+            SystemExit: it is too large; or training's log-probs have changed while those of a
+                server are the same to the last bit.
+        """
+        prompts = run.data.train[:PROBE_PROMPTS]["prompt_ids"]
+        n_tokens = min(PROBE_TOKENS, run.args.max_new_tokens)
+        no_draws = np.zeros((len(prompts), 1, n_tokens))
+        requests = make_requests(run, prompts, no_draws, run.args.temperature)
+        largest = 0.0
+        for server in self.servers:
+            responses = self.on_main_process(
+                run, lambda to=server: [to.complete(request)[0] for request in requests]
+            )
+            ours = logps_in_training(run, prompts, responses)
+            self.refuse_lost_weights(run, server, Probe(responses, ours))
+            difference = mean_difference(responses, ours)
+            self.refuse_difference(run, server, difference)
+            largest = max(largest, difference)
+        return largest
+
+    def refuse_lost_weights(self, run: Run, server: Server, probe: Probe) -> None:
+        """Ends the run if a server's log-probs did not change though training's did."""
+        last = self.probes.get(server.url)
+        if last is None or last.responses != probe.responses:
+            self.probes[server.url] = probe
+            return
+        change = (probe.ours - last.ours).abs().max().item()
+        if change > VISIBLE_CHANGE[self.coarser_dtype(run)]:
+            sys.exit(
+                f"{server.url} does not have the weights that it was given: its log-probs are the "
+                f"old ones to the last bit, while those of training changed by {change:.3g}"
+            )
+
+    def refuse_difference(self, run: Run, server: Server, difference: float) -> None:
+        """Ends the run if a server's log-probs are too far from training's."""
+        bound = run.args.max_sampler_difference
+        dtype = self.coarser_dtype(run)
+        if bound is None:
+            bound = LARGEST_DIFFERENCE[dtype]
+        if not difference <= bound:  # also where it is not a number
+            sys.exit(
+                f"{server.url}: its log-probs differ from those of training by {difference:.3g} on "
+                f"average, more than {bound:g} ({dtype}; --max_sampler_difference). Such a "
+                "server has stale or damaged weights, or returns log-probs without the "
+                "temperature (--logprobs-mode processed_logprobs), or computes in another "
+                "precision; see docs/vllm.md"
+            )
+
+    def coarser_dtype(self, run: Run) -> str:
+        """Returns the less precise of the dtypes in which the servers and training compute."""
+        ours = {"bf16": "bfloat16", "fp16": "float16"}.get(run.accelerator.mixed_precision)
+        return max(ours or "float32", self.dtype, key=LARGEST_DIFFERENCE.__getitem__)
+
+    # ======================================================== the beginning
+
+    def check(self, run: Run) -> None:
+        """Refuses servers that cannot serve this run. For the main process."""
+        for server in self.servers:
+            model = server.describe_model()
+            server.model = model["id"]
+            longest = model.get("max_model_len")
+            if longest is not None and longest < run.args.max_length:
+                sys.exit(
+                    f"{server.url}: --max-model-len {longest} is below --max_length "
+                    f"{run.args.max_length}"
+                )
+            for worker in server.call("describe"):
+                refuse_another_model(server, worker["config"], run)
+                self.dtype = worker["dtype"]
+        self.check_folder(run.output_dir / FOLDER)
+
+    def check_folder(self, folder: Path) -> None:
+        """Refuses servers that do not see the folder through which they get weights."""
+        folder.mkdir(exist_ok=True)
+        file = folder.resolve() / "seen.txt"
+        word = str(uuid.uuid4())
+        file.write_text(word, encoding="utf-8")
+        for server in self.servers:
+            if any(text != [word] for text in server.call("read_text", path=str(file))):
+                sys.exit(
+                    f"{server.url} does not see {file}: give an --output_dir on a disk that it "
+                    "and this machine share, under the same path"
+                )
+        file.unlink()
+
+    def names(self) -> str:
+        return ", ".join(server.url for server in self.servers)
+
+    def on_main_process(self, run: Run, function: Callable, *args) -> Any:
+        """Returns what the function returns on the main process, on every process."""
+        return distributed.on_main_process(run.accelerator, function, *args)
+
+
+def refuse_another_model(server: Server, config: dict[str, Any], run: Run) -> None:
+    """Refuses a server whose model has another architecture: new weights would end it."""
+    ours = run.unwrapped.config.get_text_config().to_dict()
+    for name in SAME_IN_CONFIGS:
+        if name in config and name in ours and config[name] != ours[name]:
+            sys.exit(
+                f"{server.url} serves a model with {name} {config[name]}, "
+                f"{run.args.model_name_or_path} has {ours[name]}: start it with that model"
+            )
+
+
+def make_requests(
+    run: Run, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+) -> list[dict]:
+    """Returns a request for each prompt, see `Servers.generate`.
+
+    All that a server could add by itself is named: top-p, top-k, penalties, its own end token.
+    """
+    n, n_tokens = uniforms.shape[1:]
+    head_size = run.unwrapped.model.get_output_embeddings().out_features
+    without_probability = range(run.unwrapped.vocabulary, head_size)
+    return [
+        {
+            "prompt": prompt,
+            "n": n,
+            # The server draws response i from seed + i.
+            "seed": int(uniforms[number, 0, 0] * 2**40) * n,
+            "max_tokens": n_tokens,
+            "temperature": temperature,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "ignore_eos": True,
+            "stop_token_ids": sorted(tokens.stop_tokens(run.tokenizer, run.unwrapped.model)),
+            "logit_bias": {str(token): -100.0 for token in without_probability},
+            "skip_special_tokens": False,
+            "return_token_ids": True,
+            "logprobs": 0,
+        }
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def at_once(function: Callable, jobs: list) -> list:
+    """Returns the results of a function that waits for servers, in the order of the jobs.
+
+    If one fails, those that have not begun are not begun.
+    """
+    pool = ThreadPoolExecutor(min(len(jobs), REQUESTS_AT_ONCE))
+    try:
+        return list(pool.map(function, jobs))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@torch.no_grad()
+def logps_in_training(
+    run: Run, prompts: list[list[int]], responses: list[Response]
+) -> torch.Tensor:
+    """Returns training's log-probs of responses, fp32 `[prompts, longest response]` on the CPU.
+
+    All processes must call it.
+    """
+    batch = Packer(run.device).make_batch(prompts, [response.ids for response in responses])
+    with checks.evaluation_mode(run.model):
+        return run.model(batch, run.args.temperature)["logps"].cpu()
+
+
+def mean_difference(responses: list[Response], ours: torch.Tensor) -> float:
+    """Returns the mean absolute difference of log-probs over all tokens of the responses."""
+    differences = [
+        (torch.tensor(response.logps) - logps[: len(response.ids)]).abs()
+        for response, logps in zip(responses, ours)
+    ]
+    return torch.cat(differences).mean().item()
