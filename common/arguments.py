@@ -101,7 +101,7 @@ NAMES_ELSEWHERE = {
     "load_in_8bit": "--load_in_4bit",
     "optim": "AdamW, which every recipe uses: change it in a copy of the recipe",
     "optimizer": "AdamW, which every recipe uses: change it in a copy of the recipe",
-    "use_vllm": "transformers' generation, the only one so far",
+    "use_vllm": "--vllm_url, with a server that you start: docs/vllm.md",
     "bf16": "the accelerate config's mixed_precision, such as that of accelerate_configs/ddp.yaml",
     "load_best_model_at_end": "--keep_best, such as eval/loss",
     "metric_for_best_model": "--keep_best",

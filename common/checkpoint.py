@@ -35,6 +35,8 @@ from common.run import Run
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
 # The number of the layout of checkpoints: another one is refused.
 FORMAT = 2
+# The rollout that vLLM servers sampled ahead, where there is one.
+AHEAD = "ahead.pt"
 # At most: weights 4, fp32 masters 4, Adam's two moments 8, the actor 4.
 BYTES_PER_PARAMETER = 20
 BYTES_BESIDES = 20e6  # tokenizer, random states
@@ -245,9 +247,12 @@ def write(run: Run, temporary: Path, final: Path) -> None:
     engine_state.save(run, temporary / "engine")  # it makes both folders
     if run.per_process is not None:
         torch.save(run.per_process, per_process_file(temporary, accelerator.process_index))
+    ahead = run.servers.state(run) if run.servers is not None else None
     state = state_besides_engine(run)
     if accelerator.is_main_process:
         torch.save(run.extra, temporary / "extra.pt")
+        if ahead is not None:
+            torch.save(ahead, temporary / AHEAD)
         (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
     # This also waits until every process has written its files.
     actor.save_all(run, temporary)
@@ -427,6 +432,8 @@ def load(run: Run, path: Path) -> dict:
     run.best = best.Best(**state.get("best", {}))
     run.metrics.last_update = state["last_update"]
     run.extra = read_tensors(run, path / "extra.pt")
+    if run.servers is not None and (path / AHEAD).exists():
+        run.servers.load_state(torch.load(path / AHEAD, weights_only=True))
     load_per_process(run, path)
     load_open_sums(run, state["open_sums"])
     run.accelerator.print(

@@ -288,6 +288,14 @@ class RolloutArgs(SharedArgs):
         "default: by precision, see docs/vllm.md",
     )
 
+    rollouts_ahead: int = arg(
+        default=0,
+        at_least=0,
+        at_most=1,
+        help="1: vLLM servers sample the next rollout while this one is trained on, so with "
+        "weights that are one rollout old",
+    )
+
     may_change: ClassVar[set[str]] = {
         "vllm_url",
         "max_sampler_difference",

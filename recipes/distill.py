@@ -61,7 +61,7 @@ from common.models.divergence import DistillModel, Lesson
 from common.models.packing import Packer
 from common.models.teachers import Teachers
 from common.progress import Progress
-from common.rollout import evaluation, generation
+from common.rollout import correction, evaluation, generation, vllm
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
 from common.run import Run
@@ -152,7 +152,8 @@ def losses_and_metrics(
 
     Args:
         output: what `DistillModel.forward` returned, given lessons.
-        old: `Rollout.tokens` of the same samples; for the loss of sampled tokens with `logps`.
+        old: `Rollout.tokens` of the same samples; for the loss of sampled tokens with `logps`, in
+            evaluation without `sampler_logps`.
         weights: `[samples]`, 0 for a padding row.
 
     Returns:
@@ -163,6 +164,12 @@ def losses_and_metrics(
     else:
         losses = output["divergence"]
     token_weights = old["mask"] * weights[:, None]
+    about_sampler = []
+    # Its log-probs differ from those of training. A divergence needs no ratio: at whatever tokens
+    # it is computed, its gradient there is exact.
+    if args.vllm_url and args.loss_type == "sampled" and "sampler_logps" in old:
+        sampler_weights, about_sampler = correction.weights(old, token_weights, args)
+        losses = losses * sampler_weights
     per_token = {
         "loss": losses,
         "kl/reverse": output["reverse_kl"],
@@ -175,21 +182,7 @@ def losses_and_metrics(
     for number, name in enumerate(teachers.names(args)):
         of_teacher = {f"kl/reverse/{name}": output["reverse_kl"]}
         logged.append(Logged(of_teacher, token_weights * (old["teacher"] == number)))
-    return losses, token_weights, logged
-
-
-def sampler_differences(output: dict, old: dict, weights: torch.Tensor) -> list[Logged]:
-    """Returns, to be logged, how far the sampler's log-probs are from those of training.
-
-    The student is the same: the sampler's kernels and precision make the difference.
-    """
-    difference = (output["logps"] - old["sampler_logps"]).abs()
-    token_weights = old["mask"] * old["is_own"] * weights[:, None]
-    name = "sampling/sampling_logp_difference"
-    return [
-        Logged({f"{name}/mean": difference}, token_weights),
-        Logged({f"{name}/max": difference}, token_weights, reduce="max"),
-    ]
+    return losses, token_weights, logged + about_sampler
 
 
 # ============================================================ the rollout
@@ -252,6 +245,8 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
             # the number of processes.
             uniforms = position.draw_uniforms(args, len(is_own))[is_own]
             responses = generation.sample(run, own, uniforms, args.temperature)
+            if args.rollouts_ahead:
+                vllm.sample_ahead(run)
         responses.check_finite(run)
         log_samples(run, responses)
         parts.append(responses)
@@ -508,6 +503,7 @@ def main():
         extra=State(Position()),  # what the loop carries; saved in checkpoints
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
+    vllm.connect(run)
 
     # ============================================================ teachers
     taught_by = Teachers(run)
@@ -555,7 +551,12 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
                 if not student_has_moved:
-                    metrics.pending.add(sampler_differences(output, old, weights))
+                    own_tokens = old["mask"] * old["is_own"] * weights[:, None]
+                    metrics.pending.add(
+                        correction.sampler_differences(
+                            output["logps"], old["sampler_logps"], own_tokens
+                        )
+                    )
                     # The student itself is the old one, so all ratios are exactly 1.
                     old["logps"] = output["logps"].detach()
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
@@ -608,6 +609,7 @@ def evaluate(run: Run, taught_by: Teachers, packer: Packer) -> None:
             means = Means(run.accelerator)
             for _, weights, old, output in forward_passes(run, rollout, taught_by, packer):
                 old["logps"] = output["logps"]  # the student has not moved: all ratios are 1
+                del old["sampler_logps"]  # greedy responses are not drawn
                 _, _, logged = losses_and_metrics(output, old, weights, run.args)
                 means.add(logged)
             line |= {prefix + name: value for name, value in means.reduce().items()}
@@ -623,6 +625,7 @@ def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored or cannot work."""
     teachers.names_and_paths(args)
     evaluation.check_settings(args)
+    vllm.check_settings(args)
     check_rollout_size(args)
     if args.loss_type == "sampled" and args.beta != 1:
         sys.exit(
@@ -633,6 +636,11 @@ def check_settings(args: Args) -> None:
         sys.exit(
             f"--on_policy_share {args.on_policy_share:g} --loss_type sampled: the tokens of a "
             "completion were not drawn by the student. Take --loss_type divergence"
+        )
+    if args.on_policy_share < 1 and args.rollouts_ahead:
+        sys.exit(
+            f"--on_policy_share {args.on_policy_share:g} --rollouts_ahead 1: not supported "
+            "together. Leave one of them out"
         )
     if args.on_policy_share < 1 and args.n_samples_per_prompt > 1:
         sys.exit(

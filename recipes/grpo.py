@@ -87,12 +87,14 @@ class Args(RewardArgs):
         help="what is subtracted from a score: the mean of its group, the mean of the rest of the "
         "group, or nothing",
     )
-    advantage_std: Literal["batch", "group", "none"] = arg(
+    advantage_std: Literal["batch", "group", "mean", "none"] = arg(
         default="batch",
         help="advantages are divided by their standard deviation over the rollout, over the group, "
-        "or not",
+        "by the group's mean score, or not",
     )
-    loss_type: Literal["clip", "cispo"] = arg(default="clip", help="see policy_losses")
+    loss_type: Literal["clip", "cispo", "dppo_tv", "dppo_kl"] = arg(
+        default="clip", help="see policy_losses and divergence_losses"
+    )
     ratio: Literal["token", "sequence"] = arg(
         default="token", help="the ratio of each token, or one for a whole response"
     )
@@ -101,8 +103,18 @@ class Args(RewardArgs):
         help="how losses are averaged: over all tokens; over responses, each the mean of its "
         "tokens; or over responses, each the sum of its tokens / --max_new_tokens",
     )
-    clip_range: float = arg(default=0.2, at_least=0, help="clipping of the ratio below 1")
-    clip_range_high: float = arg(default=0.28, at_least=0, help="clipping of the ratio above 1")
+    clip_range: float = arg(
+        default=0.2,
+        at_least=0,
+        help="clipping of the ratio below 1; with dppo the largest divergence of tokens that "
+        "become less likely",
+    )
+    clip_range_high: float = arg(
+        default=0.28,
+        at_least=0,
+        help="clipping of the ratio above 1; with dppo the largest divergence of tokens that "
+        "become more likely",
+    )
     kl_coef: float = arg(
         default=0.0, at_least=0, help="weight of the KL to the reference in the loss"
     )
@@ -214,7 +226,7 @@ def estimate_advantages(
 
     Sources: mean and standard deviation of the group, arXiv:2402.03300 section 4.1.2; no standard
     deviation, Dr. GRPO, arXiv:2503.20783; rloo, arXiv:2402.14740; standard deviation of the whole
-    batch, REINFORCE++, arXiv:2501.03262.
+    batch, REINFORCE++, arXiv:2501.03262; the group's mean, MaxRL, arXiv:2602.02710.
 
     Args:
         scores: `[samples]`, those of a group side by side.
@@ -235,6 +247,11 @@ def estimate_advantages(
 
     if advantage_std == "group":
         advantages = advantages / (advantages.std(1, keepdim=True) + EPSILON)
+    elif advantage_std == "mean":
+        if (grouped < 0).any():
+            sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {scores.min():g}")
+        means = grouped.mean(1, keepdim=True)
+        advantages = torch.where(means > 0, advantages / means, 0.0)  # 0: a group of zeros
     elif advantage_std == "batch" and is_trained.sum() > 1:
         trained = advantages.flatten()[is_trained]
         if baseline == "none":  # otherwise the groups' means are subtracted already
@@ -288,6 +305,44 @@ def policy_losses(
     clipped = ratios.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.minimum(ratios * advantages, clipped * advantages)
     return losses, is_below & (advantages < 0), is_above & (advantages > 0)
+
+
+def divergence_losses(
+    logps: torch.Tensor,
+    sampler_logps: torch.Tensor,
+    advantages: torch.Tensor,
+    loss_type: str,
+    low: float,
+    high: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the loss of each token, and whether it was masked as too unlikely, or too likely.
+
+    `-A min(r, 20) log pi` with r = pi/q a constant, and q the policy that sampled. A token whose
+    update would lead further away has no loss, once its probability is too far from that of the
+    sampler. With p and q these two probabilities:
+
+        dppo_tv: the distance is |p - q|, the total variation of "this token or another one";
+        dppo_kl: it is the KL of the same, q log(q/p) + (1 - q) log((1 - q)/(1 - p)).
+
+    A ratio says little there: from 1e-5 to 1e-4 it is 10, and hardly any probability has moved.
+    Source: DPPO, arXiv:2602.04879.
+
+    Args:
+        logps, sampler_logps: `[samples, length]`.
+        advantages: `[samples, 1]`.
+        low, high: the largest distance of a token with a negative advantage that has become less
+            likely, and of one with a positive advantage that has become more likely.
+    """
+    log_ratios = (logps - sampler_logps).detach().clamp(-20, 20)
+    p, q = logps.detach().exp(), sampler_logps.exp()
+    distance = (p - q).abs()
+    if loss_type == "dppo_kl":
+        distance = -q * log_ratios + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    is_below = (advantages < 0) & (p < q) & (distance > low)
+    is_above = (advantages > 0) & (p > q) & (distance > high)
+    ratios = log_ratios.exp().clamp(max=20)
+    losses = -ratios * advantages * logps
+    return losses.masked_fill(is_below | is_above, 0.0), is_below, is_above
 
 
 def kl_losses(
@@ -355,14 +410,25 @@ def losses_and_metrics(
     logps = output["logps"]
     mask = old["mask"]
     ratios = ratios_to_old(logps, old["logps"], mask, args.ratio)
-    token_losses, clipped_low, clipped_high = policy_losses(
-        logps,
-        ratios,
-        old["advantages"],
-        loss_type=args.loss_type,
-        clip_low=args.clip_range,
-        clip_high=args.clip_range_high,
-    )
+    is_anchored_in_sampler = args.loss_type.startswith("dppo")
+    if is_anchored_in_sampler:
+        token_losses, clipped_low, clipped_high = divergence_losses(
+            logps,
+            old["sampler_logps"],
+            old["advantages"],
+            loss_type=args.loss_type,
+            low=args.clip_range,
+            high=args.clip_range_high,
+        )
+    else:
+        token_losses, clipped_low, clipped_high = policy_losses(
+            logps,
+            ratios,
+            old["advantages"],
+            loss_type=args.loss_type,
+            clip_low=args.clip_range,
+            clip_high=args.clip_range_high,
+        )
     per_token = {
         "clip_ratio/low_mean": clipped_low.expand_as(mask).float(),
         "clip_ratio/high_mean": clipped_high.expand_as(mask).float(),
@@ -372,7 +438,7 @@ def losses_and_metrics(
     }
     token_weights = mask * weights[:, None]
     about_sampler = []
-    if args.vllm_url:  # its log-probs differ from those of training
+    if args.vllm_url and not is_anchored_in_sampler:  # its log-probs differ from those of training
         sampler_weights, about_sampler = correction.weights(old, token_weights, args)
         token_losses = token_losses * sampler_weights
     if args.kl_coef:
@@ -487,6 +553,8 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
             # the number of processes.
             uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
             samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
+            if args.rollouts_ahead:
+                vllm.sample_ahead(run)
         samples.check_finite(run)
         with run.metrics.timed("score"):
             scores = judge.score(run, samples, packer)
@@ -858,6 +926,7 @@ def check_settings(args: Args) -> None:
     evaluation.check_settings(args)
     vllm.check_settings(args)
     check_groups(args)
+    check_divergence(args)
     check_refills(args)
     check_rollout_size(args)
     if args.overlong_buffer > args.max_new_tokens:
@@ -883,12 +952,34 @@ def check_groups(args: Args) -> None:
         )
 
 
+def check_divergence(args: Args) -> None:
+    """Refuses what the losses of DPPO, and advantages divided by a mean, would ignore or break."""
+    if args.loss_type.startswith("dppo"):
+        if args.ratio == "sequence":
+            sys.exit(f"--loss_type {args.loss_type} --ratio sequence: it masks single tokens")
+        if args.sampler_correction not in ("sequence_mask", "none"):
+            sys.exit(
+                f"--loss_type {args.loss_type} --sampler_correction {args.sampler_correction}: its "
+                "ratio is that to the sampler already. Leave the correction out"
+            )
+    if args.advantage_std == "mean" and (args.baseline != "group" or args.overlong_buffer):
+        sys.exit(
+            "--advantage_std mean divides by a group's mean score: it needs --baseline group and "
+            "no penalty for length, which could make that mean zero or negative"
+        )
+
+
 def check_refills(args: Args) -> None:
     """Refuses `--refill_rounds` where no group is left out."""
     if not args.refill_rounds:
         return
     if not args.drop_equal_groups:
         sys.exit("--refill_rounds replaces groups left out: it needs --drop_equal_groups true")
+    if args.rollouts_ahead:
+        sys.exit(
+            f"--refill_rounds {args.refill_rounds} --rollouts_ahead 1: which prompts the next "
+            "rollout has is known only once this one is refilled"
+        )
     if args.kl_coef:
         sys.exit(
             f"--refill_rounds {args.refill_rounds} --kl_coef {args.kl_coef}: no group is left out, "

@@ -391,6 +391,8 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
         # the number of processes.
         uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
         samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
+        if args.rollouts_ahead:
+            vllm.sample_ahead(run)
     with run.metrics.timed("score"):
         scores = score(run, judge, samples, packer)
         old = compute_logps_and_values(run, samples, reference, packer)

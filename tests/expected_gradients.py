@@ -68,34 +68,48 @@ def expected_gradient(
         binary: rewards of 0 and 1, so that different responses often earn the same.
     """
     policy = make_policy().requires_grad_()
-    logps = token_logps(policy)
     # All rollouts: for each, which response each sample is. [rollouts, prompts * n_samples]
     choices = torch.tensor(
         list(itertools.product(range(len(RESPONSES)), repeat=PROMPTS * n_samples))
     )
     owner = torch.arange(PROMPTS).repeat_interleave(n_samples)
     scores = make_rewards(binary)[owner, choices]
-    probabilities = logps.detach().sum(2).exp()[owner, choices].prod(1)
-    assert math.isclose(probabilities.sum(), 1, rel_tol=1e-9)
-
     kept = torch.ones(scores.shape, dtype=torch.bool)
     if drop:
         kept = grpo.groups_with_advantages(scores, n_samples, baseline, advantage_std)
         kept = kept.repeat_interleave(n_samples).reshape(scores.shape)
+    if kept.all() and advantage_std != "batch":  # groups are independent: all rollouts at once
+        of_all = grpo.estimate_advantages(scores.flatten(), n_samples, baseline, advantage_std)
+        return gradient_of(grpo, policy, choices, of_all.reshape(scores.shape), kept, average)
     advantages = torch.zeros_like(scores)
     for rollout in range(len(choices)):
         if kept[rollout].any():
             advantages[rollout, kept[rollout]] = grpo.estimate_advantages(
                 scores[rollout, kept[rollout]], n_samples, baseline, advantage_std
             )
+    return gradient_of(grpo, policy, choices, advantages, kept, average)
 
+
+def gradient_of(
+    grpo,
+    policy: torch.Tensor,
+    choices: torch.Tensor,
+    advantages: torch.Tensor,
+    kept: torch.Tensor,
+    average: str,
+) -> torch.Tensor:
+    """The expected gradient of rollouts with these responses and advantages, `[rollouts, samples]` each."""
+    logps = token_logps(policy)
+    owner = torch.arange(PROMPTS).repeat_interleave(choices.shape[1] // PROMPTS)
+    probabilities = logps.detach().sum(2).exp()[owner, choices].prod(1)
+    assert math.isclose(probabilities.sum(), 1, rel_tol=1e-9)
     samples = logps[owner, choices].flatten(0, 1)
     mask = MASK[choices].flatten(0, 1)
     ratios = grpo.ratios_to_old(samples, samples.detach(), mask, "token")
     losses, _, _ = grpo.policy_losses(samples, ratios, advantages.reshape(-1, 1), "clip", 0.2, 0.28)
     losses, weights = grpo.average_tokens(losses, mask, average, MAX_NEW_TOKENS)
-    losses = losses.reshape(scores.shape)
-    weights = weights.reshape(scores.shape) * kept
+    losses = losses.reshape(kept.shape)
+    weights = weights.reshape(kept.shape) * kept
     of_rollouts = (losses * weights).sum(1) / weights.sum(1).clamp(min=1)
     return torch.autograd.grad((of_rollouts * probabilities).sum(), policy)[0]
 
@@ -123,6 +137,7 @@ def kl_gradients(grpo, ratio: str, estimator: str) -> tuple[torch.Tensor, torch.
         kl_coef=1.0,
         kl_estimator=estimator,
         max_new_tokens=MAX_NEW_TOKENS,
+        vllm_url=None,
     )
     samples = logps.flatten(0, 1)
     old = {
@@ -156,11 +171,11 @@ def table_rows(grpo) -> list[str]:
         analytic = analytic_gradient(binary) / MAX_NEW_TOKENS
         for baseline, std, average in itertools.product(
             ("group", "rloo", "none"),
-            ("none", "group", "batch"),
+            ("none", "group", "mean", "batch"),
             ("constant", "token", "sequence"),
         ):
             repeats = baseline == "rloo" and std != "none"  # the deviation cancels its factor
-            is_refused = baseline == "none" and std == "group"
+            is_refused = baseline == "none" and std in ("group", "mean")
             never_drops = baseline == "none" and std == "batch"
             if repeats or is_refused or (binary and never_drops):
                 continue

@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from common import actor, distributed
 from common.data import tokens
 from common.models import checks, lora
 from common.models.packing import Packer
+from common.rollout.schedule import RolloutSchedule
 from common.rollout.vllm_server import Response, Server
 from common.run import Run
 from common.shared_args import RolloutArgs
@@ -39,6 +40,13 @@ PROBE_TOKENS = 32
 LARGEST_DIFFERENCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.2}
 # If training's log-probs of a probe have changed by this much, those of the server must have, too.
 VISIBLE_CHANGE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
+# Arguments that mean something with `--vllm_url` alone.
+NEED_SERVERS = (
+    "sampler_correction",
+    "sampler_correction_max",
+    "max_sampler_difference",
+    "rollouts_ahead",
+)
 # What must be equal in the configs of the server's model and of the actor.
 SAME_IN_CONFIGS = (
     "model_type",
@@ -59,12 +67,9 @@ def check_settings(args) -> None:
         args: `RolloutArgs`.
     """
     defaults = RolloutArgs.__dataclass_fields__
-    for name in ("sampler_correction", "sampler_correction_max", "max_sampler_difference"):
+    for name in NEED_SERVERS:
         if not args.vllm_url and getattr(args, name) != defaults[name].default:
-            sys.exit(
-                f"--{name} is for a sampler whose log-probs differ from those of training: it "
-                "needs --vllm_url"
-            )
+            sys.exit(f"--{name} {getattr(args, name)}: only vLLM servers need it; give --vllm_url")
 
 
 def connect(run: Run) -> None:
@@ -81,6 +86,40 @@ def connect(run: Run) -> None:
     run.servers = Servers(run.args.vllm_url)
     distributed.on_main_process(run.accelerator, run.servers.check, run)
     run.servers.synchronise(run)
+
+
+def sample_ahead(run: Run) -> None:
+    """Lets the servers begin with the responses of the next rollout, with the weights of now.
+
+    They answer while the rollout that was just sampled is trained on. All processes must call it,
+    after `generation.sample` and before an update. Does nothing if the run may end before.
+    """
+    args = run.args
+    position = dataclasses.replace(run.extra.position)  # the run's own stays where it is
+    updates = RolloutSchedule.of(args, args.rollout_batch_size).updates_per_rollout
+    at_end_of_run = run.progress.updates_seen + updates >= run.progress.total_steps
+    at_end_of_data = position.prompts_seen >= args.max_epochs * run.data.mixture.samples
+    if at_end_of_run or (at_end_of_data and not args.max_steps):
+        return
+    position.end_rollout()
+    prompts = position.take_prompts(run, args.rollout_batch_size)
+    uniforms = position.draw_uniforms(args, len(prompts["row"]))
+    run.servers.begin_ahead(run, prompts["prompt_ids"], uniforms)
+
+
+@dataclasses.dataclass
+class Ahead:
+    """A rollout that is sampled while the one before it is trained on.
+
+    Attributes:
+        requests: one for each prompt.
+        weights_of: `global_step` of the weights that sample it.
+        answer: its responses, when they are there; on the main process alone.
+    """
+
+    requests: list[dict]
+    weights_of: int
+    answer: Future | None
 
 
 @dataclasses.dataclass
@@ -102,9 +141,10 @@ class Servers:
 
     Attributes:
         version: names the weights that the servers were last given; an empty string: none.
-        synced_at: `global_step` of these weights.
+        synced_at: `global_step` of these weights; None before the first.
         probes: what each server last answered to a probe.
         dtype: that in which the servers compute.
+        ahead: the rollout that they were asked for before it was due, see `sample_ahead`.
     """
 
     def __init__(self, urls: list[str]):
@@ -113,6 +153,7 @@ class Servers:
         self.synced_at: int | None = None
         self.probes: dict[str, Probe] = {}
         self.dtype = "float32"
+        self.ahead: Ahead | None = None
 
     # ======================================================== sampling
 
@@ -130,9 +171,59 @@ class Servers:
         Returns:
             Those to the first prompt, those to the second one, and so on.
         """
-        self.synchronise(run)
         requests = make_requests(run, prompts, uniforms, temperature)
-        return distributed.on_main_process(run.accelerator, self.ask, requests)
+        if self.ahead is not None and self.ahead.requests == requests:
+            responses = self.finish_ahead(run)
+            staleness = run.progress.global_step - self.ahead.weights_of
+            run.metrics.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
+            self.ahead = None
+            return responses
+        self.finish_ahead(run)  # the servers sample with one version of the weights at a time
+        self.synchronise(run)
+        return self.on_main_process(run, self.ask, requests)
+
+    def begin_ahead(self, run: Run, prompts: list[list[int]], uniforms: np.ndarray) -> None:
+        """Asks for responses that `generate` is going to be asked for, and does not wait for them.
+
+        All processes must call it, with the arguments that `generate` will have.
+        """
+        self.synchronise(run)
+        requests = make_requests(run, prompts, uniforms, run.args.temperature)
+        answer = None
+        if run.accelerator.is_main_process:
+            background = ThreadPoolExecutor(1)
+            answer = background.submit(self.ask, requests)
+            background.shutdown(wait=False)  # ends the thread once it has the answer
+        self.ahead = Ahead(requests, run.progress.global_step, answer)
+
+    def finish_ahead(self, run: Run) -> list[Response]:
+        """Waits for the responses that were asked for ahead, and returns them; [] if none were."""
+        if self.ahead is None:
+            return []
+        answer = self.ahead.answer
+        return self.on_main_process(run, lambda: answer.result())
+
+    def state(self, run: Run) -> dict[str, Any] | None:
+        """Returns what a checkpoint holds: the rollout that was sampled ahead. None without one.
+
+        A resumed run could not sample it again: the weights that it began with are gone. All
+        processes must call it.
+        """
+        if self.ahead is None:
+            return None
+        return {
+            "requests": self.ahead.requests,
+            "weights_of": self.ahead.weights_of,
+            "responses": [tuple(response) for response in self.finish_ahead(run)],
+        }
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Takes over what `state` returned."""
+        if state is None:
+            return
+        answer: Future = Future()
+        answer.set_result([Response(*response) for response in state["responses"]])
+        self.ahead = Ahead(state["requests"], state["weights_of"], answer)
 
     def ask(self, requests: list[dict]) -> list[Response]:
         """Returns the servers' responses to all requests, in their order."""
@@ -160,13 +251,16 @@ class Servers:
         """
         started = time.perf_counter()
         is_current = self.synced_at == run.progress.global_step
-        if not (is_current and self.on_main_process(run, self.all_have_version)):
-            folder = run.output_dir / FOLDER / "weights"
-            self.write_weights(run, folder)
-            self.on_main_process(run, self.load, folder, lora.has_adapter(run.unwrapped))
-            self.synced_at = run.progress.global_step
+        if is_current and self.on_main_process(run, self.all_have_version):
+            return
+        folder = run.output_dir / FOLDER / "weights"
+        self.write_weights(run, folder)
+        self.on_main_process(run, self.load, folder, lora.has_adapter(run.unwrapped))
         difference = self.prove(run)
+        self.synced_at = run.progress.global_step
         seconds = time.perf_counter() - started
+        if run.progress.finished:
+            return  # no training line follows
         run.metrics.add_rollout({"sync/seconds": torch.tensor([seconds])})
         run.metrics.add_rollout({"sync/probe_difference": torch.tensor([difference])}, reduce="max")
 

@@ -5,14 +5,18 @@
 
 Without an argument it writes trl_grpo.json beside this file. tests/rollout/test_grpo_values.py compares
 recipes/grpo.py with that. Losses come from `GRPOTrainer._compute_loss`, which is given log-probs,
-advantages and masks in place of a model. Advantages come from one step of each trainer.
+advantages and masks in place of a model. Advantages come from one step of each trainer. The weights
+that correct for a vLLM server come from the part of a method that computes them.
 """
 
 import collections
+import inspect
 import itertools
+import math
 import os
 import sys
 import tempfile
+import textwrap
 import types
 from pathlib import Path
 
@@ -46,6 +50,13 @@ ADVANTAGES = {
     "rloo batch": ("rloo", {"normalize_advantages": True}),
 }
 GROUP = 4
+# Sampler correction: its smallest and its largest ratio.
+CORRECTIONS = {
+    "token_truncate": (None, 1.3),
+    "token_mask": (1 / 1.3, 1.3),
+    "sequence_mask": (None, 1.5),
+}
+OF_CORRECTION = ("# Compute the importance sampling ratio when", "# Compute the per-token log prob")
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -61,10 +72,41 @@ def tensors() -> dict[str, torch.Tensor]:
         "logps": (old_logps + 0.5 * draw(6, MAX_NEW_TOKENS)) * mask,
         "ref_logps": (old_logps + 0.5 * draw(6, MAX_NEW_TOKENS)) * mask,
         "advantages": draw(6),
+        "sampler_logps": (old_logps + 0.3 * draw(6, MAX_NEW_TOKENS)) * mask,
     }
 
 
-def loss_of_trl(loss_type: str, average: str, ratio: str, with_kl: bool) -> dict[str, list[float]]:
+def correction_of_trl(mode: str) -> torch.Tensor:
+    """The weights of tokens, `[6, MAX_NEW_TOKENS]` or `[6, 1]`."""
+    from trl import GRPOTrainer
+
+    given = tensors()
+    source = textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions))
+    first, last = (source.index(words) for words in OF_CORRECTION)
+    first, last = (source.rindex("\n", 0, place) for place in (first, last))
+    smallest, largest = CORRECTIONS[mode]
+    names = {
+        "self": types.SimpleNamespace(
+            use_vllm=True,
+            vllm_importance_sampling_correction=True,
+            vllm_importance_sampling_mode=mode,
+            vllm_importance_sampling_clip_min=smallest,
+            vllm_importance_sampling_clip_max=largest,
+        ),
+        "completion_mask": given["mask"].long(),
+        "tool_mask": None,
+        "old_per_token_logps": given["old_logps"],
+        "sampling_per_token_logps": given["sampler_logps"],
+        "torch": torch,
+        "math": math,
+    }
+    exec(textwrap.dedent(source[first:last]), names)
+    return names["vllm_importance_sampling_ratio"]
+
+
+def loss_of_trl(
+    loss_type: str, average: str, ratio: str, with_kl: bool, correction: str | None = None
+) -> dict[str, list[float]]:
     """The loss of one batch and its gradient with respect to the log-probs."""
     from trl import GRPOTrainer
 
@@ -89,7 +131,8 @@ def loss_of_trl(loss_type: str, average: str, ratio: str, with_kl: bool) -> dict
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        use_vllm=False,
+        use_vllm=correction is not None,
+        vllm_importance_sampling_correction=True,
         _entropy_bonus_enabled=False,
         _metrics={"train": collections.defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *_, **__: (logps, torch.zeros_like(logps), None),
@@ -105,6 +148,8 @@ def loss_of_trl(loss_type: str, average: str, ratio: str, with_kl: bool) -> dict
         "ref_per_token_logps": given["ref_logps"],
         "num_items_in_batch": given["mask"].sum(),
     }
+    if correction:
+        inputs["importance_sampling_ratio"] = correction_of_trl(correction)
     loss = GRPOTrainer._compute_loss(trainer, None, inputs)
     gradient = torch.autograd.grad(loss, logps)[0]
     return {"loss": [loss.item()], "gradient": gradient.flatten().tolist()}
@@ -159,6 +204,11 @@ def values() -> dict[str, dict[str, list[float]]]:
     if trl.__version__ != VERSION:
         sys.exit(f"expected TRL {VERSION}, found {trl.__version__}: pip install -e '.[peers]'")
     found = {name_of(case): loss_of_trl(*case) for case in CASES}
+    for mode in CORRECTIONS:
+        found[f"corrected {mode}"] = {
+            "weights": correction_of_trl(mode).flatten().tolist(),
+            **loss_of_trl("clip", "token", "token", True, mode),
+        }
     for name, (kind, settings) in ADVANTAGES.items():
         found[f"advantages {name}"] = advantages_of_trl(kind, settings)
     return found

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import expected_gradients
+from common.rollout import correction
 from peers import trl_grpo
 from runs import REPOSITORY, recipe
 
@@ -16,7 +17,9 @@ grpo = types.SimpleNamespace(**runpy.run_path(str(recipe("grpo"))))
 STORED = json.loads(trl_grpo.STORED.read_text())
 
 
-def ours(loss_type: str, average: str, ratio: str, with_kl: bool) -> tuple[float, torch.Tensor]:
+def ours(
+    loss_type: str, average: str, ratio: str, with_kl: bool, correction: str | None = None
+) -> tuple[float, torch.Tensor]:
     """The loss of `trl_grpo.tensors` and its gradient with respect to the log-probs, by the recipe's
     `losses_and_metrics`."""
     given = trl_grpo.tensors()
@@ -30,18 +33,30 @@ def ours(loss_type: str, average: str, ratio: str, with_kl: bool) -> tuple[float
         kl_coef=trl_grpo.KL_COEF if with_kl else 0.0,
         kl_estimator="k3",
         max_new_tokens=trl_grpo.MAX_NEW_TOKENS,
+        **correction_args(correction),
     )
     old = {
         "mask": given["mask"],
         "advantages": given["advantages"][:, None],
         "logps": given["old_logps"],
         "ref_logps": given["ref_logps"],
+        "sampler_logps": given["sampler_logps"],
     }
     output = {"logps": logps, "entropy": torch.zeros_like(logps)}
     ones = torch.ones(len(logps), dtype=torch.float64)
     losses, weights, _ = grpo.losses_and_metrics(output, old, ones, args)
     loss = (losses * weights).sum() / weights.sum()
     return loss.item(), torch.autograd.grad(loss, logps)[0]
+
+
+def correction_args(mode: str | None) -> dict:
+    return {
+        "vllm_url": ["http://127.0.0.1:8000"] if mode else None,
+        "sampler_correction": mode or "none",
+        "sampler_correction_max": trl_grpo.CORRECTIONS[mode][1]
+        if mode in trl_grpo.CORRECTIONS
+        else 3.0,
+    }
 
 
 def of_trl(loss_type: str, average: str, ratio: str, with_kl: bool) -> tuple[float, torch.Tensor]:
@@ -68,6 +83,164 @@ def test_losses_and_gradients_are_those_of_trl(case):
             expected = expected + sign * part
     assert loss == pytest.approx(expected_loss, abs=1e-12)
     assert gradient.flatten().tolist() == pytest.approx(expected.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", trl_grpo.CORRECTIONS)
+def test_corrections_of_the_sampler_are_those_of_trl(mode):
+    stored = STORED[f"corrected {mode}"]
+    given = trl_grpo.tensors()
+    mask = given["mask"]
+    old = {"logps": given["old_logps"], "sampler_logps": given["sampler_logps"]}
+    args = types.SimpleNamespace(**correction_args(mode))
+    weights, logged = correction.weights(old, mask.double(), args)
+    expected = torch.tensor(stored["weights"], dtype=torch.float64).reshape(len(weights), -1)
+    expected = expected.expand_as(weights)
+    assert torch.allclose(weights, expected, rtol=1e-12)
+
+    # What is logged is of the tokens, not of the places after a response.
+    means = means_of(logged)
+    ratios = (given["old_logps"] - given["sampler_logps"]).exp()
+    if mode == "sequence_mask":
+        ratios = (ratios.log() * mask).sum(1, keepdim=True).exp().expand_as(ratios)
+    largest = trl_grpo.CORRECTIONS[mode][1]
+    is_cut = ratios > largest
+    if mode == "token_mask":
+        is_cut |= ratios < 1 / largest
+    name = "sampling/importance_sampling_ratio"
+    assert means[f"{name}/cut"] == pytest.approx(is_cut[mask].double().mean().item())
+    assert 0 < means[f"{name}/cut"] < 1
+    assert means[f"{name}/mean"] == pytest.approx(expected[mask].mean().item())
+
+    loss, gradient = ours("clip", "token", "token", True, mode)
+    assert loss == pytest.approx(stored["loss"][0], abs=1e-12)
+    assert gradient.flatten().tolist() == pytest.approx(stored["gradient"], abs=1e-12)
+
+
+def means_of(logged: list) -> dict[str, float]:
+    """What is logged of a batch, by tag; without largest and smallest values."""
+    return {
+        name: ((values * item.weights).sum() / item.weights.sum()).item()
+        for item in logged
+        for name, values in item.values.items()
+        if item.reduce == "mean"
+    }
+
+
+def dppo_of_verl(
+    loss_type: str, logp: float, sampler: float, advantage: float
+) -> tuple[float, float]:
+    """The loss of a token and its derivative by the log-prob, as verl defines them.
+
+    Written after `compute_policy_loss_dppo_tv` and `_kl` of verl's `core_algos.py`.
+    """
+    p, q = math.exp(logp), math.exp(sampler)
+    log_ratio = min(max(logp - sampler, -20.0), 20.0)
+    if loss_type == "dppo_tv":
+        is_valid = p - q <= 0.1 if advantage > 0 else p - q >= -0.05
+    else:
+        kl = -q * log_ratio + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        is_valid = (kl <= 0.1 or p <= q) if advantage > 0 else (kl <= 0.05 or p >= q)
+    weight = min(math.exp(log_ratio), 20.0) * advantage * is_valid
+    return -weight * logp, -weight
+
+
+@pytest.mark.parametrize("loss_type", ["dppo_tv", "dppo_kl"])
+def test_the_losses_of_dppo_are_those_of_verl(loss_type):
+    """At random, and at corners: a tiny probability tenfold, one of nearly 1, an advantage of 0."""
+    draw = torch.Generator().manual_seed(1)
+    p, q = torch.rand(2, 60, 5, generator=draw, dtype=torch.float64)
+    p[0] = torch.tensor([1e-4, 1e-12, 0.999999, 0.5, 0.3])
+    q[0] = torch.tensor([1e-5, 0.9, 0.2, 0.5, 0.31])
+    advantages = torch.randn(60, 1, generator=draw, dtype=torch.float64)
+    advantages[0], advantages[1] = 1.0, 0.0
+    logps = p.log().requires_grad_()
+    losses, low, high = grpo.divergence_losses(
+        logps, q.log(), advantages, loss_type=loss_type, low=0.05, high=0.1
+    )
+    gradient = torch.autograd.grad(losses.sum(), logps)[0]
+    n_low = n_high = 0
+    for row in range(60):
+        for place in range(5):
+            advantage = advantages[row].item()
+            loss, derivative = dppo_of_verl(
+                loss_type, logps[row, place].item(), q[row, place].log().item(), advantage
+            )
+            assert losses[row, place].item() == pytest.approx(loss, abs=1e-9)
+            assert gradient[row, place].item() == pytest.approx(derivative, abs=1e-9)
+            is_masked = derivative == 0 and advantage != 0
+            n_low += is_masked and advantage < 0
+            n_high += is_masked and advantage > 0
+    assert (low.sum(), high.sum()) == (n_low, n_high)
+    assert n_low > 20 and n_high > 20
+    # Ten times as likely and still allowed: its ratio of 10 is beyond any range of clipping.
+    assert not high[0, 0]
+    assert losses[0, 0].item() == pytest.approx(-10 * math.log(1e-4))
+
+
+def test_dppo_is_anchored_in_the_sampler_and_logs_the_share_that_is_masked():
+    given = trl_grpo.tensors()
+    mask = given["mask"]
+    logps = given["logps"].requires_grad_()
+    args = types.SimpleNamespace(
+        **correction_args("sequence_mask"),
+        loss_type="dppo_tv",
+        average="token",
+        ratio="token",
+        clip_range=0.02,
+        clip_range_high=0.03,
+        kl_coef=0.0,
+        max_new_tokens=trl_grpo.MAX_NEW_TOKENS,
+    )
+    old = {
+        "mask": mask,
+        "advantages": given["advantages"][:, None],
+        "logps": given["old_logps"],
+        "sampler_logps": given["sampler_logps"],
+    }
+    output = {"logps": logps, "entropy": torch.zeros_like(logps)}
+    losses, weights, logged = grpo.losses_and_metrics(output, old, torch.ones(6), args)
+    gradient = torch.autograd.grad((losses * weights).sum(), logps)[0]
+    ratios = (logps - given["sampler_logps"]).exp()
+    moved = logps.exp() - given["sampler_logps"].exp()
+    advantages = given["advantages"][:, None]
+    is_low = (advantages < 0) & (moved < -0.02) & mask
+    is_high = (advantages > 0) & (moved > 0.03) & mask
+    expected = -(ratios * advantages).masked_fill(is_low | is_high | ~mask, 0.0)
+    assert torch.allclose(gradient, expected.detach(), atol=1e-12)
+    means = means_of(logged)
+    share = lambda places: (places.sum() / mask.sum()).item()
+    assert is_low.any() and is_high.any()
+    assert means["clip_ratio/low_mean"] == pytest.approx(share(is_low))
+    assert means["clip_ratio/high_mean"] == pytest.approx(share(is_high))
+    # The sampler is the anchor: there is nothing left to correct.
+    assert not any(name.startswith("sampling") for name in means)
+
+
+def test_advantages_of_maxrl():
+    scores = torch.tensor([0.0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0.5, 0.25, 0.25, 1])
+    found = grpo.estimate_advantages(scores, 4, "group", "mean")
+    assert found.tolist() == pytest.approx([-1, 3, -1, -1, *[0] * 8, 0, -0.5, -0.5, 1])
+    with pytest.raises(SystemExit, match="scores of 0 or more; one is -0"):
+        grpo.estimate_advantages(scores - 0.5, 4, "group", "mean")
+
+
+@pytest.mark.parametrize("n_samples", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_maxrl_follows_the_likelihood_of_a_right_response(n_samples):
+    """With rewards of 0 and 1 the expected gradient is that of the sum over k < n of pass@k / k.
+
+    Without end this is the gradient of log p, p being the probability of a right response. MaxRL's
+    own estimator goes up to n; a group without a right response, which has no loss here, takes the
+    last term. Source: arXiv:2602.02710.
+    """
+    policy = expected_gradients.make_policy().requires_grad_()
+    right = expected_gradients.make_rewards(binary=True)
+    p = (expected_gradients.token_logps(policy).sum(2).exp() * right).sum(1)
+    objective = sum((1 - (1 - p) ** k) / k for k in range(1, n_samples)).mean()
+    exact = torch.autograd.grad(-objective, policy)[0] / expected_gradients.MAX_NEW_TOKENS
+    found = expected_gradients.expected_gradient(
+        grpo, n_samples, "group", "mean", "constant", binary=True
+    )
+    assert torch.allclose(found, exact, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", trl_grpo.ADVANTAGES)
@@ -109,7 +282,7 @@ def test_two_settings_without_bias_and_the_one_of_a_known_factor():
 def test_the_tables_of_biases_in_the_docs_are_what_enumeration_gives():
     lines = (REPOSITORY / "docs/grpo.md").read_text().splitlines()
     rows = expected_gradients.table_rows(grpo)
-    assert len(rows) == 18 + 15
+    assert len(rows) == 21 + 18
     assert [row for row in rows if row not in lines] == []
 
 

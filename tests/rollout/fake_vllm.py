@@ -1,0 +1,145 @@
+"""A vLLM server of the standard library, which answers with the project's own generator.
+
+It has the endpoints that `common/rollout/vllm.py` uses, and runs `vllm_worker.Weights` itself around
+a transformers model. A test can make it faulty, see `FakeServer.fault`.
+"""
+
+import json
+import threading
+import types
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from bare_runs import bare_run
+from common.rollout import generation
+from common.rollout.vllm_worker import Weights
+
+
+class Worker(Weights):
+    """What vLLM mixes `Weights` into: a model that can be loaded again."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype):
+        self.device = types.SimpleNamespace(type="fake")
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.base = self.model
+        config = types.SimpleNamespace(dtype=dtype, hf_text_config=self.model.config)
+        self.model_runner = types.SimpleNamespace(
+            model_config=config, reload_weights=self.reload, get_model=lambda: self.model
+        )
+
+    def reload(self, weights_path: str) -> None:
+        new = AutoModelForCausalLM.from_pretrained(weights_path, dtype=self.model.dtype)
+        self.model.load_state_dict(new.state_dict())
+
+    def load_adapter(self, folder: str) -> None:
+        self.base = self.base.unload() if isinstance(self.base, PeftModel) else self.base
+        self.base = PeftModel.from_pretrained(self.base, folder)
+        self.model = self.base.eval()
+
+
+class FakeServer:
+    """A server on a free port, in threads of this process.
+
+    Attributes:
+        requests: path and content of each request, in the order in which they came.
+        answered: the version of the weights that answered each request for responses.
+        fault: called with a path and the content of a request before it is answered. What it
+            returns, a status and a text, is answered in its place; None: the right answer.
+        change: called with each right answer, which it may change.
+    """
+
+    def __init__(self, folder: Path, name: str = "m", dtype: torch.dtype = torch.float32):
+        self.folder, self.name, self.dtype = folder, name, dtype
+        self.requests: list[tuple[str, dict]] = []
+        self.answered: list[str | None] = []
+        self.fault: Callable = lambda path, content: None
+        self.change: Callable = lambda path, answer: None
+        self.worker = Worker(folder, dtype)
+        self.lock = threading.Lock()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def restart(self) -> None:
+        """Loses all weights that it was given, as a server that was killed and started again."""
+        self.worker = Worker(self.folder, self.dtype)
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def paths(self) -> list[str]:
+        """What was asked, without the contents; of a remote call its method."""
+        return [content.get("method", path) for path, content in self.requests]
+
+    def handler(fake) -> type:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.do_POST()
+
+            def do_POST(self):
+                length = int(self.headers.get("Content-Length", 0))
+                content = json.loads(self.rfile.read(length) or "{}")
+                with fake.lock:  # one request at a time
+                    fake.requests.append((self.path, content))
+                    status, text = fake.fault(self.path, content) or (200, None)
+                    if text is None:
+                        answer = fake.answer(self.path, content)
+                        fake.change(self.path, answer)
+                        text = json.dumps(answer) if answer is not None else ""
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_):
+                pass
+
+        return Handler
+
+    def answer(self, path: str, content: dict) -> dict | None:
+        if path == "/v1/models":
+            return {"data": [{"id": self.name, "max_model_len": 512, "parent": None}]}
+        if path == "/collective_rpc":
+            method = getattr(self.worker, content["method"])
+            return {"results": [method(**content["kwargs"])]}
+        if path == "/v1/load_lora_adapter":
+            self.worker.load_adapter(content["lora_path"])
+            return None
+        if path == "/v1/completions":
+            return self.complete(content)
+        return None  # pause, resume, reset_prefix_cache
+
+    def complete(self, content: dict) -> dict:
+        """Draws response i from the seed + i, alone: it does not depend on the other requests."""
+        self.answered.append(self.worker.version)
+        choices = []
+        for number in range(content["n"]):
+            response = self.respond(content, content["seed"] + number)
+            choices.append(
+                {
+                    "index": number,
+                    "token_ids": response.ids,
+                    "logprobs": {"token_logprobs": response.logps},
+                    "prompt_token_ids": content["prompt"],
+                    "finish_reason": "stop",
+                }
+            )
+        return {"choices": choices[::-1]}
+
+    def respond(self, content: dict, seed: int) -> generation.Response:
+        run = bare_run(tokenizer=types.SimpleNamespace(pad_token_id=0), model=self.worker.model)
+        run.unwrapped.vocabulary -= len(content["logit_bias"])
+        n_tokens = content["max_tokens"]
+        # A greedy one is drawn, too, so that it has log-probs: with hardly any temperature.
+        draws = torch.from_numpy(np.random.default_rng(seed).random((1, n_tokens)))
+        sampler = generation.SampleByUniform(draws, content["temperature"] or 1e-4)
+        rows = generation.Rows(run, [content["prompt"]], set(content["stop_token_ids"]), sampler)
+        with torch.no_grad():
+            return generation.generate_batch(rows, n_tokens)[0]

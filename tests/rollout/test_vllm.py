@@ -1,0 +1,531 @@
+"""Rollouts from vLLM servers: what is asked, what is refused, and that no stale weights are sampled from."""
+
+import itertools
+import json
+import shutil
+import types
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bare_runs import bare_run
+from common.rollout import vllm
+from common.rollout.vllm_server import Server
+from fake_vllm import FakeServer
+from runs import (
+    ASSETS,
+    LAUNCHERS,
+    evaluation_lines,
+    kill,
+    launch,
+    lines,
+    recipe,
+    refuses,
+    samples,
+    start_warm,
+    tiny_llama,
+    training_lines,
+    weights,
+    write_jsonl,
+)
+
+REWARDING = """
+def some(prompts, responses, response_ids, **columns):
+    return [float(sum(ids) % 7) for ids in response_ids]
+"""
+FLAGS = dict(
+    reward_function="rewarding_of_test:some", rollout_batch_size=4, max_new_tokens=6, train_batch_size=4,
+    micro_train_batch_size=2, max_length=60, learning_rate=3e-3, max_steps=4, eval_dataset_name="held_out.jsonl", eval_steps=2,
+)  # fmt: skip
+GRPO = dict(FLAGS, n_samples_per_prompt=2, drop_equal_groups=False, advantage_std="none")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vllm")
+    tiny_llama(folder / "model")
+    tiny_llama(folder / "tied", tie_word_embeddings=True)
+    say = lambda text: [{"role": "user", "content": text}]
+    rows = [{"prompt": say(f"{n}+{n}=" + "x" * (n % 3)), "answer": str(2 * n)} for n in range(14)]
+    write_jsonl(folder / "prompts.jsonl", rows[:12])
+    write_jsonl(folder / "held_out.jsonl", rows[12:])
+    (folder / "rewarding_of_test.py").write_text(REWARDING)
+    return folder
+
+
+@pytest.fixture
+def server(inputs):
+    with_model = FakeServer(inputs / "model")
+    yield with_model
+    with_model.stop()
+
+
+def flags_of(inputs, output, settings: dict, *urls: str) -> list:
+    flags = ["--model_name_or_path", inputs / settings.get("model", "model"), "--dataset_name", "prompts.jsonl", "--output_dir", output]  # fmt: skip
+    for name, value in settings.items():
+        flags += [f"--{name}", value] if name != "model" else []
+    return [*flags, *(["--vllm_url", *urls] if urls else [])]
+
+
+def run(inputs, output, settings, *urls, name="grpo", launcher="plain", check=True):
+    return launch(
+        LAUNCHERS[launcher],
+        recipe(name),
+        *flags_of(inputs, output, settings, *urls),
+        cwd=inputs,
+        check=check,
+    )
+
+
+def untimed(folder) -> list[dict]:
+    """All lines of a run, without what differs from run to run."""
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("perf/", "sync/"))}
+        for line in lines(folder)
+    ]
+
+
+def said_at_the_end(done) -> str:
+    assert done.returncode == 1, done.stdout
+    assert "Traceback" not in done.stdout
+    return done.stdout.strip().splitlines()[-1]
+
+
+# ============================================================ what is asked
+
+
+def test_a_rollout_is_asked_for_prompt_by_prompt_after_a_proven_synchronisation(
+    inputs, server, tmp_path
+):
+    run(inputs, tmp_path / "out", GRPO, server.url)
+    sync = ["/pause?mode=wait", "load", "/reset_prefix_cache", "note_version", "/resume"]
+    probe = ["/v1/completions"] * 4
+    rollout = ["/v1/completions"] * 4 + ["describe"]
+    held_out = ["/v1/completions"] * 2 + ["describe"]
+    start = ["/v1/models", "describe", "read_text", *sync, *probe]
+    # Rollouts of 4 prompts, 8 samples, 2 updates each. Evaluations before, after 2 and after 4; the
+    # one after 2 synchronises for the rollout that follows, too.
+    expected = [
+        *start,
+        *("describe", *held_out),
+        *("describe", *rollout),
+        *(*sync, *probe, *held_out),
+        *("describe", *rollout),
+        *(*sync, *probe, *held_out),
+    ]
+    assert server.paths() == expected
+    versions = [content["kwargs"]["version"] for path, content in server.requests if content.get("method") == "note_version"]  # fmt: skip
+    assert len(set(versions)) == 3
+    of_rollouts = [version for version in server.answered]
+    assert of_rollouts == [versions[0]] * 10 + [versions[1]] * 10 + [versions[2]] * 6
+
+    asked = [content for path, content in server.requests if path == "/v1/completions"]
+    sampled = asked[6:10]
+    first = sampled[0]
+    assert {**first, "prompt": [], "seed": 0} == {
+        "model": "m", "prompt": [], "n": 2, "seed": 0, "max_tokens": 6, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "stop_token_ids": [1],
+        "logit_bias": {}, "skip_special_tokens": False, "return_token_ids": True, "logprobs": 0,
+    }  # fmt: skip
+    # Every response has a seed of its own: the server adds the number of the response.
+    seeds = [
+        request["seed"] + number
+        for request in [*sampled, *asked[16:20]]
+        for number in range(request["n"])
+    ]
+    assert len(set(seeds)) == 16
+    assert all(request["temperature"] == 0 for request in asked[4:6])
+
+    # What was answered is what was trained on.
+    said = samples(tmp_path / "out")
+    prompts = [row["prompt"] for row in said if row["source"] == "rollout"]
+    assert len(prompts) == 16 and len(set(prompts)) == 8
+    line = training_lines(tmp_path / "out")[0]
+    assert line["sampling/sampling_logp_difference/max"] < 1e-5
+    assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-5)
+    assert line["sampling/importance_sampling_ratio/cut"] == 0
+    assert 0 < line["sync/probe_difference"] < 1e-5 and line["sync/seconds"] > 0
+    assert "sampling/staleness" not in line
+    # After the last update nothing is synchronised for training.
+    assert set(lines(tmp_path / "out")[-1]) == set(evaluation_lines(tmp_path / "out")[0])
+
+
+def test_tokens_that_the_tokenizer_does_not_have_are_never_drawn(tokenizer):
+    model = types.SimpleNamespace(
+        get_output_embeddings=lambda: types.SimpleNamespace(out_features=300),
+        generation_config=types.SimpleNamespace(eos_token_id=[5, 2]),
+    )
+    unwrapped = types.SimpleNamespace(vocabulary=298, model=model)
+    run = types.SimpleNamespace(tokenizer=tokenizer, unwrapped=unwrapped)
+    uniforms = np.array([[[0.25] * 3] * 2, [[0.5] * 3] * 2])
+    first, second = vllm.make_requests(run, [[7], [8, 9]], uniforms, 0.7)
+    assert first["logit_bias"] == {"298": -100.0, "299": -100.0}
+    assert (first["seed"], second["seed"]) == (2**38 * 2, 2**39 * 2)
+    assert (second["prompt"], second["temperature"], second["max_tokens"]) == ([8, 9], 0.7, 3)
+    assert first["stop_token_ids"] == [1, 2, 5]
+
+
+@pytest.mark.parametrize("name", ["ppo", "distill"])
+def test_ppo_and_distillation_sample_from_a_server(inputs, server, tmp_path, name):
+    """With adapters, which the server loads in place. The reference for PPO's critic is untouched."""
+    settings = dict(FLAGS, lora_r=2, learning_rate=0.03)
+    if name == "distill":
+        del settings["reward_function"]
+        settings |= dict(teacher_model_name_or_path=ASSETS / "teacher", loss_type="sampled")
+    run(inputs, tmp_path / "out", settings, server.url, name=name)
+    folders = {
+        content["lora_path"] for path, content in server.requests if path == "/v1/load_lora_adapter"
+    }
+    assert folders == {str((tmp_path / "out/for_vllm/weights").resolve())}
+    asked = [content for path, content in server.requests if path == "/v1/completions"]
+    assert {request["model"] for request in asked} == {"actor"}
+    found = training_lines(tmp_path / "out")
+    assert [line["global_step"] for line in found] == [1, 2, 3, 4]
+    for line in found:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-5
+        assert line["sync/probe_difference"] < 1e-5
+        assert line["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-4)
+
+
+# ============================================================ the same run, however it is served
+
+
+@pytest.mark.parametrize("launcher", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_several_servers_and_processes_give_the_same_run(inputs, server, tmp_path, launcher):
+    run(inputs, tmp_path / "one", GRPO, server.url)
+    second = FakeServer(inputs / "model")
+    try:
+        run(inputs, tmp_path / "two", GRPO, server.url, second.url, launcher=launcher)
+    finally:
+        second.stop()
+    # The prompts are shared, the probe is not.
+    assert second.paths().count("/v1/completions") == 3 * 4 + (2 * 4 + 3 * 2) // 2
+    of_one, of_two = samples(tmp_path / "one"), samples(tmp_path / "two")
+    assert [row["response"] for row in of_one] == [row["response"] for row in of_two]
+    assert weights(tmp_path / "two") == pytest.approx(weights(tmp_path / "one"), abs=1e-5)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp_path, ahead):
+    """At a checkpoint between the two updates of a rollout, while the next one is sampled ahead."""
+    settings = dict(GRPO, rollouts_ahead=ahead, max_steps=8, max_epochs=3, save_steps=3, eval_steps=4)  # fmt: skip
+    run(inputs, tmp_path / "whole", settings, server.url)
+    half = dict(settings, output_dir=tmp_path / "half")
+    process = start_warm(
+        LAUNCHERS["plain"], recipe("grpo"), *flags_of(inputs, tmp_path / "half", half, server.url), cwd=inputs
+    )  # fmt: skip
+    checkpoint = tmp_path / "half/checkpoints/global_step_000003"
+    while not checkpoint.exists():
+        assert process.poll() is None
+    kill(process)
+    for later in checkpoint.parent.glob("global_step_*"):
+        if later != checkpoint:  # the kill came late
+            shutil.rmtree(later)
+    assert (checkpoint / "ahead.pt").exists() == bool(ahead)
+    server.restart()  # it lost its weights, too
+    run(inputs, tmp_path / "half", dict(settings, resume="auto"), server.url)
+    assert untimed(tmp_path / "half") == untimed(tmp_path / "whole")
+    assert samples(tmp_path / "half") == samples(tmp_path / "whole")
+    assert torch.equal(weights(tmp_path / "half"), weights(tmp_path / "whole"))
+
+
+def test_one_rollout_ahead_is_sampled_with_the_weights_before_the_updates_of_this_one(
+    inputs, server, tmp_path
+):
+    settings = dict(GRPO, rollouts_ahead=1, max_steps=6, max_epochs=3, eval_steps=100)
+    run(inputs, tmp_path / "out", settings, server.url)
+    # A rollout has two updates. The second is sampled with the weights of the first.
+    staleness = [line.get("sampling/staleness") for line in training_lines(tmp_path / "out")]
+    assert staleness == [None, None, 2, None, 2, None]
+    versions = [content["kwargs"]["version"] for path, content in server.requests if content.get("method") == "note_version"]  # fmt: skip
+    # Before the first update, after it for the third rollout, and for the last evaluation.
+    assert len(versions) == 3
+    sampled = [
+        version
+        for version, (path, content) in zip(
+            server.answered, (r for r in server.requests if r[0] == "/v1/completions")
+        )
+        if content["n"] == 2
+    ]
+    assert sampled == [versions[0]] * 8 + [versions[1]] * 4
+    # The correction is at work: the samples are not those of the policy.
+    later = training_lines(tmp_path / "out")[2]
+    assert later["sampling/sampling_logp_difference/max"] > 1e-4
+    assert later["sampling/importance_sampling_ratio/max"] > 1.001
+    # Staleness is no fault of the server.
+    assert later["sync/probe_difference"] < 1e-5
+
+
+# ============================================================ weights that are not those of training
+
+
+def drop(server, path, content):
+    """The server says that it has loaded the weights, and has not."""
+    if content.get("method") == "load" and len(server.answered) > 4:
+        return 200, json.dumps({"results": [None]})
+
+
+def delay(server, path, content):
+    """It loads the weights of the synchronisation before."""
+    if content.get("method") == "load":
+        folder, kept = content["kwargs"]["folder"], server.folder.parent / "kept"
+        new = server.folder.parent / "newest"
+        shutil.copytree(folder, new, dirs_exist_ok=True)
+        if kept.exists():
+            content["kwargs"]["folder"] = str(kept)
+            result = server.answer(path, content)
+            shutil.rmtree(kept)
+            shutil.copytree(new, kept)
+            return 200, json.dumps(result)
+        shutil.copytree(new, kept)
+
+
+def corrupt(server, path, content):
+    """One layer is lost on the way."""
+    if content.get("method") == "load":
+        folder = server.folder.parent / "damaged"
+        shutil.copytree(content["kwargs"]["folder"], folder, dirs_exist_ok=True)
+        state = load_file(folder / "model.safetensors")
+        state["model.layers.1.mlp.down_proj.weight"] *= 0
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return 200, json.dumps(server.answer(path, {**content, "kwargs": {"folder": str(folder)}}))
+
+
+def keep_the_head(server, path, content):
+    """A tied head keeps the old weights, as in vLLM on a CPU."""
+    if content.get("method") == "load":
+        old = server.worker.model.get_output_embeddings().weight.detach().clone()
+        answer = server.answer(path, content)
+        server.worker.model.get_output_embeddings().weight = torch.nn.Parameter(old)
+        return 200, json.dumps(answer)
+
+
+def without_temperature(server, path, content):
+    """Log-probs are those of temperature 1, as without `--logprobs-mode processed_logprobs`."""
+    if path == "/v1/completions":
+        answer = server.answer(path, content)
+        for choice in answer["choices"]:
+            model = server.worker.model
+            ids = torch.tensor([content["prompt"] + choice["token_ids"]])
+            logps = model(ids).logits[0, len(content["prompt"]) - 1 : -1].log_softmax(-1)
+            found = logps.gather(1, ids[0, len(content["prompt"]) :, None])[:, 0]
+            choice["logprobs"]["token_logprobs"] = found.tolist()
+        return 200, json.dumps(answer)
+
+
+@pytest.mark.parametrize("fault", [drop, delay, corrupt, keep_the_head, without_temperature])
+def test_wrong_weights_end_the_run_within_one_rollout(inputs, tmp_path, fault):
+    model = "tied" if fault is keep_the_head else "model"
+    shutil.copytree(inputs / model, tmp_path / "served")
+    server = FakeServer(tmp_path / "served")
+    server.fault = lambda path, content: fault(server, path, content)
+    settings = dict(GRPO, model=model, temperature=0.7, eval_steps=100)
+    try:
+        done = run(inputs, tmp_path / "out", settings, server.url, check=False)
+    finally:
+        server.stop()
+    said = said_at_the_end(done)
+    assert server.url in said
+    if fault in (drop, delay):
+        assert "does not have the weights that it was given" in said
+    else:
+        assert "log-probs differ from those of training by" in said and "docs/vllm.md" in said
+    # At most the two updates of one rollout: no other is sampled.
+    trained = lines(tmp_path / "out") if (tmp_path / "out/metrics.jsonl").exists() else []
+    assert len([line for line in trained if "loss" in line]) <= 2
+
+
+def test_the_bound_of_the_difference_is_the_users(inputs, server, tmp_path):
+    server.fault = lambda path, content: without_temperature(server, path, content)
+    settings = dict(GRPO, temperature=0.7, max_steps=2, max_sampler_difference=5.0)
+    run(inputs, tmp_path / "out", settings, server.url)
+    assert training_lines(tmp_path / "out")[0]["sync/probe_difference"] > 0.1
+
+
+def test_a_server_that_was_started_again_gets_the_weights_again(inputs, server, tmp_path):
+    """Between two rollouts: the run is the one that was not disturbed."""
+    run(inputs, tmp_path / "undisturbed", GRPO, server.url)
+    seen = itertools.count()
+
+    def restart(path, content):
+        if path == "/pause?mode=wait" and next(seen) == 1:
+            server.restart()
+
+    server.fault = restart
+    run(inputs, tmp_path / "disturbed", GRPO, server.url)
+    assert untimed(tmp_path / "disturbed") == untimed(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("when", ["before a rollout", "in a rollout"])
+def test_a_restart_is_noticed_by_the_version(inputs, server, tmp_path, when):
+    """Without new weights in between: the start of the first rollout, or its middle."""
+    asked = itertools.count()
+
+    def restart(path, content):
+        is_sampling = path == "/v1/completions" and content["n"] == 2
+        is_before = content.get("method") == "describe" and len(server.answered) == 6
+        if when == "in a rollout" and is_sampling and next(asked) == 1:
+            server.restart()
+        if when == "before a rollout" and is_before and next(asked) == 1:
+            server.restart()
+
+    server.fault = restart
+    done = run(inputs, tmp_path / "out", GRPO, server.url, check=False)
+    if when == "in a rollout":
+        assert "got other weights while it sampled" in said_at_the_end(done)
+    else:
+        assert done.returncode == 0 and server.paths().count("load") == 4
+
+
+# ============================================================ servers that fail
+
+
+def test_a_server_that_is_gone_in_mid_rollout_ends_the_run_in_one_line(inputs, server, tmp_path):
+    gone = iter([False] * 8 + [True])
+    server.change = lambda path, answer: None
+
+    def fail(path, content):
+        if path == "/v1/completions" and next(gone, True):
+            raise ConnectionAbortedError
+
+    server.fault = fail
+    server.server.handle_error = lambda *_: None
+    done = run(inputs, tmp_path / "out", GRPO, server.url, check=False)
+    assert f"no answer from the vLLM server {server.url}/v1/completions" in said_at_the_end(done)
+
+
+REQUEST = {"prompt": [5, 6], "n": 2, "max_tokens": 3, "stop_token_ids": [1], "temperature": 1.0}
+
+
+def answer_of(**changes) -> dict:
+    choice = {"index": 0, "token_ids": [7, 1], "logprobs": {"token_logprobs": [-1.0, -2.0]}, "prompt_token_ids": [5, 6], "finish_reason": "stop"}  # fmt: skip
+    return {"choices": [{**choice, "index": 1}, {**choice, **changes}]}
+
+
+@pytest.mark.parametrize(
+    "status, answer, parts",
+    [
+        (500, {"error": "out of memory"}, ["answered 500", "out of memory"]),
+        (404, {"error": "The model `m` does not exist."}, ["answered 404", "does not exist"]),
+        (200, answer_of(prompt_token_ids=[2, 5, 6]), ["read another prompt", "[2, 5, 6]"]),
+        (200, {"choices": answer_of()["choices"][:1]}, ["gave 1 responses, asked for 2"]),
+        (200, answer_of(token_ids=[7]), ["gave 1 tokens with 2 log-probs"]),
+        (200, answer_of(token_ids=[7, 8]), ["cut a response after 2 of 3 tokens"]),
+        (200, answer_of(token_ids=[], logprobs=None), ["gave 0 tokens with 0 log-probs"]),
+    ],
+)
+def test_answers_that_are_refused(server, status, answer, parts):
+    server.fault = lambda path, content: (status, json.dumps(answer))
+    client = Server(server.url)
+    refuses(server.url, *parts, call=lambda: client.complete(REQUEST))
+
+
+def test_answers_in_another_order_are_put_in_order(server):
+    answer = answer_of(token_ids=[8, 9, 1], logprobs={"token_logprobs": [-1.0, -1.5, -2.0]})
+    server.fault = lambda path, content: (200, json.dumps(answer))
+    first, second = Server(server.url).complete(REQUEST)
+    assert (first.ids, first.logps) == ([8, 9, 1], [-1.0, -1.5, -2.0])
+    assert (second.ids, second.logps) == ([7, 1], [-1.0, -2.0])
+
+
+def test_addresses_without_a_server():
+    refuses("127.0.0.1:9", "no answer", call=Server("127.0.0.1:9").describe_model)
+    refuses("--vllm_url 'http://'", "expected an address", call=lambda: Server("http://"))
+
+
+def test_garbage_is_no_answer(server):
+    server.fault = lambda path, content: (200, "{half")
+    refuses(server.url, "no answer", "JSONDecodeError", call=Server(server.url).describe_model)
+
+
+def test_a_key_is_sent(server, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    sent = []
+    handler = server.server.RequestHandlerClass
+    right = handler.do_POST
+    monkeypatch.setattr(
+        handler, "do_POST", lambda self: (sent.append(self.headers["Authorization"]), right(self))
+    )
+    Server(server.url).describe_model()
+    assert sent == ["Bearer secret"]
+
+
+# ============================================================ what is refused at the start
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        (dict(sampler_correction="token_mask"), ["--sampler_correction token_mask", "--vllm_url"]),
+        (dict(rollouts_ahead=1), ["--rollouts_ahead 1", "--vllm_url"]),
+        (dict(max_sampler_difference=0.1), ["--max_sampler_difference 0.1", "--vllm_url"]),
+        (
+            dict(vllm_url="u", rollouts_ahead=1, refill_rounds=1, drop_equal_groups=True),
+            ["--refill_rounds 1 --rollouts_ahead 1"],
+        ),
+        (dict(loss_type="dppo_tv", ratio="sequence"), ["--loss_type dppo_tv --ratio sequence"]),
+        (
+            dict(vllm_url="u", loss_type="dppo_kl", sampler_correction="token_mask"),
+            ["--loss_type dppo_kl --sampler_correction token_mask"],
+        ),
+        (dict(advantage_std="mean", baseline="rloo"), ["--advantage_std mean", "--baseline group"]),
+        (dict(advantage_std="mean", overlong_buffer=2), ["--advantage_std mean", "length"]),
+    ],
+)
+def test_settings_that_would_be_ignored(inputs, tmp_path, flags, parts):
+    done = run(inputs, tmp_path / "out", {**GRPO, **flags}, check=False)
+    said = said_at_the_end(done)
+    assert all(part in said for part in parts), said
+
+
+def test_a_server_that_cannot_serve_the_run(inputs, server, tmp_path):
+    """Another model; too short; without the worker's class; a folder that it does not see."""
+    other = tiny_llama(tmp_path / "other", num_hidden_layers=3)
+    deeper = FakeServer(other)
+    try:
+        done = run(inputs, tmp_path / "1", GRPO, deeper.url, check=False)
+        assert "num_hidden_layers 3" in said_at_the_end(done)
+        assert "load" not in deeper.paths()
+    finally:
+        deeper.stop()
+
+    def short(path, answer):
+        if path == "/v1/models":
+            answer["data"][0]["max_model_len"] = 32
+
+    server.change = short
+    done = run(inputs, tmp_path / "2", GRPO, server.url, check=False)
+    assert "--max-model-len 32 is below --max_length 60" in said_at_the_end(done)
+
+    server.change = lambda path, answer: None
+    server.fault = lambda path, content: (404, "{}") if path == "/collective_rpc" else None
+    done = run(inputs, tmp_path / "3", GRPO, server.url, check=False)
+    assert "--worker-extension-cls common.rollout.vllm_worker.Weights" in said_at_the_end(done)
+
+    def blind(path, content):
+        if content.get("method") == "read_text":
+            return 200, json.dumps({"results": [[]]})
+
+    server.fault = blind
+    done = run(inputs, tmp_path / "4", GRPO, server.url, check=False)
+    assert f"does not see {(tmp_path / '4/for_vllm/seen.txt').resolve()}" in said_at_the_end(done)
+    # Adapters, where the server was not started for them.
+    server.fault = lambda path, content: (400, "{}") if path == "/v1/load_lora_adapter" else None
+    done = run(inputs, tmp_path / "5", dict(GRPO, lora_r=2), server.url, check=False)
+    assert "--enable-lora" in said_at_the_end(done)
+
+
+def test_every_setting_of_servers_is_refused_without_one():
+    """So none is forgotten in the list."""
+    for name in vllm.NEED_SERVERS:
+        args = types.SimpleNamespace(vllm_url=None, sampler_correction="sequence_mask", sampler_correction_max=3.0,
+                                     max_sampler_difference=None, rollouts_ahead=0)  # fmt: skip
+        vllm.check_settings(args)
+        setattr(args, name, 1)
+        refuses(f"--{name} 1", call=lambda args=args: vllm.check_settings(args))
+
+
+def test_bare_runs_generate_by_themselves():
+    assert bare_run().servers is None
