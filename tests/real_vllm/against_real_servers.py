@@ -1,0 +1,351 @@
+"""Runs against real vLLM servers, on a CPU: `make test-vllm`, which installs vLLM in an environment of its own.
+
+A server takes about a minute to start, so there are three: of a model whose head is tied to its
+embeddings, of one whose head is not, both in fp32, and of the first in bf16, with adapters.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from common.rollout.vllm_server import Server
+from runs import (
+    ASSETS,
+    LAUNCHERS,
+    REPOSITORY,
+    evaluation_lines,
+    kill,
+    launch,
+    lines,
+    recipe,
+    samples,
+    start_warm,
+    training_lines,
+    weights,
+)
+
+VLLM = Path(os.environ.get("VLLM", REPOSITORY / ".venv-vllm/bin/vllm")).absolute()
+SEEDS = (0, 1, 2)
+FLAGS = dict(
+    dataset_name=ASSETS / "prompts_train.jsonl", eval_dataset_name=ASSETS / "prompts_eval.jsonl",
+    reward_function="common.rollout.rewards:answer_reward", rollout_batch_size=16, max_new_tokens=8, max_length=64,
+    train_batch_size=64, micro_train_batch_size=64, learning_rate=1e-3, max_steps=20, eval_steps=100,
+)  # fmt: skip
+
+
+# ============================================================ models and servers
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    """Two Llamas, `tied` and `untied`, that have learned to add a little. vLLM needs heads of at least 32."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("tied", "untied"):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=264, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=512, pad_token_id=0, bos_token_id=None, eos_token_id=1, tie_word_embeddings=name == "tied",
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(folder / "new" / name)
+        AutoTokenizer.from_pretrained(ASSETS / "model").save_pretrained(folder / "new" / name)
+        launch(
+            [],
+            recipe("sft"),
+            ASSETS / "sft.yaml",
+            *("--model_name_or_path", folder / "new" / name, "--output_dir", folder / "sft" / name),
+            *("--max_steps", 200, "--learning_rate", 2e-3, "--exact_match_rows", 0),
+            *("--micro_train_batch_size", 64, "--packing", False),
+        )
+        shutil.move(folder / "sft" / name / "actor", folder / name)
+    return folder
+
+
+class RealServer:
+    """A process of `vllm serve` on a free port; the constructor waits until it answers."""
+
+    def __init__(self, model: Path, log: Path, *flags: str, dtype: str = "float32"):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        settings = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}",
+        }
+        command = [
+            *(VLLM, "serve", model, "--host", "127.0.0.1", "--port", port, "--dtype", dtype),
+            *("--max-model-len", 256, "--enforce-eager", "--generation-config", "vllm"),
+            *("--logprobs-mode", "processed_logprobs"),
+            *("--worker-extension-cls", "faulty_worker.Faulty", *flags),
+        ]
+        self.log = log
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                env=os.environ | settings,
+                cwd=log.parent,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        while not self.answers():
+            assert self.process.poll() is None, log.read_text()[-4000:]
+            time.sleep(0.5)
+        self.client = Server(self.url)
+        self.client.model = self.client.describe_model()["id"]
+
+    def answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=60):
+                return True
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def started(models, tmp_path_factory, name: str, *flags: str, dtype: str = "float32"):
+    server = RealServer(
+        models / name, tmp_path_factory.mktemp("server") / "log", *flags, dtype=dtype
+    )
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def tied(models, tmp_path_factory):
+    yield from started(models, tmp_path_factory, "tied")
+
+
+@pytest.fixture(scope="module")
+def untied(models, tmp_path_factory):
+    yield from started(models, tmp_path_factory, "untied")
+
+
+@pytest.fixture(scope="module")
+def bf16(models, tmp_path_factory):
+    flags = ["--enable-lora", "--max-lora-rank", "8"]
+    yield from started(models, tmp_path_factory, "tied", *flags, dtype="bfloat16")
+
+
+def run(model, output, *urls, name="grpo", launcher="plain", check=True, **settings):
+    return launch(
+        LAUNCHERS[launcher],
+        recipe(name),
+        *flags_of(model, output, *urls, name=name, **settings),
+        check=check,
+        timeout=1200,
+    )
+
+
+def flags_of(model, output, *urls, name="grpo", **settings) -> list:
+    of_grpo = dict(n_samples_per_prompt=8) if name == "grpo" else {}
+    flags = ["--model_name_or_path", model, "--output_dir", output]
+    for key, value in {**FLAGS, **of_grpo, **settings}.items():
+        flags += [f"--{key}", value] if value is not None else []
+    return [*flags, *(["--vllm_url", *urls] if urls else [])]
+
+
+def untimed(folder) -> list[dict]:
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("perf/", "sync/"))}
+        for line in lines(folder)
+    ]
+
+
+def report(capsys, words: str) -> None:
+    """Shows a figure in the terminal: those of the closing notes and of docs/vllm.md."""
+    with capsys.disabled():
+        print(f"\n    {words}", flush=True)
+
+
+# ============================================================ weights
+
+
+def greedy(server: RealServer, prompts: list[list[int]]) -> list:
+    request = {
+        "n": 1, "seed": 0, "max_tokens": 24, "temperature": 0.0, "stop_token_ids": [1], "ignore_eos": True, "logprobs": 0,
+        "return_token_ids": True,
+    }  # fmt: skip
+    return [server.client.complete({**request, "prompt": prompt})[0].ids for prompt in prompts]
+
+
+def greedy_of_transformers(folder: Path, prompts: list[list[int]]) -> list:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    responses = []
+    for prompt in prompts:
+        ids = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=24,
+            do_sample=False,
+        )
+        responses.append(ids[0, len(prompt) :].tolist())
+    return responses
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_weights_there_and_back(models, request, name):
+    """A, then B, then A: greedy responses are those of transformers each time."""
+    server = request.getfixturevalue(name)
+    prompts = [[2, 50 + n, 51, 52 + n, 3] for n in range(8)]
+    seen = []
+    for folder in (models / name, models / "new" / name, models / name):
+        server.client.send("POST", "/pause?mode=wait")
+        server.client.call("load", folder=str(folder))
+        server.client.send("POST", "/reset_prefix_cache")
+        server.client.send("POST", "/resume")
+        seen.append(greedy(server, prompts))
+        assert seen[-1] == greedy_of_transformers(folder, prompts)
+    assert seen[0] != seen[1]
+
+
+def test_a_seed_gives_the_same_responses_alone_and_in_a_batch(tied):
+    settings = {
+        "max_tokens": 16, "temperature": 1.0, "stop_token_ids": [1], "ignore_eos": True, "logprobs": 0, "return_token_ids": True, "top_k": 0,
+        "top_p": 1.0,
+    }  # fmt: skip
+    ask = lambda n, seed: tied.client.complete(
+        {**settings, "prompt": [2, 60, 3], "n": n, "seed": seed}
+    )
+    together = ask(8, 100)
+    alone = [ask(1, 100 + number)[0] for number in range(8)]
+    assert [response.ids for response in together] == [response.ids for response in alone]
+    assert len({tuple(response.ids) for response in together}) > 4
+
+
+@pytest.mark.parametrize("fault", ["drop", "delay", "corrupt"])
+def test_lost_weights_end_the_run_within_one_rollout(models, tied, tmp_path, fault):
+    """The servers lose weights from the second synchronisation on; a corruption is seen in the first."""
+    if fault != "corrupt":
+        # The first one is right.
+        run(models / "tied", tmp_path / "before", tied.url, max_steps=1)
+    tied.client.call("set_fault", fault=fault)
+    try:
+        done = run(models / "tied", tmp_path / "out", tied.url, check=False)
+    finally:
+        tied.client.call("set_fault", fault="")
+    assert done.returncode == 1
+    said = done.stdout.strip().splitlines()[-1]
+    assert tied.url in said and ("log-probs differ" in said or "does not have the weights" in said)
+    file = tmp_path / "out/metrics.jsonl"
+    trained = training_lines(tmp_path / "out") if file.exists() else []
+    assert len(trained) <= 2  # the updates of one rollout
+
+
+# ============================================================ whole runs
+
+
+def test_grpo_learns_as_with_transformers(models, tied, tmp_path, capsys):
+    """Twenty updates, three seeds: the scores of the last ten within the noise of the seeds."""
+    means = {}
+    for seed in SEEDS:
+        for name, urls in (("vllm", [tied.url]), ("transformers", [])):
+            output = tmp_path / f"{name}{seed}"
+            run(models / "tied", output, *urls, seed=seed)
+            found = training_lines(output)
+            scores = [line["reward"] for line in found if "reward" in line]
+            means[name, seed] = sum(scores[-5:]) / 5
+            before, after = (evaluation_lines(output)[n]["eval/exact_match"] for n in (0, -1))
+            report(
+                capsys, f"{name}, seed {seed}: score {scores[0]:.3f}, at the end {means[name, seed]:.3f}; exact match {before:.3f}, {after:.3f}"
+            )  # fmt: skip
+            assert after > before + 0.05
+            if urls:
+                largest = max(line["sampling/sampling_logp_difference/max"] for line in found if "sampling/sampling_logp_difference/max" in line)  # fmt: skip
+                probe = max(line["sync/probe_difference"] for line in found if "sync/probe_difference" in line)  # fmt: skip
+                report(capsys, f"largest difference of log-probs {largest:.2g}, of probes {probe:.2g}")  # fmt: skip
+                assert largest < 1e-4
+    of = lambda name: [means[name, seed] for seed in SEEDS]
+    spread = max(max(of(name)) - min(of(name)) for name in ("vllm", "transformers"))
+    difference = abs(sum(of("vllm")) - sum(of("transformers"))) / 3
+    report(capsys, f"difference of the means {difference:.3f}, spread of the seeds {spread:.3f}")
+    assert difference < max(2 * spread, 0.05)
+
+
+@pytest.mark.parametrize("name", ["ppo", "distill"])
+def test_ppo_and_distillation(models, untied, tmp_path, name):
+    settings = dict(max_steps=4)
+    if name == "distill":
+        settings |= dict(
+            reward_function=None,
+            teacher_model_name_or_path=ASSETS / "teacher",
+            loss_type="sampled",
+            n_samples_per_prompt=4,
+        )
+    else:
+        settings |= dict(rollout_batch_size=64)
+    run(models / "untied", tmp_path / "out", untied.url, name=name, **settings)
+    found = training_lines(tmp_path / "out")
+    assert len(found) == 4
+    assert max(line.get("sampling/sampling_logp_difference/max", 0) for line in found) < 1e-4
+
+
+@pytest.mark.parametrize("launcher", ["ddp", "zero3"])
+def test_processes_and_shards(models, untied, tmp_path, launcher):
+    """The responses are those of one process: the servers draw them from the same seeds."""
+    settings = dict(max_steps=4, train_batch_size=128)
+    run(models / "untied", tmp_path / "one", untied.url, **settings)
+    run(models / "untied", tmp_path / "two", untied.url, launcher=launcher, **settings)
+    first = [[row["response"] for row in samples(tmp_path / name)][:628] for name in ("one", "two")]
+    assert first[0] == first[1]
+    assert weights(tmp_path / "two") == pytest.approx(weights(tmp_path / "one"), abs=1e-3)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_killed_and_resumed(models, tied, tmp_path, ahead, capsys):
+    settings = dict(rollouts_ahead=ahead, max_steps=8, save_steps=3)
+    run(models / "tied", tmp_path / "whole", tied.url, **settings)
+    flags = flags_of(models / "tied", tmp_path / "half", tied.url, **settings)
+    process = start_warm(LAUNCHERS["plain"], recipe("grpo"), *flags)
+    checkpoint = tmp_path / "half/checkpoints/global_step_000003"
+    while not checkpoint.exists():
+        assert process.poll() is None
+    kill(process)
+    for later in checkpoint.parent.glob("global_step_*"):
+        if later != checkpoint:
+            shutil.rmtree(later)
+    run(models / "tied", tmp_path / "half", tied.url, **settings, resume="auto")
+    assert samples(tmp_path / "half") == samples(tmp_path / "whole")
+    assert untimed(tmp_path / "half") == untimed(tmp_path / "whole")
+    assert torch.equal(weights(tmp_path / "half"), weights(tmp_path / "whole"))
+    if ahead:
+        found = training_lines(tmp_path / "whole")
+        assert {line.get("sampling/staleness") for line in found} == {None, 2.0}
+
+
+def test_bf16_and_adapters_in_place(models, bf16, tmp_path, capsys):
+    for name, settings in (("all weights", {}), ("adapters", dict(lora_r=8, learning_rate=5e-3))):
+        output = tmp_path / name
+        if name == "adapters":
+            # The base is what the server was started with: the run before left other weights there.
+            bf16.client.call("load", folder=str(models / "tied"))
+            bf16.client.send("POST", "/reset_prefix_cache")
+        run(models / "tied", output, bf16.url, max_steps=10, **settings)
+        found = training_lines(output)
+        probes = [line["sync/probe_difference"] for line in found if "sync/probe_difference" in line]  # fmt: skip
+        cut = [line["sampling/importance_sampling_ratio/cut"] for line in found]
+        seconds = [line["sync/seconds"] for line in found if "sync/seconds" in line]
+        report(
+            capsys, f"bf16, {name}: probes {min(probes):.3g} to {max(probes):.3g}, cut {max(cut):.3f}, sync {json.dumps([round(s, 2) for s in seconds])} s"
+        )  # fmt: skip
+        assert 1e-4 < max(probes) < 0.2
+        before, after = (evaluation_lines(output)[n]["eval/scores"] for n in (0, -1))
+        assert after > before
