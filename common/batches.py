@@ -17,7 +17,7 @@ class MicroBatch(NamedTuple):
     """What one process runs forward and backward at once.
 
     Attributes:
-        rows: row numbers in the data set.
+        rows: row numbers in the data set, or in the rollout.
         weights: float32 `[rows]` on the CPU: 1, or 0 for a padding row.
     """
 
@@ -208,8 +208,8 @@ def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = Fal
 def send(array: np.ndarray | torch.Tensor | list, device) -> torch.Tensor:
     """Copies an array, a list or a tensor of the host to the device, without waiting for it.
 
-    A GPU copies by itself only from pinned memory. From other memory the host would wait until all
-    that it asked for before is done.
+    Only copies from pinned memory are asynchronous. For others the host would wait until all work
+    that was queued before is done.
     """
     tensor = torch.as_tensor(array)
     if torch.device(device).type != "cpu":

@@ -31,7 +31,7 @@ from common.metrics import NOTHING
 from common.models import lora
 from common.run import Run
 
-# The counters of `Progress` that a checkpoint holds; it derives the others from these.
+# The counters of `Progress` that a checkpoint holds; a resumed run begins with the others anew.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
 # The number of the layout of checkpoints: another one is refused.
 FORMAT = 2
@@ -221,7 +221,8 @@ def save(run: Run) -> None:
     """
     step = run.progress.global_step
     if run.last_saved == step:
-        # A signal came after this checkpoint. Updates skipped since then will be skipped again.
+        # This step is saved already, for example when a signal arrives right after. Updates that
+        # were skipped since are not in it: the resumed run skips them again.
         return
     final = run.checkpoints / f"global_step_{step:06d}"
     temporary = run.checkpoints / f".{final.name}.writing"

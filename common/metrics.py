@@ -274,8 +274,8 @@ class Metrics:
     def log(self) -> None:
         """Writes the training line of this `global_step`. All processes must call it.
 
-        If no update was applied since the last line, it has only what rollouts added since, from
-        which no update follows. If there is nothing either, no line is written.
+        Every recipe logs a `loss`: without one, no update was applied since the last line. Then
+        the line has the metrics of rollouts that led to no update, or there is no line.
         """
         if "loss" not in self.open.sums:  # no update was applied since the last line
             means = self.open.reduce()
@@ -326,7 +326,7 @@ class Metrics:
             self.open.add([Logged({name: value}, counts, reduce)])
 
     def log_rollout(self, scores: torch.Tensor | None, examples: list[dict]) -> None:
-        """Writes the samples of a rollout, and shows some at the first update that uses it.
+        """Writes the samples of a rollout. TensorBoard shows some at the first update made of it.
 
         All processes may call it.
 

@@ -11,7 +11,7 @@ RECENT_UPDATES = 50
 
 @dataclasses.dataclass
 class Progress:
-    """The counters of a run. A checkpoint holds all but the consecutive and recent skips.
+    """The counters of a run. A checkpoint holds those of `checkpoint.COUNTERS`.
 
     Attributes:
         updates_per_epoch: by default `n_rows / train_batch_size`, rounded up.

@@ -131,9 +131,9 @@ def sampled_losses(
 ) -> torch.Tensor:
     """Returns the policy-gradient loss of each sampled token, which estimates the reverse KL.
 
-    The advantage of a token is how much more probable the teacher finds it than the student did
-    when it drew it; later tokens earn it nothing (a discount of 0). At the first update of a
-    rollout the expected gradient is that of KL(s || t) at each token.
+    The advantage of a token is the teacher's log-prob minus the student's old one; a token gets no
+    credit for later ones (a discount of 0). At the first update of a rollout the expected gradient
+    is that of KL(s || t) at each token.
 
     Source: Lu et al. 2025. Nothing is clipped, so later updates of a rollout should be few.
 
@@ -152,8 +152,8 @@ def losses_and_metrics(
 
     Args:
         output: what `DistillModel.forward` returned, given lessons.
-        old: `Rollout.tokens` of the same samples; for the loss of sampled tokens with `logps`, in
-            evaluation without `sampler_logps`.
+        old: `Rollout.tokens` of the same samples. `--loss_type sampled` also needs `logps`. An
+            evaluation, whose responses are greedy, has no `sampler_logps`.
         weights: `[samples]`, 0 for a padding row.
 
     Returns:
@@ -165,10 +165,10 @@ def losses_and_metrics(
         losses = output["divergence"]
     token_weights = old["mask"] * weights[:, None]
     about_sampler = []
-    # Its log-probs differ from those of training. A divergence needs no ratio: at whatever tokens
-    # it is computed, its gradient there is exact.
     if args.vllm_url and args.loss_type == "sampled" and "sampler_logps" in old:
-        sampler_weights, about_sampler = correction.weights(old, token_weights, args)
+        # A server's log-probs differ from those of training. The divergence needs no correction:
+        # its gradient at a token does not depend on how the token was drawn.
+        sampler_weights, about_sampler = correction.importance_weights(old, token_weights, args)
         losses = losses * sampler_weights
     per_token = {
         "loss": losses,
@@ -201,14 +201,14 @@ class Rollout:
             `teacher`: `[samples, 1]`, the number of the sample's teacher.
             `sampler_logps`: log-probs as the sampler computed them.
             `logps`, if an update needs them: those of the student before the first update.
-        made_at: `global_step` when the responses were sampled.
+        started_at: `global_step` before the rollout's first update.
     """
 
     samples: Samples
     teachers: list[str]
     teacher_prompts: list[list[int]]
     tokens: dict[str, torch.Tensor]
-    made_at: int
+    started_at: int
 
 
 @checkpoint.carried
@@ -234,27 +234,27 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
     state: State = run.extra
     position = state.position
     epoch = position.prompts_seen // run.data.mixture.samples  # before prompts are taken
-    questions = position.take_prompts(run, args.rollout_batch_size)
-    is_own = answered_by_student(questions["row"], epoch, args)
-    own = columns_where(questions, is_own)
-    off_policy = with_contexts(columns_where(questions, ~is_own))
+    prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
+    is_own = answered_by_student(prompts_of_rollout["row"], epoch, args)
+    student_prompts = columns_where(prompts_of_rollout, is_own)
+    data_prompts = with_contexts(columns_where(prompts_of_rollout, ~is_own))
     parts = []
     if is_own.any():
         with run.metrics.timed("generate"):
             # One uniform random number per token (inverse-CDF sampling): responses do not depend on
             # the number of processes.
             uniforms = position.draw_uniforms(args, len(is_own))[is_own]
-            responses = generation.sample(run, own, uniforms, args.temperature)
+            responses = generation.sample(run, student_prompts, uniforms, args.temperature)
             if args.rollouts_ahead:
                 vllm.sample_ahead(run)
         responses.check_finite(run)
         log_samples(run, responses)
         parts.append(responses)
     if not is_own.all():
-        parts.append(completions_of(run, off_policy))
+        parts.append(completions_of(run, data_prompts))
     # In the order of `parts`: first what the student answered.
-    questions = {name: own[name] + off_policy[name] for name in questions}
-    rollout = rollout_of(run, Samples.joined(parts), questions, n_answered=int(is_own.sum()))
+    columns = {name: own + data_prompts[name] for name, own in student_prompts.items()}
+    rollout = rollout_of(run, Samples.joined(parts), columns, n_answered=int(is_own.sum()))
     if args.loss_type == "sampled" and updates_of(rollout, args) > 1:
         with run.metrics.timed("score"):
             rollout.tokens["logps"] = compute_logps(run, rollout, taught_by, packer)
@@ -264,54 +264,57 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
 def answered_by_student(data_rows: list[int], epoch: int, args: Args) -> np.ndarray:
     """Returns which prompts the student answers, bool `[prompts]`.
 
-    It follows from the seed, the epoch and the number of the row alone.
+    It follows from the seed, the epoch and the number of the row alone: row n has the n-th draw.
     """
     draws = np.random.default_rng([args.seed, epoch, SHARE_STREAM]).random(max(data_rows) + 1)
     return draws[data_rows] < args.on_policy_share
 
 
-def columns_where(questions: dict[str, list], is_wanted: np.ndarray) -> dict[str, list]:
+def columns_where(columns: dict[str, list], is_wanted: np.ndarray) -> dict[str, list]:
     """Returns the columns of the prompts where `is_wanted` is true."""
     rows = np.flatnonzero(is_wanted)
-    return {name: [column[row] for row in rows] for name, column in questions.items()}
+    return {name: [column[row] for row in rows] for name, column in columns.items()}
 
 
-def with_contexts(questions: dict[str, list]) -> dict[str, list]:
+def with_contexts(columns: dict[str, list]) -> dict[str, list]:
     """Returns the columns with each prompt cut to what its completion continues.
 
-    A template may write the completion after less than the generation prompt, see `tokens.Answer`.
+    A template may write the completion after only the beginning of the generation prompt, see
+    `tokens.Answer`. Without `--on_policy_share` there are no completions, and nothing is cut.
     """
-    contexts = {"prompt_ids": "context_ids", "teacher_prompt_ids": "teacher_context_ids"}
-    return {
-        name: questions.get(contexts.get(name, name), column) for name, column in questions.items()
-    }
+    cut = dict(columns)
+    if "context_ids" in columns:
+        cut["prompt_ids"] = columns["context_ids"]
+    if "teacher_context_ids" in columns:
+        cut["teacher_prompt_ids"] = columns["teacher_context_ids"]
+    return cut
 
 
-def completions_of(run: Run, questions: dict[str, list]) -> Samples:
+def completions_of(run: Run, columns: dict[str, list]) -> Samples:
     """Returns the completions that the data has for some prompts."""
-    completions = questions["completion_ids"]
+    completions = columns["completion_ids"]
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     return Samples(
-        prompts=questions["prompt_ids"],
+        prompts=columns["prompt_ids"],
         responses=completions,
-        row_texts=questions["columns"],
-        data_rows=questions["row"],
+        row_texts=columns["columns"],
+        data_rows=columns["row"],
         ended=torch.tensor([ids[-1] in stops for ids in completions]),
-        sampler_logps=[[0.0] * len(ids) for ids in completions],
+        sampler_logps=[[0.0] * len(ids) for ids in completions],  # not drawn: `is_own` is false
     )
 
 
-def rollout_of(run: Run, samples: Samples, questions: dict[str, list], n_answered: int) -> Rollout:
+def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_answered: int) -> Rollout:
     """Returns samples with what their teachers need to know.
 
     Args:
-        questions: the columns of their prompts, each once, in the order of the samples.
+        columns: the columns of their prompts, each once, in the order of the samples.
         n_answered: how many of them, from the first, the student has answered.
     """
     n_samples = samples.per_prompt
-    names = questions.get("teacher", [teachers.ONLY] * len(questions["row"]))
+    names = columns.get("teacher", [teachers.ONLY] * len(columns["row"]))
     names = generation.repeat_each(names, n_samples)
-    teacher_prompts = questions.get("teacher_prompt_ids", questions["prompt_ids"])
+    teacher_prompts = columns.get("teacher_prompt_ids", columns["prompt_ids"])
     numbers = {name: number for number, name in enumerate(teachers.names_and_paths(run.args))}
     return Rollout(
         samples=samples,
@@ -323,7 +326,7 @@ def rollout_of(run: Run, samples: Samples, questions: dict[str, list], n_answere
             "teacher": torch.tensor([[numbers[name]] for name in names]),
             "sampler_logps": samples.padded_sampler_logps,
         },
-        made_at=run.progress.global_step,
+        started_at=run.progress.global_step,
     )
 
 
@@ -339,7 +342,7 @@ def compute_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packe
     """
     collected = Collected(run.accelerator)
     for rows, weights, old, output in forward_passes(run, rollout, taught_by, packer):
-        # Nothing of a padding row.
+        # A micro-batch is real, or a padding row alone: nothing of that is kept.
         collected.add(rows if weights.any() else [], old["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
     rollout.samples.check_finite(run, logps=logps)
@@ -422,7 +425,7 @@ def beta_of(args: Args) -> float | None:
     return None if args.loss_type == "sampled" else args.beta
 
 
-def end_update(run: Run) -> None:
+def advance_rollout(run: Run) -> None:
     """Counts an update. After the last one of its rollout, the next rollout is due."""
     state: State = run.extra
     state.position.update += 1
@@ -531,12 +534,12 @@ def main():
         sort_lengths = rollout.samples.sort_lengths(packer)  # keeps samples of a prompt together
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # in the mean of the loss
+        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        # Until an update is applied, the student is still the one that sampled.
-        student_has_moved = progress.global_step > rollout.made_at
+        # Until an update of this rollout is applied, the student is the old one of all ratios.
+        student_has_moved = progress.global_step > rollout.started_at
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
@@ -572,7 +575,7 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        end_update(run)
+        advance_rollout(run)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
@@ -581,20 +584,26 @@ def main():
         if applied:
             scheduler.step()
 
-        if progress.log_due(args.logging_steps):
-            metrics.log()
-        if progress.evaluation_due(args.eval_steps):
-            evaluate(run, taught_by, packer)
-        if progress.due(args.save_steps):
-            checkpoint.save(run)
-        if progress.due(args.save_actor_steps):
-            actor.publish_step(run)
-        checkpoint.stop_if_asked(run)
+        log_evaluate_save(run, taught_by, packer)
 
     actor.publish(run)
     metrics.close()
     console.end(run)
     hub.push(run)
+
+
+def log_evaluate_save(run: Run, taught_by: Teachers, packer: Packer) -> None:
+    """Logs, evaluates and saves what is due, and ends the run if a signal asks for it."""
+    args = run.args
+    if run.progress.log_due(args.logging_steps):
+        run.metrics.log()
+    if run.progress.evaluation_due(args.eval_steps):
+        evaluate(run, taught_by, packer)
+    if run.progress.due(args.save_steps):
+        checkpoint.save(run)
+    if run.progress.due(args.save_actor_steps):
+        actor.publish_step(run)
+    checkpoint.stop_if_asked(run)
 
 
 # ============================================================ evaluation

@@ -97,8 +97,8 @@ class Args(SharedArgs):
     exact_match_rows: int | None = arg(
         default=None,
         at_least=0,
-        help="for exact match, answers at most so many prompts of each held-out set; 0: none; by "
-        "default all that have an `answer`",
+        help="for exact match, prompts of each held-out set that are answered, at most; 0: none; "
+        "default: all that have an `answer`",
     )
 
     # Besides what all recipes share, a resumed run may change these.
@@ -151,7 +151,7 @@ def preference_loss(
 
 def collate(columns: dict, packer: Packer) -> dict:
     """Returns pairs as the model reads them: all chosen answers, then all rejected ones."""
-    prompts = columns["prompt_ids"] * 2
+    prompts = columns["prompt_ids"] * 2  # a list: each prompt twice
     both_answers = columns["chosen_ids"] + columns["rejected_ids"]
     return packer.make_batch(prompts, both_answers)
 
@@ -162,15 +162,16 @@ def losses_and_metrics(
     """Returns the losses of pairs, and what to log about them.
 
     Args:
-        output: what `LogProbModel.forward` returned of the policy, with `mean_logits`.
-        mask: `[2 * pairs, length]`, which tokens are real.
+        output: what `LogProbModel.forward` returned of the policy, with `mean_logits`; of all
+            chosen answers, then of all rejected ones, as `collate` has them.
+        mask: `[2 * pairs, longest answer]`, where an answer has a token.
         ref_logps: `[2 * pairs]`, the reference's log-probs of the answers.
         weights: `[pairs]`, 0 for a padding row.
 
     Returns:
         losses `[pairs]`; metrics.
     """
-    logps = output["logps"].sum(1)
+    logps = output["logps"].sum(1)  # 0 past the end of an answer
     chosen_logps, rejected_logps = logps.chunk(2)
     chosen_ratios, rejected_ratios = (logps - ref_logps).chunk(2)
     chosen_tokens, rejected_tokens = mask.sum(1).chunk(2)

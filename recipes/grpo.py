@@ -93,15 +93,17 @@ class Args(RewardArgs):
         "by the group's mean score, or not",
     )
     loss_type: Literal["clip", "cispo", "dppo_tv", "dppo_kl"] = arg(
-        default="clip", help="see policy_losses and divergence_losses"
+        default="clip",
+        help="clip: PPO's clipped ratio; cispo: a clipped ratio as weight; dppo_tv, dppo_kl: masks "
+        "tokens by their distance to the sampler; see docs/grpo.md",
     )
     ratio: Literal["token", "sequence"] = arg(
         default="token", help="the ratio of each token, or one for a whole response"
     )
     average: Literal["token", "sequence", "constant"] = arg(
         default="token",
-        help="how losses are averaged: over all tokens; over responses, each the mean of its "
-        "tokens; or over responses, each the sum of its tokens / --max_new_tokens",
+        help="token: the mean over all tokens; sequence: over responses, each the mean of its "
+        "tokens; constant: over responses, each the sum of its tokens / --max_new_tokens",
     )
     clip_range: float = arg(
         default=0.2,
@@ -121,7 +123,7 @@ class Args(RewardArgs):
     kl_estimator: Literal["k3", "k2"] = arg(default="k3", help="see kl_losses")
     drop_equal_groups: bool = arg(
         default=True,
-        help="drop groups whose advantages are all zero, the penalty for length not counted; with "
+        help="drop groups whose advantages, before the penalty for length, are all zero; with "
         "--kl_coef above 0 they are kept, because the KL still has a gradient there",
     )
     refill_rounds: int = arg(
@@ -160,6 +162,8 @@ class Args(RewardArgs):
 # ============================================================ the algorithm
 # Added to a standard deviation before it divides.
 EPSILON = 1e-4
+# The largest ratio that weights a loss of DPPO.
+LARGEST_RATIO = 20
 
 
 def final_scores(
@@ -224,6 +228,9 @@ def estimate_advantages(
 ) -> torch.Tensor:
     """Returns the advantage of each response, `[samples]`. All its tokens have the same.
 
+    Without a baseline, `batch` also subtracts the batch's mean; the other baselines have subtracted
+    means of groups already.
+
     Sources: mean and standard deviation of the group, arXiv:2402.03300 section 4.1.2; no standard
     deviation, Dr. GRPO, arXiv:2503.20783; rloo, arXiv:2402.14740; standard deviation of the whole
     batch, REINFORCE++, arXiv:2501.03262; the group's mean, MaxRL, arXiv:2602.02710.
@@ -254,7 +261,7 @@ def estimate_advantages(
         advantages = torch.where(means > 0, advantages / means, 0.0)  # 0: a group of zeros
     elif advantage_std == "batch" and is_trained.sum() > 1:
         trained = advantages.flatten()[is_trained]
-        if baseline == "none":  # otherwise the groups' means are subtracted already
+        if baseline == "none":
             advantages = advantages - trained.mean()
         advantages = advantages / (trained.std() + EPSILON)
     return advantages.flatten().to(scores.dtype)
@@ -284,6 +291,8 @@ def policy_losses(
     clip_high: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the loss of each token, and whether it was clipped below 1, and above 1.
+
+    Their shape is that of the ratios, with `cispo` that of the log-probs.
 
     clip: `-min(r A, clip(r, 1 - low, 1 + high) A)`. A clipped token has no gradient.
     cispo: `-min(r, 1 + high) A log pi`, the first factor a constant. Every token has a gradient.
@@ -317,15 +326,15 @@ def divergence_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the loss of each token, and whether it was masked as too unlikely, or too likely.
 
-    `-A min(r, 20) log pi` with r = pi/q a constant, and q the policy that sampled. A token whose
-    update would lead further away has no loss, once its probability is too far from that of the
-    sampler. With p and q these two probabilities:
+    The loss is `-A min(r, 20) log pi`, where r = p/q has no gradient. Here p is the token's
+    probability under the policy, and q under the policy that sampled it. A token has no loss if p
+    is already too far from q and the update would move it further away. The distance is
 
-        dppo_tv: the distance is |p - q|, the total variation of "this token or another one";
-        dppo_kl: it is the KL of the same, q log(q/p) + (1 - q) log((1 - q)/(1 - p)).
+        dppo_tv: |p - q|, the total variation between "this token" and "any other";
+        dppo_kl: the KL of the same two outcomes, q log(q/p) + (1 - q) log((1 - q)/(1 - p)).
 
-    A ratio says little there: from 1e-5 to 1e-4 it is 10, and hardly any probability has moved.
-    Source: DPPO, arXiv:2602.04879.
+    Ratios say little about unlikely tokens: from 1e-5 to 1e-4 the ratio is 10, yet almost no
+    probability has moved. Source: DPPO, arXiv:2602.04879.
 
     Args:
         logps, sampler_logps: `[samples, length]`.
@@ -333,14 +342,14 @@ def divergence_losses(
         low, high: the largest distance of a token with a negative advantage that has become less
             likely, and of one with a positive advantage that has become more likely.
     """
-    log_ratios = (logps - sampler_logps).detach().clamp(-20, 20)
+    log_ratios = (logps - sampler_logps).detach().clamp(-20, 20)  # e^20: just not infinite
     p, q = logps.detach().exp(), sampler_logps.exp()
     distance = (p - q).abs()
     if loss_type == "dppo_kl":
         distance = -q * log_ratios + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
     is_below = (advantages < 0) & (p < q) & (distance > low)
     is_above = (advantages > 0) & (p > q) & (distance > high)
-    ratios = log_ratios.exp().clamp(max=20)
+    ratios = log_ratios.exp().clamp(max=LARGEST_RATIO)
     losses = -ratios * advantages * logps
     return losses.masked_fill(is_below | is_above, 0.0), is_below, is_above
 
@@ -377,7 +386,7 @@ def average_tokens(
     Dr. GRPO, arXiv:2503.20783.
 
     Args:
-        losses: `[samples, length]`.
+        losses: `[samples, length]`, or `[samples, 1]` if all tokens of a response have the same.
     """
     lengths = mask.sum(1)
     sums = (losses * mask).sum(1)
@@ -438,8 +447,10 @@ def losses_and_metrics(
     }
     token_weights = mask * weights[:, None]
     about_sampler = []
-    if args.vllm_url and not is_anchored_in_sampler:  # its log-probs differ from those of training
-        sampler_weights, about_sampler = correction.weights(old, token_weights, args)
+    if args.vllm_url and not is_anchored_in_sampler:
+        # A server's log-probs differ from those of training. The KL below is not corrected: at
+        # whatever tokens it is computed, it should be small.
+        sampler_weights, about_sampler = correction.importance_weights(old, token_weights, args)
         token_losses = token_losses * sampler_weights
     if args.kl_coef:
         # Each token's own ratio, even if one ratio of the whole response weights the policy loss.
@@ -470,13 +481,13 @@ class Rollout:
             `sampler_logps`: log-probs as the sampler computed them.
             `logps`, if an update needs them: those of the policy before the first update.
             `ref_logps`, if there is a reference: those of the reference.
-        made_at: `global_step` when the responses were sampled.
+        started_at: `global_step` before the rollout's first update.
     """
 
     samples: Samples
     is_trained: torch.Tensor
     tokens: dict[str, torch.Tensor]
-    made_at: int
+    started_at: int
 
 
 @checkpoint.carried
@@ -523,7 +534,7 @@ def make_rollout(
             "advantages": advantages[:, None],
             "sampler_logps": samples.padded_sampler_logps,
         },
-        made_at=run.progress.global_step,
+        started_at=run.progress.global_step,
     )
     with run.metrics.timed("score"):
         rollout.tokens |= compute_logps(run, rollout, reference, packer)
@@ -553,7 +564,7 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
             # the number of processes.
             uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
             samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
-            if args.rollouts_ahead:
+            if args.rollouts_ahead:  # then there is one round, see `check_refills`
                 vllm.sample_ahead(run)
         samples.check_finite(run)
         with run.metrics.timed("score"):
@@ -694,7 +705,7 @@ def order_of_samples(rollout: Rollout, order_seed: tuple, epoch: int) -> np.ndar
     return rows[rollout.is_trained[rows].numpy()]
 
 
-def end_update(run: Run) -> None:
+def advance_rollout(run: Run) -> None:
     """Counts an update. After the last one of its rollout, the next rollout is due."""
     state: State = run.extra
     state.position.update += 1
@@ -793,13 +804,12 @@ def main():
     # Not `updates_seen == 0`: a resumed run may have had rollouts that led to no update.
     if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
-    # `progress` derives its position in the data from `state`, so no checkpoint holds it.
-    update_data_position(run)
+    update_data_position(run)  # checkpoints hold it in `state` alone
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
         rollout = state.rollout
-        if rollout is None:  # no response is left to train on
+        if rollout is None:  # no response is left to train on; `skip_rollout` may end the run
             skip_rollout(run)
             log_evaluate_save(run, judge, packer)
             continue
@@ -813,8 +823,8 @@ def main():
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        # Until an update is applied, the policy is still the one that sampled.
-        policy_has_moved = progress.global_step > rollout.made_at
+        # Until an update of this rollout is applied, the policy is the old one of all ratios.
+        policy_has_moved = progress.global_step > rollout.started_at
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
@@ -845,7 +855,7 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        end_update(run)
+        advance_rollout(run)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
@@ -878,7 +888,8 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
 def update_data_position(run: Run) -> None:
     """Tells `progress` how many prompts were used, and whether the data is exhausted.
 
-    Rollouts differ in their number of updates, so it cannot be computed from the updates.
+    Rollouts differ in their number of updates, so it cannot be computed from the updates. With
+    `--max_steps` the data never ends: it starts again.
     """
     state: State = run.extra
     run.progress.rows_seen = state.position.prompts_seen
@@ -953,7 +964,7 @@ def check_groups(args: Args) -> None:
 
 
 def check_divergence(args: Args) -> None:
-    """Refuses what the losses of DPPO, and advantages divided by a mean, would ignore or break."""
+    """Refuses settings that DPPO's losses or `--advantage_std mean` would ignore or break."""
     if args.loss_type.startswith("dppo"):
         if args.ratio == "sequence":
             sys.exit(f"--loss_type {args.loss_type} --ratio sequence: it masks single tokens")

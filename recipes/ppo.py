@@ -308,12 +308,12 @@ def losses_and_metrics(
     critic_losses, value_clipped = value_losses(
         output["values"], old["values"], old["returns"], args.value_clip_range
     )
-    # Both are logged without the KL, which `loss` alone contains.
+    # Neither has the KL, nor a server's correction: only `loss` does.
     per_token = {"loss/policy_avg": actor_losses, "loss/value_avg": critic_losses}
     token_weights = old["mask"] * weights[:, None]
     about_sampler = []
-    if args.vllm_url:  # its log-probs differ from those of training
-        sampler_weights, about_sampler = correction.weights(old, token_weights, args)
+    if args.vllm_url:  # a server's log-probs differ from those of training
+        sampler_weights, about_sampler = correction.importance_weights(old, token_weights, args)
         actor_losses = actor_losses * sampler_weights
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
@@ -354,14 +354,14 @@ class Rollout:
             advantages returns`, and `ref_logps` where there is a reference.
         kl_coef: the coefficient of the KL when the rollout was made.
         actor_learns: false while only the critic does.
-        made_at: `global_step` when the responses were sampled.
+        started_at: `global_step` before the rollout's first update.
     """
 
     samples: Samples
     tokens: dict[str, torch.Tensor]
     kl_coef: float
     actor_learns: bool
-    made_at: int
+    started_at: int
 
 
 @checkpoint.carried
@@ -420,7 +420,7 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
         },
         kl_coef=state.kl_coef,
         actor_learns=position.rollouts_seen >= args.critic_warmup_rollouts,
-        made_at=run.progress.global_step,
+        started_at=run.progress.global_step,
     )
     log_rollout(run, rollout, scores, kl=kl, per_token_rewards=per_token_rewards)
     # During the critic's warm-up the actor does not move, so there is no KL to adapt to.
@@ -454,7 +454,7 @@ def compute_logps_and_values(
 ) -> dict[str, torch.Tensor]:
     """Returns `logps` and `values` of response tokens, and `ref_logps` if there is a reference.
 
-    They come from the forward pass that trains, not from generation, whose rounding differs.
+    They are computed by the training model, not taken from generation, which rounds differently.
 
     Returns:
         `[samples, longest response]` each, zero past the end of each response,
@@ -497,7 +497,7 @@ def log_rollout(
         "objective/non_score_reward": rlhf_rewards - scores.total,
         "objective/rlhf_reward": rlhf_rewards,
         "val/explained_variance": explained.expand(len(samples)),
-        "val/returns_avg": tokens["returns"].where(mask, torch.nan),
+        "val/returns_avg": tokens["returns"].where(mask, torch.nan),  # NaN counts nowhere
         "responses/length": response_lengths,
         "responses/eos_rate": samples.ended,
     }
@@ -525,7 +525,7 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
     )
 
 
-def end_update(run: Run) -> None:
+def advance_rollout(run: Run) -> None:
     """Counts an update. After the last one of its rollout, the next rollout is due."""
     state: State = run.extra
     state.position.update += 1
@@ -537,7 +537,7 @@ def end_update(run: Run) -> None:
 def note_joint_clipping(run: Run, grad_norm: float) -> None:
     """Prints once that clipping shrinks the actor's gradient along with a much larger critic's.
 
-    DeepSpeed itself clips all parameters by their joint norm, so no other engine clips apart.
+    DeepSpeed can only clip by the joint norm of all parameters, so all engines do.
     """
     args = run.args
     if args.max_grad_norm and grad_norm > 10 * args.max_grad_norm:
@@ -674,13 +674,13 @@ def main():
         lengths = rollout.samples.lengths  # prompt and response
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(lengths[update_rows].sum())  # prompts and responses
-        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # in the mean of the loss
+        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
-        frozen = [] if rollout.actor_learns else ["actor"]  # the critic's warm-up
-        learning_rates = optim.set_learning_rates(run, frozen)
-        # Until an update is applied, the policy is still the one that sampled.
-        policy_has_moved = progress.global_step > rollout.made_at
+        held = [] if rollout.actor_learns else ["actor"]  # during the critic's warm-up
+        learning_rates = optim.set_learning_rates(run, held)  # as scheduled; 0 for what is held
+        # Until an update of this rollout is applied, the policy is the old one of all ratios.
+        policy_has_moved = progress.global_step > rollout.started_at
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
@@ -691,6 +691,7 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
+                    # Before `logps` is replaced.
                     metrics.pending.add(ratio_rounding(output, old, weights))
                     metrics.pending.add(
                         correction.sampler_differences(
@@ -719,7 +720,7 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        end_update(run)
+        advance_rollout(run)
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
@@ -733,20 +734,26 @@ def main():
             scheduler.step()
             note_joint_clipping(run, float(grad_norm))
 
-        if progress.log_due(args.logging_steps):
-            metrics.log()
-        if progress.evaluation_due(args.eval_steps):
-            evaluate(run, judge, packer)
-        if progress.due(args.save_steps):
-            checkpoint.save(run)
-        if progress.due(args.save_actor_steps):
-            actor.publish_step(run)
-        checkpoint.stop_if_asked(run)
+        log_evaluate_save(run, judge, packer)
 
     actor.publish(run)
     metrics.close()
     console.end(run)
     hub.push(run)
+
+
+def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
+    """Logs, evaluates and saves what is due, and ends the run if a signal asks for it."""
+    args = run.args
+    if run.progress.log_due(args.logging_steps):
+        run.metrics.log()
+    if run.progress.evaluation_due(args.eval_steps):
+        evaluate(run, judge, packer)
+    if run.progress.due(args.save_steps):
+        checkpoint.save(run)
+    if run.progress.due(args.save_actor_steps):
+        actor.publish_step(run)
+    checkpoint.stop_if_asked(run)
 
 
 # ============================================================ evaluation

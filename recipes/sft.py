@@ -84,8 +84,8 @@ class Args(SharedArgs):
     exact_match_rows: int | None = arg(
         default=None,
         at_least=0,
-        help="for exact match, answers at most so many prompts of each held-out set; 0: none; by "
-        "default all that have an `answer`",
+        help="for exact match, prompts of each held-out set that are answered, at most; 0: none; "
+        "default: all that have an `answer`",
     )
 
     # Besides what all recipes share, a resumed run may change these.

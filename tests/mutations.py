@@ -741,7 +741,9 @@ ROLLOUTS = [
         "grpo_moved_by_a_skipped_update",
         "after an overflow GRPO takes the policy for one that has moved",
         "recipes/grpo.py",
-        replace("main", "progress.global_step > rollout.made_at", by="state.position.update > 0"),
+        replace(
+            "main", "progress.global_step > rollout.started_at", by="state.position.update > 0"
+        ),
         "contracts/test_fp16.py::test_until_an_update_is_applied_the_policy_has_not_moved",
     ),
     Fault(

@@ -82,7 +82,7 @@ def require(row: dict, *columns: str, expected: str) -> None:
         refuse_unless(fits, row, column, "a string or a list of messages with role and content")
 
 
-def refuse_unread(row: dict) -> None:
+def refuse_media_and_kto(row: dict) -> None:
     """Raises `BadRow` if the row holds what a text-only model cannot learn from."""
     for column in MEDIA_COLUMNS:
         if row.get(column):
@@ -102,7 +102,7 @@ def conversation(row: dict) -> tuple[Text, Text]:
     The formats are tried in this order: `messages` and `text`, which have an empty prompt, then
     `prompt` and `completion`.
     """
-    refuse_unread(row)
+    refuse_media_and_kto(row)
     if row.get("messages") is not None:
         fits = is_messages(row["messages"])
         refuse_unless(fits, row, "messages", "a list of messages with role and content")
@@ -165,7 +165,7 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
         "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    UltraFeedback states the prompt twice
         none      two transcripts       see `split_transcripts`
     """
-    refuse_unread(row)
+    refuse_media_and_kto(row)
     prompt = row.get("prompt")
     needed = ["chosen", "rejected"]
     if prompt is not None:

@@ -237,7 +237,7 @@ def encode_as_given(tokenizer, turn: Turn, message: dict) -> tuple[list[int], li
     end_of_prompt = turn.only_in_prompt
     opening = end_of_prompt.strip()
     if not end_of_prompt:
-        answer_text = lead_of(message, turn.only_in_answer) + answer_text
+        answer_text = text_before_answer(message, turn.only_in_answer) + answer_text
     elif thoughts.is_whole_thought(end_of_prompt):
         # The prompt says that nothing was thought, and something was.
         context = encode_beginning(tokenizer, context.text.removesuffix(end_of_prompt))
@@ -250,10 +250,11 @@ def encode_as_given(tokenizer, turn: Turn, message: dict) -> tuple[list[int], li
     return context.ids, encode_after(tokenizer, context, answer_text) + end
 
 
-def lead_of(message: dict, written: str) -> str:
+def text_before_answer(message: dict, written: str) -> str:
     """Returns what the template writes between prompt and answer; "" if that is a thought.
 
-    Example: LLaVA's space in ` Yes`. Whitespace of the answer itself is not counted.
+    Example: `Yes`, which LLaVA's template writes as ` Yes`, has a space before it. If the answer
+    itself is ` Yes`, written as `  Yes`, one of the two spaces belongs to the answer.
 
     Args:
         written: the answer as the template writes it, without the thinking.
@@ -262,14 +263,23 @@ def lead_of(message: dict, written: str) -> str:
     start = written.find(visible.strip())
     if start < 0:
         return ""
-    lead = written[:start]
-    if any(closer in lead for _, closer in thoughts.MARKERS):
+    before = written[:start]
+    if any(closer in before for _, closer in thoughts.MARKERS):
         return ""
     n_white = len(visible) - len(visible.lstrip())
-    return lead.removesuffix(visible[:n_white])
+    return before.removesuffix(visible[:n_white])
 
 
 # ============================================================ where an answer ends
+# The fields of `templates.Conventions` that this section reads, for two templates:
+#
+#                     ChatML: Yes<|im_end|>\n    no token ends an answer: Yes\n\n
+#     ending          <|im_end|> \n              \n\n
+#     end_of_answer   <|im_end|>                 nothing
+#     white_ending    \n                         \n\n
+#     writes_no_stop  false                      true
+
+
 def up_to_end(tokenizer, ids: list[int]) -> list[int]:
     r"""Returns an answer without what the template writes after the token that ends it.
 
@@ -390,9 +400,9 @@ class Preference(NamedTuple):
 def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> Preference:
     """Returns the token ids of a pair. An answer is empty if the chat template does not write it.
 
-    The prompt's ids are the same for both answers. Where one of them continues less of the
-    generation prompt than the other, the prompt is what both continue, and the rest of it belongs
-    to the answer that continues it. Example, where the generation prompt ends with `<think>`:
+    The prompt's ids are the same for both answers. If one answer continues only a beginning of the
+    generation prompt, that beginning is the prompt of both, and the rest is put at the start of the
+    other answer. Example, where the generation prompt ends with `<think>`:
 
         chosen    <think>Why</think>Yes
         rejected  No

@@ -11,17 +11,19 @@ import torch
 from common.metrics import Logged
 
 
-def weights(
+def importance_weights(
     old: dict[str, torch.Tensor], token_weights: torch.Tensor, args
 ) -> tuple[torch.Tensor, list[Logged]]:
     """Returns the weight p/q of each token's loss `[samples, length]`, and what to log about it.
 
-    token_truncate: the token's own ratio, at most the largest that counts; truncated importance
+    token_truncate: the token's own ratio, at most `--sampler_correction_max`; truncated importance
     sampling, Yao et al. 2025.
-    token_mask: the token's own ratio, 0 where it is above the largest or below its inverse; IcePop,
-    Ling Team 2025.
-    sequence_mask: the ratio of the whole response, 0 where it is above the largest; as in TRL.
+    token_mask: the token's own ratio, 0 where it is above this maximum or below its inverse;
+    IcePop, Ling Team 2025.
+    sequence_mask: the ratio of the whole response, 0 where it is above the maximum; as in TRL.
     none: 1 for all.
+
+    Their mean and maximum are logged, and the share of tokens that were truncated or masked.
 
     Args:
         old: `logps` of the policy before the update and `sampler_logps`, `[samples, length]`; with
@@ -33,7 +35,7 @@ def weights(
     largest = args.sampler_correction_max
     log_ratios = (old["logps"] - old["sampler_logps"]) * (token_weights > 0)
     if "is_own" in old:
-        log_ratios = log_ratios * old["is_own"]
+        log_ratios = log_ratios * old["is_own"]  # a ratio of 1 for the others
     if correction == "sequence_mask":
         log_ratios = log_ratios.sum(1, keepdim=True).expand_as(log_ratios)
     ratios = log_ratios.exp()
@@ -59,8 +61,8 @@ def sampler_differences(
 ) -> list[Logged]:
     """Returns metrics: how far the sampler's log-probs are from those of training.
 
-    Of the same policy, before the first update of its samples; with `--rollouts_ahead` the sampler
-    has an earlier one.
+    For the first update of a rollout, so both are of the same policy; with `--rollouts_ahead` the
+    sampler's is an earlier one.
 
     Args:
         logps, sampler_logps: `[samples, length]`.

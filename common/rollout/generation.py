@@ -141,6 +141,7 @@ def generate_batch(rows: "Rows", max_new_tokens: int) -> list[Response]:
         1         row 1: 8 1 0 0                          finished after four: the response is 8 1
         2         row 2: 9 9 9 9    row 1: 9 9 9 9 1 0    finished: the response is 9 9 9 9 1
     """
+    # Without rows to drop there is one round.
     at_once = TOKENS_AT_ONCE if can_pick_rows(rows.model) else max_new_tokens
     n_prompts = len(rows.numbers)
     responses = {}
@@ -225,14 +226,14 @@ class Rows:
         first_rows = [first_row[tuple(prompt)] for prompt in self.prompts]
         read, copies = np.unique(first_rows, return_inverse=True)
         # `generate` must draw a token, which is not used.
-        output = self.generate(self.ids[read, :length], self.padding[read], n_new=1)
+        output = self.run_model(self.ids[read, :length], self.padding[read], n_new=1)
         self.cache = getattr(output, CACHE)
         self.cache.reorder_cache(torch.from_numpy(copies))  # this repeats rows, too
 
     def extend(self, n_new: int) -> None:
         """Adds `n_new` tokens to each row, or fewer if all rows end before."""
         processors = [] if self.sampler is None else [self.sampler]
-        output = self.generate(
+        output = self.run_model(
             self.ids,
             self.padding,
             n_new=n_new,
@@ -243,7 +244,7 @@ class Rows:
         self.cache = getattr(output, CACHE)
         keep_room(self.cache)
 
-    def generate(self, ids: torch.Tensor, padding: np.ndarray, n_new: int, **settings):
+    def run_model(self, ids: torch.Tensor, padding: np.ndarray, n_new: int, **settings):
         """Returns transformers' output for these ids and `n_new` tokens after them."""
         config = GenerationConfig(
             max_new_tokens=n_new,
@@ -280,8 +281,8 @@ class RoomyLayer(DynamicLayer):
 
     Attributes:
         room: keys and values `[rows, heads, more than length, head size]`.
-        filled: `keys` as `update` last returned them. If `keys` is another tensor now, because rows
-            were dropped, it gets a new room.
+        filled: `keys` as `update` last returned them. `reorder_cache` puts another tensor in the
+            place of `keys` when rows are dropped: then the room is stale, and a new one is made.
     """
 
     keys: torch.Tensor
@@ -444,8 +445,7 @@ def unsharded(prepared, model):
     finally:
         prepared.set_reshard_after_forward(True)
         engine.reshard(prepared)
-        # FSDP2 would take the passes noted here for the beginning of the next update, and gather
-        # what they used ahead of time. A process that had nothing to generate would not, and all
-        # would hang.
+        # FSDP2 records the order of forward passes, and gathers weights ahead in that order. A
+        # process that generated nothing has recorded another one, and the next update would hang.
         if hasattr(prepared, "reset_iter_state"):  # torch 2.13
             prepared.reset_iter_state()

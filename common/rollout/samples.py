@@ -144,9 +144,10 @@ class Samples:
             FloatingPointError: see `guards.check_finite`.
         """
         tensors = {**values, "sampler_logps": self.padded_sampler_logps}
-        # A sum is finite only if all its parts are.
+        # One tensor is enough to find a row: a sum is finite only if all its parts are.
         sums = sum(tensors.values())
-        guards.check_finite(run, [(self.data_rows, sums, self.mask)], tensors)
+        of_batches = [(self.data_rows, sums, self.mask)]  # rows, values, which of these count
+        guards.check_finite(run, of_batches, tensors)
 
     def select(self, is_kept: torch.Tensor) -> "Samples":
         """Returns some of the samples, in the same order.

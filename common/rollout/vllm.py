@@ -93,6 +93,9 @@ def sample_ahead(run: Run) -> None:
 
     They answer while the rollout that was just sampled is trained on. All processes must call it,
     after `generation.sample` and before an update. Does nothing if the run may end before.
+
+    Args:
+        run: its `extra` has the `Position` in the data as `position`.
     """
     args = run.args
     position = dataclasses.replace(run.extra.position)  # the run's own stays where it is
@@ -101,7 +104,7 @@ def sample_ahead(run: Run) -> None:
     at_end_of_data = position.prompts_seen >= args.max_epochs * run.data.mixture.samples
     if at_end_of_run or (at_end_of_data and not args.max_steps):
         return
-    position.end_rollout()
+    position.end_rollout()  # the number of the rollout is part of its seeds
     prompts = position.take_prompts(run, args.rollout_batch_size)
     uniforms = position.draw_uniforms(args, len(prompts["row"]))
     run.servers.begin_ahead(run, prompts["prompt_ids"], uniforms)
@@ -128,8 +131,8 @@ class Probe:
 
     Attributes:
         responses: one to each prompt.
-        ours: training's log-probs of their tokens when the server first gave them,
-            `[prompts, longest response]`.
+        ours: training's log-probs of these responses, computed when the server first gave this
+            answer, `[prompts, longest response]`.
     """
 
     responses: list[Response]
@@ -173,12 +176,12 @@ class Servers:
         """
         requests = make_requests(run, prompts, uniforms, temperature)
         if self.ahead is not None and self.ahead.requests == requests:
-            responses = self.finish_ahead(run)
+            responses = self.wait_for_ahead(run)
             staleness = run.progress.global_step - self.ahead.weights_of
             run.metrics.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
             self.ahead = None
             return responses
-        self.finish_ahead(run)  # the servers sample with one version of the weights at a time
+        self.wait_for_ahead(run)  # the servers sample with one version of the weights at a time
         self.synchronise(run)
         return self.on_main_process(run, self.ask, requests)
 
@@ -196,8 +199,11 @@ class Servers:
             background.shutdown(wait=False)  # ends the thread once it has the answer
         self.ahead = Ahead(requests, run.progress.global_step, answer)
 
-    def finish_ahead(self, run: Run) -> list[Response]:
-        """Waits for the responses that were asked for ahead, and returns them; [] if none were."""
+    def wait_for_ahead(self, run: Run) -> list[Response]:
+        """Waits for the responses that were asked for ahead, and returns them; [] if none were.
+
+        They stay in `ahead` until `generate` is asked for them.
+        """
         if self.ahead is None:
             return []
         answer = self.ahead.answer
@@ -214,7 +220,7 @@ class Servers:
         return {
             "requests": self.ahead.requests,
             "weights_of": self.ahead.weights_of,
-            "responses": [tuple(response) for response in self.finish_ahead(run)],
+            "responses": [tuple(response) for response in self.wait_for_ahead(run)],
         }
 
     def load_state(self, state: dict[str, Any] | None) -> None:
@@ -231,11 +237,11 @@ class Servers:
             (self.servers[number % len(self.servers)], request)
             for number, request in enumerate(requests)
         ]
-        answers = at_once(lambda job: job[0].complete(job[1]), jobs)
+        answers = in_parallel(lambda job: job[0].complete(job[1]), jobs)
         if not self.all_have_version():
             sys.exit(
                 "a vLLM server got other weights while it sampled: another run uses it, too, or it "
-                f"was started again. Its responses are not used. Servers: {self.names()}"
+                f"was started again. Its responses are not used. Servers: {self.urls()}"
             )
         return [response for responses in answers for response in responses]
 
@@ -255,7 +261,7 @@ class Servers:
             return
         folder = run.output_dir / FOLDER / "weights"
         self.write_weights(run, folder)
-        self.on_main_process(run, self.load, folder, lora.has_adapter(run.unwrapped))
+        self.on_main_process(run, self.load_weights, folder, lora.has_adapter(run.unwrapped))
         difference = self.prove(run)
         self.synced_at = run.progress.global_step
         seconds = time.perf_counter() - started
@@ -272,7 +278,7 @@ class Servers:
             shutil.rmtree(folder.parent, ignore_errors=True)
             sys.exit(f"{folder} could not be written for the vLLM servers: {str(error)[:200]}")
 
-    def load(self, folder: Path, is_adapter: bool) -> None:
+    def load_weights(self, folder: Path, is_adapter: bool) -> None:
         """Lets all servers load the weights in a folder, and forget what they computed with others.
 
         For the main process.
@@ -292,7 +298,7 @@ class Servers:
             server.call("note_version", version=self.version)
             server.send("POST", "/resume")
 
-        at_once(load_into, self.servers)
+        in_parallel(load_into, self.servers)
 
     def all_have_version(self) -> bool:
         """Whether all workers of all servers have the weights that they were last given."""
@@ -330,9 +336,11 @@ class Servers:
     def refuse_lost_weights(self, run: Run, server: Server, probe: Probe) -> None:
         """Ends the run if a server's log-probs did not change though training's did."""
         last = self.probes.get(server.url)
+        # Responses contain log-probs, so new weights make them differ, if only in the last bit.
         if last is None or last.responses != probe.responses:
             self.probes[server.url] = probe
             return
+        # The old probe is kept: small changes of training's log-probs add up against it.
         change = (probe.ours - last.ours).abs().max().item()
         if change > VISIBLE_CHANGE[self.coarser_dtype(run)]:
             sys.exit(
@@ -392,7 +400,7 @@ class Servers:
                 )
         file.unlink()
 
-    def names(self) -> str:
+    def urls(self) -> str:
         return ", ".join(server.url for server in self.servers)
 
     def on_main_process(self, run: Run, function: Callable, *args) -> Any:
@@ -401,7 +409,7 @@ class Servers:
 
 
 def refuse_another_model(server: Server, config: dict[str, Any], run: Run) -> None:
-    """Refuses a server whose model has another architecture: new weights would end it."""
+    """Refuses a server whose model has another architecture: new weights would crash it."""
     ours = run.unwrapped.config.get_text_config().to_dict()
     for name in SAME_IN_CONFIGS:
         if name in config and name in ours and config[name] != ours[name]:
@@ -425,7 +433,7 @@ def make_requests(
         {
             "prompt": prompt,
             "n": n,
-            # The server draws response i from seed + i.
+            # The server draws response i from seed + i: times n, so that no two prompts share one.
             "seed": int(uniforms[number, 0, 0] * 2**40) * n,
             "max_tokens": n_tokens,
             "temperature": temperature,
@@ -440,13 +448,13 @@ def make_requests(
             "logit_bias": {str(token): -100.0 for token in without_probability},
             "skip_special_tokens": False,
             "return_token_ids": True,
-            "logprobs": 0,
+            "logprobs": 0,  # of the drawn token, and of no other
         }
         for number, prompt in enumerate(prompts)
     ]
 
 
-def at_once(function: Callable, jobs: list) -> list:
+def in_parallel(function: Callable, jobs: list) -> list:
     """Returns the results of a function that waits for servers, in the order of the jobs.
 
     If one fails, those that have not begun are not begun.

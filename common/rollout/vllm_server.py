@@ -47,6 +47,7 @@ class Server:
     def describe_model(self) -> dict[str, Any]:
         """Returns what `/v1/models` says of the model that the server was started with."""
         models = self.send("GET", "/v1/models")["data"]
+        # Adapters have a parent.
         return next(model for model in models if model.get("parent") is None)
 
     def call(self, method: str, **arguments: str) -> list:
@@ -73,7 +74,7 @@ class Server:
         """Returns the responses to one prompt.
 
         Args:
-            request: of `/v1/completions`, but for the model's name.
+            request: the body of a request to `/v1/completions`, without `model`.
         """
         answer = self.send("POST", "/v1/completions", {"model": self.model, **request})
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])

@@ -38,8 +38,8 @@ VLLM = Path(os.environ.get("VLLM", REPOSITORY / ".venv-vllm/bin/vllm")).absolute
 SEEDS = (0, 1, 2)
 FLAGS = dict(
     dataset_name=ASSETS / "prompts_train.jsonl", eval_dataset_name=ASSETS / "prompts_eval.jsonl",
-    reward_function="common.rollout.rewards:answer_reward", rollout_batch_size=16, max_new_tokens=8, max_length=64,
-    train_batch_size=64, micro_train_batch_size=64, learning_rate=1e-3, max_steps=20, eval_steps=100,
+    reward_function="tests.real_vllm.even_rewards:even", rollout_batch_size=16, max_new_tokens=8, max_length=64,
+    train_batch_size=64, micro_train_batch_size=64, learning_rate=3e-4, max_steps=20, eval_steps=100,
 )  # fmt: skip
 
 
@@ -254,30 +254,29 @@ def test_lost_weights_end_the_run_within_one_rollout(models, tied, tmp_path, fau
 
 
 def test_grpo_learns_as_with_transformers(models, tied, tmp_path, capsys):
-    """Twenty updates, three seeds: the scores of the last ten within the noise of the seeds."""
-    means = {}
+    """Twenty updates, three seeds: mean scores differ by no more than those of the seeds do."""
+    means = {"vllm": [], "transformers": []}
     for seed in SEEDS:
         for name, urls in (("vllm", [tied.url]), ("transformers", [])):
             output = tmp_path / f"{name}{seed}"
-            run(models / "tied", output, *urls, seed=seed)
+            run(models / "tied", output, *urls, seed=seed, train_batch_size=128)
             found = training_lines(output)
-            scores = [line["reward"] for line in found if "reward" in line]
-            means[name, seed] = sum(scores[-5:]) / 5
-            before, after = (evaluation_lines(output)[n]["eval/exact_match"] for n in (0, -1))
-            report(
-                capsys, f"{name}, seed {seed}: score {scores[0]:.3f}, at the end {means[name, seed]:.3f}; exact match {before:.3f}, {after:.3f}"
-            )  # fmt: skip
-            assert after > before + 0.05
+            scores = [line["reward"] for line in found]
+            means[name].append(sum(scores) / len(scores))
+            shown = " ".join(f"{score:.2f}" for score in scores[::3])
+            report(capsys, f"{name}, seed {seed}, every third score: {shown}")
+            before, *_, after = [line["eval/scores"] for line in evaluation_lines(output)]
+            assert after > before + 0.3
             if urls:
-                largest = max(line["sampling/sampling_logp_difference/max"] for line in found if "sampling/sampling_logp_difference/max" in line)  # fmt: skip
-                probe = max(line["sync/probe_difference"] for line in found if "sync/probe_difference" in line)  # fmt: skip
-                report(capsys, f"largest difference of log-probs {largest:.2g}, of probes {probe:.2g}")  # fmt: skip
+                largest = max(line["sampling/sampling_logp_difference/max"] for line in found)
+                probe = max(line["sync/probe_difference"] for line in found)
+                seconds = sum(line["sync/seconds"] for line in found) / len(found)
+                report(capsys, f"log-probs differ by {largest:.2g}, probes by {probe:.2g}; a synchronisation took {seconds:.2f} s")  # fmt: skip
                 assert largest < 1e-4
-    of = lambda name: [means[name, seed] for seed in SEEDS]
-    spread = max(max(of(name)) - min(of(name)) for name in ("vllm", "transformers"))
-    difference = abs(sum(of("vllm")) - sum(of("transformers"))) / 3
+    spread = max(max(of_seeds) - min(of_seeds) for of_seeds in means.values())
+    difference = abs(sum(means["vllm"]) - sum(means["transformers"])) / len(SEEDS)
     report(capsys, f"difference of the means {difference:.3f}, spread of the seeds {spread:.3f}")
-    assert difference < max(2 * spread, 0.05)
+    assert difference < max(spread, 0.05)
 
 
 @pytest.mark.parametrize("name", ["ppo", "distill"])

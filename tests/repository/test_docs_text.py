@@ -33,7 +33,9 @@ SCRIPTS = [
 FOREIGN = {"--logdir", "--logdir_spec", "--nodes", "--gpus-per-node", "--ntasks-per-node", "--nproc_per_node", "--nnodes", "--node_rank",
            "--master_addr", "--master_port", "--signal", "--requeue", "--kill-on-bad-exit", "--locked", "--no-deps",
            "--model", "--model_args", "--include_path", "--tasks", "--apply_chat_template", "--device", "--batch_size",  # lm-eval
-           "--private", "--outfile", "--outtype"}  # fmt: skip
+           "--private", "--outfile", "--outtype",
+           "--generation-config", "--logprobs-mode", "--worker-extension-cls", "--max-model-len", "--dtype", "--enable-lora", "--max-lora-rank",
+           "--gpu-memory-utilization", "--tensor-parallel-size", "--port"}  # fmt: skip  # vLLM
 
 
 def fields(name: str) -> dict:

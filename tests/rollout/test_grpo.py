@@ -344,7 +344,7 @@ def rollout_of(is_trained: torch.Tensor, per_prompt: int):
     """A rollout of which only these samples are trained on; nothing else is looked at."""
     empty = [[]] * len(is_trained)
     samples = Samples(empty, empty, [""], [1], is_trained, per_prompt=per_prompt)
-    return grpo.Rollout(samples, is_trained, tokens={}, made_at=0)
+    return grpo.Rollout(samples, is_trained, tokens={}, started_at=0)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_corrections_of_the_sampler_are_those_of_trl(mode):
     mask = given["mask"]
     old = {"logps": given["old_logps"], "sampler_logps": given["sampler_logps"]}
     args = types.SimpleNamespace(**correction_args(mode))
-    weights, logged = correction.weights(old, mask.double(), args)
+    weights, logged = correction.importance_weights(old, mask.double(), args)
     expected = torch.tensor(stored["weights"], dtype=torch.float64).reshape(len(weights), -1)
     expected = expected.expand_as(weights)
     assert torch.allclose(weights, expected, rtol=1e-12)
@@ -180,6 +180,7 @@ def test_the_losses_of_dppo_are_those_of_verl(loss_type):
 def test_dppo_is_anchored_in_the_sampler_and_logs_the_share_that_is_masked():
     given = trl_grpo.tensors()
     mask = given["mask"]
+    advantages = (given["advantages"] * torch.tensor([1, -1] * 3))[:, None]
     logps = given["logps"].requires_grad_()
     args = types.SimpleNamespace(
         **correction_args("sequence_mask"),
@@ -193,7 +194,7 @@ def test_dppo_is_anchored_in_the_sampler_and_logs_the_share_that_is_masked():
     )
     old = {
         "mask": mask,
-        "advantages": given["advantages"][:, None],
+        "advantages": advantages,
         "logps": given["old_logps"],
         "sampler_logps": given["sampler_logps"],
     }
@@ -202,7 +203,6 @@ def test_dppo_is_anchored_in_the_sampler_and_logs_the_share_that_is_masked():
     gradient = torch.autograd.grad((losses * weights).sum(), logps)[0]
     ratios = (logps - given["sampler_logps"]).exp()
     moved = logps.exp() - given["sampler_logps"].exp()
-    advantages = given["advantages"][:, None]
     is_low = (advantages < 0) & (moved < -0.02) & mask
     is_high = (advantages > 0) & (moved > 0.03) & mask
     expected = -(ratios * advantages).masked_fill(is_low | is_high | ~mask, 0.0)

@@ -612,8 +612,8 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
         "recipes/grpo.py",
         replace(
             "main",
-            "end_update(run)",
-            by="if not accelerator.optimizer_step_was_skipped:\n    end_update(run)",
+            "advance_rollout(run)",
+            by="if not accelerator.optimizer_step_was_skipped:\n    advance_rollout(run)",
         ),
     ),
 }

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -279,12 +280,16 @@ def test_a_disk_that_fails_in_mid_run_is_said_in_one_line(capsys, number, words)
     ([*MODEL, "--dataset_name", "none.jsonl"], "data file 'none.jsonl' does not exist"),
 ])  # fmt: skip
 def test_under_a_launcher_the_message_is_the_last_thing_on_the_screen(folder, flags, message):
-    """And is there once: both processes refuse, the launcher reports one."""
+    """And is there once: both processes refuse, the launcher reports one.
+
+    The other one may be ended by the launcher's signal before it has read its arguments.
+    """
     result = launch(LAUNCHERS["ddp"], recipe("dpo"), *flags, cwd=folder, check=False, fresh=True)
     assert result.returncode != 0
     *_, last, border = result.stdout.strip().splitlines()
     assert set(border) == {"="} and message in last, result.stdout
-    assert result.stdout.count(message) == 1 and "<NO_OTHER_FAILURES>" in result.stdout
+    assert result.stdout.count(message) == 1
+    assert len(re.findall(r"exitcode +: 1 ", result.stdout)) == 1
 
 
 def test_ctrl_c_while_importing_is_one_line():
