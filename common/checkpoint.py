@@ -59,6 +59,8 @@ def carried(dataclass: type) -> type:
 def begin(run: Run) -> None:
     """Makes a run ready for its next update: at a checkpoint or at the start, as `--resume` says.
 
+    A checkpoint replaces `run.extra`: a recipe reads it after this call.
+
     All processes must call it.
 
     Raises:
@@ -173,6 +175,9 @@ def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
 
 def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
     """Moves aside what the folder holds beyond the resume point, see `left_behind.leave`.
+
+    For example, a run that is resumed at update 20 and was killed at update 27 leaves the lines of
+    updates 21 to 27 and a checkpoint of update 25.
 
     All processes must call it.
 
@@ -526,6 +531,7 @@ def load_schedule(run: Run, state: dict) -> None:
     # After loading, DeepSpeed's Adam for CPUs has new groups: the scheduler must set their rates.
     scheduler.optimizer.param_groups = run.optimizer.param_groups
     scheduler.load_state_dict(state)
+    # The loaded rates are those of the old horizon.
     scheduler._last_lr = [
         base_rate * factor(scheduler.last_epoch)
         for base_rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)

@@ -250,6 +250,8 @@ class Metrics:
     def update_done(self, applied: bool, **of_update: float | None) -> None:
         """Adds the pending means to the open ones, or drops them if the update was skipped.
 
+        To be called after `Progress.update_done`, whose counters it reads.
+
         Args:
             of_update: values of this update alone: `grad_norm`, `learning_rate`, `loss_scale` and
                 those of the recipe. None is left out. `loss_scale` must be among them if the update
@@ -293,8 +295,9 @@ class Metrics:
     def training_line(self) -> dict[str, float]:
         """Returns what is logged after an update, and forgets the open means."""
         elapsed = self.speed.elapsed()  # before processes wait for each other
-        # The operations are averaged over processes by the same gather as the means. `full_like`
-        # fills them on the device; a Python number would be copied, and the GPU would wait.
+        # `flop` is among the means for a moment, so that one gather averages it over the processes,
+        # too. `full_like` fills it on the device; a Python number would be copied, and the GPU
+        # would wait.
         flop = torch.full_like(self.open.sums["loss"].numbers[:1], self.speed.flop)
         self.open.add([Logged({"flop": flop}, torch.ones_like(flop))])
         means = self.open.reduce()
@@ -325,7 +328,7 @@ class Metrics:
             counts = ~value.isnan() & self.accelerator.is_main_process
             self.open.add([Logged({name: value}, counts, reduce)])
 
-    def log_rollout(self, scores: torch.Tensor | None, examples: list[dict]) -> None:
+    def log_samples(self, scores: torch.Tensor | None, examples: list[dict]) -> None:
         """Writes the samples of a rollout. TensorBoard shows some at the first update made of it.
 
         All processes may call it.

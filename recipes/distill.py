@@ -179,9 +179,10 @@ def losses_and_metrics(
         "teacher/agreement": output["agreement"],
     }
     logged = [Logged(per_token, token_weights)]
-    for number, name in enumerate(teachers.names(args)):
+    for name in teachers.names(args):  # none if one teacher has all rows
+        is_taught_by = old["teacher"] == teachers.numbers(args)[name]
         of_teacher = {f"kl/reverse/{name}": output["reverse_kl"]}
-        logged.append(Logged(of_teacher, token_weights * (old["teacher"] == number)))
+        logged.append(Logged(of_teacher, token_weights * is_taught_by))
     return losses, token_weights, logged + about_sampler
 
 
@@ -248,7 +249,7 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
             if args.rollouts_ahead:
                 vllm.sample_ahead(run)
         responses.check_finite(run)
-        log_samples(run, responses)
+        log_rollout(run, responses)
         parts.append(responses)
     if not is_own.all():
         parts.append(completions_of(run, data_prompts))
@@ -315,7 +316,7 @@ def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_answered:
     names = columns.get("teacher", [teachers.ONLY] * len(columns["row"]))
     names = generation.repeat_each(names, n_samples)
     teacher_prompts = columns.get("teacher_prompt_ids", columns["prompt_ids"])
-    numbers = {name: number for number, name in enumerate(teachers.names_and_paths(run.args))}
+    numbers = teachers.numbers(run.args)
     return Rollout(
         samples=samples,
         teachers=names,
@@ -369,7 +370,7 @@ def forward_passes(
             yield rows, weights, old, output
 
 
-def log_samples(run: Run, samples: Samples) -> None:
+def log_rollout(run: Run, samples: Samples) -> None:
     """Adds the metrics of responses to the next log line, and records the samples."""
     lengths = samples.mask.sum(1)
     run.metrics.add_rollout(
@@ -377,7 +378,7 @@ def log_samples(run: Run, samples: Samples) -> None:
     )
     run.metrics.add_rollout({"completions/min_length": lengths}, reduce="min")
     run.metrics.add_rollout({"completions/max_length": lengths}, reduce="max")
-    run.metrics.log_rollout(None, samples.examples(run.tokenizer, None, "rollout"))
+    run.metrics.log_samples(None, samples.examples(run.tokenizer, None, "rollout"))
 
 
 # ============================================================ the updates of a rollout

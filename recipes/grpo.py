@@ -255,8 +255,6 @@ def estimate_advantages(
     if advantage_std == "group":
         advantages = advantages / (advantages.std(1, keepdim=True) + EPSILON)
     elif advantage_std == "mean":
-        if (grouped < 0).any():
-            sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {scores.min():g}")
         means = grouped.mean(1, keepdim=True)
         advantages = torch.where(means > 0, advantages / means, 0.0)  # 0: a group of zeros
     elif advantage_std == "batch" and is_trained.sum() > 1:
@@ -512,6 +510,9 @@ def make_rollout(
     """Samples groups, scores them, and computes what their updates need.
 
     Returns None if no response is left to train on.
+
+    Raises:
+        SystemExit: a score is negative, where `--advantage_std mean` divides by means of scores.
     """
     args = run.args
     state: State = run.extra
@@ -519,6 +520,8 @@ def make_rollout(
     is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
     if not is_trained.any():
         return None
+    if args.advantage_std == "mean" and scores.min() < 0:
+        sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {scores.min():g}")
     advantages = estimate_advantages(
         scores,
         args.n_samples_per_prompt,
@@ -572,7 +575,7 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
         penalised = with_penalty(scores, samples, args)
 
         group_is_kept = groups_to_keep(scores.total, args)  # judged without the penalty
-        log_samples(run, samples, penalised, group_is_kept)
+        log_rollout(run, samples, penalised, group_is_kept)
         sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
         kept_samples.append(samples.select(sample_is_kept))
         kept_scores.append(penalised.total[sample_is_kept])
@@ -628,7 +631,7 @@ def compute_logps(
     return tokens
 
 
-def log_samples(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tensor) -> None:
+def log_rollout(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tensor) -> None:
     """Adds the metrics of sampled groups to the next log line, and records the samples.
 
     Args:
@@ -651,7 +654,7 @@ def log_samples(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     run.metrics.add_rollout(logged)
     run.metrics.add_rollout({"completions/min_length": response_lengths}, reduce="min")
     run.metrics.add_rollout({"completions/max_length": response_lengths}, reduce="max")
-    run.metrics.log_rollout(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
+    run.metrics.log_samples(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
     note_dropped_groups(run, is_kept)
 
 

@@ -98,7 +98,7 @@ class Args(RewardArgs):
         help="adapt --kl_coef until a response has this KL on average; 0: it stays fixed",
     )
     kl_horizon: float = arg(
-        default=10000, help="larger: the coefficient adapts more slowly (samples)"
+        default=10000, help="in samples: the larger, the more slowly --kl_coef adapts"
     )
     reward_clip: float = arg(
         default=0.0, at_least=0, help="scores are clipped to plus and minus this; 0: no clipping"
@@ -119,7 +119,7 @@ class Args(RewardArgs):
     )
     dual_clip: float = arg(
         default=0.0,
-        help="largest ratio that counts where the advantage is negative, above 1; 0: no bound",
+        help="upper bound of the ratio where the advantage is negative, above 1; 0: no bound",
     )
     value_clip_range: float = arg(
         default=0.2, at_least=0, help="clipping of the values around the old ones; 0: none"
@@ -508,7 +508,7 @@ def log_rollout(
     run.metrics.add_rollout(logged)
     run.metrics.add_rollout({"responses/min_length": response_lengths}, reduce="min")
     run.metrics.add_rollout({"responses/max_length": response_lengths}, reduce="max")
-    run.metrics.log_rollout(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
+    run.metrics.log_samples(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
 
 
 # ============================================================ the updates of a rollout

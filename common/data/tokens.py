@@ -237,15 +237,17 @@ def encode_as_given(tokenizer, turn: Turn, message: dict) -> tuple[list[int], li
     end_of_prompt = turn.only_in_prompt
     opening = end_of_prompt.strip()
     if not end_of_prompt:
+        # First line of the table.
         answer_text = text_before_answer(message, turn.only_in_answer) + answer_text
     elif thoughts.is_whole_thought(end_of_prompt):
-        # The prompt says that nothing was thought, and something was.
+        # Second line: the prompt says that nothing was thought, and something was.
         context = encode_beginning(tokenizer, context.text.removesuffix(end_of_prompt))
     elif opening and answer_text.lstrip().startswith(opening):
-        # The prompt opens the thinking, so the answer must not open it again. The whitespace after
-        # the opening marker may differ.
+        # Third line: the prompt opens the thinking, so the answer must not open it again. The
+        # whitespace after the opening marker may differ.
         answer_text = answer_text.lstrip()
         answer_text = answer_text[n_shared(answer_text, end_of_prompt.lstrip()) :]
+    # Otherwise the fourth line: nothing changes.
     end = templates.conventions(tokenizer).end_of_answer
     return context.ids, encode_after(tokenizer, context, answer_text) + end
 

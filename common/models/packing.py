@@ -111,11 +111,12 @@ class Packer:
 
     Attributes:
         device: where the batches go.
-        share: whether prompts and rows may be shared. A prompt that several answers have in common
-            is then computed once, and a row holds several prompts where they fit. An answer still
-            sees its own prompt and itself only, at the positions that it would have alone.
+        share: whether answers may share rows. Without `varlen` they also share prompts: a prompt
+            that several answers have in common is computed once, and a row holds several prompts
+            where they fit. An answer still sees its own prompt and itself only, at the positions
+            that it would have alone.
         varlen: rows are shared as flash attention's `varlen` takes them: all answers one after the
-            other in a single row without padding, each after its own prompt. No prompt is shared.
+            other in a single row without padding, each after its own prompt.
         attention_equals_rest: the row length at which attention costs as much as the rest of the
             model, see `pays`. The default fits a hidden size of 340.
     """
@@ -237,7 +238,7 @@ class Packer:
             answers, each: what has a prompt in common, such as `both answers`, and one of them,
                 such as `answer`.
         """
-        if self.share:
+        if self.share and not self.varlen:
             return f"prompts are computed once for {answers}"
         return f"prompts are computed for each {each}"
 

@@ -52,6 +52,11 @@ def names(args) -> list[str]:
     return [name for name in names_and_paths(args) if name != ONLY]
 
 
+def numbers(args) -> dict[str, int]:
+    """Returns the number of each teacher by its name: 0, 1 ... in the order of the arguments."""
+    return {name: number for number, name in enumerate(names_and_paths(args))}
+
+
 def by_name(pairs: list[str]) -> dict[str, str | None]:
     """Returns the teachers of `--teacher` by name: `["math=M"]` -> `{"math": "M"}`."""
     teachers: dict[str, str | None] = {}

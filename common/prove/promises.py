@@ -2,6 +2,20 @@
 
 Only what users script against is used: flags, log lines and their tags, files. So a changed loss,
 metric or data function needs no change here.
+
+The runs that several promises look at, made in `runs.py`:
+
+                    processes   a micro-batch      learns   log lines
+    one_process     1           a whole update     yes      every update
+    two_processes   2           one sample         yes      every update
+    on_engine       2           2 or 4 samples     yes      every update
+    uninterrupted   2           2 samples          yes      every 4; with dropout
+    other_seed      1           a whole update     yes      every 2, or half of all
+    unclipped       1           a whole update     no       every update
+    pass_at_once    1           a whole pass       no       every update: one pass each
+    pass_in_parts   2           2 or 8 samples     no       one for each pass
+
+Runs that do not learn have a learning rate of 0: all their updates meet the same weights.
 """
 
 import json
@@ -125,7 +139,7 @@ def check_means(bench: Bench) -> Iterator[Check]:
     """A logged metric is the mean over all samples, however they are split."""
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
-    # The first update has a line of its own. So only the second pass has a line over all of it.
+    # Update 1 is always logged alone, so the first line over a whole pass is that of the second.
     makes_two_passes = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     evaluates = bool(at_once.evaluations or in_parts.evaluations)
 
@@ -149,10 +163,10 @@ def check_means(bench: Bench) -> Iterator[Check]:
 
 
 def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
-    """Compares the last lines of two runs, each over one whole pass with the same weights."""
+    """Compares the last lines of `pass_at_once` and `pass_in_parts`, each over one whole pass."""
     expected = means_of_last_line(at_once)
     found = means_of_last_line(in_parts)
-    # The runs reach the pass's end at other steps, so the step itself is not compared.
+    # The two reach the end of the pass at different steps: the step itself is not compared.
     expected["global_step"] = found["global_step"] = in_parts.last_step
     yield Check("training lines", compare.lines([expected], [found]))
     if len(in_parts.training) > 2:
@@ -184,7 +198,7 @@ def check_log_lines(bench: Bench) -> Iterator[Check]:
     yield from every_interval_logged(bench)
     one_process = runs.one_process(bench)
     if bench.has("eval_steps"):
-        expected = due(EVAL_STEPS, one_process.last_step, 0)
+        expected = due(EVAL_STEPS, one_process.last_step, also=0)
         found = [line["global_step"] for line in one_process.evaluations]
         yield Check(f"eval_steps {EVAL_STEPS}", compare.lists(expected, found, "lines"))
     yield from saved_where_due(bench)
@@ -195,14 +209,15 @@ def check_log_lines(bench: Bench) -> Iterator[Check]:
         yield Check("updates and samples of 2 epochs", rows_in_epochs(one_process))
 
 
-def due(interval: int, last: int, *first: int) -> list[int]:
-    """Returns the steps at which something is due: `due(4, 6, 0)` is `[0, 4, 6]`.
+def due(interval: int, last: int, also: int | None = None) -> list[int]:
+    """Returns the steps at which something is due: `due(4, 6, also=0)` is `[0, 4, 6]`.
 
     Args:
         last: the last step, at which it is always due.
-        first: a step before the first multiple of the interval, if it is due there, too.
+        also: a step before the first multiple of the interval, if it is due there, too.
     """
-    return sorted({*first, *range(interval, last + 1, interval), last})
+    steps = {*range(interval, last + 1, interval), last}
+    return sorted(steps if also is None else {also, *steps})
 
 
 def every_interval_logged(bench: Bench) -> Iterator[Check]:
@@ -223,7 +238,7 @@ def every_interval_logged(bench: Bench) -> Iterator[Check]:
 
 def logged_where_due(what: str, run: Finished, interval: int) -> Check:
     """Whether lines are at the first update, at every multiple of `interval`, and at the last."""
-    expected = due(interval, run.last_step, 1)
+    expected = due(interval, run.last_step, also=1)
     found = [line["global_step"] for line in run.training]
     return Check(f"logging_steps {what}", compare.lists(expected, found, "lines"))
 
@@ -330,6 +345,7 @@ def check_seed(bench: Bench) -> Iterator[Check]:
         yield Check("another: unlike in the first line", unlike)
     if bench.has("learning_rate") and not bench.generates:
         bench.need("max_epochs")
+        # Not for its gradients: it is a run at learning rate 0 that logs every update.
         yield from order_of_epochs(runs.unclipped(bench), runs.updates_of_a_pass(bench))
 
 
@@ -344,7 +360,8 @@ def order_of_epochs(run: Finished, per_epoch: int) -> Iterator[Check]:
     """
     if per_epoch < 2:
         return
-    unlike = compare.unlike(run.training, run.training[per_epoch:])
+    first, second = run.training[:per_epoch], run.training[per_epoch : 2 * per_epoch]
+    unlike = compare.unlike(first, second)
     yield Check("another epoch: another order", unlike)
 
 
@@ -352,7 +369,7 @@ def order_of_epochs(run: Finished, per_epoch: int) -> Iterator[Check]:
 def check_nothing_moves(bench: Bench) -> Iterator[Check]:
     """A learning rate of 0 moves nothing, in spite of the weight decay."""
     bench.need("weight_decay")
-    yield Check("2 processes", moved(bench, runs.pass_in_parts(bench)))
+    yield Check("2 processes", moved(bench, runs.pass_in_parts(bench)))  # at learning rate 0
     if not bench.quick:
         for name in ("zero2", "zero3"):
             changes = {**runs.NO_LEARNING, "micro_train_batch_size": 2, "save_steps": 2}
@@ -449,7 +466,10 @@ def learns_from_reference(bench: Bench, run: Finished) -> Iterator[Check]:
 
 
 def reference_of(bench: Bench) -> Changes:
-    """Returns the flag by which a run on a saved actor keeps the first run's reference; else {}."""
+    """Returns the flag by which a run on a saved actor keeps the first run's reference; else {}.
+
+    With `--kl_coef 0` a recipe loads no reference.
+    """
     asked = bench.arguments
     has_reference = "ref_model_name_or_path" in asked and asked.get("kl_coef", 1) != 0
     if not has_reference:

@@ -220,8 +220,6 @@ def test_advantages_of_maxrl():
     scores = torch.tensor([0.0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0.5, 0.25, 0.25, 1])
     found = grpo.estimate_advantages(scores, 4, "group", "mean")
     assert found.tolist() == pytest.approx([-1, 3, -1, -1, *[0] * 8, 0, -0.5, -0.5, 1])
-    with pytest.raises(SystemExit, match="scores of 0 or more; one is -0"):
-        grpo.estimate_advantages(scores - 0.5, 4, "group", "mean")
 
 
 @pytest.mark.parametrize("n_samples", [2, pytest.param(3, marks=pytest.mark.slow)])

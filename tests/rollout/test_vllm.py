@@ -517,6 +517,15 @@ def test_a_server_that_cannot_serve_the_run(inputs, server, tmp_path):
     assert "--enable-lora" in said_at_the_end(done)
 
 
+def test_a_negative_score_has_no_advantage_of_maxrl(inputs, server, tmp_path):
+    (inputs / "negative_rewards.py").write_text(
+        "def low(prompts, responses, **columns):\n    return [-0.5] + [1.0] * (len(responses) - 1)\n"
+    )
+    settings = dict(GRPO, advantage_std="mean", reward_function="negative_rewards:low")
+    done = run(inputs, tmp_path / "out", settings, check=False)
+    assert "--advantage_std mean needs scores of 0 or more; one is -0.5" in said_at_the_end(done)
+
+
 def test_every_setting_of_servers_is_refused_without_one():
     """So none is forgotten in the list."""
     for name in vllm.NEED_SERVERS:
