@@ -380,10 +380,13 @@ def yaml_to_flags(path: str | Path, parser: Parser) -> list[str]:
     return flags
 
 
-def load_function(argument: str, name: str) -> Callable:
+def load_function(argument: str, name: str, may_be_class: bool = False) -> Callable:
     """Loads the function that an argument names as `MODULE:NAME`.
 
     Modules are looked for in the current directory, too.
+
+    Args:
+        may_be_class: whether it may be a class, too.
 
     Raises:
         SystemExit: there is no such function, or its module fails, or ends the program, while it is
@@ -395,7 +398,7 @@ def load_function(argument: str, name: str) -> Callable:
             raise ValueError("no colon")
         with no_silent_end():
             function = pkgutil.resolve_name(name)
-        if not callable(function) or isinstance(function, type):
+        if not callable(function) or (isinstance(function, type) and not may_be_class):
             raise TypeError(f"expected a function, found {function!r}")
     except KeyboardInterrupt:
         raise  # the user's Ctrl-C

@@ -428,6 +428,7 @@ def load(run: Run, path: Path) -> dict:
     state = read_state(path)
     refuse_another_run(run, path, state["arguments"])
     engine_state.load(run, path / "engine")
+    # Random states belong to processes: with another number of them they begin anew.
     if len(state["open_sums"]) == run.accelerator.num_processes:
         restore = partial(engine_state.load_random_states, run, path / "engine")
         distributed.all_or_none(run.accelerator, True, restore)  # if one process fails, all exit

@@ -39,12 +39,18 @@ def on_main_process(accelerator: Accelerator, function: Callable, *args) -> Any:
     return broadcast_object_list([result])[0]
 
 
+def gather_by_key(mine: dict[int, Any]) -> dict[int, Any]:
+    """Returns the values that the processes have, each under its key, on every process."""
+    by_key = {}
+    for part in gather_object([mine]):
+        by_key.update(part)
+    return by_key
+
+
 def gather_rows(mine: dict[int, Any]) -> list:
     """Returns the values that the processes have by row as one list, on every process.
 
     The rows are 0, 1, 2 ... without a gap. All processes must call it.
     """
-    by_row = {}
-    for part in gather_object([mine]):
-        by_row.update(part)
+    by_row = gather_by_key(mine)
     return [by_row[row] for row in range(len(by_row))]

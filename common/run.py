@@ -16,6 +16,7 @@ from common.progress import Progress
 
 if TYPE_CHECKING:
     from common.data.dataset import Data
+    from common.rollout.episodes import Stage
     from common.rollout.vllm import Servers
 
 
@@ -39,6 +40,7 @@ class Run:
         saved_with_actor: the Hugging Face models inside `unwrapped` besides the actor, such as
             PPO's critic, by the name of the folder in which a checkpoint holds each.
             `common/export.py` reads these folders.
+        stage: plays episodes with the environment of `--environment`; None: a sample is one answer.
         servers: vLLM servers that sample for this run; None: it generates by itself.
         best: the best evaluation so far, see `--keep_best`.
         last_saved: `global_step` of the last checkpoint in `checkpoints` that is this run's own;
@@ -60,6 +62,7 @@ class Run:
     extra: Any = None
     per_process: Any = None
     saved_with_actor: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+    stage: Stage | None = None
     servers: Servers | None = None
     best: Best = dataclasses.field(default_factory=Best)
     last_saved: int | None = None

@@ -328,9 +328,25 @@ class RewardArgs(RolloutArgs):
         at_least=0,
         help="seconds that a call of a reward function may take; 0: no limit",
     )
+    environment: str | None = arg(
+        default=None,
+        help="MODULE:CLASS that answers the model or has tools that it may call, one instance for "
+        "each response, see docs/environments.md",
+    )
+    max_turns: int = arg(
+        default=8, at_least=1, help="answers of the model in one response, with --environment"
+    )
+    environment_timeout: float = arg(
+        default=60.0,
+        at_least=0,
+        help="seconds that a call of an environment may take; 0: no limit",
+    )
     normalize_reward: bool = arg(
         default=False,
         help="normalise the reward model's scores by the mean and standard deviation in its config",
     )
 
-    may_change: ClassVar[set[str]] = RolloutArgs.may_change | {"reward_timeout"}
+    may_change: ClassVar[set[str]] = RolloutArgs.may_change | {
+        "reward_timeout",
+        "environment_timeout",
+    }

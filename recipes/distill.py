@@ -153,7 +153,7 @@ def losses_and_metrics(
     Args:
         output: what `DistillModel.forward` returned, given lessons.
         old: `Rollout.tokens` of the same samples. `--loss_type sampled` also needs `logps`. An
-            evaluation, whose responses are greedy, has no `sampler_logps`.
+            evaluation has no `sampler_logps`: nothing of it is corrected for the sampler.
         weights: `[samples]`, 0 for a padding row.
 
     Returns:
@@ -236,26 +236,26 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
     position = state.position
     epoch = position.prompts_seen // run.data.mixture.samples  # before prompts are taken
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
-    is_own = answered_by_student(prompts_of_rollout["row"], epoch, args)
-    student_prompts = columns_where(prompts_of_rollout, is_own)
-    data_prompts = with_contexts(columns_where(prompts_of_rollout, ~is_own))
+    by_student = answered_by_student(prompts_of_rollout["row"], epoch, args)
+    sampled_prompts = columns_where(prompts_of_rollout, by_student)
+    completed_prompts = with_contexts(columns_where(prompts_of_rollout, ~by_student))
     parts = []
-    if is_own.any():
+    if by_student.any():
         with run.metrics.timed("generate"):
             # One uniform random number per token (inverse-CDF sampling): responses do not depend on
             # the number of processes.
-            uniforms = position.draw_uniforms(args, len(is_own))[is_own]
-            responses = generation.sample(run, student_prompts, uniforms, args.temperature)
+            uniforms = position.draw_uniforms(args, len(by_student))[by_student]
+            responses = generation.sample(run, sampled_prompts, uniforms, args.temperature)
             if args.rollouts_ahead:
                 vllm.sample_ahead(run)
         responses.check_finite(run)
         log_rollout(run, responses)
         parts.append(responses)
-    if not is_own.all():
-        parts.append(completions_of(run, data_prompts))
-    # In the order of `parts`: first what the student answered.
-    columns = {name: own + data_prompts[name] for name, own in student_prompts.items()}
-    rollout = rollout_of(run, Samples.joined(parts), columns, n_answered=int(is_own.sum()))
+    if not by_student.all():
+        parts.append(completions_of(run, completed_prompts))
+    # From here on the order is that of `parts`: all prompts that were sampled, then the others.
+    columns = {name: own + completed_prompts[name] for name, own in sampled_prompts.items()}
+    rollout = rollout_of(run, Samples.joined(parts), columns, n_answered=int(by_student.sum()))
     if args.loss_type == "sampled" and updates_of(rollout, args) > 1:
         with run.metrics.timed("score"):
             rollout.tokens["logps"] = compute_logps(run, rollout, taught_by, packer)
@@ -310,7 +310,7 @@ def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_answered:
 
     Args:
         columns: the columns of their prompts, each once, in the order of the samples.
-        n_answered: how many of them, from the first, the student has answered.
+        n_answered: the first so many prompts are those that the student has answered.
     """
     n_samples = samples.per_prompt
     names = columns.get("teacher", [teachers.ONLY] * len(columns["row"]))
@@ -334,8 +334,8 @@ def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_answered:
 def compute_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer) -> torch.Tensor:
     """Returns the student's log-probs of response tokens before a rollout's first update.
 
-    They come from the same forward pass as in training, teachers included, so that both round
-    alike.
+    They come from the model's forward pass with its teachers, as in training. Micro-batches are cut
+    otherwise, so rounding may differ.
 
     Returns:
         `[samples, longest response]`, zero past the end of each response,
@@ -354,7 +354,7 @@ def compute_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packe
 def forward_passes(
     run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer
 ) -> Iterator[tuple[list[int], torch.Tensor, dict, dict]]:
-    """Runs the student and its teachers over a rollout, without gradients, as its updates do.
+    """Runs the student and its teachers over a rollout, without gradients.
 
     Yields:
         for each micro-batch of this process: rows, their weights `[rows]`, 0 for a padding row,
@@ -532,8 +532,8 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        sort_lengths = rollout.samples.sort_lengths(packer)  # keeps samples of a prompt together
-        micro_batches = batches.split_update(run, update_rows, sort_lengths)
+        lengths = rollout.samples.lengths_for_split(packer)  # keeps samples of a prompt together
+        micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
         divisor = engine.begin_update(run, micro_batches)
@@ -576,7 +576,7 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        advance_rollout(run)
+        advance_rollout(run)  # an update that is skipped has used its samples, too
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
@@ -619,7 +619,7 @@ def evaluate(run: Run, taught_by: Teachers, packer: Packer) -> None:
             means = Means(run.accelerator)
             for _, weights, old, output in forward_passes(run, rollout, taught_by, packer):
                 old["logps"] = output["logps"]  # the student has not moved: all ratios are 1
-                del old["sampler_logps"]  # greedy responses are not drawn
+                del old["sampler_logps"]  # an evaluation is not corrected for the sampler
                 _, _, logged = losses_and_metrics(output, old, weights, run.args)
                 means.add(logged)
             line |= {prefix + name: value for name, value in means.reduce().items()}
@@ -633,7 +633,7 @@ def evaluate(run: Run, taught_by: Teachers, packer: Packer) -> None:
 # ============================================================ refusals
 def check_settings(args: Args) -> None:
     """Refuses settings that would be ignored or cannot work."""
-    teachers.names_and_paths(args)
+    teachers.names_and_paths(args)  # exits if none is named, or one twice
     evaluation.check_settings(args)
     vllm.check_settings(args)
     check_rollout_size(args)

@@ -112,8 +112,8 @@ class Args(SharedArgs):
 
 # ============================================================ the algorithm
 def preference_loss(
-    chosen_ratios: torch.Tensor,
-    rejected_ratios: torch.Tensor,
+    chosen_log_ratios: torch.Tensor,
+    rejected_log_ratios: torch.Tensor,
     chosen_tokens: torch.Tensor,
     rejected_tokens: torch.Tensor,
     beta: float,
@@ -123,7 +123,7 @@ def preference_loss(
     """Returns the loss of each pair, fp32 `[pairs]`.
 
     Args:
-        chosen_ratios, rejected_ratios: `[pairs]`, log pi(answer) - log ref(answer), summed over
+        chosen_log_ratios, rejected_log_ratios: `[pairs]`, log pi(answer) - log ref(answer), summed over
             the answer's tokens.
         chosen_tokens, rejected_tokens: `[pairs]`, token counts; only IPO uses them.
 
@@ -133,7 +133,7 @@ def preference_loss(
         hinge: arXiv:2309.06657, after SLiC.
         ipo: arXiv:2310.12036 eq. 17, on averages over tokens as its authors advise and TRL does.
     """
-    scaled = beta * (chosen_ratios - rejected_ratios)
+    scaled = beta * (chosen_log_ratios - rejected_log_ratios)
     right = -F.logsigmoid(scaled)  # the loss if the label is right
     wrong = -F.logsigmoid(-scaled)  # the loss if the label is wrong
     if loss_type == "sigmoid":
@@ -144,8 +144,8 @@ def preference_loss(
     if loss_type == "hinge":
         return torch.relu(1 - scaled)
     # ipo
-    chosen_average = chosen_ratios / chosen_tokens
-    rejected_average = rejected_ratios / rejected_tokens
+    chosen_average = chosen_log_ratios / chosen_tokens
+    rejected_average = rejected_log_ratios / rejected_tokens
     return (chosen_average - rejected_average - 1 / (2 * beta)) ** 2
 
 
@@ -162,8 +162,9 @@ def losses_and_metrics(
     """Returns the losses of pairs, and what to log about them.
 
     Args:
-        output: what `LogProbModel.forward` returned of the policy, with `mean_logits`; of all
-            chosen answers, then of all rejected ones, as `collate` has them.
+        output: of the policy, `logps` and `mean_logits` (means over the vocabulary), each
+            `[2 * pairs, longest answer]`, zero past an answer's end; all chosen answers, then all
+            rejected ones, as `collate` has them.
         mask: `[2 * pairs, longest answer]`, where an answer has a token.
         ref_logps: `[2 * pairs]`, the reference's log-probs of the answers.
         weights: `[pairs]`, 0 for a padding row.
@@ -171,21 +172,21 @@ def losses_and_metrics(
     Returns:
         losses `[pairs]`; metrics.
     """
-    logps = output["logps"].sum(1)  # 0 past the end of an answer
+    logps = output["logps"].sum(1)
     chosen_logps, rejected_logps = logps.chunk(2)
-    chosen_ratios, rejected_ratios = (logps - ref_logps).chunk(2)
+    chosen_log_ratios, rejected_log_ratios = (logps - ref_logps).chunk(2)
     chosen_tokens, rejected_tokens = mask.sum(1).chunk(2)
     losses = preference_loss(
-        chosen_ratios,
-        rejected_ratios,
+        chosen_log_ratios,
+        rejected_log_ratios,
         chosen_tokens,
         rejected_tokens,
         beta=args.beta,
         loss_type=args.loss_type,
         label_smoothing=args.label_smoothing,
     )
-    chosen_rewards = args.beta * chosen_ratios
-    rejected_rewards = args.beta * rejected_ratios
+    chosen_rewards = args.beta * chosen_log_ratios
+    rejected_rewards = args.beta * rejected_log_ratios
     per_pair = {
         "loss": losses,
         "rewards/chosen": chosen_rewards,

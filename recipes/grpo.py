@@ -61,7 +61,7 @@ from common.models.logprobs import LogProbModel
 from common.models.packing import Packer
 from common.models.reference import Reference
 from common.progress import Progress
-from common.rollout import correction, evaluation, generation, rewards, vllm
+from common.rollout import correction, episodes, evaluation, generation, rewards, vllm
 from common.rollout.rewards import Judge, Scores
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
@@ -228,8 +228,8 @@ def estimate_advantages(
 ) -> torch.Tensor:
     """Returns the advantage of each response, `[samples]`. All its tokens have the same.
 
-    Without a baseline, `batch` also subtracts the batch's mean; the other baselines have subtracted
-    means of groups already.
+    `batch` means all trained samples of the rollout, not of an update. With `--advantage_std batch`
+    and no baseline their mean is subtracted, too; the other baselines leave a mean of nearly 0.
 
     Sources: mean and standard deviation of the group, arXiv:2402.03300 section 4.1.2; no standard
     deviation, Dr. GRPO, arXiv:2503.20783; rloo, arXiv:2402.14740; standard deviation of the whole
@@ -290,7 +290,7 @@ def policy_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the loss of each token, and whether it was clipped below 1, and above 1.
 
-    Their shape is that of the ratios, with `cispo` that of the log-probs.
+    All three have the shape of the ratios, but for the losses of `cispo`, `[samples, length]`.
 
     clip: `-min(r A, clip(r, 1 - low, 1 + high) A)`. A clipped token has no gradient.
     cispo: `-min(r, 1 + high) A log pi`, the first factor a constant. Every token has a gradient.
@@ -340,7 +340,8 @@ def divergence_losses(
         low, high: the largest distance of a token with a negative advantage that has become less
             likely, and of one with a positive advantage that has become more likely.
     """
-    log_ratios = (logps - sampler_logps).detach().clamp(-20, 20)  # e^20: just not infinite
+    # Clamped so that the distance stays finite where p or q is almost 0.
+    log_ratios = (logps - sampler_logps).detach().clamp(-20, 20)
     p, q = logps.detach().exp(), sampler_logps.exp()
     distance = (p - q).abs()
     if loss_type == "dppo_kl":
@@ -446,8 +447,8 @@ def losses_and_metrics(
     token_weights = mask * weights[:, None]
     about_sampler = []
     if args.vllm_url and not is_anchored_in_sampler:
-        # A server's log-probs differ from those of training. The KL below is not corrected: at
-        # whatever tokens it is computed, it should be small.
+        # A server's log-probs differ from those of training. The KL below is not corrected: it is a
+        # penalty, to be small on these tokens, whoever drew them.
         sampler_weights, about_sampler = correction.importance_weights(old, token_weights, args)
         token_losses = token_losses * sampler_weights
     if args.kl_coef:
@@ -605,8 +606,9 @@ def compute_logps(
 ) -> dict[str, torch.Tensor]:
     """Returns the log-probs of response tokens that a rollout's updates need, by name.
 
-    `logps`, those of the policy, are there if it makes several updates. In the first one the loop
-    takes them from its own forward pass. `ref_logps` are there if there is a reference.
+    `logps`, those of the policy, are there if it makes several updates. Until one of them is applied
+    the loop takes those of its own forward pass, so that ratios are exactly 1; later updates need
+    these, because the policy has moved. `ref_logps` are there if there is a reference.
 
     Returns:
         `[samples, longest response]` each, zero past the end of each response,
@@ -642,6 +644,7 @@ def log_rollout(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
         "reward": scores.total,
         "completions/mean_length": response_lengths,
         "completions/clipped_ratio": ~samples.ended,
+        **samples.of_episodes,
     }
     for name, part in scores.parts.items():
         logged[f"rewards/{name}/mean"] = part
@@ -674,36 +677,36 @@ def note_dropped_groups(run: Run, is_kept: torch.Tensor) -> None:
 
 
 # ============================================================ the updates of a rollout
-def updates_per_epoch(rollout: Rollout, args: Args) -> int:
-    """Returns the number of updates in which each trained sample is used once."""
+def updates_per_pass(rollout: Rollout, args: Args) -> int:
+    """Returns the number of updates of one pass over the samples that are trained on."""
     return math.ceil(int(rollout.is_trained.sum()) / args.train_batch_size)
 
 
 def updates_of(rollout: Rollout, args: Args) -> int:
     """Returns the number of updates that a rollout makes."""
-    return args.num_epochs_per_rollout * updates_per_epoch(rollout, args)
+    return args.num_epochs_per_rollout * updates_per_pass(rollout, args)
 
 
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
     """Returns which samples of the rollout form its next update, in a seeded order.
 
-    Updates of an epoch differ by at most one sample, because a small leftover would be a whole
+    Updates of a pass differ by at most one sample, because a small leftover would be a whole
     optimizer step, too. A group may be split.
     """
-    n_updates = updates_per_epoch(rollout, args)
-    epoch, update_of_epoch = divmod(position.update, n_updates)
-    rows = order_of_samples(rollout, position.order_seed(args), epoch)
-    return np.array_split(rows, n_updates)[update_of_epoch]
+    n_updates = updates_per_pass(rollout, args)
+    pass_number, update_of_pass = divmod(position.update, n_updates)
+    rows = order_of_samples(rollout, position.order_seed(args), pass_number)
+    return np.array_split(rows, n_updates)[update_of_pass]
 
 
-def order_of_samples(rollout: Rollout, order_seed: tuple, epoch: int) -> np.ndarray:
-    """Returns the rollout's samples that are trained on, by number, in the order of one epoch.
+def order_of_samples(rollout: Rollout, order_seed: tuple, pass_number: int) -> np.ndarray:
+    """Returns the rollout's samples that are trained on, by number, in the order of one pass.
 
     Groups come in a seeded order. The samples of a group are side by side, so that most of them are
     in the same update and can share the prompt.
     """
     group_size = rollout.samples.per_prompt
-    groups = batches.epoch_order(len(rollout.samples) // group_size, order_seed, epoch)
+    groups = batches.epoch_order(len(rollout.samples) // group_size, order_seed, pass_number)
     rows = (groups[:, None] * group_size + np.arange(group_size)).flatten()
     return rows[rollout.is_trained[rows].numpy()]
 
@@ -742,6 +745,7 @@ def main():
         tokenizer,
         function=prompts.prompt_row,
         max_new_tokens=args.max_new_tokens,
+        tools=episodes.tools(args),
     )
     rewards.check_signatures(args, data)
     preview.show(accelerator, args, data)
@@ -787,6 +791,7 @@ def main():
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
     vllm.connect(run)
+    episodes.start(run)
 
     # ============================================================ reference and rewards
     reference = Reference(run) if args.kl_coef else None
@@ -812,15 +817,15 @@ def main():
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
         rollout = state.rollout
-        if rollout is None:  # no response is left to train on; `skip_rollout` may end the run
-            skip_rollout(run)
+        if rollout is None:  # no response is left to train on
+            skip_rollout(run)  # which may end the run
             log_evaluate_save(run, judge, packer)
             continue
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        sort_lengths = rollout.samples.sort_lengths(packer)  # keeps samples of a prompt together
-        micro_batches = batches.split_update(run, update_rows, sort_lengths)
+        lengths = rollout.samples.lengths_for_split(packer)  # keeps samples of a prompt together
+        micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
         divisor = engine.begin_update(run, micro_batches)
@@ -858,7 +863,7 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        advance_rollout(run)
+        advance_rollout(run)  # an update that is skipped has used its samples, too
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
@@ -909,7 +914,7 @@ def skip_rollout(run: Run) -> None:
     position = run.extra.position
     position.end_rollout()
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_at_update
-    run.progress.idle = True  # so that nothing is evaluated or saved twice at this global_step
+    run.progress.idle = True  # until the next update: nothing is evaluated or saved twice
     update_data_position(run)
     reason = (
         f"no update from rollout {position.rollouts_seen}: it has no response to train on "

@@ -61,7 +61,7 @@ from common.models.logprobs import ActorCritic
 from common.models.packing import Packer
 from common.models.reference import Reference
 from common.progress import Progress
-from common.rollout import correction, evaluation, generation, rewards, vllm
+from common.rollout import correction, episodes, evaluation, generation, rewards, vllm
 from common.rollout.rewards import Judge, Scores
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
@@ -179,8 +179,7 @@ def token_rewards(
     It is minus `kl_coef` times the KL of the token. The last token also gets the score `[samples]`
     of the response. Source: arXiv:1909.08593 eq. 2.
     """
-    places = torch.arange(mask.shape[1], device=mask.device)
-    is_last = places == mask.sum(1, keepdim=True) - 1
+    is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
     return torch.where(mask, -kl_coef * kl, 0.0) + is_last * scores[:, None]
 
 
@@ -189,18 +188,20 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns advantages and returns `[samples, length]`, zero past the end of each response.
 
-    The state after the last token has the value zero. Sources: Generalised Advantage Estimation,
+    The state after the last token has the value zero. In an episode the state after an answer is
+    that before the next token that the policy samples. Sources: Generalised Advantage Estimation,
     arXiv:1506.02438 eq. 16; a return is advantage plus value, TD(lambda).
     """
     values = torch.where(mask, values, 0.0)
     advantages = torch.zeros_like(values)
-    next_values = 0.0
-    last_gae = 0.0
+    next_values = torch.zeros_like(values[:, 0])
+    last_gae = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
+        is_token = mask[:, t]
         delta = rewards[:, t] + gamma * next_values - values[:, t]
-        last_gae = torch.where(mask[:, t], delta + gamma * gae_lambda * last_gae, 0.0)
-        advantages[:, t] = last_gae
-        next_values = values[:, t]
+        last_gae = torch.where(is_token, delta + gamma * gae_lambda * last_gae, last_gae)
+        next_values = torch.where(is_token, values[:, t], next_values)
+        advantages[:, t] = torch.where(is_token, last_gae, 0.0)
     returns = torch.where(mask, advantages + values, 0.0)
     return advantages, returns
 
@@ -312,13 +313,15 @@ def losses_and_metrics(
     per_token = {"loss/policy_avg": actor_losses, "loss/value_avg": critic_losses}
     token_weights = old["mask"] * weights[:, None]
     about_sampler = []
-    if args.vllm_url:  # a server's log-probs differ from those of training
+    if args.vllm_url:
+        # A server's log-probs differ from those of training. The critic is not corrected: it fits
+        # the returns of these samples, whoever drew them.
         sampler_weights, about_sampler = correction.importance_weights(old, token_weights, args)
         actor_losses = actor_losses * sampler_weights
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
         actor_losses = actor_losses + kl_coef * kl
-    # Engines need a gradient of every weight. While only the critic learns, the actor's is zero.
+    # While only the critic learns, the actor's gradient is zero, not missing: engines need all.
     losses = actor_losses * float(actor_learns) + args.vf_coef * critic_losses
 
     per_token |= {
@@ -500,6 +503,7 @@ def log_rollout(
         "val/returns_avg": tokens["returns"].where(mask, torch.nan),  # NaN counts nowhere
         "responses/length": response_lengths,
         "responses/eos_rate": samples.ended,
+        **samples.of_episodes,
     }
     if "ref_logps" in tokens:
         logged["objective/kl"] = kl.sum(1)
@@ -598,6 +602,7 @@ def main():
         tokenizer,
         function=prompts.prompt_row,
         max_new_tokens=args.max_new_tokens,
+        tools=episodes.tools(args),
     )
     rewards.check_signatures(args, data)
     preview.show(accelerator, args, data)
@@ -643,6 +648,7 @@ def main():
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
     vllm.connect(run)
+    episodes.start(run)
 
     # ============================================================ reference and rewards
     # The reference serves the KL alone. Where it is the policy with its adapters off, the critic
@@ -677,8 +683,9 @@ def main():
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
-        held = [] if rollout.actor_learns else ["actor"]  # during the critic's warm-up
-        learning_rates = optim.set_learning_rates(run, held)  # as scheduled; 0 for what is held
+        # In the critic's warm-up the actor's rate is 0, which also stops its weight decay.
+        held = [] if rollout.actor_learns else ["actor"]
+        learning_rates = optim.set_learning_rates(run, held)
         # Until an update of this rollout is applied, the policy is the old one of all ratios.
         policy_has_moved = progress.global_step > rollout.started_at
 
@@ -720,7 +727,7 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        advance_rollout(run)
+        advance_rollout(run)  # an update that is skipped has used its samples, too
         applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(

@@ -3,7 +3,6 @@
 import json
 
 from common.data import formats, templates, tokens
-from common.data.ids import encode_text
 from common.data.messages import BadRow, as_messages, is_messages
 
 
@@ -13,11 +12,15 @@ def prompt_row(
     max_length: int,
     max_new_tokens: int,
     strings_as_messages: bool = False,
+    tools: list[dict] | None = None,
 ) -> dict:
     """Returns `prompt_ids length truncated columns reason` of one row, and maybe `notes`.
 
     `columns` is the whole row as a JSON text, for the reward function. Of `max_length` tokens,
     `max_new_tokens` are for the response.
+
+    Args:
+        tools: JSON schemas of what an environment lets the model call; None: column `tools`.
 
     Raises:
         BadRow: the row has no prompt, or the chat template refuses it.
@@ -31,9 +34,9 @@ def prompt_row(
         (ids,) = tokens.encode_plain(tokenizer, prompt)
     else:
         messages = as_messages(prompt, "user")
-        text = templates.render(tokenizer, messages, row.get("tools"), add_generation_prompt=True)
-        ids = encode_text(tokenizer, text)
-        notes = templates.unwritten_parts(tokenizer, messages, row.get("tools"))
+        tools = tools or row.get("tools")
+        ids = tokens.encode_prompt(tokenizer, messages, tools).ids
+        notes = templates.unwritten_parts(tokenizer, messages, tools)
     reason = ""  # why the row cannot be used
     if not formats.has_text(prompt):
         reason = "empty prompt"

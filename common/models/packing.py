@@ -139,10 +139,11 @@ class Packer:
             make_batch([[1, 2], [1, 2], [3]], [[4, 5], [6], [7, 8, 9]])
 
             targets     4  5 | 6 | 7  8  9
-            predictors  1  2 | 1 | 5  6  7   places in the rows, as `last`
-            cells       0  1 | 3 | 6  7  8   places in the mask: 1 1 0
-                                                                 1 0 0
-                                                                 1 1 1
+            predictors  1  2 | 1 | 5  6  7   places in the flattened `input_ids`
+            last        3    | 4 | 8         places of the last tokens there
+            cells       0  1 | 3 | 6  7  8   places in the flattened mask: 1 1 0
+                                                                           1 0 0
+                                                                           1 1 1
 
         Nothing here waits for a GPU: it computes one micro-batch while the next one is laid out.
 

@@ -99,7 +99,7 @@ def check_engines(bench: Bench) -> Iterator[Check]:
 
 
 def check_packed(bench: Bench) -> Iterator[Check]:
-    """An update is the same with rows packed or prompts shared."""
+    """An update is the same with rows packed or prompts shared, which all other runs have off."""
     flags = [name for name in ("packing", "share_prompts") if bench.has(name)]
     if not flags:
         raise Unchecked("the recipe has neither --packing nor --share_prompts")
@@ -117,7 +117,7 @@ def same_run(bench: Bench, what: str, found: Finished) -> Iterator[Check]:
 
 
 def check_last_update(bench: Bench) -> Iterator[Check]:
-    """An update of 6 samples is the same where updates are of 6 and where they could be larger."""
+    """The last update, of 6 samples, is the same whether `--train_batch_size` is 6 or larger."""
     bench.need("train_batch_size")
     rows = 6
     full: Changes = {"train_batch_size": rows}
@@ -139,7 +139,8 @@ def check_means(bench: Bench) -> Iterator[Check]:
     """A logged metric is the mean over all samples, however they are split."""
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
-    # Update 1 is always logged alone, so the first line over a whole pass is that of the second.
+    # Update 1 has a line of its own, so the line that ends the first pass lacks it. That of the
+    # second pass is the first one over a whole pass.
     makes_two_passes = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     evaluates = bool(at_once.evaluations or in_parts.evaluations)
 
@@ -187,7 +188,7 @@ def means_of_evaluations(bench: Bench, at_once: Finished, in_parts: Finished) ->
 
 
 def means_of_last_line(run: Finished) -> dict:
-    """Returns the means of a run's last line, completed by tags that only the first line has."""
+    """Returns the means of a run's last line, and those of its rollout, which line 1 has."""
     line = {**run.training[0], **run.training[-1]}
     return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}
 

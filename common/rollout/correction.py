@@ -26,16 +26,14 @@ def importance_weights(
     Their mean and maximum are logged, and the share of tokens that were truncated or masked.
 
     Args:
-        old: `logps` of the policy before the update and `sampler_logps`, `[samples, length]`; with
-            `is_own`, bool `[samples, 1]`, the other samples were not drawn and weigh 1.
+        old: `logps` of the policy before the rollout's first update, and `sampler_logps`,
+            `[samples, length]`.
         token_weights: `[samples, length]`, 0 where there is no token.
         args: `RolloutArgs`.
     """
     correction = args.sampler_correction
     largest = args.sampler_correction_max
     log_ratios = (old["logps"] - old["sampler_logps"]) * (token_weights > 0)
-    if "is_own" in old:
-        log_ratios = log_ratios * old["is_own"]  # a ratio of 1 for the others
     if correction == "sequence_mask":
         log_ratios = log_ratios.sum(1, keepdim=True).expand_as(log_ratios)
     ratios = log_ratios.exp()

@@ -76,9 +76,10 @@ def of_responses(run: Run, samples: Samples, eval_set) -> dict[str, Any]:
         By name, a number for each sample, or for each prompt that has an answer.
     """
     values: dict[str, Any] = {
-        "length": [len(response) for response in samples.responses],
+        "length": samples.mask.sum(1),
         "eos_rate": samples.ended,
     }
+    values |= samples.of_episodes
     if "answer" in eval_set.column_names:
         values |= shares_of_right(run, samples, eval_set["answer"][:])
     return values
@@ -97,12 +98,16 @@ def means(values: dict[str, Any], prefix: str) -> dict[str, float]:
 
 
 def shares_of_right(run: Run, samples: Samples, prompt_answers: list[str]) -> dict[str, np.ndarray]:
-    """Returns for each prompt, by name, the share of its responses that are right.
+    """Returns, by name, for each prompt that has an answer whether responses are right.
+
+    Greedy: whether the one response is. Else the share of the responses that are, and whether one
+    is.
 
     Args:
-        prompt_answers: one for each prompt; prompts without one are left out.
+        prompt_answers: one for each prompt, or ""; at least one prompt has one, or the set would
+            not have the column.
     """
-    texts = run.tokenizer.batch_decode(samples.responses, skip_special_tokens=True)
+    texts = samples.answers(run.tokenizer)
     n_samples = samples.per_prompt
     right_of_prompts = []
     for prompt, answer in enumerate(prompt_answers):

@@ -31,7 +31,8 @@ def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) ->
     """Draws responses to prompts, the same on every process. All processes must call it.
 
     Rollouts and their evaluations get responses by this call alone: from transformers, or from the
-    servers of `--vllm_url`. All that follows knows only the `Samples` that it returns.
+    servers of `--vllm_url`; one answer each, or with `--environment` episodes of several. All that
+    follows knows only the `Samples` that it returns.
 
     Args:
         prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text) and `row`
@@ -40,18 +41,15 @@ def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) ->
             what a server draws depends on them as well.
         temperature: 0 is greedy; above it, tokens are drawn from the whole vocabulary.
     """
+    if run.stage is not None:
+        return run.stage.play(run, prompts, uniforms, temperature)
     _, per_prompt, max_new_tokens = uniforms.shape
     prompt_ids = repeat_each(prompts["prompt_ids"], per_prompt)
     if run.servers is not None:
         responses = run.servers.generate(run, prompts["prompt_ids"], uniforms, temperature)
     else:
-        responses = generate(
-            run,
-            prompt_ids,
-            max_new_tokens,
-            temperature=temperature,
-            uniforms=uniforms.reshape(-1, max_new_tokens),
-        )
+        draws = uniforms.reshape(-1, max_new_tokens)
+        responses = respond(run, prompt_ids, draws, temperature)
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     return Samples(
         prompts=prompt_ids,
@@ -62,6 +60,20 @@ def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) ->
         per_prompt=per_prompt,
         sampler_logps=[response.logps for response in responses],
     )
+
+
+def respond(
+    run: Run, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+) -> list[Response]:
+    """Returns one response to each prompt, on every process. All processes must call it.
+
+    Args:
+        prompts: token ids.
+        uniforms: `[prompts, max_new_tokens]`; see `sample`, as for `temperature`.
+    """
+    if run.servers is not None:
+        return run.servers.generate(run, prompts, uniforms[:, None], temperature)
+    return generate(run, prompts, uniforms.shape[1], temperature=temperature, uniforms=uniforms)
 
 
 def repeat_each(values: list, times: int) -> list:

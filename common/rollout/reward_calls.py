@@ -24,12 +24,21 @@ from common.rollout.samples import Samples
 
 # What a function is given by name whatever the data holds.
 OWN_KEYWORDS = ("response_ids", "truncated", "step")
+# And with `--environment`.
+OF_EPISODES = ("messages", "environments")
 # Columns of these names are not passed.
-OWN_NAMES = ("prompt", "prompts", "responses", *OWN_KEYWORDS)
+OWN_NAMES = ("prompt", "prompts", "responses", *OWN_KEYWORDS, *OF_EPISODES)
 # The largest score that fp32 holds.
 LARGEST = float(np.finfo(np.float32).max)
 # How long an async function may take to end after it is cancelled.
 GRACE_SECONDS = 1.0
+
+
+class Uncopied(list):
+    """A list that functions get as it is, and not as a copy: of environments."""
+
+    def __deepcopy__(self, _memo) -> "Uncopied":
+        return self
 
 
 class OutOfTime(BaseException):
@@ -42,7 +51,7 @@ class Given:
 
     Attributes:
         prompts: as the data has them, strings or lists of messages.
-        responses: texts, without special tokens.
+        responses: texts, without special tokens; of an episode its last answer.
         keywords: columns of the data, and our own keywords, see `OWN_KEYWORDS`.
         data_rows: the number of each prompt's row in the data, for messages.
         columns: those of the training data; in a mixture, these rows may lack some of them.
@@ -99,9 +108,12 @@ def collect(
     keywords["response_ids"] = response_ids
     keywords["truncated"] = [not samples.ended[row].item() for row in rows]
     keywords["step"] = step
+    if samples.messages:
+        keywords["messages"] = [samples.messages[row] for row in rows]
+    responses = samples.answers(tokenizer)
     return Given(
         prompts=[values["prompt"] for values in data],
-        responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
+        responses=[responses[row] for row in rows],
         keywords=keywords,
         data_rows=[samples.data_rows[row] for row in rows],
         columns=columns,

@@ -16,9 +16,11 @@ from common.data.dataset import Data
 from common.models import load, prepare
 from common.models.logprobs import ScoreModel
 from common.models.packing import Packer
-from common.rollout import answers, reward_calls
+from common.rollout import answers, environments, reward_calls
+from common.rollout.environments import OF_ENVIRONMENT
 from common.rollout.samples import Samples
 from common.run import Run
+from common.shared_args import RewardArgs
 
 # The name of the reward model's part among those of the functions.
 OF_MODEL = "reward_model"
@@ -47,15 +49,21 @@ def check_settings(args) -> None:
     Args:
         args: `RewardArgs`.
     """
-    if not args.reward_model_name_or_path and not args.reward_function:
+    if not weights_by_part(args):
         sys.exit(
-            "nothing scores the responses: give --reward_model_name_or_path or --reward_function"
+            "nothing scores the responses: give --reward_model_name_or_path, --reward_function or "
+            "an --environment with get_reward"
         )
     if args.normalize_reward and not args.reward_model_name_or_path:
         sys.exit(
             "--normalize_reward is for a reward model's scores: give --reward_model_name_or_path"
         )
-    weights_by_part(args)
+    if args.environment is None:
+        for name in ("max_turns", "environment_timeout"):
+            if getattr(args, name) != RewardArgs.__dataclass_fields__[name].default:
+                sys.exit(f"--{name} {getattr(args, name)}: only an --environment needs it")
+    elif args.rollouts_ahead:
+        sys.exit("--environment with --rollouts_ahead 1: not supported together")
 
 
 class Judge:
@@ -113,6 +121,10 @@ class Judge:
             parts[OF_MODEL] = self.scores_of_model(run, samples, packer)
         if self.functions:
             parts |= self.scores_of_functions(run, samples)
+        if OF_ENVIRONMENT in self.weights:
+            parts[OF_ENVIRONMENT] = run.stage.rewards(run, samples)
+        if run.stage is not None:
+            run.stage.close()
         values = np.array([parts[name] for name in self.weights])  # [parts, samples]
         weights = np.array([[weight] for weight in self.weights.values()])
         is_there = ~np.isnan(values)
@@ -162,6 +174,9 @@ class Judge:
         given = reward_calls.collect(
             run.tokenizer, samples, rows, step=run.progress.global_step, columns=self.columns
         )
+        if run.stage is not None:
+            instances = [run.stage.instances[row] for row in rows]
+            given.keywords["environments"] = reward_calls.Uncopied(instances)
         return [
             reward_calls.call(name, function, given, run.args.reward_timeout)
             for name, function in self.functions.items()
@@ -203,13 +218,15 @@ def load_functions(names: list[str] | None) -> dict[str, Callable]:
         function = arguments.load_function("reward_function", name)
         if names.count(name) > 1:
             sys.exit(f"--reward_function {name} is given twice; --reward_weights can count it more")
-        is_unique = own_names.count(own_name) == 1 and own_name != OF_MODEL
+        is_unique = own_names.count(own_name) == 1 and own_name not in (OF_MODEL, OF_ENVIRONMENT)
         functions[own_name if is_unique else name] = function
     return functions
 
 
 def weights_by_part(args) -> dict[str, float]:
-    """Returns the weight of each part of the score, the reward model's first; default 1 each.
+    """Returns the weight of each part of the score; default 1 each.
+
+    The reward model's is the first, an environment's `get_reward` the last.
 
     Raises:
         SystemExit: there are more or fewer weights than parts, or one is not finite; a function
@@ -217,6 +234,8 @@ def weights_by_part(args) -> dict[str, float]:
     """
     names = [OF_MODEL] if args.reward_model_name_or_path else []
     names += load_functions(args.reward_function)
+    if args.environment is not None and environments.load(args.environment).has_reward:
+        names.append(OF_ENVIRONMENT)
     weights = [1.0] * len(names) if args.reward_weights is None else args.reward_weights
     if len(weights) != len(names) or not np.isfinite(weights).all():
         sys.exit(

@@ -33,6 +33,10 @@ class Samples:
         per_prompt: how many samples, side by side, answer the same prompt.
         sampler_logps: the log-prob of each token of each response, as the sampler computed it when
             it drew the token; an empty list for a response that was generated greedily.
+        is_sampled: of each token of each response, whether the model drew it; in episodes an
+            environment wrote the others, and nothing is learned from them. An empty list: all.
+        messages: of episodes, each conversation, prompt included.
+        of_episodes: of episodes, `[samples]` by tag, for the log.
     """
 
     prompts: list[list[int]]
@@ -42,6 +46,9 @@ class Samples:
     ended: torch.Tensor
     per_prompt: int = 1
     sampler_logps: list[list[float]] = field(default_factory=list)
+    is_sampled: list[list[bool]] = field(default_factory=list)
+    messages: list[list[dict]] = field(default_factory=list)
+    of_episodes: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -60,16 +67,20 @@ class Samples:
         """
         return self.lengths.reshape(-1, self.per_prompt).max(1).repeat(self.per_prompt)
 
-    def sort_lengths(self, packer: Packer) -> np.ndarray:
-        """The lengths by which an update is cut, `[samples]`.
+    def lengths_for_split(self, packer: Packer) -> np.ndarray:
+        """What `batches.split_update` takes as lengths, `[samples]`.
 
-        Samples that can share their prompt stay together, so that they are in one micro-batch.
+        Where prompts can be shared, that is the longest of each group, so that a group stays in one
+        micro-batch. With `--micro_train_tokens` its short samples then count as long as that.
         """
         return self.group_lengths if packer.share else self.lengths
 
     @property
     def mask(self) -> torch.Tensor:
-        """bool `[samples, longest response]`, where a response has a token."""
+        """bool `[samples, longest response]`, where a response has a token that the model drew."""
+        if self.is_sampled:
+            rows = [torch.tensor(is_sampled) for is_sampled in self.is_sampled]
+            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         lengths = torch.tensor([[len(response)] for response in self.responses])
         return torch.arange(lengths.max()) < lengths
 
@@ -83,7 +94,8 @@ class Samples:
         """Returns some of the samples as models read them."""
         prompts = [self.prompts[row] for row in rows]
         responses = [self.responses[row] for row in rows]
-        return packer.make_batch(prompts, responses)
+        scored = [self.is_sampled[row] for row in rows] if self.is_sampled else None
+        return packer.make_batch(prompts, responses, scored)
 
     def collate(
         self, rows: list[int], tokens: dict[str, torch.Tensor], packer: Packer
@@ -164,6 +176,9 @@ class Samples:
             ended=self.ended[is_kept],
             per_prompt=self.per_prompt,
             sampler_logps=[self.sampler_logps[row] for row in rows],
+            is_sampled=[self.is_sampled[row] for row in rows] if self.is_sampled else [],
+            messages=[self.messages[row] for row in rows] if self.messages else [],
+            of_episodes={name: values[is_kept] for name, values in self.of_episodes.items()},
         )
 
     @staticmethod
@@ -177,7 +192,23 @@ class Samples:
             ended=torch.cat([part.ended for part in parts]),
             per_prompt=parts[0].per_prompt,
             sampler_logps=[logps for part in parts for logps in part.sampler_logps],
+            is_sampled=[row for part in parts for row in part.is_sampled],
+            messages=[row for part in parts for row in part.messages],
+            of_episodes={
+                name: torch.cat([part.of_episodes[name] for part in parts])
+                for name in parts[0].of_episodes
+            },
         )
+
+    def answers(self, tokenizer) -> list[str]:
+        """Returns the text of each response, of an episode that of its last answer."""
+        ids = self.responses
+        if self.is_sampled:
+            ids = [
+                response[len(is_sampled) - n_at_end(is_sampled) :]
+                for response, is_sampled in zip(ids, self.is_sampled)
+            ]
+        return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def examples(self, tokenizer, scores, source: str) -> list[dict]:
         """Returns all prompts and responses with their scores, see `common/transcript.py`.
@@ -196,6 +227,8 @@ class Samples:
                 "prompt": prompts[row],
                 "response": responses[row],
             }
+            if self.messages:
+                example["messages"] = self.messages[row]
             if scores is not None:
                 rewards = {name: part[row].item() for name, part in scores.parts.items()}
                 example["score"] = scores.total[row].item()
@@ -207,13 +240,18 @@ class Samples:
         return examples
 
 
+def n_at_end(flags: list[bool]) -> int:
+    """Returns how many of the last flags are true, one after the other."""
+    return next((n for n, flag in enumerate(flags[::-1]) if not flag), len(flags))
+
+
 class Collected:
     """Collects values of response tokens, micro-batch by micro-batch, for all processes."""
 
     def __init__(self, accelerator):
         self.accelerator = accelerator
         self.names: list[str] = []
-        self.of_sample: dict[int, torch.Tensor] = {}  # [tokens of the response, names], on the CPU
+        self.of_sample: dict[int, torch.Tensor] = {}  # [response length, names], on the CPU
 
     def add(self, rows: list[int], mask: torch.Tensor, **values: torch.Tensor) -> None:
         """Adds the values of a micro-batch of `Samples.scoring_batches`.
@@ -226,7 +264,9 @@ class Collected:
         self.names = list(values)
         stacked = torch.stack(list(values.values()), 2).cpu()
         for row, of_places, is_token in zip(rows, stacked, mask.cpu()):
-            self.of_sample[row] = of_places[is_token]
+            # Up to the last token: what an environment wrote before it stays, with values of 0.
+            end = int(is_token.nonzero()[-1]) + 1
+            self.of_sample[row] = torch.where(is_token[:end, None], of_places[:end], 0.0)
 
     def gather(self) -> dict[str, torch.Tensor]:
         """Returns the values by name, each `[samples, longest]` on the CPU, zero after a response.

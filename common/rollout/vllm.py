@@ -99,7 +99,7 @@ def sample_ahead(run: Run) -> None:
     """
     args = run.args
     position = dataclasses.replace(run.extra.position)  # the run's own stays where it is
-    updates = RolloutSchedule.of(args, args.rollout_batch_size).updates_per_rollout
+    updates = RolloutSchedule.of(args, run.data.mixture.samples).updates_per_rollout
     at_end_of_run = run.progress.updates_seen + updates >= run.progress.total_steps
     at_end_of_data = position.prompts_seen >= args.max_epochs * run.data.mixture.samples
     if at_end_of_run or (at_end_of_data and not args.max_steps):
@@ -319,8 +319,9 @@ class Servers:
         """
         prompts = run.data.train[:PROBE_PROMPTS]["prompt_ids"]
         n_tokens = min(PROBE_TOKENS, run.args.max_new_tokens)
-        no_draws = np.zeros((len(prompts), 1, n_tokens))
-        requests = make_requests(run, prompts, no_draws, run.args.temperature)
+        # Every probe draws from seed 0, so that unchanged weights give the same answer.
+        same_seed = np.zeros((len(prompts), 1, n_tokens))
+        requests = make_requests(run, prompts, same_seed, run.args.temperature)
         largest = 0.0
         for server in self.servers:
             responses = self.on_main_process(
@@ -372,6 +373,7 @@ class Servers:
 
     def check(self, run: Run) -> None:
         """Refuses servers that cannot serve this run. For the main process."""
+        dtypes = set()
         for server in self.servers:
             model = server.describe_model()
             server.model = model["id"]
@@ -383,7 +385,10 @@ class Servers:
                 )
             for worker in server.call("describe"):
                 refuse_another_model(server, worker["config"], run)
-                self.dtype = worker["dtype"]
+                dtypes.add(worker["dtype"])
+        if len(dtypes) > 1:
+            sys.exit(f"--vllm_url: servers of {' and '.join(sorted(dtypes))}: give all one --dtype")
+        (self.dtype,) = dtypes
         self.check_folder(run.output_dir / FOLDER)
 
     def check_folder(self, folder: Path) -> None:

@@ -29,6 +29,9 @@ GPU_ONLY = {"perf/peak_memory_gib", "perf/mfu"}
 ELSEWHERE = {
     *("eval/avg_at_<k>", "eval/pass_at_<k>"),
     *("kl/reverse/<teacher>", "eval/kl/reverse/<teacher>"),
+    # test_vllm.py
+    *(f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "max", "cut")),
+    *("sampling/staleness", "sync/seconds", "sync/probe_difference"),
 }
 
 

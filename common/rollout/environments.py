@@ -1,0 +1,267 @@
+"""Environments that a model talks to: a user's class, one instance for each episode.
+
+The protocol is in docs/environments.md. Nothing here knows tokens; `episodes.py` does.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+import math
+import numbers
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from transformers.utils import get_json_schema
+
+from common import arguments
+from common.data.messages import is_messages
+from common.rollout.reward_calls import LARGEST, as_plain, cut, one_line
+
+# The methods of the protocol. All other public ones are tools, unless there is `step`.
+PROTOCOL = ("reset", "step", "get_reward", "close")
+# Calls of environments that run at once.
+CALLS_AT_ONCE = 64
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+# A part of the score beside reward functions and models.
+OF_ENVIRONMENT = "environment"
+
+
+class Failure(NamedTuple):
+    """Why a call of an environment gave nothing; `says` is for the user."""
+
+    says: str
+
+
+class Made(NamedTuple):
+    """What is known of the user's class before an episode begins.
+
+    Attributes:
+        name: MODULE:NAME.
+        make: returns a new instance.
+        has_step, has_reward: which methods of the protocol it has.
+        tools: JSON schemas of what the model may call; none if it has `step`.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    has_step: bool
+    has_reward: bool
+    tools: list[dict]
+
+
+@functools.cache
+def load(name: str) -> Made:
+    """Loads the class of `--environment`, makes an instance, and looks at its methods.
+
+    Raises:
+        SystemExit: it cannot be loaded or made, has no `reset`, neither `step` nor a tool, or a
+            tool without type hints or a docstring.
+    """
+    make = arguments.load_function("environment", name, may_be_class=True)
+    try:
+        probe = make()
+    except Exception as error:
+        sys.exit(f"--environment {name}: making one raised {described(error, make)}")
+    if not callable(getattr(probe, "reset", None)):
+        sys.exit(f"--environment {name} has no method `reset`; see docs/environments.md")
+    has_step = callable(getattr(probe, "step", None))
+    tools = []
+    for method in [] if has_step else tools_of(probe):
+        try:
+            tools.append(get_json_schema(getattr(probe, method)))
+        except Exception as error:
+            message = one_line(str(error))
+            sys.exit(
+                f"--environment {name}: its tool `{method}` needs type hints and a docstring with "
+                f"an entry for each argument: {message}"
+            )
+    if not has_step and not tools:
+        sys.exit(f"--environment {name} has neither a method `step` nor a public one as a tool")
+    has_reward = callable(getattr(probe, "get_reward", None))
+    call_quietly(probe, "close")
+    return Made(name, make, has_step, has_reward, tools)
+
+
+def tools_of(instance: Any) -> list[str]:
+    """Returns the names of the public methods that a model may call."""
+    members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
+    return [name for name, _ in members if name not in PROTOCOL and not name.startswith("_")]
+
+
+def call_quietly(instance: Any, method: str) -> None:
+    """Calls a method if there is one; an error in it is of no consequence."""
+    function = getattr(instance, method, None)
+    if callable(function):
+        run_all([lambda: function()], timeout=10)
+
+
+# ============================================================ calls
+def run_all(calls: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
+    """Returns what calls of a user's code return, in their order, some at a time.
+
+    Each is in a thread of its own, so that one that blocks holds up nothing but its thread. A call
+    that returns an awaitable is awaited, all in one event loop.
+
+    Args:
+        timeout: seconds that each may take; 0: no limit.
+
+    Returns:
+        A `Failure` for each call that raised, or took too long.
+    """
+    results: list[Any] = [None] * len(calls)
+    for first in range(0, len(calls), CALLS_AT_ONCE):
+        threads = []
+        for number in range(first, min(first + CALLS_AT_ONCE, len(calls))):
+            results[number] = Failure(f"took longer than --environment_timeout {timeout:g} seconds")
+            thread = threading.Thread(
+                target=run_one, args=(calls[number], results, number), daemon=True
+            )
+            thread.start()
+            threads.append(thread)
+        for thread in threads:
+            thread.join(timeout or None)
+    return list(results)
+
+
+def run_one(call: Callable[[], Any], results: list, number: int) -> None:
+    """Stores what a call returns, or why it failed, as one of `results`."""
+    process = os.getpid()
+    try:
+        result = call()
+        if inspect.isawaitable(result):
+            result = asyncio.run_coroutine_threadsafe(awaited(result), event_loop()).result()
+    except BaseException as error:  # `sys.exit` as well
+        result = Failure(f"raised {described(error, call)}")
+    if os.getpid() != process:
+        os._exit(0)  # the user's code has forked and come back twice
+    results[number] = result
+
+
+async def awaited(result: Any) -> Any:
+    return await result
+
+
+LOOP: list[asyncio.AbstractEventLoop] = []
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Returns the loop in which all awaitables of environments run, in a thread of its own."""
+    if not LOOP:
+        LOOP.append(asyncio.new_event_loop())
+        threading.Thread(target=LOOP[0].run_forever, daemon=True).start()
+    return LOOP[0]
+
+
+def described(error: BaseException, call: Callable) -> str:
+    """Returns an error in one line, with the file and line in which it was raised."""
+    message = one_line("".join(traceback.format_exception_only(error)))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if os.path.basename(frame.filename) != "environments.py"]
+    frame = (own or frames)[-1]
+    return f"{message} ({os.path.basename(frame.filename)}:{frame.lineno})"
+
+
+# ============================================================ what a call may return
+def checked_reset(value: Any) -> Any:
+    """Returns what `reset` returned if it is None, a text or messages, else a `Failure`."""
+    if value is None or isinstance(value, str | Failure) or is_messages(value):
+        return value
+    return Failure(f"returned {cut(value)}, expected None, a string or a list of messages")
+
+
+def checked_step(value: Any) -> Any:
+    """Returns what `step` returned if it is None or messages with texts, else a `Failure`."""
+    is_right = is_messages(value) and all(isinstance(m.get("content"), str) for m in value)
+    if value is None or isinstance(value, Failure) or (is_right and value):
+        return value
+    return Failure(f"returned {cut(value)}, expected None or a list of messages with texts")
+
+
+def checked_reward(value: Any) -> float | Failure:
+    """Returns what `get_reward` returned as a number that fp32 holds, else a `Failure`."""
+    if isinstance(value, Failure):
+        return value
+    value = as_plain(value, "item")
+    is_number = isinstance(value, numbers.Real)
+    if is_number and math.isfinite(value) and -LARGEST <= value <= LARGEST:
+        return float(value)
+    return Failure(f"returned {cut(value)}, expected a number, none beyond {LARGEST:.3g} (fp32)")
+
+
+# ============================================================ tools
+def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
+    """Returns a message of the model with the calls in it.
+
+    They are found by the tokenizer's `response_template` if it has one, else as
+    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    Args:
+        text: what the model wrote, without the token that ended it.
+        prompt: what it read.
+
+    Returns:
+        `role`, `content` and, if it calls something, `tool_calls`. A call that is no JSON has a
+        text in place of its function.
+    """
+    if getattr(tokenizer, "response_template", None) is not None:
+        try:
+            return {
+                "role": "assistant",
+                **tokenizer.parse_response(text, prefix=prompt, tools=tools),
+            }
+        except Exception:  # the model wrote something that the template cannot hold
+            return {"role": "assistant", "content": text}
+    calls = []
+    for found in TOOL_CALL.findall(text):
+        try:
+            function = json.loads(found)
+            calls.append({"type": "function", "function": {**function}})
+        except (ValueError, TypeError):
+            calls.append({"type": "function", "function": found})
+    message: dict[str, Any] = {"role": "assistant", "content": TOOL_CALL.sub("", text).strip()}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def call_tools(instance: Any, message: dict, count: Callable[[bool], None]) -> list[dict]:
+    """Calls what a message asks for, one after the other, and returns messages with the results.
+
+    What the model did wrong, and what a tool raises, is said to the model.
+
+    Args:
+        count: called for each call, with whether it failed.
+    """
+    results = []
+    for call in message.get("tool_calls", []):
+        function = call.get("function")
+        name, result = answer_call(instance, function)
+        count("error" in result if isinstance(result, dict) else False)
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
+        results.append({"role": "tool", "name": name, "content": text})
+    return results
+
+
+def answer_call(instance: Any, function: Any) -> tuple[str, Any]:
+    """Returns the name of what was called, and its result or `{"error": ...}`."""
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return "", {"error": f"no JSON object with name and arguments: {cut(function)}"}
+    name = function["name"]
+    names = tools_of(instance)
+    if name not in names:
+        return name, {"error": f"unknown tool {name!r}; there are: {', '.join(names)}"}
+    method = getattr(instance, name)
+    try:
+        given = function.get("arguments") or {}
+        given = json.loads(given) if isinstance(given, str) else given
+        inspect.signature(method).bind(**given)
+        result = method(**given)
+        if inspect.isawaitable(result):
+            result = asyncio.run_coroutine_threadsafe(awaited(result), event_loop()).result()
+    except Exception as error:
+        return name, {"error": one_line(f"{type(error).__name__}: {error}")}
+    return name, result

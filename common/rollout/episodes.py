@@ -1,0 +1,351 @@
+"""Episodes: a model and an environment speak in turn, and sampled ids are kept as they are.
+
+An episode's tokens are its prompt, an answer as it was sampled, what the chat template writes
+between this answer and the next one, the next answer as it was sampled, and so on. Nothing is
+tokenised again. `Samples.is_sampled` says which tokens the model drew.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from common import distributed
+from common.data import templates, tokens, turns
+from common.data.ids import decode, encode_text
+from common.data.messages import BadRow, as_messages
+from common.rollout import environments, generation
+from common.rollout.environments import Failure, Made
+from common.rollout.samples import Samples
+from common.run import Run
+
+
+def start(run: Run) -> None:
+    """Lets a run's samples be episodes with the environment of `--environment`, if it has one.
+
+    Raises:
+        SystemExit: see `environments.load`; the chat template cannot go on with a conversation.
+    """
+    name = run.args.environment
+    if name is None:
+        return
+    made = environments.load(name)
+    try:
+        turns.check(run.tokenizer, made.tools)
+    except BadRow as error:
+        sys.exit(f"--environment {name}: {error}")
+    run.stage = Stage(made)
+
+
+def tools(args) -> list[dict] | None:
+    """Returns JSON schemas of what the environment lets the model call; None without any."""
+    return environments.load(args.environment).tools or None if args.environment else None
+
+
+@dataclasses.dataclass
+class Episode:
+    """One conversation, the same on every process.
+
+    Attributes:
+        prompt: token ids of what the model reads first.
+        ids: what follows.
+        is_sampled: of `ids`, which the model drew.
+        logps: of `ids`, the sampler's log-probs, 0 where nothing was drawn.
+        messages: the conversation so far.
+        turns: how many answers the model gave.
+        calls, failed_calls: of tools.
+        is_live: whether it goes on.
+        ended: whether it ended by itself, and not at a limit.
+    """
+
+    prompt: list[int]
+    messages: list[dict]
+    ids: list[int] = dataclasses.field(default_factory=list)
+    is_sampled: list[bool] = dataclasses.field(default_factory=list)
+    logps: list[float] = dataclasses.field(default_factory=list)
+    turns: int = 0
+    calls: int = 0
+    failed_calls: int = 0
+    is_live: bool = True
+    ended: bool = False
+
+    @property
+    def n_sampled(self) -> int:
+        return sum(self.is_sampled)
+
+    def room(self, args) -> int:
+        """Returns how many tokens the model may still draw."""
+        in_all = args.max_length - len(self.prompt) - len(self.ids)
+        return min(args.max_new_tokens - self.n_sampled, in_all)
+
+    def add(self, ids: list[int], logps: list[float], is_sampled: bool) -> None:
+        self.ids += ids
+        self.is_sampled += [is_sampled] * len(ids)
+        self.logps += logps
+
+
+class Stage:
+    """Plays the episodes of a run.
+
+    Attributes:
+        made: the user's class.
+        instances: the environments of the latest samples, by the sample's row; of those whose
+            prompts are this process's, see `Samples.whole_groups`.
+    """
+
+    def __init__(self, made: Made):
+        self.made = made
+        self.instances: dict[int, Any] = {}
+
+    # ======================================================== playing
+    def play(self, run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
+        """Plays an episode for each sample, see `generation.sample`. All processes must call it.
+
+        The k-th token that a model draws in an episode is decided by its k-th number, whatever
+        other episodes there are. So an episode depends on nothing but its own prompt, numbers,
+        weights and environment.
+        """
+        self.close()
+        _, per_prompt, _ = uniforms.shape
+        rows = [row for row in range(len(prompts["row"])) for _ in range(per_prompt)]
+        draws = uniforms.reshape(len(rows), -1)
+        mine = whole_groups(run, len(prompts["row"]), per_prompt)
+        episodes = self.begin(run, prompts, rows, mine)
+        stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
+        while live := [number for number, episode in enumerate(episodes) if episode.is_live]:
+            self.sample_turn(run, [episodes[n] for n in live], draws[live], temperature, stops)
+            answered = [n for n in live if episodes[n].is_live]
+            replies = self.on_all(
+                run, partial(self.replies, run, prompts, rows, episodes, answered, mine)
+            )
+            for number in answered:
+                self.go_on(run, episodes[number], replies[number])
+        return Samples(
+            prompts=[episode.prompt for episode in episodes],
+            responses=[episode.ids for episode in episodes],
+            row_texts=[prompts["columns"][row] for row in rows],
+            data_rows=[prompts["row"][row] for row in rows],
+            ended=torch.tensor([episode.ended for episode in episodes]),
+            per_prompt=per_prompt,
+            sampler_logps=[episode.logps if temperature else [] for episode in episodes],
+            is_sampled=[episode.is_sampled for episode in episodes],
+            messages=[episode.messages for episode in episodes],
+            of_episodes=statistics(episodes),
+        )
+
+    def begin(self, run: Run, prompts: dict, rows: list[int], mine: list[int]) -> list[Episode]:
+        """Makes and resets an environment for each episode, and returns the episodes."""
+
+        def reset() -> dict[int, tuple]:
+            self.instances = {}
+            calls = []
+            for number in mine:
+                instance = self.made.make()
+                self.instances[number] = instance
+                columns = json.loads(prompts["columns"][rows[number]])
+                calls.append(partial(instance.reset, **columns))
+            given = environments.run_all(calls, run.args.environment_timeout)
+            return {
+                number: self.opening(run, prompts, rows[number], environments.checked_reset(value))
+                for number, value in zip(mine, given)
+            }
+
+        openings = self.on_all(run, reset)
+        return [Episode(*openings[number]) for number in range(len(rows))]
+
+    def opening(
+        self, run: Run, prompts: dict, row: int, given: Any
+    ) -> tuple[list[int], list[dict]]:
+        """Returns what the model reads first, as ids and as messages.
+
+        A text that `reset` returned is appended to the last message, messages after it.
+        """
+        data_row = prompts["row"][row]
+        self.refuse(given, data_row, 0, "reset")
+        prompt = json.loads(prompts["columns"][row])["prompt"]
+        if isinstance(prompt, str) and not run.args.strings_as_messages:
+            sys.exit(
+                f"--environment {self.made.name}: the prompt of data row {data_row} is a string, "
+                "and a conversation needs messages: give --strings_as_messages"
+            )
+        messages = as_messages(prompt, "user")
+        if given is None:
+            return prompts["prompt_ids"][row], messages
+        if isinstance(given, str):
+            last = {**messages[-1], "content": messages[-1]["content"] + given}
+            messages = [*messages[:-1], last]
+        else:
+            messages = [*messages, *given]
+        try:
+            text = templates.render(
+                run.tokenizer, messages, self.made.tools or None, add_generation_prompt=True
+            )
+        except BadRow as error:
+            sys.exit(
+                f"--environment {self.made.name}: after `reset` of data row {data_row}, {error}"
+            )
+        ids = encode_text(run.tokenizer, text)
+        if len(ids) >= run.args.max_length:
+            sys.exit(
+                f"--environment {self.made.name}: with what `reset` added, the prompt of data row "
+                f"{data_row} has {len(ids)} tokens; --max_length {run.args.max_length} leaves no "
+                "room for a response"
+            )
+        return ids, messages
+
+    def sample_turn(
+        self, run: Run, live: list[Episode], draws: np.ndarray, temperature: float, stops: set[int]
+    ) -> None:
+        """Lets the model speak once in each episode that goes on."""
+        rooms = [episode.room(run.args) for episode in live]
+        longest = max(rooms)
+        uniforms = np.zeros((len(live), longest))
+        for episode, row, numbers in zip(live, uniforms, draws):
+            left = numbers[episode.n_sampled :][:longest]
+            row[: len(left)] = left
+        responses = generation.respond(
+            run, [episode.prompt + episode.ids for episode in live], uniforms, temperature
+        )
+        for episode, room, response in zip(live, rooms, responses):
+            ids = response.ids[:room]
+            logps = response.logps[:room] if temperature else [0.0] * len(ids)
+            episode.add(ids, logps, is_sampled=True)
+            episode.turns += 1
+            is_whole = ids[-1] in stops
+            text = decode(run.tokenizer, ids[:-1] if is_whole else ids)
+            prompt = decode(run.tokenizer, episode.prompt)
+            message = {"role": "assistant", "content": text}
+            if self.made.tools and is_whole:
+                message = environments.parsed(run.tokenizer, text, prompt, self.made.tools)
+            episode.messages.append(message)
+            episode.is_live = is_whole  # an answer that was cut ends its episode
+
+    def replies(
+        self,
+        run: Run,
+        prompts: dict,
+        rows: list[int],
+        episodes: list[Episode],
+        answered: list[int],
+        mine: list[int],
+    ) -> dict[int, tuple]:
+        """Returns what the environments of this process say: messages, their ids, counted calls.
+
+        The messages are None where an episode ends.
+        """
+        numbers = [number for number in answered if number in set(mine)]
+        counts = {number: [0, 0] for number in numbers}
+
+        def call(number: int) -> Any:
+            message = episodes[number].messages[-1]
+            if self.made.has_step:
+                return self.instances[number].step(message)
+
+            def count(failed: bool) -> None:
+                counts[number][0] += 1
+                counts[number][1] += failed
+
+            return environments.call_tools(self.instances[number], message, count) or None
+
+        given = environments.run_all(
+            [partial(call, number) for number in numbers], run.args.environment_timeout
+        )
+        result = {}
+        for number, value in zip(numbers, given):
+            value = environments.checked_step(value)
+            method = "step" if self.made.has_step else "a tool"
+            self.refuse(value, prompts["row"][rows[number]], episodes[number].turns, method)
+            ids = []
+            if value is not None:
+                value = [{"role": m["role"], **m} for m in value]
+                ids = self.ids_between(run, value, prompts["row"][rows[number]])
+            result[number] = (value, ids, *counts[number])
+        return result
+
+    def ids_between(self, run: Run, messages: list[dict], data_row: int) -> list[int]:
+        """Returns what the template writes for messages that come back, up to the next answer."""
+        if sum(len(message["content"]) for message in messages) > 100 * run.args.max_length:
+            return [0] * run.args.max_length  # too much in any case: it need not be tokenised
+        try:
+            return turns.ids_after_answer(run.tokenizer, messages, self.made.tools or None)
+        except BadRow as error:
+            sys.exit(f"--environment {self.made.name}, data row {data_row}: {error}")
+
+    def go_on(self, run: Run, episode: Episode, reply: tuple) -> None:
+        """Adds what the environment said to an episode, or ends it."""
+        messages, ids, calls, failed_calls = reply
+        episode.calls += calls
+        episode.failed_calls += failed_calls
+        if messages is None:
+            episode.is_live = False
+            episode.ended = True
+            return
+        has_room = episode.room(run.args) > 0 and (
+            len(episode.prompt) + len(episode.ids) + len(ids) < run.args.max_length
+        )
+        if episode.turns >= run.args.max_turns or not has_room:
+            episode.is_live = False  # truncated: what came back is not read by anyone
+            return
+        episode.add(ids, [0.0] * len(ids), is_sampled=False)
+        episode.messages += messages
+
+    # ======================================================== the end of episodes
+    def rewards(self, run: Run, samples: Samples) -> list[float]:
+        """Returns `get_reward` of each sample, the same on every process."""
+
+        def call() -> dict[int, float]:
+            numbers = list(self.instances)
+            given = environments.run_all(
+                [self.instances[number].get_reward for number in numbers],
+                run.args.environment_timeout,
+            )
+            found: dict[int, float] = {}
+            for number, value in zip(numbers, map(environments.checked_reward, given)):
+                self.refuse(value, samples.data_rows[number], 0, "get_reward")
+                found[number] = value
+            return found
+
+        return [value for _, value in sorted(self.on_all(run, call).items())]
+
+    def close(self) -> None:
+        """Closes all environments of the latest samples."""
+        closing = [i.close for i in self.instances.values() if hasattr(i, "close")]
+        environments.run_all(closing, timeout=10)
+        self.instances = {}
+
+    def refuse(self, value: Any, data_row: int, turn: int, method: str) -> None:
+        """Ends the run if a call of an environment failed."""
+        if isinstance(value, Failure):
+            where = f"turn {turn}, " if turn else ""
+            what = f"--environment {self.made.name}: `{method}` {value.says}"
+            sys.exit(f"{what}; {where}data row {data_row}")
+
+    def on_all(self, run: Run, function: Callable[[], dict[int, Any]]) -> dict[int, Any]:
+        """Returns what all processes found for their episodes, on every process."""
+        found = distributed.all_or_none(run.accelerator, True, function)
+        return distributed.gather_by_key(found)
+
+
+def whole_groups(run: Run, n_prompts: int, per_prompt: int) -> list[int]:
+    """Returns this process's samples, those whose reward functions it calls."""
+    groups = np.arange(n_prompts * per_prompt).reshape(-1, per_prompt)
+    accelerator = run.accelerator
+    share = np.array_split(groups, accelerator.num_processes)[accelerator.process_index]
+    return share.flatten().tolist()
+
+
+def statistics(episodes: list[Episode]) -> dict[str, torch.Tensor]:
+    """Returns what is logged of episodes, by tag, `[episodes]` each."""
+    values = {
+        "environment/turns": [episode.turns for episode in episodes],
+        "environment/tool_calls": [episode.calls for episode in episodes],
+        "environment/failed_calls": [episode.failed_calls for episode in episodes],
+        "environment/model_tokens": [episode.n_sampled for episode in episodes],
+        "environment/environment_tokens": [len(e.ids) - e.n_sampled for e in episodes],
+    }
+    return {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
