@@ -21,10 +21,13 @@ MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward 
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help sft reward dpo ppo grpo distill rlhf test test-slow test-all test-minimum test-vllm mutations lint lock install install-test
+.PHONY: help sft reward dpo ppo grpo distill card rlhf test test-slow test-all test-minimum test-vllm mutations lint lock install install-test
 
 sft reward dpo ppo grpo distill: $(VENV)/installed  ## run the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
+
+card: $(VENV)/installed  ## train by GRPO in conversations with an environment
+	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/grpo.py assets/card.yaml $(ARGS)
 
 rlhf: $(VENV)/installed  ## run the demos of SFT, reward, PPO and DPO in turn, and print one table
 	$(VENV)/bin/python benchmarks/rlhf.py $(CONFIG)

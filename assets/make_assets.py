@@ -108,6 +108,12 @@ def make_data() -> None:
     write_jsonl(
         ASSETS / "prompts_train.jsonl", [{"prompt": question(p), "answer": total(p)} for p in train]
     )
+    for name, rows in (("cards_train", 640), ("cards_eval", 10)):
+        cards = [
+            {"prompt": [{"role": "user", "content": "?"}], "answer": str(row % 10)}
+            for row in range(rows)
+        ]
+        write_jsonl(ASSETS / f"{name}.jsonl", cards)
     write_jsonl(
         ASSETS / "prompts_eval.jsonl",
         [{"prompt": question(p), "answer": total(p)} for p in held_out],

@@ -123,8 +123,8 @@ def preference_loss(
     """Returns the loss of each pair, fp32 `[pairs]`.
 
     Args:
-        chosen_log_ratios, rejected_log_ratios: `[pairs]`, log pi(answer) - log ref(answer), summed over
-            the answer's tokens.
+        chosen_log_ratios, rejected_log_ratios: `[pairs]`, log pi(answer) - log ref(answer), summed
+            over the answer's tokens.
         chosen_tokens, rejected_tokens: `[pairs]`, token counts; only IPO uses them.
 
     Sources:

@@ -521,8 +521,7 @@ def make_rollout(
     is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
     if not is_trained.any():
         return None
-    if args.advantage_std == "mean" and scores.min() < 0:
-        sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {scores.min():g}")
+    refuse_negative(scores, args)
     advantages = estimate_advantages(
         scores,
         args.n_samples_per_prompt,
@@ -606,9 +605,9 @@ def compute_logps(
 ) -> dict[str, torch.Tensor]:
     """Returns the log-probs of response tokens that a rollout's updates need, by name.
 
-    `logps`, those of the policy, are there if it makes several updates. Until one of them is applied
-    the loop takes those of its own forward pass, so that ratios are exactly 1; later updates need
-    these, because the policy has moved. `ref_logps` are there if there is a reference.
+    `logps`, those of the policy, are there if it makes several updates. Until one of them is
+    applied the loop takes those of its own forward pass, so that ratios are exactly 1; later
+    updates need these, because the policy has moved. `ref_logps` are there if there is a reference.
 
     Returns:
         `[samples, longest response]` each, zero past the end of each response,
@@ -969,6 +968,12 @@ def check_groups(args: Args) -> None:
             "--baseline none --advantage_std group: a group of equal scores would be divided by "
             "its standard deviation of zero. Take --advantage_std batch or none"
         )
+
+
+def refuse_negative(scores: torch.Tensor, args: Args) -> None:
+    """Refuses negative scores where they are divided by the mean of their group."""
+    if args.advantage_std == "mean" and scores.min() < 0:
+        sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {scores.min():g}")
 
 
 def check_divergence(args: Args) -> None:

@@ -307,7 +307,7 @@ class Stage:
             found: dict[int, float] = {}
             for number, value in zip(numbers, map(environments.checked_reward, given)):
                 self.refuse(value, samples.data_rows[number], 0, "get_reward")
-                found[number] = value
+                found[number] = float(value)  # type: ignore[arg-type]
             return found
 
         return [value for _, value in sorted(self.on_all(run, call).items())]

@@ -244,20 +244,27 @@ def as_plain(value: Any, method: str) -> Any:
 
 
 def check_signature(
-    name: str, function: Callable, data: str, columns: Sequence[str], has_messages: bool
+    name: str,
+    function: Callable,
+    data: str,
+    columns: Sequence[str],
+    has_messages: bool,
+    also: Sequence[str] = (),
 ) -> None:
     """Refuses a function that cannot be called with the columns of some data, see `call`.
 
     Args:
         name: for messages, as `data` is.
         has_messages: whether the prompts are lists of messages.
+        also: names of what is passed besides columns and `OWN_KEYWORDS`.
 
     Raises:
         SystemExit: with what the function wants, and what there is.
     """
     signature = signature_of(function)
     given = [column for column in columns if column not in OWN_NAMES]
-    passed = [*given, *OWN_KEYWORDS]
+    own = [*OWN_KEYWORDS, *also]
+    passed = [*given, *own]
     wanted = wanted_columns(signature)
     keywords = [*wanted, *accepted(signature, dict.fromkeys(passed))]
     check_places(name, signature, keywords, has_messages)
@@ -266,7 +273,7 @@ def check_signature(
             hint = arguments.did_you_mean(column, passed)
             sys.exit(
                 f"--reward_function {name} wants `{column}`{hint}; the columns of {data} are "
-                f"{', '.join(given) or 'prompt alone'}; {', '.join(OWN_KEYWORDS)} are passed, too "
+                f"{', '.join(given) or 'prompt alone'}; {', '.join(own)} are passed, too "
                 f"(`{column}=None` would make it optional)"
             )
 

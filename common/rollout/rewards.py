@@ -260,6 +260,7 @@ def check_signatures(args, data: Data) -> None:
                 name_of_data,
                 reward_calls.columns_of(rows),
                 has_messages=has_messages,
+                also=reward_calls.OF_EPISODES if args.environment else (),
             )
 
 

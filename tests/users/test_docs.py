@@ -32,6 +32,11 @@ ELSEWHERE = {
     # test_vllm.py
     *(f"sampling/importance_sampling_ratio/{name}" for name in ("mean", "max", "cut")),
     *("sampling/staleness", "sync/seconds", "sync/probe_difference"),
+    # test_environments.py
+    *(
+        f"environment/{name}"
+        for name in ("turns", "tool_calls", "failed_calls", "model_tokens", "environment_tokens")
+    ),
 }
 
 
