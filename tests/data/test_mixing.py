@@ -3,7 +3,6 @@
 import collections
 import json
 import runpy
-import types
 
 import datasets
 import numpy as np
@@ -15,6 +14,7 @@ from common.batches import rows_of_update
 from common.data import dataset
 from common.data.mixture import Mixture
 from common.rollout import reward_calls
+from common.rollout.samples import Samples
 from runs import ASSETS, recipe, refuses, write_jsonl
 
 sft = runpy.run_path(str(recipe("sft")))
@@ -147,7 +147,8 @@ def test_one_name_stays_a_string():
 
 def test_a_reward_function_gets_the_columns_of_all_sets():
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "level": 3}]
-    samples = types.SimpleNamespace(
+    samples = Samples(
+        prompts=[[3], [3]],
         row_texts=[json.dumps(row) for row in rows],
         responses=[[1], [2]],
         ended=torch.tensor([True, True]),

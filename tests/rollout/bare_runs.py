@@ -23,6 +23,7 @@ ARGS = dict(
     model_name_or_path="M",
     reward_function=None,
     reward_model_name_or_path=None,
+    environment=None,
     reward_weights=None,
     reward_timeout=0.0,
     normalize_reward=False,
