@@ -95,7 +95,7 @@ def check_recipe(recipe_file: str) -> None:
     if (clone / "common" / "__init__.py").is_file() and clone != REPOSITORY:
         sys.exit(
             f"{recipe_file} would run with 'common' of {REPOSITORY}. "
-            f"Run `pip install -e {clone}` in this environment first."
+            f"Run `pip install -e {clone}` in this environment first, or set PYTHONPATH={clone}."
         )
     from common import early  # it needs this module
 

@@ -45,7 +45,7 @@ def begin(run: Run, data: str, updates: str) -> None:
         every = counted(run.progress.updates_in(args.save_steps), "update")
         lines["checkpoints"] = f"{run.checkpoints}, one every {every}"
     else:
-        lines["checkpoints"] = "none: give --save_steps to be able to resume"
+        lines["checkpoints"] = "none but when a signal ends the run; give --save_steps for others"
     if "tensorboard" in args.report_to:
         lines["curves"] = f"{board.command(run.output_dir)}; the key ones are at {KEY_CHARTS}"
     width = max(len(title) for title in lines)
@@ -73,9 +73,10 @@ def describe_model(run: Run) -> str:
     trained = engine.count_trained_parameters(module)
     share = "all trained" if trained == total else f"{trained / 1e6:.4g} million trained"
     dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    packed = ", those of the base packed into 4 bits" if run.args.load_in_4bit else ""
     return (
         f"{run.args.model_name_or_path} ({type(module.model).__name__}), "
-        f"{total / 1e6:.4g} million parameters, {share}, weights in {dtype}"
+        f"{total / 1e6:.4g} million parameters, {share}, weights in {dtype}{packed}"
     )
 
 
@@ -97,6 +98,7 @@ def end(run: Run) -> None:
         return
     time_taken = tqdm.format_interval(time.monotonic() - run.metrics.started)
     folder = Path(run.args.output_dir) / "actor"
+    best_folder = folder.with_name(best.FOLDER)
     updates = counted(run.progress.global_step, "update")
     if not run.progress.global_step:
         updates += " (the model is as it was)"
@@ -106,7 +108,7 @@ def end(run: Run) -> None:
         *before_and_after(Path(run.args.output_dir), run.metrics.charts),
         *best.describe_end(run),
         "load it and try it:",
-        *how_to_load(run, folder),
+        *how_to_load(run, best_folder if best_folder.is_dir() else folder),
     ]
     print("\n".join(lines), flush=True)
 

@@ -79,6 +79,11 @@ def print_preview(args, data: Data) -> None:
             print("\n".join(describe_row(row, values, data.converter)))
             if getattr(args, "reward_function", None):
                 print("\n".join(describe_scores(args, values, data.converter.tokenizer)))
+    if getattr(args, "environment", None):
+        print(
+            f"\nNOTE: {args.environment} is not played here: what its `reset` adds to a prompt, "
+            "and all that follows the first answer, is in samples.jsonl of a run"
+        )
     print("\n" + "\n".join(describe_lengths(data.train, args.max_length)))
 
 

@@ -88,6 +88,24 @@ def load(name: str) -> Made:
     return Made(name, make, has_step, has_reward, tools)
 
 
+def check_columns(name: str, data: str, columns: Sequence[str]) -> None:
+    """Refuses an environment whose `reset` cannot be called with the columns of some data.
+
+    Raises:
+        SystemExit: with what it wants, and what there is.
+    """
+    made = load(name)
+    try:
+        inspect.signature(made.make().reset).bind(**dict.fromkeys(columns))
+    except TypeError as error:
+        sys.exit(
+            f"--environment {name}: `reset` cannot be called with the columns of {data}, "
+            f"{', '.join(columns)}: {error}"
+        )
+    except ValueError:  # it has no signature
+        return
+
+
 def tools_of(instance: Any) -> list[str]:
     """Returns the names of the public methods that a model may call."""
     members = inspect.getmembers(type(instance), predicate=inspect.isfunction)

@@ -249,9 +249,12 @@ def check_signatures(args, data: Data) -> None:
     """Refuses functions that cannot take what the data have, before a model is loaded.
 
     Raises:
-        SystemExit: see `reward_calls.check_signature`.
+        SystemExit: see `reward_calls.check_signature` and `environments.check_columns`.
     """
     for name_of_data, rows in first_rows(data).items():
+        if args.environment:
+            columns = reward_calls.columns_of(rows)
+            environments.check_columns(args.environment, name_of_data, columns)
         has_messages = any(not isinstance(row["prompt"], str) for row in rows)
         for name, function in load_functions(args.reward_function).items():
             reward_calls.check_signature(

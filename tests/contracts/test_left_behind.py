@@ -296,3 +296,16 @@ def test_a_shorter_run_keeps_the_lines_and_checkpoints_of_the_longer(inputs, tmp
     ]
     assert folders.fault_of(kept / "checkpoints/global_step_000004") is None
     assert [line["global_step"] for line in lines(output)] == [1, 2, 3]
+
+
+def test_a_finished_run_that_had_a_checkpoint_leaves_one_of_its_end(inputs, tmp_path):
+    """Without --save_steps, such as after a signal: the same command again repeats nothing."""
+    output = tmp_path / "finished"
+    launch([], recipe("dpo"), *flags(inputs, output, "--save_steps", 1, "--max_steps", 2))
+    again = flags(inputs, output, "--save_steps", 0, "--resume", "auto")
+    launch([], recipe("dpo"), *again)
+    assert folders.step_of(folders.by_step(output / "checkpoints")[-1]) == 4
+    actor, metrics = weights(output), (output / "metrics.jsonl").read_bytes()
+    result = launch([], recipe("dpo"), *again)
+    assert "left behind" not in result.stdout
+    assert weights(output).equal(actor) and (output / "metrics.jsonl").read_bytes() == metrics

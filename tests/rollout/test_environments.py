@@ -400,6 +400,21 @@ def test_classes_that_cannot_be_environments(user, monkeypatch):
     assert arguments.load_function("environment", "my_environments:Echo", may_be_class=True)
 
 
+def test_a_reset_that_wants_a_column_that_is_not_there(user, monkeypatch):
+    folder, _ = user
+    monkeypatch.chdir(folder)
+    (folder / "wanting_environments.py").write_text(
+        "class Wants:\n    def reset(self, gold, **columns): pass\n    def step(self, message): pass\n"
+    )
+    name = "wanting_environments:Wants"
+    environments.check_columns(name, "the training data", ["prompt", "gold"])
+    refuses(
+        f"--environment {name}",
+        "the columns of eval, prompt, answer: missing a required argument: 'gold'",
+        call=lambda: environments.check_columns(name, "eval", ["prompt", "answer"]),
+    )
+
+
 # ============================================================ whole runs
 
 FLAGS = dict(

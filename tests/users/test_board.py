@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 
 import numpy
 import pytest
+import torch
 from tensorboard import default, program
 from tensorboard.plugin_util import markdown_to_safe_html
 
@@ -214,6 +215,15 @@ def test_lines_of_training_are_not_called_before_and_after(tmp_path, prefix, tit
     write_jsonl(tmp_path / "metrics.jsonl", lines)
     head, row = console.before_and_after(tmp_path, {"loss": ["loss"]})
     assert head.split() == titles and row.split() == [f"{prefix}loss", "3", "2"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_base_in_4_bits_is_said(packed):
+    module = torch.nn.ModuleDict({"model": torch.nn.Linear(2, 2)})
+    module.model = module["model"]
+    args = types.SimpleNamespace(model_name_or_path="M", load_in_4bit=packed)
+    said = console.describe_model(types.SimpleNamespace(unwrapped=module, args=args))
+    assert said.endswith("weights in float32" + ", those of the base packed into 4 bits" * packed)
 
 
 def trained(architecture: str, roles: list[str]):
