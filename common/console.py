@@ -29,6 +29,7 @@ def begin(run: Run, data: str, updates: str) -> None:
     lines = {
         "model": describe_model(run),
         "data": data,
+        **scored_by(run),
         "updates": updates,
         "schedule": optim.describe_schedule(run),
         "update": describe_update(run),
@@ -53,6 +54,20 @@ def begin(run: Run, data: str, updates: str) -> None:
     run.metrics.bar.write("\n".join(rows))  # above the bar
 
 
+def scored_by(run: Run) -> dict[str, str]:
+    """Returns what scores or teaches a run's responses, if something does."""
+    args = run.args
+    scorers = [getattr(args, "reward_model_name_or_path", None)]
+    scorers += getattr(args, "reward_function", None) or []
+    scorers += [getattr(args, "environment", None)]
+    given = [scorer for scorer in scorers if scorer]
+    if given:
+        return {"scored by": ", ".join(given)}
+    teachers = getattr(args, "teacher", None) or [getattr(args, "teacher_model_name_or_path", None)]
+    named = [teacher for teacher in teachers if teacher]
+    return {"taught by": ", ".join(named)} if named else {}
+
+
 def files_of(run: Run) -> list[str]:
     """Returns what the run writes into its folder, except checkpoints and curves."""
     has_rollouts = hasattr(run.args, "rollout_batch_size")
@@ -74,9 +89,10 @@ def describe_model(run: Run) -> str:
     share = "all trained" if trained == total else f"{trained / 1e6:.4g} million trained"
     dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
     packed = ", those of the base packed into 4 bits" if run.args.load_in_4bit else ""
+    critic = " with the critic's" if hasattr(module, "critic") else ""
     return (
         f"{run.args.model_name_or_path} ({type(module.model).__name__}), "
-        f"{total / 1e6:.4g} million parameters, {share}, weights in {dtype}{packed}"
+        f"{total / 1e6:.4g} million parameters{critic}, {share}, weights in {dtype}{packed}"
     )
 
 

@@ -89,4 +89,4 @@ def verdict(example: dict) -> str:
     if "right" in example:
         # An answer may be a whole solution that ends with it.
         return "right" if example["right"] else f"wrong (right: {example['answer'][-40:]!r})"
-    return "sampled"
+    return "drawn" if example["source"] == "rollout" else "answered"

@@ -41,6 +41,10 @@ def check(tokenizer, tools: list[dict] | None = None) -> None:
             f"{text[:place][-40:]!r}. So no turn can be appended to what was sampled: give another "
             "template by --chat_template FILE, or switch off thinking by --chat_template_kwargs"
         )
+    names = [tool["function"]["name"] for tool in tools or []]
+    prompt = templates.render(tokenizer, [QUESTION], tools, add_generation_prompt=True)
+    if not all(name in prompt for name in names):
+        raise BadRow(f"the tokenizer's chat template does not write the tools {', '.join(names)}")
     role = "tool" if tools else "user"
     back = {"role": role, "name": CALL["function"]["name"], "content": "zqr"}
     if "zqr" not in decode(tokenizer, ids_after_answer(tokenizer, [back], tools)):
