@@ -66,11 +66,14 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     check_built(accelerator, launcher, accumulation)
     mend_rounding(accelerator, launcher)
     distributed.on_main_process(accelerator, hub.check_push, args)
-    run_folder.make(accelerator, args, recipe)
+    if not args.preview:  # which writes nothing
+        run_folder.make(accelerator, args, recipe)
     set_seed(args.seed)
     if note:
         accelerator.print(note)
-    accelerator.print(f"{engine.describe(accelerator)}; output in {args.output_dir}", flush=True)
+    if not args.preview:
+        what = f"{engine.describe(accelerator)}; output in {args.output_dir}"
+        accelerator.print(what, flush=True)
     return accelerator
 
 

@@ -119,11 +119,10 @@ def test_a_preview_needs_no_weights_and_leaves_nothing(tmp_path):
     model = tmp_path / "model"
     shutil.copytree(ASSETS / "model", model)
     (model / "model.safetensors").unlink()
-    output = tmp_path / "output"
     flags = ["--model_name_or_path", model, "--dataset_name", ASSETS / "prompts_train.jsonl"]
     flags += ["--reward_function", "common.rollout.rewards:answer_reward"]
-    flags += ["--max_length", 64, "--max_new_tokens", 8, "--output_dir", output]
-    done = launch([], recipe("grpo"), *flags, "--preview", 2)
+    flags += ["--max_length", 64, "--max_new_tokens", 8]
+    done = launch([], recipe("grpo"), *flags, "--preview", 2, cwd=tmp_path)
     first, second = (
         json.loads(line) for line in (ASSETS / "prompts_train.jsonl").open().readlines()[:2]
     )
@@ -134,7 +133,7 @@ def test_a_preview_needs_no_weights_and_leaves_nothing(tmp_path):
     assert done.stdout.count("answer_reward scores the response 'I do not know.': 0") == 2
     assert "columns for a reward function: answer" in done.stdout
     assert "usable rows, 0 of them (0.0%) cut; --max_length 64" in done.stdout
-    assert not output.exists()
+    assert not (tmp_path / "runs").exists() and "output in" not in done.stdout
 
 
 def test_a_reward_function_that_fails_ends_the_preview(monkeypatch, capsys):
