@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -142,8 +143,10 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
             )
             thread.start()
             threads.append(thread)
+        # All began together, so that many that block take no longer than one.
+        deadline = time.monotonic() + timeout
         for thread in threads:
-            thread.join(timeout or None)
+            thread.join(max(deadline - time.monotonic(), 0) if timeout else None)
     return list(results)
 
 

@@ -353,6 +353,21 @@ def test_an_environment_that_fails_ends_the_run_in_one_line(
     )
 
 
+def test_many_that_block_take_as_long_as_one(monkeypatch):
+    """Counted by the waiting that is asked for, not by a clock."""
+    asked = []
+    thread = environments.threading.Thread
+    join = thread.join
+    monkeypatch.setattr(
+        thread, "join", lambda self, timeout=None: (asked.append(timeout), join(self, timeout))[1]
+    )
+    release = environments.threading.Event()
+    found = environments.run_all([release.wait] * 8, timeout=0.2)
+    release.set()
+    assert all(isinstance(value, environments.Failure) for value in found)
+    assert sum(asked) < 0.4
+
+
 @pytest.mark.parametrize("fault", ["nan", "tensor", "raises"])
 def test_a_reward_that_is_no_number_ends_the_run(accelerator, tokenizer, user, fault):
     folder, module = user
