@@ -66,12 +66,13 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     check_built(accelerator, launcher, accumulation)
     mend_rounding(accelerator, launcher)
     distributed.on_main_process(accelerator, hub.check_push, args)
-    if not args.preview:  # which writes nothing
+    writes = not getattr(args, "preview", 0)
+    if writes:
         run_folder.make(accelerator, args, recipe)
     set_seed(args.seed)
     if note:
         accelerator.print(note)
-    if not args.preview:
+    if writes:
         what = f"{engine.describe(accelerator)}; output in {args.output_dir}"
         accelerator.print(what, flush=True)
     return accelerator

@@ -195,7 +195,8 @@ def test_what_the_console_says_before_and_after(finished):
     )
     assert (
         f"tensorboard --logdir_spec ppo:{output};" in begin
-        and "million parameters, all trained, weights in float32" in begin
+        and "million parameters with the critic's, all trained, weights in float32" in begin
+        and re.search(r"scored by +\S", begin)
     )
     assert "checkpoints" in begin and "give --save_steps" in begin
     assert re.match(r"2 updates, 0 skipped, took \d\d:\d\d; actor in ", end)
