@@ -296,16 +296,16 @@ def per_process_file(folder: Path, process_index: int) -> Path:
 def stop_if_asked(run: Run) -> None:
     """Saves a checkpoint and ends the run if any process got a signal, or has lost its launcher.
 
-    After its last update a run that has a checkpoint saves one in any case: resumed again, it would
-    else repeat what followed the one that a signal left. All processes must call it, after each
-    update.
+    After its last update a run without `--save_steps` that has a checkpoint, such as one of a signal,
+    saves another: resumed again, it would else repeat what followed. All processes must call it,
+    after each update.
 
     Raises:
         SystemExit: with 128 plus the signal's number, or that of SIGHUP if the launcher is gone.
     """
     number = stopping.signal_of_any(run)
     if number == 0:
-        if run.progress.finished and run.last_saved is not None:
+        if run.progress.finished and run.last_saved is not None and not run.args.save_steps:
             save(run)
         return
     save(run)
