@@ -296,9 +296,9 @@ def per_process_file(folder: Path, process_index: int) -> Path:
 def stop_if_asked(run: Run) -> None:
     """Saves a checkpoint and ends the run if any process got a signal, or has lost its launcher.
 
-    After its last update a run without `--save_steps` that has a checkpoint, such as one of a signal,
-    saves another: resumed again, it would else repeat what followed. All processes must call it,
-    after each update.
+    After its last update a run without `--save_steps` that has a checkpoint, such as one that a
+    signal left, saves another: resumed again, it would else repeat what followed. All processes
+    must call it, after each update.
 
     Raises:
         SystemExit: with 128 plus the signal's number, or that of SIGHUP if the launcher is gone.
