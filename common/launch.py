@@ -66,13 +66,13 @@ def make_accelerator(args, recipe: str) -> Accelerator:
     check_built(accelerator, launcher, accumulation)
     mend_rounding(accelerator, launcher)
     distributed.on_main_process(accelerator, hub.check_push, args)
-    writes = not getattr(args, "preview", 0)
-    if writes:
+    is_preview = getattr(args, "preview", 0)  # which writes nothing
+    if not is_preview:
         run_folder.make(accelerator, args, recipe)
     set_seed(args.seed)
     if note:
         accelerator.print(note)
-    if writes:
+    if not is_preview:
         what = f"{engine.describe(accelerator)}; output in {args.output_dir}"
         accelerator.print(what, flush=True)
     return accelerator

@@ -4,6 +4,8 @@ A recipe's `Args` adds its own fields, and overrides a shared one where its defa
 is the algorithm's.
 """
 
+import sys
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -350,3 +352,14 @@ class RewardArgs(RolloutArgs):
         "reward_timeout",
         "environment_timeout",
     }
+
+
+def refuse_changed(args, names: Iterable[str], why: str) -> None:
+    """Refuses arguments of `RewardArgs` that would be ignored, unless they have their defaults.
+
+    Raises:
+        SystemExit: with the first of them, its value, and `why` it would be.
+    """
+    for name in names:
+        if getattr(args, name) != RewardArgs.__dataclass_fields__[name].default:
+            sys.exit(f"--{name} {getattr(args, name)}: {why}")

@@ -342,7 +342,8 @@ def divergence_losses(
     """
     # Clamped so that the distance stays finite where p or q is almost 0.
     log_ratios = (logps - sampler_logps).detach().clamp(-20, 20)
-    p, q = logps.detach().exp(), sampler_logps.exp()
+    p = logps.detach().exp()
+    q = sampler_logps.exp()
     distance = (p - q).abs()
     if loss_type == "dppo_kl":
         distance = -q * log_ratios + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))

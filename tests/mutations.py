@@ -843,7 +843,11 @@ ROLLOUTS = [
         "groups_split",
         "the responses to a prompt are scored on different processes",
         "common/rollout/samples.py",
-        replace("Samples.whole_groups", "self.per_prompt", by="1"),
+        replace(
+            "share_of_groups",
+            "np.arange(n_prompts * per_prompt).reshape(-1, per_prompt)",
+            by="np.arange(n_prompts * per_prompt).reshape(-1, 1)",
+        ),
         "rollout/test_rewards.py::test_a_prompts_samples_are_never_split_between_processes[4]",
     ),
     Fault(

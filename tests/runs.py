@@ -179,7 +179,7 @@ def lines(output_dir: Path) -> list[dict]:
 
 
 def without_timings(line: dict) -> dict:
-    return {key: value for key, value in line.items() if not key.startswith("perf/")}
+    return {key: value for key, value in line.items() if not key.startswith(("perf/", "sync/"))}
 
 
 def timeless(output_dir: Path) -> list[dict]:

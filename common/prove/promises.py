@@ -361,7 +361,8 @@ def order_of_epochs(run: Finished, per_epoch: int) -> Iterator[Check]:
     """
     if per_epoch < 2:
         return
-    first, second = run.training[:per_epoch], run.training[per_epoch : 2 * per_epoch]
+    first = run.training[:per_epoch]
+    second = run.training[per_epoch : 2 * per_epoch]
     unlike = compare.unlike(first, second)
     yield Check("another epoch: another order", unlike)
 

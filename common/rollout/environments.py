@@ -15,19 +15,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
 from common import arguments
 from common.data.messages import is_messages
-from common.rollout.reward_calls import LARGEST, as_plain, cut, one_line
+from common.rollout.reward_calls import LARGEST, as_plain, cut, one_line, signature_of
 
 # The methods of the protocol. All other public ones are tools, unless there is `step`.
 PROTOCOL = ("reset", "step", "get_reward", "close")
 # Calls of environments that run at once.
 CALLS_AT_ONCE = 64
+# How long closing an environment may take.
+CLOSE_SECONDS = 10
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 # A part of the score beside reward functions and models.
 OF_ENVIRONMENT = "environment"
@@ -39,25 +41,27 @@ class Failure(NamedTuple):
     says: str
 
 
-class Made(NamedTuple):
-    """What is known of the user's class before an episode begins.
+class UserClass(NamedTuple):
+    """What is known of the class of `--environment` before an episode begins.
 
     Attributes:
         name: MODULE:NAME.
         make: returns a new instance.
-        has_step, has_reward: which methods of the protocol it has.
+        reset: the signature of its method `reset`.
+        has_step, has_reward: which other methods of the protocol it has.
         tools: JSON schemas of what the model may call; none if it has `step`.
     """
 
     name: str
     make: Callable[[], Any]
+    reset: inspect.Signature
     has_step: bool
     has_reward: bool
     tools: list[dict]
 
 
 @functools.cache
-def load(name: str) -> Made:
+def load(name: str) -> UserClass:
     """Loads the class of `--environment`, makes an instance, and looks at its methods.
 
     Raises:
@@ -68,7 +72,7 @@ def load(name: str) -> Made:
     try:
         probe = make()
     except Exception as error:
-        sys.exit(f"--environment {name}: making one raised {described(error, make)}")
+        sys.exit(f"--environment {name}: making one raised {described(error)}")
     if not callable(getattr(probe, "reset", None)):
         sys.exit(f"--environment {name} has no method `reset`; see docs/environments.md")
     has_step = callable(getattr(probe, "step", None))
@@ -85,8 +89,9 @@ def load(name: str) -> Made:
     if not has_step and not tools:
         sys.exit(f"--environment {name} has neither a method `step` nor a public one as a tool")
     has_reward = callable(getattr(probe, "get_reward", None))
-    call_quietly(probe, "close")
-    return Made(name, make, has_step, has_reward, tools)
+    reset = signature_of(probe.reset)
+    close([probe])
+    return UserClass(name, make, reset, has_step, has_reward, tools)
 
 
 def check_columns(name: str, data: str, columns: Sequence[str]) -> None:
@@ -95,16 +100,13 @@ def check_columns(name: str, data: str, columns: Sequence[str]) -> None:
     Raises:
         SystemExit: with what it wants, and what there is.
     """
-    made = load(name)
     try:
-        inspect.signature(made.make().reset).bind(**dict.fromkeys(columns))
+        load(name).reset.bind(**dict.fromkeys(columns))
     except TypeError as error:
         sys.exit(
             f"--environment {name}: `reset` cannot be called with the columns of {data}, "
             f"{', '.join(columns)}: {error}"
         )
-    except ValueError:  # it has no signature
-        return
 
 
 def tools_of(instance: Any) -> list[str]:
@@ -113,11 +115,9 @@ def tools_of(instance: Any) -> list[str]:
     return [name for name, _ in members if name not in PROTOCOL and not name.startswith("_")]
 
 
-def call_quietly(instance: Any, method: str) -> None:
-    """Calls a method if there is one; an error in it is of no consequence."""
-    function = getattr(instance, method, None)
-    if callable(function):
-        run_all([lambda: function()], timeout=10)
+def close(instances: Iterable[Any]) -> None:
+    """Calls `close` of the instances that have it; an error in it is of no consequence."""
+    run_all([i.close for i in instances if hasattr(i, "close")], CLOSE_SECONDS)
 
 
 # ============================================================ calls
@@ -147,25 +147,30 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0) if timeout else None)
-    return list(results)
+    return list(results)  # a copy, so that a call that ends late changes nothing
 
 
 def run_one(call: Callable[[], Any], results: list, number: int) -> None:
     """Stores what a call returns, or why it failed, as one of `results`."""
     process = os.getpid()
     try:
-        result = call()
-        if inspect.isawaitable(result):
-            result = asyncio.run_coroutine_threadsafe(awaited(result), event_loop()).result()
+        result = finished(call())
     except BaseException as error:  # `sys.exit` as well
-        result = Failure(f"raised {described(error, call)}")
+        result = Failure(f"raised {described(error)}")
     if os.getpid() != process:
         os._exit(0)  # the user's code has forked and come back twice
     results[number] = result
 
 
-async def awaited(result: Any) -> Any:
-    return await result
+def finished(result: Any) -> Any:
+    """Returns what a call returned, or what that gives once it is awaited."""
+
+    async def awaited() -> Any:
+        return await result
+
+    if not inspect.isawaitable(result):
+        return result
+    return asyncio.run_coroutine_threadsafe(awaited(), event_loop()).result()
 
 
 LOOP: list[asyncio.AbstractEventLoop] = []
@@ -179,7 +184,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return LOOP[0]
 
 
-def described(error: BaseException, call: Callable) -> str:
+def described(error: BaseException) -> str:
     """Returns an error in one line, with the file and line in which it was raised."""
     message = one_line("".join(traceback.format_exception_only(error)))
     frames = traceback.extract_tb(error.__traceback__)
@@ -280,9 +285,6 @@ def answer_call(instance: Any, function: Any) -> tuple[str, Any]:
         given = function.get("arguments") or {}
         given = json.loads(given) if isinstance(given, str) else given
         inspect.signature(method).bind(**given)
-        result = method(**given)
-        if inspect.isawaitable(result):
-            result = asyncio.run_coroutine_threadsafe(awaited(result), event_loop()).result()
+        return name, finished(method(**given))
     except Exception as error:
         return name, {"error": one_line(f"{type(error).__name__}: {error}")}
-    return name, result

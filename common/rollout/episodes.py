@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from common import distributed
-from common.data import templates, tokens, turns
-from common.data.ids import decode, encode_text
+from common.data import tokens, turns
+from common.data.ids import decode
 from common.data.messages import BadRow, as_messages
 from common.rollout import environments, generation
-from common.rollout.environments import Failure, Made
-from common.rollout.samples import Samples
+from common.rollout.environments import Failure, UserClass
+from common.rollout.samples import Samples, share_of_groups
 from common.run import Run
 
 
@@ -34,17 +34,19 @@ def start(run: Run) -> None:
     name = run.args.environment
     if name is None:
         return
-    made = environments.load(name)
+    user_class = environments.load(name)
     try:
-        turns.check(run.tokenizer, made.tools)
+        turns.check(run.tokenizer, user_class.tools)
     except BadRow as error:
         sys.exit(f"--environment {name}: {error}")
-    run.stage = Stage(made)
+    run.stage = Stage(user_class)
 
 
 def tools(args) -> list[dict] | None:
     """Returns JSON schemas of what the environment lets the model call; None without any."""
-    return environments.load(args.environment).tools or None if args.environment else None
+    if args.environment is None:
+        return None
+    return environments.load(args.environment).tools or None
 
 
 @dataclasses.dataclass
@@ -52,6 +54,7 @@ class Episode:
     """One conversation, the same on every process.
 
     Attributes:
+        data_row: the number of the prompt's row in the data.
         prompt: token ids of what the model reads first.
         ids: what follows.
         is_sampled: of `ids`, which the model drew.
@@ -63,6 +66,7 @@ class Episode:
         ended: whether it ended by itself, and not at a limit.
     """
 
+    data_row: int
     prompt: list[int]
     messages: list[dict]
     ids: list[int] = dataclasses.field(default_factory=list)
@@ -78,10 +82,13 @@ class Episode:
     def n_sampled(self) -> int:
         return sum(self.is_sampled)
 
+    def places_left(self, args) -> int:
+        """Returns how many tokens of any kind still fit into `--max_length`."""
+        return args.max_length - len(self.prompt) - len(self.ids)
+
     def room(self, args) -> int:
         """Returns how many tokens the model may still draw."""
-        in_all = args.max_length - len(self.prompt) - len(self.ids)
-        return min(args.max_new_tokens - self.n_sampled, in_all)
+        return min(args.max_new_tokens - self.n_sampled, self.places_left(args))
 
     def add(self, ids: list[int], logps: list[float], is_sampled: bool) -> None:
         self.ids += ids
@@ -93,13 +100,13 @@ class Stage:
     """Plays the episodes of a run.
 
     Attributes:
-        made: the user's class.
+        user_class: that of `--environment`.
         instances: the environments of the latest samples, by the sample's row; of those whose
             prompts are this process's, see `Samples.whole_groups`.
     """
 
-    def __init__(self, made: Made):
-        self.made = made
+    def __init__(self, user_class: UserClass):
+        self.user_class = user_class
         self.instances: dict[int, Any] = {}
 
     # ======================================================== playing
@@ -112,24 +119,20 @@ class Stage:
         """
         self.close()
         _, per_prompt, _ = uniforms.shape
-        rows = [row for row in range(len(prompts["row"])) for _ in range(per_prompt)]
-        draws = uniforms.reshape(len(rows), -1)
-        mine = whole_groups(run, len(prompts["row"]), per_prompt)
-        episodes = self.begin(run, prompts, rows, mine)
+        draws = uniforms.reshape(-1, uniforms.shape[2])
+        episodes = self.begin(run, prompts, per_prompt)
         stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
         while live := [number for number, episode in enumerate(episodes) if episode.is_live]:
             self.sample_turn(run, [episodes[n] for n in live], draws[live], temperature, stops)
             answered = [n for n in live if episodes[n].is_live]
-            replies = self.on_all(
-                run, partial(self.replies, run, prompts, rows, episodes, answered, mine)
-            )
+            replies = self.on_all(run, partial(self.replies, run, episodes, answered))
             for number in answered:
                 self.go_on(run, episodes[number], replies[number])
         return Samples(
             prompts=[episode.prompt for episode in episodes],
             responses=[episode.ids for episode in episodes],
-            row_texts=[prompts["columns"][row] for row in rows],
-            data_rows=[prompts["row"][row] for row in rows],
+            row_texts=generation.repeat_each(prompts["columns"], per_prompt),
+            data_rows=[episode.data_row for episode in episodes],
             ended=torch.tensor([episode.ended for episode in episodes]),
             per_prompt=per_prompt,
             sampler_logps=[episode.logps if temperature else [] for episode in episodes],
@@ -138,25 +141,30 @@ class Stage:
             of_episodes=statistics(episodes),
         )
 
-    def begin(self, run: Run, prompts: dict, rows: list[int], mine: list[int]) -> list[Episode]:
+    def begin(self, run: Run, prompts: dict, per_prompt: int) -> list[Episode]:
         """Makes and resets an environment for each episode, and returns the episodes."""
+        n_prompts = len(prompts["row"])
+        mine = share_of_groups(run.accelerator, n_prompts, per_prompt)
 
         def reset() -> dict[int, tuple]:
-            self.instances = {}
+            self.instances = {number: self.user_class.make() for number in mine}
             calls = []
-            for number in mine:
-                instance = self.made.make()
-                self.instances[number] = instance
-                columns = json.loads(prompts["columns"][rows[number]])
+            for number, instance in self.instances.items():
+                columns = json.loads(prompts["columns"][number // per_prompt])
                 calls.append(partial(instance.reset, **columns))
             given = environments.run_all(calls, run.args.environment_timeout)
             return {
-                number: self.opening(run, prompts, rows[number], environments.checked_reset(value))
+                number: self.opening(
+                    run, prompts, number // per_prompt, environments.checked_reset(value)
+                )
                 for number, value in zip(mine, given)
             }
 
         openings = self.on_all(run, reset)
-        return [Episode(*openings[number]) for number in range(len(rows))]
+        return [
+            Episode(prompts["row"][number // per_prompt], *openings[number])
+            for number in range(n_prompts * per_prompt)
+        ]
 
     def opening(
         self, run: Run, prompts: dict, row: int, given: Any
@@ -166,11 +174,12 @@ class Stage:
         A text that `reset` returned is appended to the last message, messages after it.
         """
         data_row = prompts["row"][row]
-        self.refuse(given, data_row, 0, "reset")
+        option = f"--environment {self.user_class.name}"
+        given = self.accepted(given, data_row, "reset")
         prompt = json.loads(prompts["columns"][row])["prompt"]
         if isinstance(prompt, str) and not run.args.strings_as_messages:
             sys.exit(
-                f"--environment {self.made.name}: the prompt of data row {data_row} is a string, "
+                f"{option}: the prompt of data row {data_row} is a string, "
                 "and a conversation needs messages: give --strings_as_messages"
             )
         messages = as_messages(prompt, "user")
@@ -182,17 +191,12 @@ class Stage:
         else:
             messages = [*messages, *given]
         try:
-            text = templates.render(
-                run.tokenizer, messages, self.made.tools or None, add_generation_prompt=True
-            )
+            ids = tokens.encode_prompt(run.tokenizer, messages, self.user_class.tools).ids
         except BadRow as error:
-            sys.exit(
-                f"--environment {self.made.name}: after `reset` of data row {data_row}, {error}"
-            )
-        ids = encode_text(run.tokenizer, text)
+            sys.exit(f"{option}: after `reset` of data row {data_row}, {error}")
         if len(ids) >= run.args.max_length:
             sys.exit(
-                f"--environment {self.made.name}: with what `reset` added, the prompt of data row "
+                f"{option}: with what `reset` added, the prompt of data row "
                 f"{data_row} has {len(ids)} tokens; --max_length {run.args.max_length} leaves no "
                 "room for a response"
             )
@@ -214,36 +218,28 @@ class Stage:
         for episode, room, response in zip(live, rooms, responses):
             ids = response.ids[:room]
             logps = response.logps[:room] if temperature else [0.0] * len(ids)
-            episode.add(ids, logps, is_sampled=True)
-            episode.turns += 1
             is_whole = ids[-1] in stops
             text = decode(run.tokenizer, ids[:-1] if is_whole else ids)
-            prompt = decode(run.tokenizer, episode.prompt)
             message = {"role": "assistant", "content": text}
-            if self.made.tools and is_whole:
-                message = environments.parsed(run.tokenizer, text, prompt, self.made.tools)
+            if self.user_class.tools and is_whole:
+                read = decode(run.tokenizer, episode.prompt + episode.ids)
+                message = environments.parsed(run.tokenizer, text, read, self.user_class.tools)
+            episode.add(ids, logps, is_sampled=True)
+            episode.turns += 1
             episode.messages.append(message)
             episode.is_live = is_whole  # an answer that was cut ends its episode
 
-    def replies(
-        self,
-        run: Run,
-        prompts: dict,
-        rows: list[int],
-        episodes: list[Episode],
-        answered: list[int],
-        mine: list[int],
-    ) -> dict[int, tuple]:
+    def replies(self, run: Run, episodes: list[Episode], answered: list[int]) -> dict[int, tuple]:
         """Returns what the environments of this process say: messages, their ids, counted calls.
 
         The messages are None where an episode ends.
         """
-        numbers = [number for number in answered if number in set(mine)]
+        numbers = [number for number in answered if number in self.instances]
         counts = {number: [0, 0] for number in numbers}
 
         def call(number: int) -> Any:
             message = episodes[number].messages[-1]
-            if self.made.has_step:
+            if self.user_class.has_step:
                 return self.instances[number].step(message)
 
             def count(failed: bool) -> None:
@@ -257,14 +253,13 @@ class Stage:
         )
         result = {}
         for number, value in zip(numbers, given):
-            value = environments.checked_step(value)
-            method = "step" if self.made.has_step else "a tool"
-            self.refuse(value, prompts["row"][rows[number]], episodes[number].turns, method)
-            ids = []
-            if value is not None:
-                value = [{"role": m["role"], **m} for m in value]
-                ids = self.ids_between(run, value, prompts["row"][rows[number]])
-            result[number] = (value, ids, *counts[number])
+            episode = episodes[number]
+            method = "step" if self.user_class.has_step else "a tool"
+            messages = self.accepted(
+                environments.checked_step(value), episode.data_row, method, turn=episode.turns
+            )
+            ids = [] if messages is None else self.ids_between(run, messages, episode.data_row)
+            result[number] = (messages, ids, *counts[number])
         return result
 
     def ids_between(self, run: Run, messages: list[dict], data_row: int) -> list[int]:
@@ -272,9 +267,9 @@ class Stage:
         if sum(len(message["content"]) for message in messages) > 100 * run.args.max_length:
             return [0] * run.args.max_length  # too much in any case: it need not be tokenised
         try:
-            return turns.ids_after_answer(run.tokenizer, messages, self.made.tools or None)
+            return turns.ids_after_answer(run.tokenizer, messages, self.user_class.tools)
         except BadRow as error:
-            sys.exit(f"--environment {self.made.name}, data row {data_row}: {error}")
+            sys.exit(f"--environment {self.user_class.name}, data row {data_row}: {error}")
 
     def go_on(self, run: Run, episode: Episode, reply: tuple) -> None:
         """Adds what the environment said to an episode, or ends it."""
@@ -285,9 +280,7 @@ class Stage:
             episode.is_live = False
             episode.ended = True
             return
-        has_room = episode.room(run.args) > 0 and (
-            len(episode.prompt) + len(episode.ids) + len(ids) < run.args.max_length
-        )
+        has_room = episode.room(run.args) > 0 and episode.places_left(run.args) > len(ids)
         if episode.turns >= run.args.max_turns or not has_room:
             episode.is_live = False  # truncated: what came back is not read by anyone
             return
@@ -299,44 +292,38 @@ class Stage:
         """Returns `get_reward` of each sample, the same on every process."""
 
         def call() -> dict[int, float]:
-            numbers = list(self.instances)
-            given = environments.run_all(
-                [self.instances[number].get_reward for number in numbers],
-                run.args.environment_timeout,
-            )
-            found: dict[int, float] = {}
-            for number, value in zip(numbers, map(environments.checked_reward, given)):
-                self.refuse(value, samples.data_rows[number], 0, "get_reward")
-                found[number] = float(value)  # type: ignore[arg-type]
-            return found
+            calls = [instance.get_reward for instance in self.instances.values()]
+            given = environments.run_all(calls, run.args.environment_timeout)
+            return {
+                number: self.accepted(
+                    environments.checked_reward(value), samples.data_rows[number], "get_reward"
+                )
+                for number, value in zip(self.instances, given)
+            }
 
         return [value for _, value in sorted(self.on_all(run, call).items())]
 
     def close(self) -> None:
         """Closes all environments of the latest samples."""
-        closing = [i.close for i in self.instances.values() if hasattr(i, "close")]
-        environments.run_all(closing, timeout=10)
+        environments.close(self.instances.values())
         self.instances = {}
 
-    def refuse(self, value: Any, data_row: int, turn: int, method: str) -> None:
-        """Ends the run if a call of an environment failed."""
-        if isinstance(value, Failure):
-            where = f"turn {turn}, " if turn else ""
-            what = f"--environment {self.made.name}: `{method}` {value.says}"
-            sys.exit(f"{what}; {where}data row {data_row}")
+    def accepted(self, value: Any, data_row: int, method: str, turn: int = 0) -> Any:
+        """Returns what a call of an environment gave; ends the run if it failed.
+
+        Args:
+            turn: of the episode; 0 if the call is of none.
+        """
+        if not isinstance(value, Failure):
+            return value
+        where = f"turn {turn}, " if turn else ""
+        what = f"--environment {self.user_class.name}: `{method}` {value.says}"
+        sys.exit(f"{what}; {where}data row {data_row}")
 
     def on_all(self, run: Run, function: Callable[[], dict[int, Any]]) -> dict[int, Any]:
         """Returns what all processes found for their episodes, on every process."""
         found = distributed.all_or_none(run.accelerator, True, function)
         return distributed.gather_by_key(found)
-
-
-def whole_groups(run: Run, n_prompts: int, per_prompt: int) -> list[int]:
-    """Returns this process's samples, those whose reward functions it calls."""
-    groups = np.arange(n_prompts * per_prompt).reshape(-1, per_prompt)
-    accelerator = run.accelerator
-    share = np.array_split(groups, accelerator.num_processes)[accelerator.process_index]
-    return share.flatten().tolist()
 
 
 def statistics(episodes: list[Episode]) -> dict[str, torch.Tensor]:

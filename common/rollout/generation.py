@@ -13,8 +13,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from common import batches, distributed, engine, zero
 from common.data import tokens
 from common.models import architecture, checks
-from common.rollout.samples import Samples
-from common.rollout.vllm_server import Response
+from common.rollout.samples import Response, Samples
 from common.run import Run
 
 # The memory for keys and values of the responses that a process generates at once, if

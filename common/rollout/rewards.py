@@ -20,7 +20,7 @@ from common.rollout import answers, environments, reward_calls
 from common.rollout.environments import OF_ENVIRONMENT
 from common.rollout.samples import Samples
 from common.run import Run
-from common.shared_args import RewardArgs
+from common.shared_args import refuse_changed
 
 # The name of the reward model's part among those of the functions.
 OF_MODEL = "reward_model"
@@ -59,9 +59,8 @@ def check_settings(args) -> None:
             "--normalize_reward is for a reward model's scores: give --reward_model_name_or_path"
         )
     if args.environment is None:
-        for name in ("max_turns", "environment_timeout"):
-            if getattr(args, name) != RewardArgs.__dataclass_fields__[name].default:
-                sys.exit(f"--{name} {getattr(args, name)}: only an --environment needs it")
+        unused = ("max_turns", "environment_timeout")
+        refuse_changed(args, unused, "only an --environment needs it")
     elif args.rollouts_ahead:
         sys.exit("--environment with --rollouts_ahead 1: not supported together")
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,19 @@ from common.run import Run
 # What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted. Without
 # gradients a token takes about a third of the memory that it takes in training.
 SCORED_TOKENS = 2**15
+
+
+class Response(NamedTuple):
+    """One generated response.
+
+    Attributes:
+        ids: its tokens, up to and including its first stop token.
+        logps: the log-prob of each token under the distribution that it was drawn from, at the
+            temperature of sampling; empty if it was generated greedily.
+    """
+
+    ids: list[int]
+    logps: list[float]
 
 
 @carried
@@ -136,13 +150,8 @@ class Samples:
             yield rows, self.make_batch(micro_batch.rows, packer)
 
     def whole_groups(self, accelerator) -> list[int]:
-        """Returns the rows of this process's samples, a prompt's samples all on one process.
-
-        The samples of all processes together are all samples, each once; a process may have none.
-        """
-        prompts = np.arange(len(self)).reshape(-1, self.per_prompt)
-        share = np.array_split(prompts, accelerator.num_processes)[accelerator.process_index]
-        return share.flatten().tolist()
+        """Returns the rows of this process's samples, see `share_of_groups`."""
+        return share_of_groups(accelerator, len(self) // self.per_prompt, self.per_prompt)
 
     def check_finite(self, run: Run, **values: torch.Tensor) -> None:
         """Stops the run if a value of a sample is not finite, and names its data row.
@@ -238,6 +247,16 @@ class Samples:
                 }
             examples.append(example)
         return examples
+
+
+def share_of_groups(accelerator, n_prompts: int, per_prompt: int) -> list[int]:
+    """Returns the rows of this process's samples, a prompt's samples all on one process.
+
+    The samples of all processes together are all samples, each once; a process may have none.
+    """
+    groups = np.arange(n_prompts * per_prompt).reshape(-1, per_prompt)
+    share = np.array_split(groups, accelerator.num_processes)[accelerator.process_index]
+    return share.flatten().tolist()
 
 
 def n_at_end(flags: list[bool]) -> int:

@@ -21,10 +21,11 @@ from common import actor, distributed
 from common.data import tokens
 from common.models import checks, lora
 from common.models.packing import Packer
+from common.rollout.samples import Response
 from common.rollout.schedule import RolloutSchedule
-from common.rollout.vllm_server import Response, Server
+from common.rollout.vllm_server import Server
 from common.run import Run
-from common.shared_args import RolloutArgs
+from common.shared_args import refuse_changed
 
 # The folder in which the servers find the weights, in the run's own.
 FOLDER = "for_vllm"
@@ -66,10 +67,8 @@ def check_settings(args) -> None:
     Args:
         args: `RolloutArgs`.
     """
-    defaults = RolloutArgs.__dataclass_fields__
-    for name in NEED_SERVERS:
-        if not args.vllm_url and getattr(args, name) != defaults[name].default:
-            sys.exit(f"--{name} {getattr(args, name)}: only vLLM servers need it; give --vllm_url")
+    if not args.vllm_url:
+        refuse_changed(args, NEED_SERVERS, "only vLLM servers need it; give --vllm_url")
 
 
 def connect(run: Run) -> None:
@@ -223,10 +222,8 @@ class Servers:
             "responses": [tuple(response) for response in self.wait_for_ahead(run)],
         }
 
-    def load_state(self, state: dict[str, Any] | None) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Takes over what `state` returned."""
-        if state is None:
-            return
         answer: Future = Future()
         answer.set_result([Response(*response) for response in state["responses"]])
         self.ahead = Ahead(state["requests"], state["weights_of"], answer)
@@ -434,6 +431,7 @@ def make_requests(
     n, n_tokens = uniforms.shape[1:]
     head_size = run.unwrapped.model.get_output_embeddings().out_features
     without_probability = range(run.unwrapped.vocabulary, head_size)
+    stops = sorted(tokens.stop_tokens(run.tokenizer, run.unwrapped.model))
     return [
         {
             "prompt": prompt,
@@ -449,7 +447,7 @@ def make_requests(
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
             "ignore_eos": True,
-            "stop_token_ids": sorted(tokens.stop_tokens(run.tokenizer, run.unwrapped.model)),
+            "stop_token_ids": stops,
             "logit_bias": {str(token): -100.0 for token in without_probability},
             "skip_special_tokens": False,
             "return_token_ids": True,

@@ -5,7 +5,9 @@ import json
 import os
 import sys
 import urllib.parse
-from typing import Any, NamedTuple
+from typing import Any
+
+from common.rollout.samples import Response
 
 # How long an answer may take: that of a rollout's longest response, behind all others in a queue.
 TIMEOUT_SECONDS = 3600
@@ -14,19 +16,6 @@ START = (
     "VLLM_SERVER_DEV_MODE=1 PYTHONPATH=<this repository> vllm serve MODEL --generation-config vllm "
     "--logprobs-mode processed_logprobs --worker-extension-cls common.rollout.vllm_worker.Weights"
 )
-
-
-class Response(NamedTuple):
-    """One generated response.
-
-    Attributes:
-        ids: its tokens, up to and including its first stop token.
-        logps: the log-prob of each token under the distribution that it was drawn from, at the
-            temperature of sampling; empty if it was generated greedily.
-    """
-
-    ids: list[int]
-    logps: list[float]
 
 
 class Server:

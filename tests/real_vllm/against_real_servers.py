@@ -26,10 +26,10 @@ from runs import (
     evaluation_lines,
     kill,
     launch,
-    lines,
     recipe,
     samples,
     start_warm,
+    timeless,
     training_lines,
     weights,
 )
@@ -161,13 +161,6 @@ def flags_of(model, output, *urls, name="grpo", **settings) -> list:
     for key, value in {**FLAGS, **of_grpo, **settings}.items():
         flags += [f"--{key}", value] if value is not None else []
     return [*flags, *(["--vllm_url", *urls] if urls else [])]
-
-
-def untimed(folder) -> list[dict]:
-    return [
-        {k: v for k, v in line.items() if not k.startswith(("perf/", "sync/"))}
-        for line in lines(folder)
-    ]
 
 
 def report(capsys, words: str) -> None:
@@ -323,7 +316,7 @@ def test_killed_and_resumed(models, tied, tmp_path, ahead, capsys):
             shutil.rmtree(later)
     run(models / "tied", tmp_path / "half", tied.url, **settings, resume="auto")
     assert samples(tmp_path / "half") == samples(tmp_path / "whole")
-    assert untimed(tmp_path / "half") == untimed(tmp_path / "whole")
+    assert timeless(tmp_path / "half") == timeless(tmp_path / "whole")
     assert torch.equal(weights(tmp_path / "half"), weights(tmp_path / "whole"))
     if ahead:
         found = training_lines(tmp_path / "whole")

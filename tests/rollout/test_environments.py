@@ -1,5 +1,6 @@
 """Episodes with an environment: what is trained on is what was sampled, and what an environment may do wrong."""
 
+import inspect
 import json
 import re
 import types
@@ -129,7 +130,11 @@ def stage_of(make, has_reward: bool = False) -> episodes.Stage:
     instance = make()
     has_step = hasattr(instance, "step")
     tools = [] if has_step else [environments.get_json_schema(instance.add)]
-    return episodes.Stage(environments.Made("E", make, has_step, has_reward, tools))
+    return episodes.Stage(
+        environments.UserClass(
+            "E", make, inspect.signature(instance.reset), has_step, has_reward, tools
+        )
+    )
 
 
 def played(accelerator, tokenizer, folder, make, temperature=1.0, per_prompt=2, **settings):
@@ -559,7 +564,7 @@ def test_the_examples_of_the_page(accelerator, tokenizer, user, name):
     turns_of = found.of_episodes["environment/turns"].tolist()
     assert turns_of == {"Checker": [2] * 4, "Calculator": [1] * 4, "Remote": [2] * 4}[name]
     if name != "Calculator":
-        run.stage.made = run.stage.made._replace(has_reward=True)
+        run.stage.user_class = run.stage.user_class._replace(has_reward=True)
         assert run.stage.rewards(run, found) == [{"Checker": 0.0, "Remote": 0.5}[name]] * 4
 
 

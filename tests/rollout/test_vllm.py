@@ -25,6 +25,7 @@ from runs import (
     refuses,
     samples,
     start_warm,
+    timeless,
     tiny_llama,
     training_lines,
     weights,
@@ -77,14 +78,6 @@ def run(inputs, output, settings, *urls, name="grpo", launcher="plain", check=Tr
         cwd=inputs,
         check=check,
     )
-
-
-def untimed(folder) -> list[dict]:
-    """All lines of a run, without what differs from run to run."""
-    return [
-        {k: v for k, v in line.items() if not k.startswith(("perf/", "sync/"))}
-        for line in lines(folder)
-    ]
 
 
 def said_at_the_end(done) -> str:
@@ -226,7 +219,7 @@ def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp
     assert (checkpoint / "ahead.pt").exists() == bool(ahead)
     server.restart()  # it lost its weights, too
     run(inputs, tmp_path / "half", dict(settings, resume="auto"), server.url)
-    assert untimed(tmp_path / "half") == untimed(tmp_path / "whole")
+    assert timeless(tmp_path / "half") == timeless(tmp_path / "whole")
     assert samples(tmp_path / "half") == samples(tmp_path / "whole")
     assert torch.equal(weights(tmp_path / "half"), weights(tmp_path / "whole"))
 
@@ -355,7 +348,7 @@ def test_a_server_that_was_started_again_gets_the_weights_again(inputs, server, 
 
     server.fault = restart
     run(inputs, tmp_path / "disturbed", GRPO, server.url)
-    assert untimed(tmp_path / "disturbed") == untimed(tmp_path / "undisturbed")
+    assert timeless(tmp_path / "disturbed") == timeless(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("when", ["before a rollout", "in a rollout"])
