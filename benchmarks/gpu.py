@@ -1,11 +1,14 @@
-"""The first day with a GPU: what is to be run there, in this order. Never run on one yet.
+"""What is to be run on a GPU, in this order.
 
-    python benchmarks/gpu.py [--only NAME ...] [--folder DIR] [--tiny]
+    python benchmarks/gpu.py [--only NAME ...] [--folder DIR] [--jobs N] [--limit SECONDS] [--tiny]
         [--hh hh_pairs.jsonl.gz] [--gsm8k gsm8k_train.jsonl]
 
     configs     DPO's demo under every YAML that one GPU can run: two updates, an evaluation, a
                 checkpoint, and a third update after a resume
     recipes     the same of the other recipes, under single_gpu.yaml and ds_fp16.yaml
+    exact       every recipe's demo in fp32, three updates: how far the logged numbers of the GPU
+                are from the CPU's, those of small micro-batches from large ones, and those of a
+                resumed run from one that never stopped
     waits       how often an update waits for the GPU, by torch.cuda.set_sync_debug_mode: no more
                 often with four times the micro-batches
     generation  tokens a second of GRPO's rollouts: a random model of 0.5 B parameters, 128
@@ -17,11 +20,12 @@
 It needs one GPU and no network. The last two need TRL 1.16: `pip install -e '.[peers]'` from
 carried wheels. Only ds_zero3_offload.yaml needs a compiler, g++ and ninja.
 
-Each step ends within ten minutes and writes benchmarks/results/gpu/NAME.json: commands, seconds,
-exit status, the end of what was printed, and what was measured. A step that was passed is not run
-again. With --folder, one that ran out of time goes on where it was.
+Each step ends within --limit and writes benchmarks/results/gpu/NAME.json: commands, seconds, exit
+status, the end of what was printed, and what was measured. A step that was passed is not run
+again. With --folder, one that ran out of time goes on where it was. Steps that measure no time run
+--jobs commands at once.
 
-Without a GPU, or with `--tiny`, the first four run on the CPU with a tiny model, to see that this
+Without a GPU, or with `--tiny`, the first five run on the CPU with a tiny model, to see that this
 script works. Nothing is written to benchmarks/results then.
 """
 
@@ -37,6 +41,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -45,7 +50,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 ASSETS = REPOSITORY / "assets"
 CONFIGS = REPOSITORY / "accelerate_configs"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu"
-LIMIT = 600  # seconds of a step
+SAMPLING = ("ppo", "grpo", "distill")
+RECIPES = ("sft", "reward", "dpo", *SAMPLING)
 SEVERAL_NODES = "multi_node"
 
 
@@ -60,12 +66,18 @@ class Step:
         self.begun = time.monotonic()
         self.runs: list[dict] = []
 
-    def run(self, name: str, *command) -> bool:
+    def at_once(self, function, items) -> list:
+        """Returns function(item) for each item, --jobs of them at a time."""
+        with ThreadPoolExecutor(self.args.jobs) as pool:
+            return list(pool.map(function, items))
+
+    def run(self, name: str, *command, on_cpu: bool = False) -> bool:
         """Runs `python *command`; whether it ended well within the time that is left."""
-        left = LIMIT - (time.monotonic() - self.begun)
+        left = self.args.limit - (time.monotonic() - self.begun)
         words = [sys.executable, *map(str, command)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
-        if self.args.tiny:
+        environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // self.args.jobs))
+        if self.args.tiny or on_cpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         started = time.monotonic()
         process = subprocess.Popen(
@@ -94,19 +106,23 @@ class Step:
             print(output[-3000:], flush=True)
         return status == 0
 
-    def recipe(self, name: str, recipe: str, config: str, *flags) -> bool:
-        """Runs a recipe under a YAML, on one process."""
+    def recipe(
+        self, name: str, recipe: str, config: str, *flags, precision: str = "", on_cpu: bool = False
+    ) -> bool:
+        """Runs a recipe under a YAML, on one process, in another precision than the YAML's."""
         launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml"]
         launcher += ["--num_processes", 1, "--main_process_port", 0]
+        if precision:
+            launcher += ["--mixed_precision", precision]
         script = REPOSITORY / "recipes" / f"{recipe}.py"
-        return self.run(name, *launcher, script, *flags)
+        return self.run(name, *launcher, script, *flags, on_cpu=on_cpu)
 
 
 # ============================================================ the steps
 def demo(recipe: str, folder: Path) -> list:
     """Returns the flags of a demo with few held-out rows, most of which take long to answer."""
-    kind = {"sft": "sft", "ppo": "prompts", "grpo": "prompts"}.get(recipe, "preferences")
-    held_out = folder / f"{kind}.jsonl"
+    kind = "prompts" if recipe in SAMPLING else {"sft": "sft"}.get(recipe, "preferences")
+    held_out = folder / f"{recipe}-held-out.jsonl"
     if not held_out.exists():
         rows = (ASSETS / f"{kind}_eval.jsonl").read_text(encoding="utf-8").splitlines()
         held_out.write_text("\n".join(rows[:16]) + "\n", encoding="utf-8")
@@ -121,7 +137,7 @@ def runs_and_resumes(step: Step, recipe: str, config: str) -> bool:
     output = step.folder / f"{recipe}-{config}-{int(time.time())}"
     flags = [*demo(recipe, step.folder), "--output_dir", output]
     flags += ["--train_batch_size", 16, "--micro_train_batch_size", 8, "--save_steps", 1]
-    if recipe in ("ppo", "grpo"):
+    if recipe in SAMPLING:
         flags += ["--rollout_batch_size", 16]
     name = f"{recipe}, {config}"
     passed = step.recipe(name, recipe, config, *flags, "--max_steps", 2) and step.recipe(
@@ -136,30 +152,91 @@ def configs(step: Step) -> dict:
     names = sorted(file.stem for file in CONFIGS.glob("*.yaml") if file.stem != SEVERAL_NODES)
     if step.args.tiny:
         names = ["single_gpu", "ds_fp16"]
-    return {"passed": all([runs_and_resumes(step, "dpo", name) for name in names])}
+    return {"passed": all(step.at_once(lambda name: runs_and_resumes(step, "dpo", name), names))}
 
 
 def recipes(step: Step) -> dict:
-    pairs = itertools.product(["sft", "reward", "ppo", "grpo"], ["single_gpu", "ds_fp16"])
+    others = [recipe for recipe in RECIPES if recipe != "dpo"]
+    pairs = list(itertools.product(others, ["single_gpu", "ds_fp16"]))
     if step.args.tiny:
         pairs = [("grpo", "single_gpu")]
-    return {"passed": all([runs_and_resumes(step, *pair) for pair in pairs])}
+    return {"passed": all(step.at_once(lambda pair: runs_and_resumes(step, *pair), pairs))}
+
+
+def exact(step: Step) -> dict:
+    """Compares what runs log that must log the same, by the greatest relative difference."""
+
+    def three_updates(recipe: str, name: str, micro: int, on_cpu: bool = False) -> list[dict]:
+        output = step.folder / f"{recipe}-{name}-{int(time.time())}"
+        flags = [*demo(recipe, step.folder), "--output_dir", output, "--logging_steps", 1]
+        flags += ["--train_batch_size", 16, "--micro_train_batch_size", micro, "--save_steps", 1]
+        if recipe in SAMPLING:
+            flags += ["--rollout_batch_size", 16]
+        config = "cpu" if on_cpu or step.args.tiny else "single_gpu"
+        flags = [f"{recipe}, {name}", recipe, config, *flags]
+        precision = {"precision": "no", "on_cpu": on_cpu}
+        if name == "resumed":
+            step.recipe(*flags, "--max_steps", 2, **precision)
+            flags += ["--resume", "auto"]
+        step.recipe(*flags, "--max_steps", 3, **precision)
+        file = output / "metrics.jsonl"
+        return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
+
+    def compare(recipe: str) -> dict:
+        first = three_updates(recipe, "whole", 16)
+        others = {
+            "again": three_updates(recipe, "again", 16),
+            "resumed": three_updates(recipe, "resumed", 16),
+            "small micro-batches": three_updates(recipe, "micro", 4),
+            "CPU": three_updates(recipe, "cpu", 16, on_cpu=True),
+        }
+        return {name: differences(first, lines) for name, lines in others.items()}
+
+    found = dict(zip(RECIPES, step.at_once(compare, RECIPES)))
+    return {"passed": all(run["status"] == 0 for run in step.runs), "differences": found}
+
+
+def differences(lines: list[dict], others: list[dict]) -> dict:
+    """Returns, by update, the metric that differs most and by how much of its size.
+
+    Speeds are left out, and what only one of the two runs logged at that update, such as the
+    evaluation at the end of a run that was resumed later.
+    """
+    worst = {}
+    for step in sorted({line["global_step"] for line in lines}):
+        of_step = [
+            {
+                key: value
+                for line in both
+                if line["global_step"] == step
+                for key, value in line.items()
+            }
+            for both in (lines, others)
+        ]
+        apart = {
+            key: abs(value - of_step[1][key]) / max(abs(value), 1e-3)
+            for key, value in of_step[0].items()
+            if key in of_step[1] and not key.startswith("perf/") and value != of_step[1][key]
+        }
+        worst[step] = max(apart.items(), key=lambda item: item[1], default=("all equal", 0.0))
+    return worst
 
 
 def waits(step: Step) -> dict:
     """Counts the waits of each recipe's second update, of 4 and of 16 micro-batches."""
-    found = {}
-    passed = True
-    for recipe in ("sft", "reward", "dpo", "ppo", "grpo"):
-        counted = []
+
+    def counted(recipe: str) -> list:
+        found = []
         for micro in (16, 4):
             file = step.folder / f"{recipe}-{micro}.json"
             file.unlink(missing_ok=True)
             # A process of its own, since each makes an Accelerator.
             step.run(f"waits of {recipe}, {micro}", __file__, "--count_waits", recipe, micro, file)
-            counted.append(json.loads(file.read_text()) if file.exists() else None)
-        found[recipe] = counted
-        passed &= None not in counted and len(counted[0]) == len(counted[1])
+            found.append(json.loads(file.read_text()) if file.exists() else None)
+        return found
+
+    found = dict(zip(RECIPES, step.at_once(counted, RECIPES)))
+    passed = all(None not in both and len(both[0]) == len(both[1]) for both in found.values())
     return {"passed": passed, "waits": found}
 
 
@@ -199,7 +276,7 @@ def count_waits(recipe: str, micro: str, file: str) -> None:
     script = REPOSITORY / "recipes" / f"{recipe}.py"
     flags = ["--train_batch_size", 64, "--micro_train_batch_size", micro, "--max_steps", 2]
     flags += [*demo(recipe, Path(file).parent), "--output_dir", f"{file}-{int(time.time())}"]
-    if recipe in ("ppo", "grpo"):
+    if recipe in SAMPLING:
         flags += ["--rollout_batch_size", 64]
     sys.argv = [str(script), *map(str, flags)]
     spec = importlib.util.spec_from_file_location("recipe", script)
@@ -259,6 +336,7 @@ def peers(step: Step, work: str, data: Path | None) -> dict:
 STEPS = {
     "configs": configs,
     "recipes": recipes,
+    "exact": exact,
     "waits": waits,
     "generation": generation,
     "precision": precision,
@@ -276,6 +354,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for runs and models; default: a temporary one")
     parser.add_argument("--hh", type=Path, help="pairs for the step dpo, see peers.py")
     parser.add_argument("--gsm8k", type=Path, help="rows for the step sft, see peers.py")
+    parser.add_argument("--jobs", type=int, default=4, help="commands at once, where none is timed")
+    parser.add_argument("--limit", type=int, default=600, help="seconds of a step")
     parser.add_argument("--tiny", action="store_true", help="on the CPU, to see that this works")
     parser.add_argument("--count_waits", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -289,7 +369,7 @@ def main() -> None:
         if args.tiny:
             results = args.folder / "results"
         results.mkdir(parents=True, exist_ok=True)
-        names = args.only or list(STEPS)[: 4 if args.tiny else None]
+        names = args.only or list(STEPS)[: 5 if args.tiny else None]
         outcome = {name: do(args, name, results / f"{name}.json") for name in names}
     print(
         ", ".join(f"{name}: {'passed' if passed else 'FAILED'}" for name, passed in outcome.items())
