@@ -7,7 +7,8 @@ changes an fp32 weight, but not what the forward pass reads: see docs/precision.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -31,54 +32,78 @@ def watch(run: Run) -> None:
         run.metrics.moved = Watch(run)
 
 
-class Part(NamedTuple):
-    """What this process holds of a parameter.
-
-    Attributes:
-        numbers: all of them, or `NUMBERS` evenly spaced ones.
-        size: how many numbers they stand for.
-    """
-
-    numbers: torch.Tensor
-    size: int
-
-
 class Watch:
     """Compares the weights before and after each update.
 
-    Made once the engine has prepared the model, and has loaded a checkpoint if there is one.
+    Made once the engine has prepared the model, and has loaded a checkpoint if there is one. The
+    numbers of all parameters stand in one tensor: one operation each would be a third of a GPU's
+    update.
 
     Args:
         run: not in fp32.
 
     Attributes:
-        read, masters: the trained weights after the last update, by name: as the forward pass reads
-            them, and in fp32 as the optimizer steps them.
+        read, masters: `[numbers]`, the trained weights after the last update: as the forward pass
+            reads them, and in fp32 as the optimizer steps them. ZeRO-1 and 2 leave a process all of
+            the first and a part of the second.
+        read_counts, master_counts: `[numbers]`, how many weights each of them stands for.
+        n_rounded: how many of `read`, its first ones, half precision rounds in every use.
+        is_rounded: whether it rounds any weight so, on any process.
     """
 
     def __init__(self, run: Run):
         self.run = run
         self.half = engine.half_precision(run.accelerator)
-        self.rounded = rounding.rounded_when_read(run.accelerator, run.unwrapped)
+        rounded = rounding.rounded_when_read(run.accelerator, run.unwrapped)
+        trained = {
+            name: parameter
+            for name, parameter in run.unwrapped.named_parameters()
+            if parameter.requires_grad
+        }
+        names = sorted(trained, key=lambda name: name not in rounded)  # the rounded ones first
+        self.trained = [trained[name] for name in names]
+        self.n_trained = engine.count_trained_parameters(run.unwrapped)
+        self.is_rounded = any(name in rounded for name in names)
         self.updates = 0
+        engine.reshard(run.unwrapped)  # an evaluation may have left the weights whole
+        self.read_counts = self.counts(shards.part_of)
+        self.master_counts = self.counts(master_or_weight)
+        self.n_rounded = sum(
+            len(evenly_spaced(trained[name], shards.part_of(trained[name])))
+            for name in names
+            if name in rounded
+        )
         self.look()
-        self.at_start = self.read
+        self.at_start = self.read[: self.n_rounded]
 
     def look(self) -> None:
         """Takes `read` and `masters` from the weights as they are now."""
-        engine.reshard(self.run.unwrapped)  # an evaluation may have left them whole
-        self.read: dict[str, Part] = {}
-        self.masters: dict[str, Part] = {}
-        for name, parameter in self.run.unwrapped.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            held = shards.part_of(parameter)
-            master = zero.master_of(parameter)
-            self.masters[name] = sampled(parameter, held if master is None else master)
-            self.read[name] = sampled(parameter, held)
-            if name in self.rounded:
-                numbers, size = self.read[name]
-                self.read[name] = Part(numbers.to(self.half), size)
+        engine.reshard(self.run.unwrapped)
+        self.read = self.numbers(shards.part_of)
+        self.masters = self.numbers(master_or_weight)
+        rounded = self.read[: self.n_rounded]
+        rounded.copy_(rounded.to(self.half))
+
+    def numbers(self, held: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
+        """Returns a copy of what this process holds of the trained weights; of large ones, some.
+
+        Args:
+            held: returns what it holds of one.
+        """
+        parts = [evenly_spaced(parameter, held(parameter)) for parameter in self.trained]
+        # DeepSpeed's empty parts are on the CPU.
+        return torch.cat([part for part in parts if len(part)] or parts[:1])
+
+    def counts(self, held: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
+        """Returns how many weights each of `numbers(held)` stands for."""
+        sizes = []
+        lengths = []
+        for parameter in self.trained:
+            sizes.append(zero.without_padding(parameter, held(parameter)).numel())
+            lengths.append(len(evenly_spaced(parameter, held(parameter))))
+        each = [size / max(length, 1) for size, length in zip(sizes, lengths)]
+        counts = torch.repeat_interleave(torch.tensor(each), torch.tensor(lengths))
+        return counts.to(self.numbers(held).device)
 
     def update_done(self) -> dict[str, float]:
         """Returns what to log of an update that was applied. All processes must call it.
@@ -91,10 +116,10 @@ class Watch:
         read_before = self.read
         masters_before = self.masters
         self.look()
-        moved, read_norm = self.compare(read_before, self.read)
-        _, norm = self.compare(masters_before, self.masters)
+        moved, read_norm = self.compare(read_before, self.read, self.read_counts)
+        _, norm = self.compare(masters_before, self.masters, self.master_counts)
         self.updates += 1
-        if self.updates == UPDATES:
+        if self.updates == UPDATES and self.is_rounded:
             self.warn_if_still()
         return {"update/moved": moved, "update/norm": norm, "update/read_norm": read_norm}
 
@@ -103,35 +128,38 @@ class Watch:
 
         Autocast reads norms and embeddings in fp32, so these do not count.
         """
-        before = {name: part for name, part in self.at_start.items() if name in self.rounded}
-        moved, _ = self.compare(before, {name: self.read[name] for name in before})
-        self.at_start = {}
+        n = self.n_rounded
+        moved, _ = self.compare(self.at_start, self.read[:n], self.read_counts[:n])
+        del self.at_start
         if moved < SHARE and self.run.accelerator.is_main_process:
             self.run.metrics.warn(self.advice(moved))
 
-    def compare(self, before: dict[str, Part], after: dict[str, Part]) -> tuple[float, float]:
-        """Returns which share of the numbers differ, and the norm of the difference.
+    def compare(
+        self, before: torch.Tensor, after: torch.Tensor, counts: torch.Tensor
+    ) -> tuple[float, float]:
+        """Returns which share of the weights differ, and the norm of the difference.
 
         One collective; all processes must call it.
+
+        Args:
+            before, after: `[numbers]` of this process.
+            counts: `[numbers]`, how many weights each stands for.
         """
-        device = self.run.device
-        sums = torch.zeros(3, dtype=torch.float64, device=device)
-        for name, old in before.items():
-            if old.size == 0:
-                continue
-            difference = after[name].numbers.double() - old.numbers.double()
-            differ = difference.ne(0).double().mean()
-            squares = difference.square().mean()
-            sums += torch.stack([differ, squares, torch.ones_like(differ)]).to(device) * old.size
-        differ, squares, size = self.run.accelerator.reduce(sums).tolist()
+        difference = after.double() - before.double()
+        sums = torch.stack(
+            [
+                (counts * difference.ne(0)).sum(dtype=torch.float64),
+                (counts * difference.square()).sum(),
+                counts.sum(dtype=torch.float64),
+            ]
+        )
+        differ, squares, size = self.run.accelerator.reduce(sums.to(self.run.device)).tolist()
         # Where every process holds all weights, `size` counts them several times, as the sums do.
-        n_trained = engine.count_trained_parameters(self.run.unwrapped)
-        return differ / size, math.sqrt(squares * n_trained / size)
+        return differ / size, math.sqrt(squares * self.n_trained / size)
 
     def advice(self, moved: float) -> str:
         """Returns the warning that few weights are read differently after `UPDATES` updates."""
-        rounded = [part.numbers for name, part in self.read.items() if name in self.rounded]
-        sizes = torch.cat([numbers.float().abs().cpu() for numbers in rounded])
+        sizes = self.read[: self.n_rounded].float().abs().cpu()
         median = sizes[sizes > 0].median().item()  # half of a new adapter is zero
         half_cell = 2 ** math.floor(math.log2(median)) * torch.finfo(self.half).eps / 2
         rate = self.run.args.learning_rate
@@ -146,12 +174,18 @@ class Watch:
         )
 
 
-def sampled(parameter: nn.Parameter, held: torch.Tensor) -> Part:
-    """Returns a copy of what a process holds of a parameter or, if that is much, of some of it.
+def master_or_weight(parameter: nn.Parameter) -> torch.Tensor:
+    """Returns what this process holds of a parameter's fp32 master: without DeepSpeed, its own."""
+    master = zero.master_of(parameter)
+    return shards.part_of(parameter) if master is None else master
+
+
+def evenly_spaced(parameter: nn.Parameter, held: torch.Tensor) -> torch.Tensor:
+    """Returns a view of `NUMBERS` numbers at most, `[numbers]`, of what a process holds.
 
     Args:
-        held: under ZeRO-3 maybe with zeros after its last number, which are left out.
+        held: of the parameter; under ZeRO-3 maybe with zeros after its last number, which are left
+            out.
     """
     flat = zero.without_padding(parameter, held).detach().reshape(-1)
-    stride = max(1, math.ceil(len(flat) / NUMBERS))
-    return Part(flat[::stride].clone(), len(flat))
+    return flat[:: max(1, math.ceil(len(flat) / NUMBERS))]
