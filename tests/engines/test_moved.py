@@ -2,12 +2,14 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common import moved
 from common.models import rounding
 from runs import (
     ASSETS,
@@ -164,3 +166,19 @@ def test_fp32_rounds_nothing(tmp_path):
     done = launch([], recipe("sft"), *FLAGS, *flags)
     assert "NOTE: --spread_masters changes nothing: this run computes in fp32" in done.stdout
     assert not [name for line in training_lines(tmp_path) for name in line if "update/" in name]
+
+
+def test_large_weights_are_sampled_and_nothing_rounded_is_no_warning(monkeypatch):
+    """Autocast of a model with recurrent layers rounds no weight in every use."""
+    monkeypatch.setattr(moved, "NUMBERS", 4)
+    monkeypatch.setattr(moved, "UPDATES", 1)
+    monkeypatch.setattr(moved.engine, "half_precision", lambda accelerator: torch.bfloat16)
+    monkeypatch.setattr(moved.rounding, "rounded_when_read", lambda accelerator, model: set())
+    model = torch.nn.Linear(8, 2)
+    accelerator = SimpleNamespace(reduce=lambda tensor: tensor, is_main_process=True)
+    watch = moved.Watch(SimpleNamespace(accelerator=accelerator, unwrapped=model, device="cpu"))
+    with torch.no_grad():
+        model.weight.view(-1)[::4] += 1  # of the 16, the four that are looked at
+    # They stand for all 16 of the weight, and the bias, which stays, for itself: 2 numbers.
+    expected = {"update/moved": 16 / 18, "update/norm": 4.0, "update/read_norm": 4.0}
+    assert watch.update_done() == pytest.approx(expected, rel=1e-6)

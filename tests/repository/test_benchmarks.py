@@ -83,9 +83,8 @@ def test_results_are_read_in_the_order_of_works(tmp_path):
     assert found == [("dpo", "body"), ("dpo", "head"), ("sft", "body")]
 
 
-def test_a_step_out_of_time_leaves_nothing_running(tmp_path, monkeypatch):
+def test_a_step_out_of_time_leaves_nothing_running(tmp_path):
     """A launcher starts the recipe as a process of its own, which would keep the GPU's memory."""
-    monkeypatch.setattr(gpu, "LIMIT", 5)
     started = tmp_path / "started"
     starts = (
         "import subprocess, sys, time; "
@@ -93,7 +92,8 @@ def test_a_step_out_of_time_leaves_nothing_running(tmp_path, monkeypatch):
         f"open({str(started)!r}, 'w').write(str(child.pid)); print('begun', flush=True); "
         "time.sleep(600)"
     )
-    step = gpu.Step(types.SimpleNamespace(folder=tmp_path, tiny=True), "step")
+    args = types.SimpleNamespace(folder=tmp_path, tiny=True, jobs=1, limit=5)
+    step = gpu.Step(args, "step")
     assert not step.run("starts another", "-c", starts)
     (run,) = step.runs
     assert run["status"] == "out of time" and run["output"] == "begun\n"
@@ -106,8 +106,9 @@ def test_a_step_out_of_time_leaves_nothing_running(tmp_path, monkeypatch):
 
 
 def test_a_run_that_failed_is_a_step_that_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu.Step, "run", lambda step, name, *command: name == "model")
-    step = gpu.Step(types.SimpleNamespace(folder=tmp_path, tiny=True), "step")
+    monkeypatch.setattr(gpu.Step, "run", lambda step, name, *command, **_: name == "model")
+    args = types.SimpleNamespace(folder=tmp_path, tiny=True, jobs=1, limit=5)
+    step = gpu.Step(args, "step")
     assert gpu.generation(step) == {"passed": False}
 
 
