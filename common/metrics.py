@@ -334,7 +334,7 @@ class Metrics:
         All processes may call it.
 
         Args:
-            scores: `[samples]`, shown as a histogram; None: nothing scores them.
+            scores: `[samples]`, shown as a histogram, NaN left out; None: nothing scores them.
             examples: see `common/transcript.py`.
         """
         if self.accelerator.is_main_process:
@@ -343,7 +343,7 @@ class Metrics:
             next_update = self.progress.global_step + 1
             if scores is not None:
                 # Not `scores`: TensorBoard cannot show a scalar and a histogram under one tag.
-                self.board.add_histogram("rollout/scores", scores, next_update)
+                self.board.add_histogram("rollout/scores", scores[~scores.isnan()], next_update)
             shown = transcript.as_markdown(examples)
             self.board.add_text("samples/rollout", shown, next_update)
 

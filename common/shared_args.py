@@ -343,6 +343,11 @@ class RewardArgs(RolloutArgs):
         at_least=0,
         help="seconds that a call of an environment may take; 0: no limit",
     )
+    environment_errors: Literal["stop", "drop"] = arg(
+        default="stop",
+        help="what an environment that fails does: it ends the run, or its response counts as not "
+        "sampled (GRPO)",
+    )
     normalize_reward: bool = arg(
         default=False,
         help="normalise the reward model's scores by the mean and standard deviation in its config",
@@ -351,6 +356,7 @@ class RewardArgs(RolloutArgs):
     may_change: ClassVar[set[str]] = RolloutArgs.may_change | {
         "reward_timeout",
         "environment_timeout",
+        "environment_errors",
     }
 
 

@@ -42,7 +42,8 @@ def with_both_kinds(examples: list[dict], most: int) -> list[dict]:
     them make room for the other kind. So the same prompts are shown in each evaluation, yet the
     failures of a good model and the successes of a bad one are seen.
     """
-    quality = [float(example.get("score", example.get("right", 0))) for example in examples]
+    # Of an episode whose environment failed the score is None.
+    quality = [float(example.get("score", example.get("right")) or 0) for example in examples]
     mean = statistics.fmean(quality)
     is_good = [value > mean for value in quality]
     first = list(range(len(examples)))[:most]
@@ -84,6 +85,8 @@ def indented(text: str) -> str:
 
 def verdict(example: dict) -> str:
     """Returns what is known of a response, such as `wrong (right: '25')` or `score 0.25`."""
+    if "score" in example and example["score"] is None:
+        return "failed"
     if "score" in example:
         return f"score {example['score']:.4g}"
     if "right" in example:

@@ -213,10 +213,10 @@ def groups_with_advantages(
     """
     groups = scores.reshape(-1, group_size)
     if baseline != "none":
-        return groups.amin(1) != groups.amax(1)
+        return scores_differ(groups)
     if advantage_std == "batch":
         return torch.ones(len(groups), dtype=torch.bool)
-    return groups.ne(0).any(1)
+    return groups.nan_to_num(0.0).ne(0).any(1)
 
 
 def estimate_advantages(
@@ -236,33 +236,54 @@ def estimate_advantages(
     batch, REINFORCE++, arXiv:2501.03262; the group's mean, MaxRL, arXiv:2602.02710.
 
     Args:
-        scores: `[samples]`, those of a group side by side.
+        scores: `[samples]`, those of a group side by side. NaN: none, since an environment failed;
+            such a sample is in no baseline, and its advantage is 0.
         is_trained: bool `[samples]`, None: all. Other samples count in their group's baseline, but
             not in the batch's mean and standard deviation. A single trained sample has no standard
             deviation: its advantage is left as it is.
     """
     grouped = scores.double().reshape(-1, group_size)
+    is_scored = grouped.isfinite()
+    n_scored = is_scored.sum(1, keepdim=True)
+    means = grouped.nanmean(1, keepdim=True)
     if is_trained is None:
-        is_trained = torch.ones_like(scores, dtype=torch.bool)
+        is_trained = is_scored.flatten()
     if baseline == "group":
-        advantages = grouped - grouped.mean(1, keepdim=True)
+        advantages = grouped - means
     elif baseline == "rloo":
-        mean_of_rest = (grouped.sum(1, keepdim=True) - grouped) / (group_size - 1)
-        advantages = grouped - mean_of_rest
+        mean_of_rest = (grouped.nansum(1, keepdim=True) - grouped) / (n_scored - 1)
+        advantages = (grouped - mean_of_rest).where(n_scored > 1, 0.0)  # 0: nothing to compare with
     else:
         advantages = grouped
 
     if advantage_std == "group":
-        advantages = advantages / (advantages.std(1, keepdim=True) + EPSILON)
+        advantages = advantages / (std_of_groups(advantages) + EPSILON)
     elif advantage_std == "mean":
-        means = grouped.mean(1, keepdim=True)
         advantages = torch.where(means > 0, advantages / means, 0.0)  # 0: a group of zeros
     elif advantage_std == "batch" and is_trained.sum() > 1:
         trained = advantages.flatten()[is_trained]
         if baseline == "none":
             advantages = advantages - trained.mean()
         advantages = advantages / (trained.std() + EPSILON)
-    return advantages.flatten().to(scores.dtype)
+    return advantages.where(is_scored, 0.0).flatten().to(scores.dtype)
+
+
+def std_of_groups(groups: torch.Tensor) -> torch.Tensor:
+    """Returns the standard deviation of each group, `[groups, 1]`.
+
+    Args:
+        groups: `[groups, group size]`. NaN counts nowhere.
+    """
+    n = groups.isfinite().sum(1, keepdim=True)
+    squares = (groups - groups.nanmean(1, keepdim=True)).square()
+    return (squares.nansum(1, keepdim=True) / (n - 1).clamp(min=1)).sqrt()
+
+
+def scores_differ(groups: torch.Tensor) -> torch.Tensor:
+    """Returns which groups have two scores that are not equal, bool `[groups]`. NaN is no score."""
+    is_scored = groups.isfinite()
+    least = groups.where(is_scored, math.inf).amin(1)
+    return least < groups.where(is_scored, -math.inf).amax(1)
 
 
 def ratios_to_old(
@@ -519,7 +540,9 @@ def make_rollout(
     args = run.args
     state: State = run.extra
     samples, scores = sample_groups(run, judge, packer)
-    is_trained = samples.ended if args.mask_truncated else torch.ones_like(samples.ended)
+    is_trained = ~samples.failed
+    if args.mask_truncated:
+        is_trained &= samples.ended
     if not is_trained.any():
         return None
     refuse_negative(scores, args)
@@ -639,21 +662,20 @@ def log_rollout(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     Args:
         is_kept: bool `[groups]`, which of them are kept.
     """
-    response_lengths = samples.mask.sum(1)
+    response_lengths = samples.uncounted(samples.mask.sum(1))
     logged = {
         "reward": scores.total,
         "completions/mean_length": response_lengths,
-        "completions/clipped_ratio": ~samples.ended,
+        "completions/clipped_ratio": samples.uncounted(~samples.ended),
         **samples.of_episodes,
     }
     for name, part in scores.parts.items():
         logged[f"rewards/{name}/mean"] = part
     groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
-    all_equal = groups.amin(1) == groups.amax(1)
-    logged["frac_reward_zero_std"] = all_equal
+    logged["frac_reward_zero_std"] = ~scores_differ(groups)
     logged["frac_groups_dropped"] = ~is_kept
     if run.args.n_samples_per_prompt > 1:
-        logged["reward_std"] = groups.std(1)
+        logged["reward_std"] = std_of_groups(groups)
     run.metrics.add_rollout(logged)
     run.metrics.add_rollout({"completions/min_length": response_lengths}, reduce="min")
     run.metrics.add_rollout({"completions/max_length": response_lengths}, reduce="max")
@@ -918,7 +940,7 @@ def skip_rollout(run: Run) -> None:
     update_data_position(run)
     reason = (
         f"no update from rollout {position.rollouts_seen}: it has no response to train on "
-        "(the advantages of all groups are zero, or all responses are truncated)"
+        "(the advantages of all groups are zero, or all responses are truncated or failed)"
     )
     if prompts_without_update >= run.data.mixture.samples and not run.progress.finished:
         run.metrics.log()  # the rewards of rollouts without an update
@@ -973,8 +995,9 @@ def check_groups(args: Args) -> None:
 
 def refuse_negative(scores: torch.Tensor, args: Args) -> None:
     """Refuses negative scores where they are divided by the mean of their group."""
-    if args.advantage_std == "mean" and scores.min() < 0:
-        sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {scores.min():g}")
+    negative = scores[scores < 0]
+    if args.advantage_std == "mean" and len(negative):
+        sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {negative.min():g}")
 
 
 def check_divergence(args: Args) -> None:

@@ -777,6 +777,8 @@ def check_settings(args: Args) -> None:
     vllm.check_settings(args)
     check_rollout_size(args)
     check_kl(args)
+    if args.environment_errors == "drop":
+        sys.exit("--environment_errors drop: only for GRPO, whose groups can do without a response")
     if args.dual_clip and args.dual_clip <= 1:
         sys.exit(f"--dual_clip {args.dual_clip}: expected more than 1, or 0 for none")
 

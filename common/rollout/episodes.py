@@ -7,6 +7,7 @@ tokenised again. `Samples.is_sampled` says which tokens the model drew.
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ from common.data.ids import decode
 from common.data.messages import BadRow, as_messages
 from common.rollout import environments, generation
 from common.rollout.environments import Failure, UserClass
-from common.rollout.samples import Samples, share_of_groups
+from common.rollout.samples import FAILED, Samples, share_of_groups
 from common.run import Run
 
 
@@ -64,6 +65,7 @@ class Episode:
         calls, failed_calls: of tools.
         is_live: whether it goes on.
         ended: whether it ended by itself, and not at a limit.
+        failure: how its environment failed, in words; "" if it did not.
     """
 
     data_row: int
@@ -77,6 +79,19 @@ class Episode:
     failed_calls: int = 0
     is_live: bool = True
     ended: bool = False
+    failure: str = ""
+
+    def fail(self, failure: str) -> None:
+        """Ends an episode whose environment failed: it counts as not sampled.
+
+        Models still read it together with the others, so one token stands for it. It is not trained
+        on, see `Samples.failed`.
+        """
+        self.failure = failure
+        self.is_live = False
+        self.ids = self.prompt[-1:]
+        self.is_sampled = [True]
+        self.logps = [0.0]
 
     @property
     def n_sampled(self) -> int:
@@ -128,6 +143,7 @@ class Stage:
             replies = self.on_all(run, partial(self.replies, run, episodes, answered))
             for number in answered:
                 self.go_on(run, episodes[number], replies[number])
+        self.note_failures(run, episodes)
         return Samples(
             prompts=[episode.prompt for episode in episodes],
             responses=[episode.ids for episode in episodes],
@@ -161,21 +177,25 @@ class Stage:
             }
 
         openings = self.on_all(run, reset)
-        return [
-            Episode(prompts["row"][number // per_prompt], *openings[number])
-            for number in range(n_prompts * per_prompt)
-        ]
+        episodes = []
+        for number in range(n_prompts * per_prompt):
+            prompt, messages, failure = openings[number]
+            episode = Episode(prompts["row"][number // per_prompt], prompt, messages)
+            if failure:
+                episode.fail(failure)
+            episodes.append(episode)
+        return episodes
 
     def opening(
         self, run: Run, prompts: dict, row: int, given: Any
-    ) -> tuple[list[int], list[dict]]:
-        """Returns what the model reads first, as ids and as messages.
+    ) -> tuple[list[int], list[dict], str]:
+        """Returns what the model reads first, as ids and messages, and how `reset` failed or "".
 
         A text that `reset` returned is appended to the last message, messages after it.
         """
         data_row = prompts["row"][row]
         option = f"--environment {self.user_class.name}"
-        given = self.accepted(given, data_row, "reset")
+        failure = self.failure_of(run, given, data_row, "reset")
         prompt = json.loads(prompts["columns"][row])["prompt"]
         if isinstance(prompt, str) and not run.args.strings_as_messages:
             sys.exit(
@@ -183,8 +203,8 @@ class Stage:
                 "and a conversation needs messages: give --strings_as_messages"
             )
         messages = as_messages(prompt, "user")
-        if given is None:
-            return prompts["prompt_ids"][row], messages
+        if given is None or failure:
+            return prompts["prompt_ids"][row], messages, failure
         if isinstance(given, str):
             last = {**messages[-1], "content": messages[-1]["content"] + given}
             messages = [*messages[:-1], last]
@@ -200,7 +220,7 @@ class Stage:
                 f"{data_row} has {len(ids)} tokens; --max_length {run.args.max_length} leaves no "
                 "room for a response"
             )
-        return ids, messages
+        return ids, messages, ""
 
     def sample_turn(
         self, run: Run, live: list[Episode], draws: np.ndarray, temperature: float, stops: set[int]
@@ -230,9 +250,10 @@ class Stage:
             episode.is_live = is_whole  # an answer that was cut ends its episode
 
     def replies(self, run: Run, episodes: list[Episode], answered: list[int]) -> dict[int, tuple]:
-        """Returns what the environments of this process say: messages, their ids, counted calls.
+        """Returns what the environments of this process say, for `go_on`.
 
-        The messages are None where an episode ends.
+        That is: messages, or None where an episode ends; their ids; how many tools were called, and
+        how many of these calls failed; how the environment itself failed, or "".
         """
         numbers = [number for number in answered if number in self.instances]
         counts = {number: [0, 0] for number in numbers}
@@ -255,11 +276,13 @@ class Stage:
         for number, value in zip(numbers, given):
             episode = episodes[number]
             method = "step" if self.user_class.has_step else "a tool"
-            messages = self.accepted(
-                environments.checked_step(value), episode.data_row, method, turn=episode.turns
-            )
-            ids = [] if messages is None else self.ids_between(run, messages, episode.data_row)
-            result[number] = (messages, ids, *counts[number])
+            messages = environments.checked_step(value)
+            failure = self.failure_of(run, messages, episode.data_row, method, turn=episode.turns)
+            if messages is None or failure:
+                result[number] = (None, [], *counts[number], failure)
+            else:
+                ids = self.ids_between(run, messages, episode.data_row)
+                result[number] = (messages, ids, *counts[number], "")
         return result
 
     def ids_between(self, run: Run, messages: list[dict], data_row: int) -> list[int]:
@@ -273,9 +296,12 @@ class Stage:
 
     def go_on(self, run: Run, episode: Episode, reply: tuple) -> None:
         """Adds what the environment said to an episode, or ends it."""
-        messages, ids, calls, failed_calls = reply
+        messages, ids, calls, failed_calls, failure = reply
         episode.calls += calls
         episode.failed_calls += failed_calls
+        if failure:
+            episode.fail(failure)
+            return
         if messages is None:
             episode.is_live = False
             episode.ended = True
@@ -289,36 +315,53 @@ class Stage:
 
     # ======================================================== the end of episodes
     def rewards(self, run: Run, samples: Samples) -> list[float]:
-        """Returns `get_reward` of each sample, the same on every process."""
+        """Returns `get_reward` of each sample, the same on every process; NaN of those that failed.
+
+        An environment that fails now makes its sample one of these.
+        """
 
         def call() -> dict[int, float]:
-            calls = [instance.get_reward for instance in self.instances.values()]
+            numbers = [number for number in self.instances if not samples.failed[number]]
+            calls = [self.instances[number].get_reward for number in numbers]
             given = environments.run_all(calls, run.args.environment_timeout)
-            return {
-                number: self.accepted(
-                    environments.checked_reward(value), samples.data_rows[number], "get_reward"
-                )
-                for number, value in zip(self.instances, given)
-            }
+            rewards = {}
+            for number, value in zip(numbers, map(environments.checked_reward, given)):
+                data_row = samples.data_rows[number]
+                failure = self.failure_of(run, value, data_row, "get_reward")
+                rewards[number] = math.nan if failure else value
+            return rewards
 
-        return [value for _, value in sorted(self.on_all(run, call).items())]
+        rewards = self.on_all(run, call)
+        values = [rewards.get(number, math.nan) for number in range(len(samples))]
+        samples.of_episodes = uncounted(samples.of_episodes, torch.tensor(values).isnan())
+        return values
 
     def close(self) -> None:
         """Closes all environments of the latest samples."""
         environments.close(self.instances.values())
         self.instances = {}
 
-    def accepted(self, value: Any, data_row: int, method: str, turn: int = 0) -> Any:
-        """Returns what a call of an environment gave; ends the run if it failed.
+    def failure_of(self, run: Run, value: Any, data_row: int, method: str, turn: int = 0) -> str:
+        """Returns how a call of an environment failed, or ""; ends the run unless it may go on.
 
         Args:
+            value: what the call gave.
             turn: of the episode; 0 if the call is of none.
         """
         if not isinstance(value, Failure):
-            return value
+            return ""
         where = f"turn {turn}, " if turn else ""
         what = f"--environment {self.user_class.name}: `{method}` {value.says}"
-        sys.exit(f"{what}; {where}data row {data_row}")
+        failure = f"{what}; {where}data row {data_row}"
+        if run.args.environment_errors == "stop":
+            sys.exit(failure)
+        return failure
+
+    def note_failures(self, run: Run, episodes: list[Episode]) -> None:
+        """Warns of episodes whose environment failed."""
+        failures = [episode.failure for episode in episodes if episode.failure]
+        if failures:
+            run.metrics.warn(f"{len(failures)} of {len(episodes)} episodes failed: {failures[0]}")
 
     def on_all(self, run: Run, function: Callable[[], dict[int, Any]]) -> dict[int, Any]:
         """Returns what all processes found for their episodes, on every process."""
@@ -335,4 +378,17 @@ def statistics(episodes: list[Episode]) -> dict[str, torch.Tensor]:
         "environment/model_tokens": [episode.n_sampled for episode in episodes],
         "environment/environment_tokens": [len(e.ids) - e.n_sampled for e in episodes],
     }
-    return {name: torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
+    of_episodes = {name: torch.tensor(v, dtype=torch.float32) for name, v in values.items()}
+    return uncounted(of_episodes, torch.tensor([bool(episode.failure) for episode in episodes]))
+
+
+def uncounted(
+    of_episodes: dict[str, torch.Tensor], failed: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Returns values of episodes, NaN for those that failed: it counts nowhere.
+
+    Args:
+        failed: bool `[episodes]`, becomes one of the values.
+    """
+    values = {name: v.masked_fill(failed, torch.nan) for name, v in of_episodes.items()}
+    return {**values, FAILED: failed.float()}

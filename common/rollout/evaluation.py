@@ -76,8 +76,8 @@ def of_responses(run: Run, samples: Samples, eval_set) -> dict[str, Any]:
         By name, a number for each sample, or for each prompt that has an answer.
     """
     values: dict[str, Any] = {
-        "length": samples.mask.sum(1),
-        "eos_rate": samples.ended,
+        "length": samples.uncounted(samples.mask.sum(1)),
+        "eos_rate": samples.uncounted(samples.ended),
     }
     values |= samples.of_episodes
     if "answer" in eval_set.column_names:
@@ -88,13 +88,17 @@ def of_responses(run: Run, samples: Samples, eval_set) -> dict[str, Any]:
 def means(values: dict[str, Any], prefix: str) -> dict[str, float]:
     """Returns the mean of each of these lists, arrays or tensors, by its tag.
 
+    NaN counts nowhere, and a tag without any number is left out.
+
     Args:
         prefix: of the tags, such as `eval/`.
     """
-    return {
-        prefix + name: float(np.mean(np.asarray(value, dtype=float)))
-        for name, value in values.items()
-    }
+    result = {}
+    for name, of_samples in values.items():
+        numbers = np.asarray(of_samples, dtype=float)
+        if not np.isnan(numbers).all():
+            result[prefix + name] = float(np.nanmean(numbers))
+    return result
 
 
 def shares_of_right(run: Run, samples: Samples, prompt_answers: list[str]) -> dict[str, np.ndarray]:

@@ -30,9 +30,10 @@ class Scores(NamedTuple):
     """The scores of samples, on the CPU, the same on every process.
 
     Attributes:
-        total: fp32 `[samples]`, the weighted sum of the parts that a sample has.
+        total: fp32 `[samples]`, the weighted sum of the parts that a sample has; NaN for an episode
+            whose environment failed.
         parts: fp32 `[samples]` by the name of the function, or `reward_model`; NaN where a function
-            returned None.
+            returned None, and where the total is.
     """
 
     total: torch.Tensor
@@ -59,7 +60,7 @@ def check_settings(args) -> None:
             "--normalize_reward is for a reward model's scores: give --reward_model_name_or_path"
         )
     if args.environment is None:
-        unused = ("max_turns", "environment_timeout")
+        unused = ("max_turns", "environment_timeout", "environment_errors")
         refuse_changed(args, unused, "only an --environment needs it")
     elif args.rollouts_ahead:
         sys.exit("--environment with --rollouts_ahead 1: not supported together")
@@ -126,13 +127,16 @@ class Judge:
             run.stage.close()
         values = np.array([parts[name] for name in self.weights])  # [parts, samples]
         weights = np.array([[weight] for weight in self.weights.values()])
+        failed = samples.failed.numpy()
+        values[:, failed] = np.nan
         is_there = ~np.isnan(values)
         total = np.where(is_there, values * weights, 0.0).sum(0)
+        total[failed] = np.nan
         check = partial(self.check_totals, samples, is_there, total)
         distributed.all_or_none(run.accelerator, run.accelerator.is_main_process, check)
         return Scores(
             total=torch.tensor(total, dtype=torch.float32),
-            parts={name: torch.tensor(parts[name], dtype=torch.float32) for name in self.weights},
+            parts=dict(zip(self.weights, torch.tensor(values, dtype=torch.float32))),
         )
 
     def scores_of_model(self, run: Run, samples: Samples, packer: Packer) -> list[float]:
@@ -158,13 +162,14 @@ class Judge:
 
         The processes share the samples, a prompt's samples all on one of them.
         """
-        mine = samples.whole_groups(run.accelerator)
+        mine = [row for row in samples.whole_groups(run.accelerator) if not samples.failed[row]]
         call = partial(self.call_functions, run, samples, mine)
         # If a function fails on one process, the others would wait for its scores forever.
         scores_of_mine = distributed.all_or_none(run.accelerator, True, call)
-        scores_of_row = dict(zip(mine, zip(*scores_of_mine)))
-        scores_of_functions = zip(*distributed.gather_rows(scores_of_row))
-        return dict(zip(self.functions, map(list, scores_of_functions)))
+        scores_of_row = distributed.gather_by_key(dict(zip(mine, zip(*scores_of_mine))))
+        of_failed = (np.nan,) * len(self.functions)
+        scores = [scores_of_row.get(row, of_failed) for row in range(len(samples))]
+        return dict(zip(self.functions, map(list, zip(*scores))))
 
     def call_functions(self, run: Run, samples: Samples, rows: list[int]) -> list[list[float]]:
         """Returns for each function its scores of these samples."""
@@ -189,6 +194,8 @@ class Judge:
             total: `[samples]`.
         """
         for data_row, is_scored, reward in zip(samples.data_rows, is_there.any(0), total):
+            if np.isnan(reward):  # its environment failed
+                continue
             if not is_scored:
                 sys.exit(
                     f"no reward for data row {data_row}: {', '.join(self.weights)} returned None "

@@ -18,6 +18,10 @@ from common.run import Run
 SCORED_TOKENS = 2**15
 
 
+# The tag of the share of episodes whose environment failed.
+FAILED = "environment/failed"
+
+
 class Response(NamedTuple):
     """One generated response.
 
@@ -66,6 +70,16 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.responses)
+
+    @property
+    def failed(self) -> torch.Tensor:
+        """bool `[samples]`, whose environment failed: they count as not sampled. Not trained on."""
+        failed = self.of_episodes.get(FAILED)
+        return torch.zeros(len(self), dtype=torch.bool) if failed is None else failed.bool()
+
+    def uncounted(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns values of samples `[samples]`, NaN for those that failed: it counts nowhere."""
+        return values.float().masked_fill(self.failed, torch.nan) if self.failed.any() else values
 
     @property
     def lengths(self) -> np.ndarray:
@@ -240,13 +254,15 @@ class Samples:
                 example["messages"] = self.messages[row]
             if scores is not None:
                 rewards = {name: part[row].item() for name, part in scores.parts.items()}
-                example["score"] = scores.total[row].item()
-                # NaN: the function returned None. JSON has no NaN.
-                example["rewards"] = {
-                    n: None if math.isnan(value) else value for n, value in rewards.items()
-                }
+                # NaN: a function returned None, or an environment failed. JSON has no NaN.
+                example["score"] = none_if_nan(scores.total[row].item())
+                example["rewards"] = {n: none_if_nan(value) for n, value in rewards.items()}
             examples.append(example)
         return examples
+
+
+def none_if_nan(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def share_of_groups(accelerator, n_prompts: int, per_prompt: int) -> list[int]:

@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import math
 import re
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from common.data import templates, turns
 from common.data.ids import decode, encode_text
 from common.data.messages import BadRow
 from common.models.logprobs import LogProbModel
-from common.rollout import environments, episodes, generation
+from common.rollout import environments, episodes, evaluation, generation
 from common.rollout.reward_calls import LARGEST
 from common.rollout.samples import Collected
 from runs import (
@@ -71,6 +73,21 @@ class Adds:
     def close(self):
         pass
 
+class Flaky(Echo):
+    """Fails at what a model says: in `step`, in the next one, in `get_reward`; and in one `reset`."""
+    def reset(self, prompt, **columns):
+        super().reset(prompt)
+        if "5+5" in str(prompt): raise ConnectionError("no server")
+    def step(self, message):
+        back = super().step(message)
+        if self.kind() == 0: raise ConnectionError("no server")
+        return back
+    def kind(self):
+        return sum(map(ord, "".join(self.said))) % 5
+    def get_reward(self):
+        if self.kind() == 1: raise ConnectionError("no server")
+        return float(self.kind())
+
 class Slow:
     def reset(self, **columns): return None
     async def step(self, message):
@@ -102,7 +119,7 @@ def do(fault):
             "tensor": __import__("torch").ones(2), "huge": [{"role": "user", "content": "x" * 10**7}]}[fault]
 '''
 SETTINGS = dict(
-    environment_timeout=5.0, max_turns=3, max_length=120, max_new_tokens=24, strings_as_messages=False, micro_train_tokens=0,
+    environment_timeout=5.0, environment_errors="stop", max_turns=3, max_length=120, max_new_tokens=24, strings_as_messages=False, micro_train_tokens=0,
 )  # fmt: skip
 
 
@@ -142,6 +159,7 @@ def played(accelerator, tokenizer, folder, make, temperature=1.0, per_prompt=2, 
     model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
     run = bare_run(accelerator, tokenizer, model, **{**SETTINGS, **settings})
     run.stage = stage_of(make)
+    run.metrics = types.SimpleNamespace(warn=warnings.warn)
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("1+2=", "30+4=")]
     prompts = {
         "prompt_ids": [encode_text(tokenizer, templates.render(tokenizer, row["prompt"], add_generation_prompt=True)) for row in rows],
@@ -358,6 +376,46 @@ def test_an_environment_that_fails_ends_the_run_in_one_line(
     )
 
 
+def test_episodes_that_fail_change_no_other(accelerator, tokenizer, user):
+    """The others have the tokens, values and rewards that they have where none fails."""
+    folder, module = user
+    _, _, _, whole = played(accelerator, tokenizer, folder, module.Echo, per_prompt=8)
+    with pytest.warns(match="of 16 episodes failed: --environment E: `step` raised Connection"):
+        run, _, _, found = played(
+            accelerator, tokenizer, folder, module.Flaky, per_prompt=8, environment_errors="drop"
+        )
+    failed = found.failed.tolist()
+    assert 0 < sum(failed) < 16
+    of_turns = found.of_episodes["environment/turns"]
+    for row, has_failed in enumerate(failed):
+        if has_failed:
+            assert len(found.responses[row]) == 1 and of_turns[row].isnan()
+        else:
+            assert found.responses[row] == whole.responses[row]
+            assert found.is_sampled[row] == whole.is_sampled[row]
+            assert of_turns[row] == whole.of_episodes["environment/turns"][row]
+    rewards = run.stage.rewards(run, found)
+    failed_at_last = [math.isnan(reward) for reward in rewards]
+    assert found.failed.tolist() == failed_at_last and sum(failed_at_last) > sum(failed)
+    lengths = found.uncounted(found.mask.sum(1))
+    assert lengths.isnan().tolist() == failed_at_last
+
+
+def test_an_evaluation_of_which_all_fails_has_no_means(accelerator, tokenizer, user):
+    folder, module = user
+    for method in ("reset", "step"):
+        with pytest.warns(match=f"4 of 4 episodes failed: --environment E: `{method}` raised"):
+            run, _, _, found = played(
+                accelerator,
+                tokenizer,
+                folder,
+                module.faulty(method, "raises"),
+                environment_errors="drop",
+            )
+        values = evaluation.of_responses(run, found, types.SimpleNamespace(column_names=[]))
+        assert evaluation.means(values, "eval/") == {"eval/environment/failed": 1.0}
+
+
 def test_many_that_block_take_as_long_as_one(monkeypatch):
     """Counted by the waiting that is asked for, not by a clock."""
     asked = []
@@ -450,12 +508,13 @@ def run(folder, output, settings, name="grpo", launcher="plain", check=True):
     return launch(LAUNCHERS[launcher], recipe(name), *flags, cwd=folder, check=check)
 
 
-@pytest.mark.parametrize("name, launcher", [
-    ("grpo", "ddp"), ("ppo", "ddp"), pytest.param("grpo", "zero2", marks=pytest.mark.slow), pytest.param("grpo", "zero3", marks=pytest.mark.slow),
+@pytest.mark.parametrize("name, launcher, more", [
+    ("grpo", "ddp", {}), ("ppo", "ddp", {}), ("grpo", "ddp", {"lora_r": 4}),
+    pytest.param("grpo", "zero2", {}, marks=pytest.mark.slow), pytest.param("grpo", "zero3", {}, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_an_update_is_the_same_however_episodes_are_split(user, tmp_path, name, launcher):
+def test_an_update_is_the_same_however_episodes_are_split(user, tmp_path, name, launcher, more):
     folder, _ = user
-    settings = GRPO if name == "grpo" else FLAGS
+    settings = {**(GRPO if name == "grpo" else FLAGS), **more}
     run(folder, tmp_path / "one", dict(settings, micro_train_batch_size=4), name)
     run(folder, tmp_path / "two", dict(settings, micro_train_batch_size=1), name, launcher)
     assert samples(tmp_path / "one") == samples(tmp_path / "two")
@@ -471,6 +530,48 @@ def test_an_update_is_the_same_however_episodes_are_split(user, tmp_path, name, 
     assert line["sampling/sampling_logp_difference/max"] < 1e-5
     shown = samples(tmp_path / "one")[0]
     assert [message["role"] for message in shown["messages"]][:3] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("average", ["token", "sequence"])
+def test_a_failed_episode_counts_as_not_sampled(user, tmp_path, average):
+    """The numbers of each rollout are those of the others, from `samples.jsonl`; on any split."""
+    folder, _ = user
+    settings = dict(
+        GRPO, environment="my_environments:Flaky", environment_errors="drop", average=average,
+        n_samples_per_prompt=4, train_batch_size=16, num_epochs_per_rollout=2, learning_rate=3e-4,
+    )  # fmt: skip
+    run(folder, tmp_path / "one", dict(settings, micro_train_batch_size=4))
+    run(folder, tmp_path / "two", settings, launcher="ddp")
+    assert samples(tmp_path / "one") == samples(tmp_path / "two")
+    assert weights(tmp_path / "one") == pytest.approx(weights(tmp_path / "two"), abs=1e-5)
+    counted = 0
+    lines = training_lines(tmp_path / "one")
+    rollouts = [lines[0], lines[2]]
+    for number, line in enumerate(rollouts):
+        made = [s for s in samples(tmp_path / "one") if s["source"] == "rollout"]
+        made = made[16 * number : 16 * (number + 1)]
+        scores = [s["score"] for s in made if s["score"] is not None]
+        assert 0 < len(scores) < 16
+        assert line["environment/failed"] == pytest.approx(1 - len(scores) / 16)
+        assert line["reward"] == pytest.approx(np.mean(scores))
+        groups = [
+            [s["score"] for s in made[i : i + 4] if s["score"] is not None] for i in range(0, 16, 4)
+        ]
+        stds = [np.std(group, ddof=1) if len(group) > 1 else 0.0 for group in groups]
+        assert line["reward_std"] == pytest.approx(np.mean(stds))
+        assert line["frac_reward_zero_std"] == np.mean([len(set(group)) < 2 for group in groups])
+        counted += 2 * len(scores)  # two passes
+        assert line["samples"] == counted - len(scores)
+    for line, other in zip(lines, training_lines(tmp_path / "two"), strict=True):
+        for tag in ("loss", "grad_norm", "tokens", "samples", "completions/mean_length"):
+            if tag in line:
+                assert other[tag] == pytest.approx(line[tag], rel=1e-4, abs=1e-6), tag
+
+
+def test_ppo_has_no_group_to_leave_an_episode_out_of(user, tmp_path):
+    folder, _ = user
+    done = run(folder, tmp_path / "out", dict(FLAGS, environment_errors="drop"), "ppo", check=False)
+    assert "--environment_errors drop: only for GRPO" in done.stdout.strip().splitlines()[-1]
 
 
 def test_killed_within_a_rollout_and_resumed(user, tmp_path):

@@ -284,6 +284,45 @@ def test_the_tables_of_biases_in_the_docs_are_what_enumeration_gives():
     assert [row for row in rows if row not in lines] == []
 
 
+@pytest.mark.parametrize("std", ["batch", "group", "mean", "none"])
+@pytest.mark.parametrize("baseline", ["group", "rloo", "none"])
+def test_a_sample_without_a_score_is_in_no_baseline(baseline, std):
+    """Each group has the advantages that it has without the sample; a rest of one has none to be compared with."""
+    nan = math.nan
+    scores = torch.tensor([1.0, nan, 0.0, 2.0, 3.0, 1.0, 0.5, nan, nan, nan, nan, 4.0])
+    found = grpo.estimate_advantages(scores, 4, baseline, std).double()
+    groups = [
+        torch.tensor(g, dtype=torch.float64) for g in ([1.0, 0.0, 2.0], [3.0, 1.0, 0.5], [4.0])
+    ]
+    expected = []
+    for group in groups:
+        n = len(group)
+        of_rest = (group.sum() - group) / (n - 1) if n > 1 else group
+        values = group - {"group": group.mean(), "rloo": of_rest, "none": 0.0}[baseline]
+        if std == "group":
+            values = values / ((values.std() if n > 1 else 0.0) + grpo.EPSILON)
+        if std == "mean":
+            values = values / group.mean()
+        expected.append(values)
+    expected = torch.cat(expected)
+    if std == "batch":
+        if baseline == "none":
+            expected = expected - expected.mean()
+        expected = expected / (expected.std() + grpo.EPSILON)
+    is_scored = ~scores.isnan()
+    assert found[is_scored].tolist() == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-7)
+    assert found[~is_scored].tolist() == [0.0] * 5
+
+
+def test_which_groups_have_advantages_without_some_scores():
+    nan = math.nan
+    scores = torch.tensor([1.0, nan, 1.0, nan, 2.0, nan, nan, nan, 1.0, 2.0, nan, nan, 0.0, nan])
+    differ = grpo.groups_with_advantages(scores.reshape(7, 2)[:, :2].flatten(), 2, "group", "none")
+    assert differ.tolist() == [False, False, False, False, True, False, False]
+    by_value = grpo.groups_with_advantages(scores, 2, "none", "none")
+    assert by_value.tolist() == [True, True, True, False, True, False, False]
+
+
 def test_any_deviation_cancels_the_factor_of_rloo():
     """So the tables need no rows for it."""
     for std in ("group", "batch"):
