@@ -218,8 +218,8 @@ FAULTS = [
         "recipes/grpo.py",
         replace(
             "estimate_advantages",
-            "grouped - grouped.mean(1, keepdim=True)",
-            by="grouped - grouped.mean()",
+            "grouped.nanmean(1, keepdim=True)",
+            by="grouped.nanmean()",
         ),
         GRPO_RUN,
     ),

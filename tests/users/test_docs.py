@@ -35,7 +35,14 @@ ELSEWHERE = {
     # test_environments.py
     *(
         f"environment/{name}"
-        for name in ("turns", "tool_calls", "failed_calls", "model_tokens", "environment_tokens")
+        for name in (
+            "turns",
+            "tool_calls",
+            "failed_calls",
+            "failed",
+            "model_tokens",
+            "environment_tokens",
+        )
     ),
 }
 
