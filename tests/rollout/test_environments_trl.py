@@ -1,0 +1,200 @@
+"""Episodes with tools beside TRL's GRPOTrainer with `environment_factory`: the same class, model and greedy sampling."""
+
+import inspect
+import json
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import templates as chat_templates
+from bare_runs import bare_run
+from common.data import tokens
+from common.data.ids import encode_text
+from common.rollout import environments, episodes, generation
+from common.rollout.samples import Response
+
+MAX_NEW_TOKENS = 200
+# What the model says in each turn of each episode: calls that succeed, fail, are several, are none.
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"a": {}, "b": {}}}}}\n</tool_call>'
+SAID = {
+    "1+2": [CALL.format("add", 1, 2), "3"],
+    "5*6": [CALL.format("multiply", 5, 6), CALL.format("add", 5, '"six"'), "no idea"],
+    "7+8+9": ["Two sums: " + CALL.format("add", 7, 8) + "\n" + CALL.format("add", 15, 9), "24"],
+    "0": ["nothing to call"],
+}
+FAILS = "5*6"
+# What TRL's `add_response_schema` gives to Qwen3's template.
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+    },
+}
+
+
+class Calculator:
+    """As a user of either program writes it."""
+
+    def reset(self, **columns):
+        return " Use the tool."
+
+    def add(self, a: int, b: int) -> int:
+        """
+        Adds two numbers.
+
+        Args:
+            a: one of them.
+            b: the other one.
+        """
+        return a + b
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def played(accelerator, tokenizer, model, respond=None):
+    """Our episodes of all questions; `respond` says something in place of the model."""
+    run = bare_run(
+        accelerator, tokenizer, model, max_turns=4, max_length=2000, max_new_tokens=MAX_NEW_TOKENS,
+        environment_timeout=0.0, environment_errors="stop", strings_as_messages=False,
+    )  # fmt: skip
+    run.metrics = types.SimpleNamespace(warn=warnings.warn)
+    schemas = [environments.get_json_schema(Calculator().add)]
+    run.stage = episodes.Stage(
+        environments.UserClass(
+            "E", Calculator, inspect.signature(Calculator().reset), False, True, schemas
+        )
+    )
+    rows = [{"prompt": [{"role": "user", "content": question}]} for question in SAID]
+    prompts = {
+        "prompt_ids": [tokens.encode_prompt(tokenizer, row["prompt"], schemas).ids for row in rows],
+        "columns": [json.dumps(row) for row in rows],
+        "row": list(range(1, len(rows) + 1)),
+    }
+    uniforms = np.zeros((len(rows), 1, MAX_NEW_TOKENS))
+    with pytest.MonkeyPatch.context() as patch:
+        if respond:
+            patch.setattr(generation, "respond", respond)
+        return generation.sample(run, prompts, uniforms, 0.0)
+
+
+def scripted(tokenizer):
+    """Says what `SAID` has for the question that is in the prompt, turn by turn."""
+    spoken = dict.fromkeys(SAID, 0)
+
+    def respond(run, prompts, uniforms, temperature):
+        responses = []
+        for prompt in prompts:
+            text = tokenizer.decode(prompt)
+            question = next(one for one in SAID if f"{one} Use the tool." in text)
+            said = SAID[question][spoken[question]] + tokenizer.eos_token
+            spoken[question] += 1
+            responses.append(Response(encode_text(tokenizer, said), []))
+        return responses
+
+    return respond
+
+
+def new_model(tokenizer) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def learn(model, samples) -> None:
+    """Lets the model say by itself, greedily, what was sampled."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([torch.tensor(p + r) for p, r in zip(samples.prompts, samples.responses)], True)
+    labels = pad(
+        [
+            torch.tensor([-100] * len(p) + [i if flag else -100 for i, flag in zip(r, flags)])
+            for p, r, flags in zip(samples.prompts, samples.responses, samples.is_sampled)
+        ],
+        True,
+        -100,
+    )
+    for _ in range(400):
+        loss = model(input_ids=ids, labels=labels).loss
+        if loss < 0.01:
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < 0.01
+    model.eval()
+
+
+def of_trl(tokenizer, model, folder) -> dict:
+    """TRL's own ids and masks of the same questions: its trainer's generation, whole."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    config = GRPOConfig(
+        output_dir=str(folder), report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=len(SAID),
+        num_generations=2,
+        max_completion_length=1000, # here TRL counts what tools return, too
+        max_tool_calling_iterations=3, top_k=1, temperature=1.0,
+        gradient_checkpointing=False, generation_batch_size=len(SAID), shuffle_dataset=False,
+    )  # fmt: skip
+    rows = [{"prompt": [{"role": "user", "content": question}]} for question in SAID]
+    trainer = GRPOTrainer(
+        model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, environment_factory=Calculator,
+    )  # fmt: skip
+    trainer.num_generations = 1  # greedy samples of a prompt are all the same
+    found = trainer._generate_and_score_completions(rows)
+    result = {"responses": [], "is_sampled": [], "prompts": []}
+    for ids, mask in zip(found["prompt_ids"], found["prompt_mask"]):
+        result["prompts"].append(ids[mask.bool()].tolist())
+    for ids, mask, of_tools in zip(
+        found["completion_ids"], found["completion_mask"], found["tool_mask"]
+    ):
+        result["responses"].append(ids[mask.bool()].tolist())
+        result["is_sampled"].append(of_tools[mask.bool()].bool().tolist())
+    return result
+
+
+@pytest.mark.slow  # a model learns the conversations first
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507", "qwen3"])
+def test_episodes_are_those_of_trl(accelerator, tmp_path, name):
+    tokenizer = chat_templates.tokenizer(name)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    model = new_model(tokenizer)
+    said = played(accelerator, tokenizer, model, scripted(tokenizer))
+    assert said.of_episodes["environment/turns"].tolist() == [2, 3, 2, 1]
+    assert said.of_episodes["environment/tool_calls"].tolist() == [1, 2, 2, 0]
+    assert said.of_episodes["environment/failed_calls"].tolist() == [0, 2, 0, 0]
+    learn(model, said)
+    ours = played(accelerator, tokenizer, model)
+    assert ours.responses == said.responses and ours.is_sampled == said.is_sampled
+    trl = of_trl(tokenizer, model, tmp_path)
+    assert trl["prompts"] == ours.prompts
+    for row, question in enumerate(SAID):
+        if question != FAILS:
+            assert trl["responses"][row] == ours.responses[row]
+            assert trl["is_sampled"][row] == ours.is_sampled[row]
+    row = list(SAID).index(FAILS)
+    answer = ours.is_sampled[row].index(False)
+    assert trl["responses"][row][:answer] == ours.responses[row][:answer]
+    assert trl["is_sampled"][row][: answer + 1] == ours.is_sampled[row][: answer + 1]
+    # What a failed call is answered with differs: TRL writes Python's repr of its own words.
+    said_back = [
+        tokenizer.decode(them[row][answer:]) for them in (trl["responses"], ours.responses)
+    ]
+    assert "{'error': 'Tool multiply not found.'}" in said_back[0]
+    assert """{"error": "unknown tool 'multiply'; there are: add"}""" in said_back[1]
