@@ -17,19 +17,19 @@ N GPUs:
 DeepSpeed fp16:
     accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/distill.py
 
-Every argument, every metric: docs/distill.md
+Every metric: docs/distill.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
 import common
 
-# Somebody else's package of this name may be found first.
+# Another package called `common` may come first on the path.
 if getattr(common, "PROJECT", None) != "preference-recipes":
     raise SystemExit(
         f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
         "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
     )
-common.check_recipe(__file__)
+common.check_recipe(__file__)  # also answers --help, before torch is imported
 
 import math
 import sys
@@ -135,7 +135,7 @@ def sampled_losses(
     credit for later ones (a discount of 0). At the first update of a rollout the expected gradient
     is that of KL(s || t) at each token.
 
-    Source: Lu et al. 2025. Nothing is clipped, so later updates of a rollout should be few.
+    Source: Lu et al. 2025. Nothing is clipped: do not let a rollout make many updates.
 
     Args:
         old_logps: of the student before the rollout's first update.
@@ -164,11 +164,11 @@ def losses_and_metrics(
     else:
         losses = output["divergence"]
     token_weights = old["mask"] * weights[:, None]
-    about_sampler = []
+    sampler_metrics = []
     if args.vllm_url and args.loss_type == "sampled" and "sampler_logps" in old:
         # A server's log-probs differ from those of training. The divergence needs no correction:
         # its gradient at a token does not depend on how the token was drawn.
-        sampler_weights, about_sampler = correction.importance_weights(old, token_weights, args)
+        sampler_weights, sampler_metrics = correction.importance_weights(old, token_weights, args)
         losses = losses * sampler_weights
     per_token = {
         "loss": losses,
@@ -183,7 +183,7 @@ def losses_and_metrics(
         is_taught_by = old["teacher"] == teachers.numbers(args)[name]
         of_teacher = {f"kl/reverse/{name}": output["reverse_kl"]}
         logged.append(Logged(of_teacher, token_weights * is_taught_by))
-    return losses, token_weights, logged + about_sampler
+    return losses, token_weights, logged + sampler_metrics
 
 
 # ============================================================ the rollout
@@ -227,39 +227,52 @@ class State:
 
 
 def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
-    """Lets the student answer the next prompts, and logs its responses.
+    """Returns the next rollout: responses of the student, then completions of the data.
 
-    With `--on_policy_share` below 1, some prompts get the completions of the data instead.
+    At `--on_policy_share 1`, the default, there are no completions.
     """
     args = run.args
-    state: State = run.extra
-    position = state.position
+    position = run.extra.position
     epoch = position.prompts_seen // run.data.mixture.samples  # before prompts are taken
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
-    by_student = answered_by_student(prompts_of_rollout["row"], epoch, args)
-    sampled_prompts = columns_where(prompts_of_rollout, by_student)
-    completed_prompts = with_contexts(columns_where(prompts_of_rollout, ~by_student))
+    is_sampled = answered_by_student(prompts_of_rollout["row"], epoch, args)
+    to_sample = columns_where(prompts_of_rollout, is_sampled)
+    completed = with_contexts(columns_where(prompts_of_rollout, ~is_sampled))
+
     parts = []
-    if by_student.any():
-        with run.metrics.timed("generate"):
-            # One uniform random number per token (inverse-CDF sampling): responses do not depend on
-            # the number of processes.
-            uniforms = position.draw_uniforms(args, len(by_student))[by_student]
-            responses = generation.sample(run, sampled_prompts, uniforms, args.temperature)
-            if args.rollouts_ahead:
-                vllm.sample_ahead(run)
-        responses.check_finite(run)
-        log_rollout(run, responses)
-        parts.append(responses)
-    if not by_student.all():
-        parts.append(completions_of(run, completed_prompts))
-    # From here on the order is that of `parts`: all prompts that were sampled, then the others.
-    columns = {name: own + completed_prompts[name] for name, own in sampled_prompts.items()}
-    rollout = rollout_of(run, Samples.joined(parts), columns, n_answered=int(by_student.sum()))
+    if is_sampled.any():
+        parts.append(sample_responses(run, to_sample, is_sampled))
+    if not is_sampled.all():
+        parts.append(completions_of(run, completed))
+    # The prompts are in a new order: first those that were sampled, then the others.
+    columns = {name: to_sample[name] + completed[name] for name in prompts_of_rollout}
+    n_sampled = int(is_sampled.sum())
+    rollout = rollout_of(run, Samples.joined(parts), columns, n_answered=n_sampled)
     if args.loss_type == "sampled" and updates_of(rollout, args) > 1:
         with run.metrics.timed("score"):
             rollout.tokens["logps"] = compute_logps(run, rollout, taught_by, packer)
     return rollout
+
+
+def sample_responses(run: Run, to_sample: dict[str, list], is_sampled: np.ndarray) -> Samples:
+    """Returns the student's responses to some prompts of a rollout, and logs them.
+
+    Args:
+        to_sample: the columns of these prompts.
+        is_sampled: bool `[prompts of the rollout]`, which of them these are. A prompt keeps the
+            random numbers of its place in the rollout, whatever the share.
+    """
+    args = run.args
+    with run.metrics.timed("generate"):
+        # One uniform random number per token (inverse-CDF sampling): responses do not depend on
+        # the number of processes.
+        uniforms = run.extra.position.draw_uniforms(args, len(is_sampled))[is_sampled]
+        samples = generation.sample(run, to_sample, uniforms, args.temperature)
+        if args.rollouts_ahead:
+            vllm.sample_ahead(run)
+    samples.check_finite(run)
+    log_rollout(run, samples)
+    return samples
 
 
 def answered_by_student(data_rows: list[int], epoch: int, args: Args) -> np.ndarray:
@@ -306,7 +319,7 @@ def completions_of(run: Run, columns: dict[str, list]) -> Samples:
 
 
 def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_answered: int) -> Rollout:
-    """Returns samples with what their teachers need to know.
+    """Returns the rollout of some samples: adds who teaches each, and what that teacher reads.
 
     Args:
         columns: the columns of their prompts, each once, in the order of the samples.
@@ -382,9 +395,14 @@ def log_rollout(run: Run, samples: Samples) -> None:
 
 
 # ============================================================ the updates of a rollout
+def updates_per_pass(rollout: Rollout, args: Args) -> int:
+    """Returns the number of updates of one pass over the samples."""
+    return math.ceil(len(rollout.samples) / args.train_batch_size)
+
+
 def updates_of(rollout: Rollout, args: Args) -> int:
-    """Returns the number of updates that a rollout makes, as few as `--train_batch_size` allows."""
-    return args.num_epochs_per_rollout * math.ceil(len(rollout.samples) / args.train_batch_size)
+    """Returns the number of updates that a rollout makes."""
+    return args.num_epochs_per_rollout * updates_per_pass(rollout, args)
 
 
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
@@ -394,14 +412,13 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
     none is made of a few samples that are left over. The samples of a prompt are side by side, so
     that most of them are in the same update and can share the prompt.
     """
-    updates_per_epoch = updates_of(rollout, args) // args.num_epochs_per_rollout
-    epoch, update_of_epoch = divmod(position.update, updates_per_epoch)
-    n_samples = rollout.samples.per_prompt
-    groups = batches.epoch_order(
-        len(rollout.samples) // n_samples, position.order_seed(args), epoch
-    )
-    rows = (groups[:, None] * n_samples + np.arange(n_samples)).flatten()
-    return np.array_split(rows, updates_per_epoch)[update_of_epoch]
+    n_updates = updates_per_pass(rollout, args)
+    pass_number, update_of_pass = divmod(position.update, n_updates)
+    group_size = rollout.samples.per_prompt
+    n_groups = len(rollout.samples) // group_size
+    groups = batches.epoch_order(n_groups, position.order_seed(args), pass_number)
+    rows = (groups[:, None] * group_size + np.arange(group_size)).flatten()
+    return np.array_split(rows, n_updates)[update_of_pass]
 
 
 def lessons_of(
@@ -450,7 +467,7 @@ def main():
     args = arguments.parse(Args, demo=common.ASSETS / "distill.yaml")
     check_settings(args)
     accelerator = launch.make_accelerator(args, "distill")
-    lora.check_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -464,7 +481,7 @@ def main():
         teacher_prompt=args.teacher_prompt,
         with_completion=args.on_policy_share < 1,
     )
-    preview.show(accelerator, args, data)
+    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
     check_completions(args, data)
     plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     progress = Progress(
@@ -490,7 +507,7 @@ def main():
         bar_metric="kl/reverse",
         bar_label="reverse_kl",
         charts=CHARTS,
-        flop=lora.flop(policy),
+        flop=lora.flop(policy),  # operations per token, for perf/mfu
     )
     run = Run(
         accelerator=accelerator,
@@ -503,11 +520,11 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),
+        models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
         extra=State(Position()),  # what the loop carries; saved in checkpoints
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
-    vllm.connect(run)
+    vllm.connect(run)  # does nothing without --vllm_url
 
     # ============================================================ teachers
     taught_by = Teachers(run)
@@ -532,10 +549,10 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths_for_split(packer)  # keeps samples of a prompt together
+        lengths = rollout.samples.lengths_for_split(packer)  # samples of a prompt side by side
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
+        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
@@ -556,11 +573,7 @@ def main():
                 output = model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
                 if not student_has_moved:
                     own_tokens = old["mask"] * old["is_own"] * weights[:, None]
-                    metrics.pending.add(
-                        correction.sampler_differences(
-                            output["logps"], old["sampler_logps"], own_tokens
-                        )
-                    )
+                    metrics.pending.add(correction.sampler_differences(output, old, own_tokens))
                     # The student itself is the old one, so all ratios are exactly 1.
                     old["logps"] = output["logps"].detach()
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
@@ -576,8 +589,8 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        advance_rollout(run)  # an update that is skipped has used its samples, too
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+        advance_rollout(run)  # a skipped update has used up its samples, too
+        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale

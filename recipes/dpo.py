@@ -1,4 +1,4 @@
-"""Direct Preference Optimization: prefer one answer to another, held near a reference policy.
+"""Direct Preference Optimization: prefer the chosen answer to the rejected, stay near a reference.
 
 Rafailov et al. 2023, arXiv:2305.18290. Loss of one pair, with
 h = log [pi(chosen)/ref(chosen)] - log [pi(rejected)/ref(rejected)]:
@@ -16,19 +16,19 @@ N GPUs:
 DeepSpeed fp16:
     accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/dpo.py
 
-Every argument, every metric: docs/dpo.md
+Every metric: docs/dpo.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
 import common
 
-# Somebody else's package of this name may be found first.
+# Another package called `common` may come first on the path.
 if getattr(common, "PROJECT", None) != "preference-recipes":
     raise SystemExit(
         f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
         "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
     )
-common.check_recipe(__file__)
+common.check_recipe(__file__)  # also answers --help, before torch is imported
 
 import math
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ class Args(SharedArgs):
     )
     learning_rate: float = arg(default=5e-7, with_lora=5e-6, at_least=0, help="peak learning rate")
     warmup_steps: float = arg(
-        default=0.1, at_least=0, help="updates of warm-up; below 1: a share of all"
+        default=0.1, at_least=0, help="warm-up updates; below 1: a share of all updates"
     )
     max_new_tokens: int = arg(
         default=256, at_least=1, help="longest answer in evaluation by exact match"
@@ -97,11 +97,11 @@ class Args(SharedArgs):
     exact_match_rows: int | None = arg(
         default=None,
         at_least=0,
-        help="for exact match, prompts of each held-out set that are answered, at most; 0: none; "
-        "default: all that have an `answer`",
+        help="evaluate exact match on at most this many prompts of each held-out set; 0: on none; "
+        "default: on all that have an `answer`",
     )
 
-    # Besides what all recipes share, a resumed run may change these.
+    # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = {
         "share_prompts",
         "precompute_ref_log_probs",
@@ -151,7 +151,7 @@ def preference_loss(
 
 def collate(columns: dict, packer: Packer) -> dict:
     """Returns pairs as the model reads them: all chosen answers, then all rejected ones."""
-    prompts = columns["prompt_ids"] * 2  # a list: each prompt twice
+    prompts = columns["prompt_ids"] * 2  # a list: once for chosen, once for rejected answers
     both_answers = columns["chosen_ids"] + columns["rejected_ids"]
     return packer.make_batch(prompts, both_answers)
 
@@ -220,12 +220,12 @@ def main():
     args = arguments.parse(Args, demo=common.ASSETS / "dpo.yaml")
     check_settings(args)
     accelerator = launch.make_accelerator(args, "dpo")
-    lora.check_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=pairs.preference_row)
-    preview.show(accelerator, args, data)
+    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
     lengths = dataset.column(data.train, "length")
     progress = Progress(
         data.mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps
@@ -233,7 +233,7 @@ def main():
 
     # ============================================================ model and optimizer
     policy = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
-    prepare.disable_dropout(policy)  # so that policy and reference differ in their weights alone
+    prepare.disable_dropout(policy)  # so that policy and reference differ only in their weights
     prepare.choose_parameters(accelerator, policy, args)
     optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
@@ -244,7 +244,7 @@ def main():
         progress,
         bar_metric="rewards/accuracies",
         charts=CHARTS,
-        flop=lora.flop(policy),
+        flop=lora.flop(policy),  # operations per token, for perf/mfu
     )
     run = Run(
         accelerator=accelerator,
@@ -257,10 +257,10 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),
+        models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"] + data.train[0]["chosen_ids"])
-    answers.check_room(run)
+    answers.check_room(run)  # do held-out prompts leave room for an answer?
 
     # ============================================================ reference
     reference = Reference(run)
@@ -315,7 +315,7 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
         progress.update_done(
             applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
         )
@@ -346,7 +346,7 @@ def main():
 def evaluate(run: Run, packer: Packer, reference: Reference) -> None:
     """Logs the training metrics of each held-out set, exactly over all processes.
 
-    Where a set has answers, exact match is logged, too.
+    If a set has a column `answer`, exact match is logged as well.
     """
     line = {}
     all_examples = []

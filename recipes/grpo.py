@@ -18,19 +18,19 @@ N GPUs:
 DeepSpeed fp16:
     accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/grpo.py
 
-Every argument, every metric: docs/grpo.md
+Every metric: docs/grpo.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
 import common
 
-# Somebody else's package of this name may be found first.
+# Another package called `common` may come first on the path.
 if getattr(common, "PROJECT", None) != "preference-recipes":
     raise SystemExit(
         f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
         "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
     )
-common.check_recipe(__file__)
+common.check_recipe(__file__)  # also answers --help, before torch is imported
 
 import math
 import sys
@@ -74,7 +74,7 @@ from common.shared_args import RewardArgs, arg
 class Args(RewardArgs):
     ref_model_name_or_path: str | None = arg(
         default=None,
-        help="the reference policy, needed with --kl_coef alone; default: the policy before "
+        help="the reference policy, only needed with --kl_coef; default: the policy before "
         "training",
     )
     n_samples_per_prompt: int = arg(
@@ -94,8 +94,8 @@ class Args(RewardArgs):
     )
     loss_type: Literal["clip", "cispo", "dppo_tv", "dppo_kl"] = arg(
         default="clip",
-        help="clip: PPO's clipped ratio; cispo: a clipped ratio as weight; dppo_tv, dppo_kl: masks "
-        "tokens by their distance to the sampler; see docs/grpo.md",
+        help="clip: PPO's clipped ratio; cispo: a clipped ratio as weight; dppo_tv, dppo_kl: mask "
+        "tokens whose probability is too far from the sampler's; see docs/grpo.md",
     )
     ratio: Literal["token", "sequence"] = arg(
         default="token", help="the ratio of each token, or one for a whole response"
@@ -160,9 +160,9 @@ class Args(RewardArgs):
 
 
 # ============================================================ the algorithm
-# Added to a standard deviation before it divides.
+# Added to a standard deviation before dividing by it.
 EPSILON = 1e-4
-# The largest ratio that weights a loss of DPPO.
+# DPPO's ratios are cut off here.
 LARGEST_RATIO = 20
 
 
@@ -226,10 +226,11 @@ def estimate_advantages(
     advantage_std: str,
     is_trained: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the advantage of each response, `[samples]`. All its tokens have the same.
+    """Returns the advantage of each response, `[samples]`; it is the same for all its tokens.
 
     `batch` means all trained samples of the rollout, not of an update. With `--advantage_std batch`
-    and no baseline their mean is subtracted, too; the other baselines leave a mean of nearly 0.
+    and no baseline their mean is subtracted, too. With a baseline it is not: the mean of each group
+    is 0 already, unless `--mask_truncated` leaves out some of it.
 
     Sources: mean and standard deviation of the group, arXiv:2402.03300 section 4.1.2; no standard
     deviation, Dr. GRPO, arXiv:2503.20783; rloo, arXiv:2402.14740; standard deviation of the whole
@@ -238,9 +239,9 @@ def estimate_advantages(
     Args:
         scores: `[samples]`, those of a group side by side. NaN: none, since an environment failed;
             such a sample is in no baseline, and its advantage is 0.
-        is_trained: bool `[samples]`, None: all. Other samples count in their group's baseline, but
-            not in the batch's mean and standard deviation. A single trained sample has no standard
-            deviation: its advantage is left as it is.
+        is_trained: bool `[samples]`, None: all. The others count in what is computed of their
+            group, but not in the mean and standard deviation of the batch. A single trained sample
+            has no standard deviation: its advantage is left as it is.
     """
     grouped = scores.double().reshape(-1, group_size)
     is_scored = grouped.isfinite()
@@ -306,12 +307,12 @@ def policy_losses(
     ratios: torch.Tensor,
     advantages: torch.Tensor,
     loss_type: str,
-    clip_low: float,
-    clip_high: float,
+    low: float,
+    high: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the loss of each token, and whether it was clipped below 1, and above 1.
 
-    All three have the shape of the ratios, but for the losses of `cispo`, `[samples, length]`.
+    All three have the shape of `ratios`, except the losses of `cispo`: `[samples, length]`.
 
     clip: `-min(r A, clip(r, 1 - low, 1 + high) A)`. A clipped token has no gradient.
     cispo: `-min(r, 1 + high) A log pi`, the first factor a constant. Every token has a gradient.
@@ -324,13 +325,13 @@ def policy_losses(
         ratios: `[samples, length]` or `[samples, 1]`.
         advantages: `[samples, 1]`.
     """
-    is_below = ratios < 1 - clip_low
-    is_above = ratios > 1 + clip_high
+    is_below = ratios < 1 - low
+    is_above = ratios > 1 + high
     if loss_type == "cispo":
-        clipped_ratios = ratios.clamp(max=1 + clip_high).detach()
+        clipped_ratios = ratios.clamp(max=1 + high).detach()
         losses = -clipped_ratios * advantages * logps
         return losses, torch.zeros_like(is_below), is_above & (advantages != 0)
-    clipped = ratios.clamp(1 - clip_low, 1 + clip_high)
+    clipped = ratios.clamp(1 - low, 1 + high)
     losses = -torch.minimum(ratios * advantages, clipped * advantages)
     return losses, is_below & (advantages < 0), is_above & (advantages > 0)
 
@@ -380,8 +381,8 @@ def kl_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    The old policy sampled the tokens, so the term is weighted by the ratio. Its expected gradient
-    is that of the KL of the next token. Sources: Schulman 2020,
+    The old policy sampled the tokens, so the term is weighted by the ratio. In expectation its
+    gradient is that of the KL between both distributions of the next token. Sources: Schulman 2020,
     http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556 eq. 7.
 
     Args:
@@ -393,8 +394,8 @@ def kl_losses(
         # The gradient of k2 already estimates that of the KL, so the ratio is a constant weight.
         return kl, kl * ratios.detach()
     kl = torch.exp(-difference) - 1 + difference
-    # k3 estimates the value alone: the mean of ratio * k3 over samples of the old policy is the KL,
-    # so the ratio must be differentiated, too.
+    # k3 estimates only the value, not its gradient: the mean of ratio * k3 over samples of the old
+    # policy is the KL, so the ratio must be differentiated, too.
     return kl, kl * ratios
 
 
@@ -440,25 +441,18 @@ def losses_and_metrics(
     logps = output["logps"]
     mask = old["mask"]
     ratios = ratios_to_old(logps, old["logps"], mask, args.ratio)
-    is_anchored_in_sampler = args.loss_type.startswith("dppo")
-    if is_anchored_in_sampler:
-        token_losses, clipped_low, clipped_high = divergence_losses(
-            logps,
-            old["sampler_logps"],
-            old["advantages"],
-            loss_type=args.loss_type,
-            low=args.clip_range,
-            high=args.clip_range_high,
-        )
-    else:
-        token_losses, clipped_low, clipped_high = policy_losses(
-            logps,
-            ratios,
-            old["advantages"],
-            loss_type=args.loss_type,
-            clip_low=args.clip_range,
-            clip_high=args.clip_range_high,
-        )
+    is_dppo = args.loss_type.startswith("dppo")
+    # DPPO compares with the sampler itself, the others with the policy before the first update.
+    loss_of = divergence_losses if is_dppo else policy_losses
+    compared = old["sampler_logps"] if is_dppo else ratios
+    token_losses, clipped_low, clipped_high = loss_of(
+        logps,
+        compared,
+        old["advantages"],
+        loss_type=args.loss_type,
+        low=args.clip_range,
+        high=args.clip_range_high,
+    )
     per_token = {
         "clip_ratio/low_mean": clipped_low.expand_as(mask).float(),
         "clip_ratio/high_mean": clipped_high.expand_as(mask).float(),
@@ -467,11 +461,11 @@ def losses_and_metrics(
         "val/ratio": ratios.expand_as(logps),
     }
     token_weights = mask * weights[:, None]
-    about_sampler = []
-    if args.vllm_url and not is_anchored_in_sampler:
-        # A server's log-probs differ from those of training. The KL below is not corrected: it is a
-        # penalty, to be small on these tokens, whoever drew them.
-        sampler_weights, about_sampler = correction.importance_weights(old, token_weights, args)
+    sampler_metrics = []
+    if args.vllm_url and not is_dppo:
+        # A server's log-probs differ from those of training, so its tokens are weighted. The KL is
+        # not: it is a penalty that should be small on these tokens, whoever sampled them.
+        sampler_weights, sampler_metrics = correction.importance_weights(old, token_weights, args)
         token_losses = token_losses * sampler_weights
     if args.kl_coef:
         # Each token's own ratio, even if one ratio of the whole response weights the policy loss.
@@ -483,7 +477,7 @@ def losses_and_metrics(
     losses, weights_in_mean = average_tokens(token_losses, mask, args.average, args.max_new_tokens)
     sample_weights = weights_in_mean * weights
     logged = [Logged({"loss": losses}, sample_weights), Logged(per_token, token_weights)]
-    return losses, sample_weights, logged + about_sampler
+    return losses, sample_weights, logged + sampler_metrics
 
 
 # ============================================================ the rollout
@@ -535,7 +529,7 @@ def make_rollout(
     Returns None if no response is left to train on.
 
     Raises:
-        SystemExit: a score is negative, where `--advantage_std mean` divides by means of scores.
+        SystemExit: a score is negative, and `--advantage_std mean` divides by mean scores.
     """
     args = run.args
     state: State = run.extra
@@ -565,7 +559,7 @@ def make_rollout(
     )
     with run.metrics.timed("score"):
         rollout.tokens |= compute_logps(run, rollout, reference, packer)
-    # This rollout leads to an update: `skip_rollout` counts prompts from here.
+    # `skip_rollout` counts prompts from the last rollout that had something to train on.
     state.prompts_seen_at_update = state.position.prompts_seen
     return rollout
 
@@ -573,8 +567,8 @@ def make_rollout(
 def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torch.Tensor]:
     """Samples a group of responses to each prompt, scores them, and keeps groups worth training on.
 
-    In place of dropped groups, further rounds take the next prompts, until the rollout is full,
-    `--refill_rounds` rounds were made, or the epoch ends.
+    If groups are dropped, further rounds sample the next prompts in their place, until the rollout
+    is full, `--refill_rounds` are over, or the epoch ends.
 
     Returns:
         The samples of the kept groups, and their scores `[samples]`.
@@ -591,7 +585,7 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
             # the number of processes.
             uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
             samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
-            if args.rollouts_ahead:  # then there is one round, see `check_refills`
+            if args.rollouts_ahead:  # there is one round only, see `check_refills`
                 vllm.sample_ahead(run)
         samples.check_finite(run)
         with run.metrics.timed("score"):
@@ -604,7 +598,7 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
         kept_samples.append(samples.select(sample_is_kept))
         kept_scores.append(penalised.total[sample_is_kept])
         prompts_missing -= int(group_is_kept.sum())
-        # A rollout does not go on into the next epoch.
+        # A rollout ends with its epoch.
         at_end_of_epoch = position.prompts_seen % run.data.mixture.samples == 0
         if prompts_missing == 0 or at_end_of_epoch:
             break
@@ -629,9 +623,9 @@ def compute_logps(
 ) -> dict[str, torch.Tensor]:
     """Returns the log-probs of response tokens that a rollout's updates need, by name.
 
-    `logps`, those of the policy, are there if it makes several updates. Until one of them is
-    applied the loop takes those of its own forward pass, so that ratios are exactly 1; later
-    updates need these, because the policy has moved. `ref_logps` are there if there is a reference.
+    `logps`, of the policy before the first update, if the rollout makes several updates. The loop
+    uses them once an update has been applied. Before that, its own forward pass gives them, so that
+    ratios are exactly 1. `ref_logps`, if there is a reference.
 
     Returns:
         `[samples, longest response]` each, zero past the end of each response,
@@ -734,7 +728,7 @@ def order_of_samples(rollout: Rollout, order_seed: tuple, pass_number: int) -> n
 
 
 def advance_rollout(run: Run) -> None:
-    """Counts an update. After the last one of its rollout, the next rollout is due."""
+    """Counts an update, here and in `progress`. After its rollout's last one the next is due."""
     state: State = run.extra
     state.position.update += 1
     if state.position.update == updates_of(state.rollout, run.args):
@@ -757,7 +751,7 @@ def main():
     args = arguments.parse(Args, demo=common.ASSETS / "grpo.yaml")
     check_settings(args)
     accelerator = launch.make_accelerator(args, "grpo")
-    lora.check_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -769,8 +763,8 @@ def main():
         max_new_tokens=args.max_new_tokens,
         tools=episodes.tools(args),
     )
-    rewards.check_signatures(args, data)
-    preview.show(accelerator, args, data)
+    rewards.check_signatures(args, data)  # can the functions be called with these columns?
+    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
     plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     # The learning-rate schedule is as long as if no group were dropped.
     progress = Progress(
@@ -783,7 +777,7 @@ def main():
 
     # ============================================================ model and optimizer
     policy = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
-    prepare.disable_dropout(policy)  # because responses are sampled without
+    prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)
     optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
@@ -795,7 +789,7 @@ def main():
         bar_metric="reward",
         bar_label=f"reward_at_temperature_{args.temperature:g}",
         charts=CHARTS,
-        flop=lora.flop(policy),
+        flop=lora.flop(policy),  # operations per token, for perf/mfu
     )
     run = Run(
         accelerator=accelerator,
@@ -808,12 +802,12 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),
+        models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
         extra=State(Position()),  # what the loop carries; saved in checkpoints
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
-    vllm.connect(run)
-    episodes.start(run)
+    vllm.connect(run)  # does nothing without --vllm_url
+    episodes.start(run)  # does nothing without --environment
 
     # ============================================================ reference and rewards
     reference = Reference(run) if args.kl_coef else None
@@ -834,7 +828,7 @@ def main():
     # Not `updates_seen == 0`: a resumed run may have had rollouts that led to no update.
     if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
-    update_data_position(run)  # checkpoints hold it in `state` alone
+    update_data_position(run)  # a checkpoint holds the position only in `state`
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
@@ -846,14 +840,14 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths_for_split(packer)  # keeps samples of a prompt together
+        lengths = rollout.samples.lengths_for_split(packer)  # samples of a prompt side by side
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        # Until an update of this rollout is applied, the policy is the old one of all ratios.
+        # Before the rollout's first applied update, the policy still is the old one.
         policy_has_moved = progress.global_step > rollout.started_at
 
         for micro_batch in micro_batches:
@@ -865,11 +859,8 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
-                    metrics.pending.add(
-                        correction.sampler_differences(
-                            output["logps"], old["sampler_logps"], old["mask"] * weights[:, None]
-                        )
-                    )
+                    token_weights = old["mask"] * weights[:, None]
+                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
                     # The policy itself is the old one, so all ratios are exactly 1.
                     old["logps"] = output["logps"].detach()
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
@@ -885,8 +876,8 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        advance_rollout(run)  # an update that is skipped has used its samples, too
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+        advance_rollout(run)  # a skipped update has used up its samples, too
+        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
@@ -916,27 +907,28 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
 
 
 def update_data_position(run: Run) -> None:
-    """Tells `progress` how many prompts were used, and whether the data is exhausted.
+    """Tells `progress` how many prompts were used, and whether all of them were.
 
-    Rollouts differ in their number of updates, so it cannot be computed from the updates. With
-    `--max_steps` the data never ends: it starts again.
+    `progress` cannot tell by counting updates, since rollouts lose groups and then make fewer. With
+    `--max_steps` the prompts never run out: they start again.
     """
     state: State = run.extra
+    prompts_in_all = run.args.max_epochs * run.data.mixture.samples
+    all_are_taken = run.args.max_steps == 0 and state.position.prompts_seen >= prompts_in_all
     run.progress.rows_seen = state.position.prompts_seen
-    all_used_up = run.progress.rows_seen >= run.args.max_epochs * run.data.mixture.samples
-    run.progress.data_ended = run.args.max_steps == 0 and all_used_up and state.rollout is None
+    run.progress.data_ended = all_are_taken and state.rollout is None
 
 
 def skip_rollout(run: Run) -> None:
     """Skips a rollout that has nothing to train on, with a warning.
 
     Raises:
-        SystemExit: a whole epoch of prompts led to no update, and the run would go on.
+        SystemExit: a whole epoch of prompts led to no update, and more are to come.
     """
     position = run.extra.position
     position.end_rollout()
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_at_update
-    run.progress.idle = True  # until the next update: nothing is evaluated or saved twice
+    run.progress.idle = True  # nothing has changed that could be evaluated or saved again
     update_data_position(run)
     reason = (
         f"no update from rollout {position.rollouts_seen}: it has no response to train on "
@@ -967,7 +959,8 @@ def check_settings(args: Args) -> None:
     evaluation.check_settings(args)
     vllm.check_settings(args)
     check_groups(args)
-    check_divergence(args)
+    check_dppo(args)
+    check_mean_advantages(args)
     check_refills(args)
     check_rollout_size(args)
     if args.overlong_buffer > args.max_new_tokens:
@@ -1000,16 +993,21 @@ def refuse_negative(scores: torch.Tensor, args: Args) -> None:
         sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {negative.min():g}")
 
 
-def check_divergence(args: Args) -> None:
-    """Refuses settings that DPPO's losses or `--advantage_std mean` would ignore or break."""
-    if args.loss_type.startswith("dppo"):
-        if args.ratio == "sequence":
-            sys.exit(f"--loss_type {args.loss_type} --ratio sequence: it masks single tokens")
-        if args.sampler_correction not in ("sequence_mask", "none"):
-            sys.exit(
-                f"--loss_type {args.loss_type} --sampler_correction {args.sampler_correction}: its "
-                "ratio is that to the sampler already. Leave the correction out"
-            )
+def check_dppo(args: Args) -> None:
+    """Refuses settings that DPPO's losses would ignore."""
+    if not args.loss_type.startswith("dppo"):
+        return
+    if args.ratio == "sequence":
+        sys.exit(f"--loss_type {args.loss_type} --ratio sequence: it masks single tokens")
+    if args.sampler_correction not in ("sequence_mask", "none"):
+        sys.exit(
+            f"--loss_type {args.loss_type} --sampler_correction {args.sampler_correction}: its "
+            "ratio is that to the sampler already. Leave the correction out"
+        )
+
+
+def check_mean_advantages(args: Args) -> None:
+    """Refuses `--advantage_std mean` where the mean score of a group could be 0 or negative."""
     if args.advantage_std == "mean" and (args.baseline != "group" or args.overlong_buffer):
         sys.exit(
             "--advantage_std mean divides by a group's mean score: it needs --baseline group and "
@@ -1018,7 +1016,7 @@ def check_divergence(args: Args) -> None:
 
 
 def check_refills(args: Args) -> None:
-    """Refuses `--refill_rounds` where no group is left out."""
+    """Refuses `--refill_rounds` where no group is dropped, and with `--rollouts_ahead`."""
     if not args.refill_rounds:
         return
     if not args.drop_equal_groups:
@@ -1049,7 +1047,7 @@ def check_rollout_size(args: Args) -> None:
         sys.exit(
             f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
             f"{args.n_samples_per_prompt} = {samples} samples, fewer than --train_batch_size "
-            f"{args.train_batch_size}: no update would have as many. Smallest valid size: "
+            f"{args.train_batch_size}: no update would be that large. Smallest valid size: "
             f"--rollout_batch_size {least}"
         )
 

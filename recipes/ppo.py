@@ -18,19 +18,19 @@ N GPUs:
 DeepSpeed fp16:
     accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/ppo.py
 
-Every argument, every metric: docs/ppo.md
+Every metric: docs/ppo.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
 import common
 
-# Somebody else's package of this name may be found first.
+# Another package called `common` may come first on the path.
 if getattr(common, "PROJECT", None) != "preference-recipes":
     raise SystemExit(
         f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
         "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
     )
-common.check_recipe(__file__)
+common.check_recipe(__file__)  # also answers --help, before torch is imported
 
 import math
 import sys
@@ -95,7 +95,7 @@ class Args(RewardArgs):
     kl_target: float = arg(
         default=0.0,
         at_least=0,
-        help="adapt --kl_coef until a response has this KL on average; 0: it stays fixed",
+        help="adapt --kl_coef to keep the mean KL of a response near this; 0: it stays fixed",
     )
     kl_horizon: float = arg(
         default=10000, help="in samples: the larger, the more slowly --kl_coef adapts"
@@ -188,9 +188,9 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns advantages and returns `[samples, length]`, zero past the end of each response.
 
-    The state after the last token has the value zero. In an episode the state after an answer is
-    that before the next token that the policy samples. Sources: Generalised Advantage Estimation,
-    arXiv:1506.02438 eq. 16; a return is advantage plus value, TD(lambda).
+    After the last token the value is zero. Tokens that an environment wrote are skipped: the state
+    after an answer is the one in which the policy samples its next token. Sources: Generalised
+    Advantage Estimation, arXiv:1506.02438 eq. 16; a return is advantage plus value, TD(lambda).
     """
     values = torch.where(mask, values, 0.0)
     advantages = torch.zeros_like(values)
@@ -312,11 +312,11 @@ def losses_and_metrics(
     # Neither has the KL, nor a server's correction: only `loss` does.
     per_token = {"loss/policy_avg": actor_losses, "loss/value_avg": critic_losses}
     token_weights = old["mask"] * weights[:, None]
-    about_sampler = []
+    sampler_metrics = []
     if args.vllm_url:
         # A server's log-probs differ from those of training. The critic is not corrected: it fits
         # the returns of these samples, whoever drew them.
-        sampler_weights, about_sampler = correction.importance_weights(old, token_weights, args)
+        sampler_weights, sampler_metrics = correction.importance_weights(old, token_weights, args)
         actor_losses = actor_losses * sampler_weights
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
@@ -332,17 +332,17 @@ def losses_and_metrics(
         "val/clipfrac_avg": value_clipped.float(),
         "val/ratio": torch.exp(log_ratios),
     }
-    return losses, token_weights, [Logged(per_token, token_weights), *about_sampler]
+    return losses, token_weights, [Logged(per_token, token_weights), *sampler_metrics]
 
 
-def ratio_rounding(output: dict, old: dict, weights: torch.Tensor) -> list[Logged]:
+def ratio_rounding(output: dict, old: dict, token_weights: torch.Tensor) -> list[Logged]:
     """Returns a metric: how far ratios are from 1 although the policy has not moved yet.
 
     The old log-probs came from other micro-batches, so they were rounded differently.
     """
     log_ratios = output["logps"].detach() - old["logps"]
     per_token = {"val/max_rounding": log_ratios.expm1().abs()}
-    return [Logged(per_token, old["mask"] * weights[:, None], reduce="max")]
+    return [Logged(per_token, token_weights, reduce="max")]
 
 
 # ============================================================ the rollout
@@ -406,7 +406,7 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     kl = torch.zeros_like(old["logps"])
     if reference is not None:
         kl = kl_estimate(old["logps"], old["ref_logps"], args.kl_estimator).where(mask, 0.0)
-    # With --kl_in loss the KL is no part of the rewards.
+    # With --kl_in loss the KL is not part of the rewards.
     reward_kl_coef = state.kl_coef if args.kl_in == "reward" else 0.0
     per_token_rewards = token_rewards(scores.total, kl, mask, reward_kl_coef)
     advantages, returns = gae(
@@ -426,7 +426,7 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
         started_at=run.progress.global_step,
     )
     log_rollout(run, rollout, scores, kl=kl, per_token_rewards=per_token_rewards)
-    # During the critic's warm-up the actor does not move, so there is no KL to adapt to.
+    # While only the critic learns, the actor stays: its KL says nothing about the coefficient.
     if args.kl_target and rollout.actor_learns:
         adapt_kl_coef(state, args, kl.sum(1))
     return rollout
@@ -444,7 +444,7 @@ def adapt_kl_coef(state: State, args: Args, kl_of_samples: torch.Tensor) -> None
 
 
 def score(run: Run, judge: Judge, samples: Samples, packer: Packer) -> Scores:
-    """Returns the scores of responses, clipped, and lower for a response that does not end."""
+    """Returns the scores of responses, clipped, less the penalty if one does not end."""
     args = run.args
     scores = judge.score(run, samples, packer)
     total = final_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
@@ -518,8 +518,8 @@ def log_rollout(
 # ============================================================ the updates of a rollout
 def updates_of(rollout: Rollout, args: Args) -> int:
     """Returns the number of updates that a rollout makes."""
-    updates_per_epoch = math.ceil(len(rollout.samples) / args.train_batch_size)
-    return args.num_epochs_per_rollout * updates_per_epoch
+    updates_per_pass = math.ceil(len(rollout.samples) / args.train_batch_size)
+    return args.num_epochs_per_rollout * updates_per_pass
 
 
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
@@ -538,10 +538,21 @@ def advance_rollout(run: Run) -> None:
         state.rollout = None
 
 
-def note_joint_clipping(run: Run, grad_norm: float) -> None:
-    """Prints once that clipping shrinks the actor's gradient along with a much larger critic's.
+def set_learning_rates(run: Run, rollout: Rollout) -> dict[str, float]:
+    """Sets the learning rates of actor and critic for the next update; returns them as metrics.
 
-    DeepSpeed can only clip by the joint norm of all parameters, so all engines do.
+    In the critic's warm-up the actor's rate is 0, which also stops its weight decay.
+    """
+    held = [] if rollout.actor_learns else ["actor"]
+    rates = optim.set_learning_rates(run, held)
+    return {"learning_rate": rates["actor"], "critic_learning_rate": rates["critic"]}
+
+
+def note_joint_clipping(run: Run, grad_norm: float) -> None:
+    """Prints once that the joint norm is far above `--max_grad_norm`, mostly by the critic's.
+
+    Then clipping shrinks the actor's gradient as much. DeepSpeed can only clip by the joint norm of
+    all parameters, so all engines do.
     """
     args = run.args
     if args.max_grad_norm and grad_norm > 10 * args.max_grad_norm:
@@ -549,14 +560,14 @@ def note_joint_clipping(run: Run, grad_norm: float) -> None:
             "joint clipping",
             f"the gradient of update {run.progress.global_step} has norm {grad_norm:.3g}. Actor "
             f"and critic are clipped together to --max_grad_norm {args.max_grad_norm:g}, which "
-            "divides both gradients by the same number. Mostly the critic's is that large, "
+            "divides both gradients by the same number. Usually it is the critic's, "
             "because scores are far from 0: scale them to about 1 (your reward function, "
             "--normalize_reward, --reward_clip), or lower --vf_coef in proportion",
         )
 
 
 def make_actor_critic(tokenizer, args: Args) -> ActorCritic:
-    """Loads the actor, and its critic, which starts from the reward model, or else the policy."""
+    """Loads actor and critic; what the critic starts from: see `--critic_model_name_or_path`."""
     critic_name = (
         args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
     )
@@ -592,7 +603,7 @@ def main():
     args = arguments.parse(Args, demo=common.ASSETS / "ppo.yaml")
     check_settings(args)
     accelerator = launch.make_accelerator(args, "ppo")
-    lora.check_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -604,8 +615,8 @@ def main():
         max_new_tokens=args.max_new_tokens,
         tools=episodes.tools(args),
     )
-    rewards.check_signatures(args, data)
-    preview.show(accelerator, args, data)
+    rewards.check_signatures(args, data)  # can the functions be called with these columns?
+    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
     plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     progress = Progress(
         data.mixture.samples,
@@ -617,7 +628,7 @@ def main():
 
     # ============================================================ model and optimizer
     policy = make_actor_critic(tokenizer, args)
-    prepare.disable_dropout(policy)  # because responses are sampled without
+    prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)
     optimizer = optim.adamw(accelerator, parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
@@ -629,7 +640,7 @@ def main():
         bar_metric="objective/scores",
         bar_label=f"scores_at_temperature_{args.temperature:g}",
         charts=CHARTS,
-        flop=lora.flop(policy),
+        flop=lora.flop(policy),  # operations per token, for perf/mfu
     )
     run = Run(
         accelerator=accelerator,
@@ -642,13 +653,13 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),
+        models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
         extra=State(Position(), args.kl_coef),  # what the loop carries; saved in checkpoints
         saved_with_actor={"critic": policy.critic.model},
     )
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
-    vllm.connect(run)
-    episodes.start(run)
+    vllm.connect(run)  # does nothing without --vllm_url
+    episodes.start(run)  # does nothing without --environment
 
     # ============================================================ reference and rewards
     # The reference serves the KL alone. Where it is the policy with its adapters off, the critic
@@ -680,13 +691,11 @@ def main():
         lengths = rollout.samples.lengths  # prompt and response
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(lengths[update_rows].sum())  # prompts and responses
-        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
+        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
-        # In the critic's warm-up the actor's rate is 0, which also stops its weight decay.
-        held = [] if rollout.actor_learns else ["actor"]
-        learning_rates = optim.set_learning_rates(run, held)
-        # Until an update of this rollout is applied, the policy is the old one of all ratios.
+        learning_rates = set_learning_rates(run, rollout)
+        # Before the rollout's first applied update, the policy still is the old one.
         policy_has_moved = progress.global_step > rollout.started_at
 
         for micro_batch in micro_batches:
@@ -698,13 +707,9 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
-                    # Before `logps` is replaced.
-                    metrics.pending.add(ratio_rounding(output, old, weights))
-                    metrics.pending.add(
-                        correction.sampler_differences(
-                            output["logps"], old["sampler_logps"], old["mask"] * weights[:, None]
-                        )
-                    )
+                    token_weights = old["mask"] * weights[:, None]
+                    metrics.pending.add(ratio_rounding(output, old, token_weights))
+                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
                     # The policy itself is the old one, so all ratios are exactly 1.
                     old["logps"] = output["logps"].detach()
                 losses, token_weights, logged = losses_and_metrics(
@@ -727,16 +732,10 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        advance_rollout(run)  # an update that is skipped has used its samples, too
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+        advance_rollout(run)  # a skipped update has used up its samples, too
+        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
-        metrics.update_done(
-            applied,
-            grad_norm=grad_norm,
-            learning_rate=learning_rates["actor"],
-            critic_learning_rate=learning_rates["critic"],
-            loss_scale=loss_scale,
-        )
+        metrics.update_done(applied, grad_norm=grad_norm, **learning_rates, loss_scale=loss_scale)
         if applied:
             scheduler.step()
             note_joint_clipping(run, float(grad_norm))

@@ -16,19 +16,19 @@ N GPUs:
 DeepSpeed fp16:
     accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/reward.py
 
-Every argument, every metric: docs/reward.md
+Every metric: docs/reward.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
 import common
 
-# Somebody else's package of this name may be found first.
+# Another package called `common` may come first on the path.
 if getattr(common, "PROJECT", None) != "preference-recipes":
     raise SystemExit(
         f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
         "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
     )
-common.check_recipe(__file__)
+common.check_recipe(__file__)  # also answers --help, before torch is imported
 
 import math
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class Args(SharedArgs):
         default=True, help="compute a prompt once for both answers, where the model allows it"
     )
 
-    # Besides what all recipes share, a resumed run may change this.
+    # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = {"share_prompts"}
 
 
@@ -174,13 +174,13 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "reward.yaml")
     accelerator = launch.make_accelerator(args, "reward")
-    lora.check_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
     load.separate_pad(tokenizer, args.pad_token)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
-    preview.show(accelerator, args, data)
+    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
     lengths = dataset.column(data.train, "length")
     progress = Progress(
         data.mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps
@@ -262,7 +262,7 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
         progress.update_done(
             applied, samples=len(update_rows), tokens=int(lengths[update_rows].sum())
         )

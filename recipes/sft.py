@@ -15,19 +15,19 @@ N GPUs:
 DeepSpeed fp16:
     accelerate launch --config_file accelerate_configs/ds_fp16.yaml recipes/sft.py
 
-Every argument, every metric: docs/sft.md
+Every metric: docs/sft.md. Every argument: docs/arguments.md
 """
 
 # ============================================================ imports
 import common
 
-# Somebody else's package of this name may be found first.
+# Another package called `common` may come first on the path.
 if getattr(common, "PROJECT", None) != "preference-recipes":
     raise SystemExit(
         f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
         "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
     )
-common.check_recipe(__file__)
+common.check_recipe(__file__)  # also answers --help, before torch is imported
 
 import math
 from dataclasses import dataclass
@@ -84,11 +84,11 @@ class Args(SharedArgs):
     exact_match_rows: int | None = arg(
         default=None,
         at_least=0,
-        help="for exact match, prompts of each held-out set that are answered, at most; 0: none; "
-        "default: all that have an `answer`",
+        help="evaluate exact match on at most this many prompts of each held-out set; 0: on none; "
+        "default: on all that have an `answer`",
     )
 
-    # Besides what all recipes share, a resumed run may change these.
+    # What a resumed run may change, on top of what it may change in all recipes.
     may_change: ClassVar[set[str]] = {"packing", "max_new_tokens", "exact_match_rows"}
 
 
@@ -251,12 +251,12 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "sft.yaml")
     accelerator = launch.make_accelerator(args, "sft")
-    lora.check_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=sft_row, loss_on=args.loss_on)
-    preview.show(accelerator, args, data)
+    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
     train_sequences = Sequences(data.train)
     lengths = train_sequences.lengths
     target_counts = dataset.column(data.train, "n_targets")
@@ -280,7 +280,7 @@ def main():
         progress,
         bar_metric="mean_token_accuracy",
         charts=CHARTS,
-        flop=lora.flop(policy),
+        flop=lora.flop(policy),  # operations per token, for perf/mfu
     )
     run = Run(
         accelerator=accelerator,
@@ -293,10 +293,10 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),
+        models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
     )
     checks.check_logprobs(run, train_sequences[[0]]["input_ids"][0])
-    answers.check_room(run)
+    answers.check_room(run)  # do held-out prompts leave room for an answer?
     varlen = architecture.uses_varlen(args.attn_implementation)
     packer = checks.make_packer(run, [model], args.packing, varlen)
 
@@ -346,7 +346,7 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+        applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
         progress.update_done(
             applied,
             samples=len(update_rows),
@@ -380,7 +380,7 @@ def main():
 def evaluate(run: Run, packer: Packer) -> None:
     """Logs the training metrics of each held-out set, exactly over all processes.
 
-    Where a set has answers, exact match is logged, too.
+    If a set has a column `answer`, exact match is logged as well.
     """
     line = {}
     all_examples = []

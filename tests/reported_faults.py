@@ -107,7 +107,7 @@ FAULTS = [
         "recipes/ppo.py",
         replace(
             "losses_and_metrics",
-            "[Logged(per_token, token_weights), *about_sampler]",
+            "[Logged(per_token, token_weights), *sampler_metrics]",
             by="[Logged({'policy/entropy_avg': per_token.pop('policy/entropy_avg')}, "
             "torch.ones_like(token_weights) * weights[:, None]), "
             "Logged(per_token, token_weights)]",

@@ -34,7 +34,7 @@ MOMENTS_FILE = "reward_moments.json"
 
 
 # ============================================================ settings
-def check_settings(accelerator, args) -> None:
+def complete_settings(accelerator, args) -> None:
     """Refuses settings of the adapters that would be ignored, or cannot work, and fills in alpha.
 
     Also refuses an adapter as any model of the run, before data are read.

@@ -54,19 +54,18 @@ def importance_weights(
     ]
 
 
-def sampler_differences(
-    logps: torch.Tensor, sampler_logps: torch.Tensor, token_weights: torch.Tensor
-) -> list[Logged]:
+def sampler_differences(output: dict, old: dict, token_weights: torch.Tensor) -> list[Logged]:
     """Returns metrics: how far the sampler's log-probs are from those of training.
 
     For the first update of a rollout, so both are of the same policy; with `--rollouts_ahead` the
     sampler's is an earlier one.
 
     Args:
-        logps, sampler_logps: `[samples, length]`.
-        token_weights: the same shape, 0 where there is no token.
+        output: of the model, with `logps` `[samples, length]`.
+        old: the rollout's values of the same tokens, with `sampler_logps` of the same shape.
+        token_weights: of the same shape, 0 where there is no token.
     """
-    difference = (logps - sampler_logps).abs()
+    difference = (output["logps"] - old["sampler_logps"]).abs()
     name = "sampling/sampling_logp_difference"
     return [
         Logged({f"{name}/mean": difference}, token_weights),

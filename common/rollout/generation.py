@@ -48,7 +48,9 @@ def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) ->
         responses = run.servers.generate(run, prompts["prompt_ids"], uniforms, temperature)
     else:
         draws = uniforms.reshape(-1, max_new_tokens)
-        responses = respond(run, prompt_ids, draws, temperature)
+        responses = generate(
+            run, prompt_ids, max_new_tokens, temperature=temperature, uniforms=draws
+        )
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     return Samples(
         prompts=prompt_ids,

@@ -79,7 +79,7 @@ def adapted(model, **given):
     """A wrapper around a model with adapters, as the recipes make it."""
     accelerator = Accelerator(cpu=True)
     args = arguments_of(**given)
-    lora.check_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)
     wrapper = (ScoreModel if hasattr(model, "score") else LogProbModel)(model)
     architecture.freeze_unreached(accelerator, wrapper, max_length=16)
     lora.add_adapters(accelerator, wrapper, args)
@@ -95,7 +95,9 @@ def adapted(model, **given):
     (dict(lora_target_modules=["all-linear", "q_proj"]), ["all-linear q_proj", "give it alone"]),
 ])  # fmt: skip
 def test_settings_that_mean_nothing_are_refused(given, parts):
-    refuses(*parts, call=lambda: lora.check_settings(Accelerator(cpu=True), arguments_of(**given)))
+    refuses(
+        *parts, call=lambda: lora.complete_settings(Accelerator(cpu=True), arguments_of(**given))
+    )
 
 
 DEFAULT_RATES = {
@@ -158,7 +160,7 @@ def test_values_out_of_range_are_refused(capsys, flag, value, expected):
 
 def test_alpha_is_twice_the_rank():
     args = arguments_of(lora_r=8)
-    lora.check_settings(Accelerator(cpu=True), args)
+    lora.complete_settings(Accelerator(cpu=True), args)
     assert args.lora_alpha == 16
 
 
@@ -171,7 +173,7 @@ def test_a_peft_that_transformers_finds_too_old_is_refused(monkeypatch):
     """In one line before long work: transformers says it only as it adds an adapter to a loaded model."""
     monkeypatch.setattr(lora, "MIN_PEFT_VERSION", "99.0")
     refuses("--lora_r 4", f"transformers {transformers.__version__} needs peft 99.0", peft.__version__, "pip install -e '.[lora]'",
-            call=lambda: lora.check_settings(Accelerator(cpu=True), arguments_of()))  # fmt: skip
+            call=lambda: lora.complete_settings(Accelerator(cpu=True), arguments_of()))  # fmt: skip
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head", "norm", "query"])
@@ -621,7 +623,7 @@ def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monke
             lambda name=name: load.causal_lm(name, tokenizer, args, frozen=True),
             lambda name=name: load.score_model(name, tokenizer, args, new_head=True),
             lambda name=name: memory.build(name),
-            lambda name=name: lora.check_settings(
+            lambda name=name: lora.complete_settings(
                 None, types.SimpleNamespace(reward_model_name_or_path=name)
             ),
         ):

@@ -39,7 +39,7 @@ evaluation
 MAIN = """
 args = arguments.parse(Args, demo=common.ASSETS / "NAME.yaml")
 accelerator = launch.make_accelerator(args, "NAME")
-lora.check_settings(accelerator, args)
+lora.complete_settings(accelerator, args)
 tokenizer = load.tokenizer_of_run(accelerator, args)
 data = dataset.load_data(
 prepare.choose_parameters(accelerator, UNWRAPPED, args)
@@ -88,7 +88,7 @@ optimizer.step()
 optimizer.zero_grad()
 metrics.pending.add(logged)
 metrics.count_flop(batch, micro_batch.weights)
-applied = not accelerator.optimizer_step_was_skipped  # skipped: an fp16 overflow
+applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
 progress.update_done(
 metrics.update_done(
 if applied:
@@ -140,7 +140,7 @@ def test_sections_are_in_the_same_order(name):
     docstring = ast.get_docstring(ast.parse(text))
     titles = [line for line in docstring.splitlines() if re.fullmatch(r"\w.*:", line)]
     assert titles[-4:] == ["Demo, offline:", "One GPU:", "N GPUs:", "DeepSpeed fp16:"]
-    assert docstring.endswith(f"Every argument, every metric: docs/{name}.md")
+    assert docstring.endswith(f"Every metric: docs/{name}.md. Every argument: docs/arguments.md")
 
 
 @pytest.mark.parametrize("name", NAMES)
