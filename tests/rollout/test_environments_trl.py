@@ -118,7 +118,7 @@ def new_model(tokenizer) -> LlamaForCausalLM:
 
 def learn(model, samples) -> None:
     """Lets the model say by itself, greedily, what was sampled."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad([torch.tensor(p + r) for p, r in zip(samples.prompts, samples.responses)], True)
     labels = pad(
@@ -148,7 +148,7 @@ def of_trl(tokenizer, model, folder) -> dict:
     config = GRPOConfig(
         output_dir=str(folder), report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=len(SAID),
         num_generations=2,
-        max_completion_length=1000, # here TRL counts what tools return, too
+        max_completion_length=300, # here TRL counts what tools return, too
         max_tool_calling_iterations=3, top_k=1, temperature=1.0,
         gradient_checkpointing=False, generation_batch_size=len(SAID), shuffle_dataset=False,
     )  # fmt: skip
@@ -170,7 +170,7 @@ def of_trl(tokenizer, model, folder) -> dict:
 
 
 @pytest.mark.slow  # a model learns the conversations first
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 def test_episodes_are_those_of_trl(accelerator, tmp_path, name):
     tokenizer = chat_templates.tokenizer(name)
     tokenizer.response_template = RESPONSE_TEMPLATE
