@@ -174,9 +174,9 @@ class Watch:
         ways += ["a higher rate", "fp16 or fp32" if self.half == torch.bfloat16 else "fp32"]
         return (
             f"{UPDATES_TO_WARN} updates changed {moved:.1%} of the weights that the forward pass "
-            f"reads in {name}: most steps are too small for it. At --learning_rate {rate:g} a weight of "
-            f"median size, {median:.2g}, moves for some {half_cell / rate:,.0f} updates until "
-            f"{name} shows it. Sooner: {', '.join(ways)}. See docs/precision.md"
+            f"reads in {name}: most steps are too small for it. At --learning_rate {rate:g} a "
+            f"weight of median size, {median:.2g}, moves for some {half_cell / rate:,.0f} updates "
+            f"until {name} shows it. Sooner: {', '.join(ways)}. See docs/precision.md"
         )
 
 
