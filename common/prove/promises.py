@@ -140,8 +140,8 @@ def check_means(bench: Bench) -> Iterator[Check]:
     """A logged metric is the mean over all samples, however they are split."""
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
-    # Update 1 has a line of its own, so the line that ends the first pass lacks it. Only that of the
-    # second pass is over a whole one.
+    # Update 1 has a line of its own, so the line that ends the first pass lacks it. Only the line
+    # that ends the second one is over a whole pass.
     makes_two_passes = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     evaluates = bool(at_once.evaluations or in_parts.evaluations)
 
