@@ -353,8 +353,8 @@ class Stage:
             rewards = {}
             for number, value in zip(numbers, map(environments.checked_reward, given)):
                 data_row = samples.data_rows[number]
-                failure = self.failure_of(run, value, data_row, "get_reward")
-                rewards[number] = math.nan if failure else value
+                self.failure_of(run, value, data_row, "get_reward")  # may end the run
+                rewards[number] = math.nan if isinstance(value, Failure) else value
             return rewards
 
         rewards = self.on_all(run, call)
