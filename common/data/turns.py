@@ -55,7 +55,7 @@ def refuse_rewritten_answers(tokenizer) -> None:
     written = text[len(prompt) : place].removesuffix(end).strip()
     if not text.startswith(prompt) or written != ANSWER["content"]:
         raise BadRow(
-            "the tokenizer's chat template writes an answer otherwise once it is followed: its "
+            "the tokenizer's chat template writes an answer differently once it is followed: its "
             f"generation prompt ends with {prompt[-40:]!r}, a later answer with "
             f"{text[:place][-40:]!r}. So no turn can be appended to what was sampled: give another "
             "template by --chat_template FILE, or switch off thinking by --chat_template_kwargs"
