@@ -31,13 +31,13 @@ from common.metrics import NOTHING
 from common.models import lora
 from common.run import Run
 
-# The counters of `Progress` that a checkpoint holds; a resumed run begins with the others anew.
+# The counters of `Progress` that a checkpoint holds; a resumed run starts the others again.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
 # The number of the layout of checkpoints: another one is refused.
 FORMAT = 2
 # The rollout that vLLM servers sampled ahead, where there is one.
 AHEAD = "ahead.pt"
-# At most: weights 4, fp32 masters 4, Adam's two moments 8, the actor 4.
+# Bytes, at most: weights 4, fp32 masters 4, Adam's two moments 8, the actor 4.
 BYTES_PER_PARAMETER = 20
 BYTES_BESIDES = 20e6  # tokenizer, random states
 GIB = 2**30
@@ -67,7 +67,9 @@ def begin(run: Run) -> None:
         SystemExit: the disk is too small; there are checkpoints but none is whole; the chosen one
             belongs to another run.
     """
-    engine_state.choose(run)  # this also frees a reference model that is no longer needed
+    # Only the trained model is saved and loaded. This also frees a reference model that is no
+    # longer needed.
+    engine_state.choose(run)
     # The models were made alike on all processes. From here on, dropout differs between them.
     set_seed(run.args.seed, device_specific=True)
     stopping.listen(run)
@@ -87,11 +89,11 @@ def begin(run: Run) -> None:
     lines_are_lost = move_aside(run, path, state)
 
     # 5. Start.
-    on_main_process(record.write, run.accelerator, run.args)
-    run.best = on_main_process(best.restored, run)
-    best.count_patience(run)
+    on_main_process(record.write, run.accelerator, run.args)  # `run.yaml`, `environment.json`
+    run.best = on_main_process(best.restored, run)  # the one that was loaded, if it is still here
+    best.count_patience(run)  # a run that had stopped early stops again
     run.metrics.start()
-    moved.watch(run)
+    moved.watch(run)  # `update/*`, in half precision
     if path:
         keep_as_own(run, path, lines_are_lost)
 
@@ -108,7 +110,7 @@ def find_checkpoint(run: Run) -> Path | None:
     if run.args.resume == "never":
         return None
     if run.args.resume == "auto":
-        folders.put_back(run.checkpoints)
+        folders.put_back(run.checkpoints)  # a whole one that a killed run was replacing
         candidates = folders.by_step(run.checkpoints)[::-1]
     else:
         candidates = [Path(run.args.resume)]
@@ -164,7 +166,8 @@ def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
 
     A run keeps `--save_total_limit` of them, and needs room for one more while it writes it. What
     it already has is subtracted, up to the one that it resumes from. Example, where it keeps 3 and
-    resumes from update 20: of 10, 20 and 30 two count, and the disk must have room for 2 more.
+    resumes from update 20: of 10, 20 and 30 two count, and the disk must have room for 2 more. Of a
+    run that keeps all, `--save_total_limit 0`, only the next one counts.
     """
     kept = folders.by_step(run.checkpoints)
     if resumes_from:
@@ -187,16 +190,23 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
     Returns:
         Whether log lines from before that point are lost.
     """
-    leave = partial(distributed.on_main_process, run.accelerator, left_behind.leave, run.output_dir)
-    if path is None:
-        return leave(None, {})
-    # A checkpoint from another folder counts the lines of that folder.
-    log_bytes = state["log_bytes"] if is_own(run, path) else {}
-    return leave(run.progress.global_step, log_bytes)
+    step = None
+    log_bytes = {}
+    if path is not None:
+        step = run.progress.global_step
+        if is_own(run, path):  # one from another folder counts the lines of that folder
+            log_bytes = state["log_bytes"]
+    return distributed.on_main_process(
+        run.accelerator, left_behind.leave, run.output_dir, step, log_bytes
+    )
 
 
 def keep_as_own(run: Run, path: Path, lines_are_lost: bool) -> None:
-    """Makes sure that the run's own folder holds the checkpoint that it resumed from."""
+    """Saves the checkpoint that the run resumed from again, if its own folder needs that.
+
+    It does if the checkpoint is in another folder and the run saves any, or if the checkpoint
+    counts log lines that are lost.
+    """
     if not is_own(run, path):
         # Else `--resume auto`, after a kill before the first save, would start from the beginning.
         if run.args.save_steps:
@@ -250,9 +260,12 @@ def save(run: Run) -> None:
 def write(run: Run, temporary: Path, final: Path) -> None:
     """Writes a checkpoint to `temporary` and renames it to `final`."""
     accelerator = run.accelerator
+    # All processes write their parts of the engine's state, and their own state.
     engine_state.save(run, temporary / "engine")  # it makes both folders
     if run.per_process is not None:
         torch.save(run.per_process, per_process_file(temporary, accelerator.process_index))
+
+    # The main process writes what all have alike; all help to collect it.
     ahead = run.servers.state(run) if run.servers is not None else None
     state = state_besides_engine(run)
     if accelerator.is_main_process:
@@ -296,17 +309,14 @@ def per_process_file(folder: Path, process_index: int) -> Path:
 def stop_if_asked(run: Run) -> None:
     """Saves a checkpoint and ends the run if any process got a signal, or has lost its launcher.
 
-    After its last update a run without `--save_steps` that has a checkpoint, such as one that a
-    signal left, saves another: resumed again, it would else repeat what followed. All processes
-    must call it, after each update.
+    All processes must call it, after each update; after the last one see `save_at_end`.
 
     Raises:
         SystemExit: with 128 plus the signal's number, or that of SIGHUP if the launcher is gone.
     """
     number = stopping.signal_of_any(run)
     if number == 0:
-        if run.progress.finished and run.last_saved is not None and not run.args.save_steps:
-            save(run)
+        save_at_end(run)
         return
     save(run)
     run.metrics.bar.close()
@@ -315,6 +325,15 @@ def stop_if_asked(run: Run) -> None:
         f"saved in {run.checkpoints}: go on with --resume auto{stopping.about_launcher(number)}"
     )
     sys.exit(128 + number)
+
+
+def save_at_end(run: Run) -> None:
+    """Saves a run that has ended, if it has a checkpoint without making any by `--save_steps`.
+
+    For example a signal left that one. Resumed from it, the run would repeat what followed.
+    """
+    if run.progress.finished and run.last_saved is not None and not run.args.save_steps:
+        save(run)
 
 
 # ============================================================ what `state.json` holds
@@ -342,7 +361,7 @@ def identity_of(run: Run) -> dict:
     """Returns what must be the same in a run and in the checkpoint that it resumes from.
 
     Arguments that may change are in it, too; `refuse_another_run` skips them. `world` is the
-    precision. Where the engine shards its state it is also the engine, the device and the number of
+    precision or, where the engine shards its state, engine, precision, device and number of
     processes, since these shards fit no other.
     """
     accelerator = run.accelerator
@@ -370,6 +389,9 @@ def fault_of_state(path: Path) -> str | None:
     """Returns what keeps a checkpoint's `state.json` from being used; None if nothing does.
 
     The manifest cannot show this: it detects damage, not edits.
+
+    Raises:
+        SystemExit: another version of `common` wrote it.
     """
     try:
         check_state(read_state(path))
@@ -395,14 +417,14 @@ def read_state(path: Path) -> dict:
 def check_state(state: dict) -> None:
     """Raises an error, of any type, if `load` could not use this state."""
     best.Best(**state.get("best", {}))
-    # Counters.
     scheduler = state["scheduler"]
+    # Counters are whole numbers from 0 on.
     counts = [state["progress"][name] for name in COUNTERS]
     counts += [scheduler["last_epoch"], *state["log_bytes"].values()]
     if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise ValueError(f"its counters are {counts}")
 
-    # Metrics.
+    # Metrics and learning rates are numbers.
     numbers = [*state["last_update"].values(), *scheduler["base_lrs"]]
     for sums in state["open_sums"]:
         for reduce, number, count in sums.values():
@@ -412,7 +434,7 @@ def check_state(state: dict) -> None:
     if not all(isinstance(number, float | int) for number in numbers):
         raise ValueError(f"its metrics are {numbers}")
 
-    # The rest.
+    # There are sums of at least one process, a schedule, and the arguments of a run.
     if len(state["open_sums"]) == 0 or len(scheduler["lr_lambdas"]) == 0:
         raise ValueError("it holds the sums of no process or has no schedule")
     if not state["arguments"].keys() >= {"data", "world"}:
@@ -432,7 +454,7 @@ def load(run: Run, path: Path) -> dict:
     state = read_state(path)
     refuse_another_run(run, path, state["arguments"])
     engine_state.load(run, path / "engine")
-    # Random states belong to processes: with another number of them they begin anew.
+    # Random states belong to processes: with another number of them they start again.
     if len(state["open_sums"]) == run.accelerator.num_processes:
         restore = partial(engine_state.load_random_states, run, path / "engine")
         distributed.all_or_none(run.accelerator, True, restore)  # if one process fails, all exit
@@ -501,6 +523,7 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
         SystemExit: with all differences.
     """
     now = identity_of(run)
+    # A universal checkpoint fits any device and number of processes.
     if before.get("world") == universal_world(now["world"]):
         now["world"] = before["world"]
     may_change = arguments.MAY_CHANGE | run.args.may_change
@@ -563,7 +586,7 @@ def load_open_sums(run: Run, sums_by_process: list[dict[str, list]]) -> None:
     """Restores the sums of the log line that was not yet written when the checkpoint was.
 
     Each process takes the sums that it had. If the number of processes has changed, the first one
-    takes them all. Then the data order continues exactly, random states do not.
+    takes them all; the data order still continues exactly, but random states do not.
 
     Args:
         sums_by_process: what `Means.state` returned in each process that wrote the checkpoint.

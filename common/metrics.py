@@ -28,9 +28,10 @@ class Logged(NamedTuple):
     """Values to log.
 
     Attributes:
-        values: tensors of the shape of `weights`, by tag.
-        weights: 1 for what counts, 0 for what counts nowhere: padding rows, masked tokens.
-        reduce: what a log line shows of them.
+        values: by tag, tensors of the shape of `weights`.
+        weights: how much each value counts in a mean, such as 1 or a number of tokens; 0 for what
+            counts nowhere: padding rows, masked tokens.
+        reduce: whether a log line shows their weighted mean, their minimum or their maximum.
     """
 
     values: dict[str, torch.Tensor]
@@ -91,11 +92,11 @@ class Means:
             new = Sum(new.reduce, torch.stack([number, old[1] + new.numbers[1]]))
         self.sums[name] = new
 
-    def take(self, others: Means) -> None:
-        """Adds all that others hold, and leaves them empty."""
-        for name, new in others.sums.items():
+    def take(self, other: Means) -> None:
+        """Adds all that another one holds, and empties it."""
+        for name, new in other.sums.items():
             self.join(name, new)
-        others.sums = {}
+        other.sums = {}
 
     def reduce(self) -> dict[str, float]:
         """Returns the values over all processes, by one collective, and forgets the sums.
@@ -163,10 +164,11 @@ class Metrics:
     Attributes:
         pending: the means of the current update, until it is applied or skipped.
         open: the means of the next log line. Those of a rollout are added to it directly.
-        last_update: values of the last applied update alone.
+        last_update: values of the last applied update only.
         moved: what becomes `update/*`; see `moved.watch`.
         speed: what becomes `perf/*`.
         board, bar, started: made by `start`, which also reads the clock.
+        noted: the names of what `note_once` has printed.
     """
 
     def __init__(
@@ -253,9 +255,9 @@ class Metrics:
         To be called after `Progress.update_done`, whose counters it reads.
 
         Args:
-            of_update: values of this update alone: `grad_norm`, `learning_rate`, `loss_scale` and
-                those of the recipe. None is left out. `loss_scale` must be among them if the update
-                was skipped.
+            of_update: values of this update only: `grad_norm`, `learning_rate`, `loss_scale` and
+                those of the recipe. None is left out. Of a skipped update only `loss_scale` is
+                read, and must be given.
         """
         if applied:
             self.last_update = {
@@ -276,10 +278,10 @@ class Metrics:
     def log(self) -> None:
         """Writes the training line of this `global_step`. All processes must call it.
 
-        Every recipe logs a `loss`: without one, no update was applied since the last line. Then
-        the line has the metrics of rollouts that led to no update, or there is no line.
+        Every recipe logs a `loss`. If there is none, no update was applied since the last line, and
+        only metrics of rollouts that led to no update are written, if there are any.
         """
-        if "loss" not in self.open.sums:  # no update was applied since the last line
+        if "loss" not in self.open.sums:
             means = self.open.reduce()
             if means:
                 self.write({"epoch": self.progress.epoch, **means})
@@ -316,8 +318,8 @@ class Metrics:
     ) -> None:
         """Adds values of a rollout to the next log line. NaN counts nowhere.
 
-        They stay there if the engine skips the rollout's first update, because the rollout was
-        made all the same. All processes must call it.
+        They count even if the engine skips the rollout's first update, because the rollout was made
+        all the same. All processes must call it.
 
         Args:
             values: by tag, each of any shape, the same on every process.

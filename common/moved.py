@@ -19,11 +19,11 @@ from common.models import rounding
 if TYPE_CHECKING:
     from common.run import Run
 
-# A larger tensor is compared at this many of its numbers, evenly spaced.
-NUMBERS = 2**16
-# After so many updates the run warns if fewer than this share of the weights are read differently.
-UPDATES = 20
-SHARE = 0.05
+# Of a larger tensor at most this many weights are compared, evenly spaced.
+MOST_COMPARED = 2**16
+# The run warns if after so many updates fewer than this share of the weights are read differently.
+UPDATES_TO_WARN = 20
+SHARE_TO_WARN = 0.05
 
 
 def watch(run: Run) -> None:
@@ -33,22 +33,23 @@ def watch(run: Run) -> None:
 
 
 class Watch:
-    """Compares the weights before and after each update.
+    """Compares a sample of the trained weights before and after each update.
 
     Made once the engine has prepared the model, and has loaded a checkpoint if there is one. The
-    numbers of all parameters stand in one tensor: one operation each would be a third of a GPU's
-    update.
+    sampled weights of all parameters stand in one tensor, those that half precision rounds in every
+    use first: one operation for each parameter would be a third of a GPU's update.
 
     Args:
         run: not in fp32.
 
     Attributes:
-        read, masters: `[numbers]`, the trained weights after the last update: as the forward pass
-            reads them, and in fp32 as the optimizer steps them. ZeRO-1 and 2 leave a process all of
-            the first and a part of the second.
-        read_counts, master_counts: `[numbers]`, how many weights each of them stands for.
-        n_rounded: how many of `read`, its first ones, half precision rounds in every use.
-        is_rounded: whether it rounds any weight so, on any process.
+        read: `[sampled]`, as the forward pass reads them, after the last update.
+        masters: `[sampled]`, in fp32, as the optimizer steps them. ZeRO-1 and 2 leave a process all
+            of `read` and a part of these.
+        at_start: `[rounded]`, the beginning of `read` when the run started; gone once compared.
+        read_counts, master_counts: `[sampled]`, how many weights each sampled one stands for.
+        n_rounded: how many of `read`, from the first, half precision rounds in every use.
+        is_any_rounded: whether there are such weights, on any process.
     """
 
     def __init__(self, run: Run):
@@ -63,39 +64,41 @@ class Watch:
         names = sorted(trained, key=lambda name: name not in rounded)  # the rounded ones first
         self.trained = [trained[name] for name in names]
         self.n_trained = engine.count_trained_parameters(run.unwrapped)
-        self.is_rounded = any(name in rounded for name in names)
+        self.is_any_rounded = any(name in rounded for name in names)
         self.updates = 0
         engine.reshard(run.unwrapped)  # an evaluation may have left the weights whole
-        self.read_counts = self.counts(shards.part_of)
-        self.master_counts = self.counts(master_or_weight)
+        self.read_counts = self.weights_per_sampled(shards.part_of)
+        self.master_counts = self.weights_per_sampled(master_or_weight)
         self.n_rounded = sum(
             len(evenly_spaced(trained[name], shards.part_of(trained[name])))
             for name in names
             if name in rounded
         )
-        self.look()
+        self.take_sample()
         self.at_start = self.read[: self.n_rounded]
 
-    def look(self) -> None:
+    def take_sample(self) -> None:
         """Takes `read` and `masters` from the weights as they are now."""
         engine.reshard(self.run.unwrapped)
-        self.read = self.numbers(shards.part_of)
-        self.masters = self.numbers(master_or_weight)
+        self.read = self.sample_of(shards.part_of)
+        self.masters = self.sample_of(master_or_weight)
+        # What the forward pass makes of those that it rounds.
         rounded = self.read[: self.n_rounded]
         rounded.copy_(rounded.to(self.half))
 
-    def numbers(self, held: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
-        """Returns a copy of what this process holds of the trained weights; of large ones, some.
+    def sample_of(self, held: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
+        """Returns a copy of the sampled weights of all trained parameters, `[sampled]`.
 
         Args:
-            held: returns what it holds of one.
+            held: returns what this process holds of a parameter: `shards.part_of`, or
+                `master_or_weight`.
         """
         parts = [evenly_spaced(parameter, held(parameter)) for parameter in self.trained]
         # DeepSpeed's empty parts are on the CPU.
         return torch.cat([part for part in parts if len(part)] or parts[:1])
 
-    def counts(self, held: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
-        """Returns how many weights each of `numbers(held)` stands for."""
+    def weights_per_sampled(self, held: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
+        """Returns how many weights each of `sample_of(held)` stands for, `[sampled]`."""
         sizes = []
         lengths = []
         for parameter in self.trained:
@@ -103,23 +106,23 @@ class Watch:
             lengths.append(len(evenly_spaced(parameter, held(parameter))))
         each = [size / max(length, 1) for size, length in zip(sizes, lengths)]
         counts = torch.repeat_interleave(torch.tensor(each), torch.tensor(lengths))
-        return counts.to(self.numbers(held).device)
+        return counts.to(self.sample_of(held).device)
 
     def update_done(self) -> dict[str, float]:
         """Returns what to log of an update that was applied. All processes must call it.
 
         Returns:
-            `update/moved`, the share of the trained weights that are read differently than before
-            the update; `update/norm`, of the difference of the fp32 weights; `update/read_norm`, of
-            the difference of what is read.
+            `update/moved`: the share of the trained weights that are read differently than before.
+            `update/norm`: the L2 norm of the change of the fp32 weights.
+            `update/read_norm`: the L2 norm of the change of what is read.
         """
         read_before = self.read
         masters_before = self.masters
-        self.look()
+        self.take_sample()
         moved, read_norm = self.compare(read_before, self.read, self.read_counts)
         _, norm = self.compare(masters_before, self.masters, self.master_counts)
         self.updates += 1
-        if self.updates == UPDATES and self.is_rounded:
+        if self.updates == UPDATES_TO_WARN and self.is_any_rounded:
             self.warn_if_still()
         return {"update/moved": moved, "update/norm": norm, "update/read_norm": read_norm}
 
@@ -131,19 +134,19 @@ class Watch:
         n = self.n_rounded
         moved, _ = self.compare(self.at_start, self.read[:n], self.read_counts[:n])
         del self.at_start
-        if moved < SHARE and self.run.accelerator.is_main_process:
+        if moved < SHARE_TO_WARN and self.run.accelerator.is_main_process:
             self.run.metrics.warn(self.advice(moved))
 
     def compare(
         self, before: torch.Tensor, after: torch.Tensor, counts: torch.Tensor
     ) -> tuple[float, float]:
-        """Returns which share of the weights differ, and the norm of the difference.
+        """Returns which share of the weights differ, and the L2 norm of the difference.
 
         One collective; all processes must call it.
 
         Args:
-            before, after: `[numbers]` of this process.
-            counts: `[numbers]`, how many weights each stands for.
+            before, after: `[sampled]` of this process.
+            counts: `[sampled]`, how many weights each stands for.
         """
         difference = after.double() - before.double()
         sums = torch.stack(
@@ -154,38 +157,40 @@ class Watch:
             ]
         )
         differ, squares, size = self.run.accelerator.reduce(sums.to(self.run.device)).tolist()
-        # Where every process holds all weights, `size` counts them several times, as the sums do.
+        # Where processes hold the same weights, all three sums count these equally often.
         return differ / size, math.sqrt(squares * self.n_trained / size)
 
     def advice(self, moved: float) -> str:
-        """Returns the warning that few weights are read differently after `UPDATES` updates."""
-        sizes = self.read[: self.n_rounded].float().abs().cpu()
-        median = sizes[sizes > 0].median().item()  # half of a new adapter is zero
-        half_cell = 2 ** math.floor(math.log2(median)) * torch.finfo(self.half).eps / 2
+        """Returns the warning that few weights are read differently than at the start."""
+        magnitudes = self.read[: self.n_rounded].float().abs().cpu()
+        median = magnitudes[magnitudes > 0].median().item()  # half of a new adapter is zero
+        # The grid of half precision has cells of this size at the median weight. A weight is read
+        # differently after half of one.
+        cell = 2 ** math.floor(math.log2(median)) * torch.finfo(self.half).eps
+        half_cell = cell / 2
         rate = self.run.args.learning_rate
         name = str(self.half).removeprefix("torch.")
         ways = [] if self.run.args.spread_masters else ["--spread_masters true"]
         ways += ["a higher rate", "fp16 or fp32" if self.half == torch.bfloat16 else "fp32"]
         return (
-            f"{UPDATES} updates changed {moved:.1%} of the weights that the forward pass reads in "
-            f"{name}: most steps are too small for it. At --learning_rate {rate:g} a weight of "
-            f"median size, {median:.2g}, moves for some {half_cell / rate:,.0f} updates until "
-            f"{name} shows it. Sooner: {', '.join(ways)}. See docs/precision.md"
+            f"{UPDATES_TO_WARN} updates changed {moved:.1%} of the weights that the forward pass "
+            f"reads in {name}: most steps are too small for it. At --learning_rate {rate:g} a "
+            f"weight of median size, {median:.2g}, moves for some {half_cell / rate:,.0f} updates "
+            f"until {name} shows it. Sooner: {', '.join(ways)}. See docs/precision.md"
         )
 
 
 def master_or_weight(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns what this process holds of a parameter's fp32 master: without DeepSpeed, its own."""
+    """Returns what this process holds of a parameter in fp32: DeepSpeed's master, or itself."""
     master = zero.master_of(parameter)
     return shards.part_of(parameter) if master is None else master
 
 
 def evenly_spaced(parameter: nn.Parameter, held: torch.Tensor) -> torch.Tensor:
-    """Returns a view of `NUMBERS` numbers at most, `[numbers]`, of what a process holds.
+    """Returns at most `MOST_COMPARED` evenly spaced weights of what a process holds, as a view.
 
     Args:
-        held: of the parameter; under ZeRO-3 maybe with zeros after its last number, which are left
-            out.
+        held: what it holds of the parameter. ZeRO-3's padding after its last weight is left out.
     """
     flat = zero.without_padding(parameter, held).detach().reshape(-1)
-    return flat[:: max(1, math.ceil(len(flat) / NUMBERS))]
+    return flat[:: max(1, math.ceil(len(flat) / MOST_COMPARED))]

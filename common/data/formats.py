@@ -65,7 +65,7 @@ def refuse_unless(fits: bool, row: dict, column: str, expected: str) -> None:
 
 
 def require(row: dict, *columns: str, expected: str) -> None:
-    """Raises `BadRow` unless every column is there and is a string or a list of messages.
+    """Raises `BadRow` unless every column is there and holds a string, a message or several.
 
     Args:
         expected: the columns that the format needs, for the message.
@@ -83,7 +83,7 @@ def require(row: dict, *columns: str, expected: str) -> None:
 
 
 def refuse_media_and_kto(row: dict) -> None:
-    """Raises `BadRow` if the row holds what a text-only model cannot learn from."""
+    """Raises `BadRow` if the row has images, videos or audios, or is in KTO's format."""
     for column in MEDIA_COLUMNS:
         if row.get(column):
             raise BadRow(f"column {column!r} is not empty: only text is supported")
@@ -235,9 +235,9 @@ def split_conversations(
 ) -> tuple[list[dict], list[dict], list[dict]]:
     """Returns (prompt, chosen, rejected) of two conversations that begin with the same prompt.
 
-    The prompt is what both begin with, up to a message of the assistant in both. At least one
-    message of each is its answer. It is empty if they begin otherwise. Examples, with `U` and `A`
-    for messages of user and assistant:
+    The prompt is what both begin with, cut so that both answers begin with a message of the
+    assistant, and each has one at least. It is empty if they begin differently. Examples, with `U`
+    and `A` for messages of user and assistant:
 
         chosen         rejected       prompt      answers
         U1 A1 U2 A2    U1 A1 U2 A3    U1 A1 U2    A2          A3
@@ -272,7 +272,7 @@ def join_prompts(stated: list[dict], repeated: list[dict]) -> list[dict]:
     """
     stated_texts = [message["content"].strip() for message in stated]
     repeated_texts = [message["content"].strip() for message in repeated]
-    if is_in_order(stated_texts, repeated_texts):
+    if is_in_order(stated_texts, repeated_texts):  # maybe after a system message
         return repeated  # the answers repeat the whole prompt
     for length in range(min(len(stated), len(repeated)), 0, -1):
         if stated_texts[-length:] == repeated_texts[:length]:
@@ -283,11 +283,14 @@ def join_prompts(stated: list[dict], repeated: list[dict]) -> list[dict]:
 def is_in_order(parts: list[str], whole: list[str]) -> bool:
     """Whether a list has all parts in their order, maybe with others between them."""
     remaining = iter(whole)
-    return all(part in remaining for part in parts)  # `in` goes on where it stopped
+    return all(part in remaining for part in parts)  # `in` continues where it stopped
 
 
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
-    """Returns the roles of a row's messages, each once; none if it is all strings."""
+    """Returns the roles of a row's messages, each once.
+
+    A row of strings has none, or user and assistant if `strings_as_messages` makes turns of them.
+    """
     roles = []
     for name in ("messages", "prompt", "completion", "chosen", "rejected"):
         value = row.get(name)
@@ -311,8 +314,9 @@ def is_plain_text(row: dict) -> bool:
 def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     r"""Returns a prompt and its answers as message lists: strings become turns.
 
-    A text without a prompt stays as it is, because nothing says whose turn it would be. Examples,
-    with `U` and `A` for messages of user and assistant:
+    An answer without a prompt stays as it is, because nothing says whose turn it would be. A prompt
+    alone, as PPO has it, becomes a turn even if it is empty. Examples, with `U` and `A` for
+    messages of user and assistant:
 
         "Why?"                                 "So."     ->  [U]        [A]
         "\n\nHuman: Why?\n\nAssistant:"        " So."    ->  [U]        [A]
@@ -320,10 +324,10 @@ def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     """
     if not isinstance(prompt, str) or (answers and not prompt):
         return prompt, *answers
-    turns = transcript_turns(prompt)  # of hh-rlhf; its answers begin with a space
+    turns = transcript_turns(prompt)
     if turns is None:
         turns = [{"role": "user", "content": prompt}]
-    else:
+    else:  # the answers of hh-rlhf begin with a space
         answers = tuple(answer.strip() for answer in answers)  # type: ignore[union-attr]
     return turns, *([{"role": "assistant", "content": answer}] for answer in answers)
 

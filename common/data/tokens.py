@@ -37,7 +37,7 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     adds_bos = tokenizer("").input_ids[:1] == [bos]
-    all_ids = [*prompt_ids, *itertools.chain(*answer_ids)]
+    all_ids = [*prompt_ids, *itertools.chain(*answer_ids)]  # the prompt may be empty
     if adds_bos and all_ids[:1] != [bos]:
         prompt_ids = [bos, *prompt_ids]
     ended = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids]
@@ -50,8 +50,8 @@ class Answer(NamedTuple):
 
     Attributes:
         prompt: what the model reads at inference before it answers.
-        context: what precedes the answer in training: `prompt`, or a beginning of it where the
-            template writes the answer after another prompt.
+        context: what precedes the answer in training: `prompt`, or only its beginning where the
+            template does not write this answer after all of it.
         ids: the answer up to and including the token that ends it; empty if the template does not
             write what the user gave.
         notes: what the user should know about it, see `note`.
@@ -68,8 +68,10 @@ class Turn(NamedTuple):
 
     Both texts begin alike. Example, where the prompt opens a thought that the answer does not have:
 
-        prompt.text         <user>Hi<bot><think>\n      only_in_prompt    <think>\n
-        text_with_answer    <user>Hi<bot>Hello.<end>    only_in_answer    Hello.<end>
+        prompt.text         <user>Hi<bot><think>\n
+        text_with_answer    <user>Hi<bot>Hello.<end>
+        only_in_prompt      <think>\n
+        only_in_answer      Hello.<end>
 
     Attributes:
         prompt: the history with the generation prompt, which the model reads at inference.
@@ -95,7 +97,7 @@ def encode_prompt(tokenizer, messages: list[dict], tools=None) -> Beginning:
     """Returns what a model reads before it answers these messages, and its token ids.
 
     Args:
-        messages: none for an answer to nothing.
+        messages: the history; if there is none, the prompt is empty.
         tools: see `templates.render`.
 
     Raises:
@@ -120,9 +122,11 @@ def encode_answer(
     follows the prompt, up to the token that ends it. `split_turn` handles templates that do not,
     `encode_as_given` those that drop the answer's thinking. Example, with ChatML:
 
-        history  user: Hi          prompt   <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
-        answer   assistant: Yes    context  the same
-                                   ids      Yes<|im_end|>
+        history    user: Hi
+        answer     assistant: Yes
+        prompt     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
+        context    the same
+        ids        Yes<|im_end|>
 
     Args:
         history, answer: messages.
@@ -136,6 +140,7 @@ def encode_answer(
         prompt = encode_prompt(tokenizer, history, tools)
     conversation = templates.Conversation(tokenizer, history + answer, tools)
     turn = compare_with_prompt(tokenizer, prompt, conversation.text)
+    # "" if the template writes the answer.
     reason = templates.why_unwritten(conversation, len(history), turn.only_in_answer)
     if reason:
         return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
@@ -186,16 +191,17 @@ def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
     """
     prompt_ids = turn.prompt.ids
     answer_ids = turn.ids_with_answer[turn.n_shared :]
-    if turn.continues_prompt:
+    if turn.continues_prompt:  # first line of the table
         return prompt_ids, answer_ids
     if turn.text_with_answer.startswith(turn.prompt.text):
-        # The answer's first characters merge with the prompt's last ones. At inference the prompt
-        # is tokenised alone, and so is what the model generates.
+        # Second line: a token spans the border. At inference the prompt is tokenised alone, and so
+        # is what the model generates.
         return prompt_ids, encode_text(tokenizer, turn.text_with_answer[len(turn.prompt.text) :])
     if turn.only_in_prompt.strip() and not thoughts.is_whole_thought(turn.only_in_prompt):
-        # No model would give this answer after the rest of the prompt, such as an open thought.
+        # Third line: no model would give this answer after the rest of the prompt, such as an open
+        # thought.
         return turn.ids_with_answer[: turn.n_shared], answer_ids
-    # After whitespace or a closed thought a model would give this answer.
+    # The last two lines: after a closed thought or whitespace a model would give this answer.
     return prompt_ids, without_whitespace(tokenizer, answer_ids, turn.only_in_prompt)
 
 
@@ -209,16 +215,16 @@ def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[i
         \n Yes      \n\n              Yes
         \n\n Yes    \n                \n Yes
     """
-    white_ids = list(itertools.takewhile(lambda token: decode(tokenizer, [token]).isspace(), ids))
-    white = decode(tokenizer, white_ids)
-    n_in_both = n_shared(white, only_in_prompt)
-    if n_in_both == 0:
+    space_ids = list(itertools.takewhile(lambda token: decode(tokenizer, [token]).isspace(), ids))
+    space = decode(tokenizer, space_ids)
+    n_in_prompt = n_shared(space, only_in_prompt)  # characters
+    if n_in_prompt == 0:
         return ids
-    return encode_text(tokenizer, white[n_in_both:]) + ids[len(white_ids) :]
+    return encode_text(tokenizer, space[n_in_prompt:]) + ids[len(space_ids) :]
 
 
 # ============================================================ an answer whose thinking is dropped
-def encode_as_given(tokenizer, turn: Turn, message: dict) -> tuple[list[int], list[int]]:
+def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], list[int]]:
     r"""Returns the token ids of an answer's context, and of the answer with its thinking.
 
     Examples, where the user gave `<think>Why</think>Yes`, and the template writes `Yes<end>`:
@@ -230,15 +236,15 @@ def encode_as_given(tokenizer, turn: Turn, message: dict) -> tuple[list[int], li
         <bot>\n                 <bot>\n         <think>Why</think>Yes<end>    after any other ending
 
     Args:
-        message: the answer.
+        answer: the message.
     """
     context = turn.prompt
-    answer_text = thoughts.with_markers(tokenizer, message)
+    answer_text = thoughts.with_markers(tokenizer, answer)
     end_of_prompt = turn.only_in_prompt
-    opening = end_of_prompt.strip()
+    opening = end_of_prompt.strip()  # such as <think>
     if not end_of_prompt:
         # First line of the table.
-        answer_text = text_before_answer(message, turn.only_in_answer) + answer_text
+        answer_text = text_before_answer(answer, turn.only_in_answer) + answer_text
     elif thoughts.is_whole_thought(end_of_prompt):
         # Second line: the prompt says that nothing was thought, and something was.
         context = encode_beginning(tokenizer, context.text.removesuffix(end_of_prompt))
@@ -255,8 +261,12 @@ def encode_as_given(tokenizer, turn: Turn, message: dict) -> tuple[list[int], li
 def text_before_answer(message: dict, written: str) -> str:
     """Returns what the template writes between prompt and answer; "" if that is a thought.
 
-    Example: `Yes`, which LLaVA's template writes as ` Yes`, has a space before it. If the answer
-    itself is ` Yes`, written as `  Yes`, one of the two spaces belongs to the answer.
+    Examples, with _ for a space, such as LLaVA's template writes:
+
+        content    written               returned
+        Yes        _Yes                  _
+        _Yes       __Yes                 _
+        Yes        <think></think>Yes    nothing
 
     Args:
         written: the answer as the template writes it, without the thinking.
@@ -289,7 +299,7 @@ def up_to_end(tokenizer, ids: list[int]) -> list[int]:
 
         ending of the template    answer              returned
         <end> \n                  Yes <end> \n        Yes <end>
-        <end> \n                  call <call> \n      call <call>    a tool call may end otherwise
+        <end> \n                  call <call> \n      call <call>    a tool call may end differently
         \n\n                      Yes \n\n            Yes            no token ends an answer
         \n\n                      Yes .\n\n           Yes .          and the whitespace has merged
     """
@@ -309,17 +319,16 @@ def ends_with(ids: list[int], ending: list[int]) -> bool:
 
 
 def without_white_ending(tokenizer, ids: list[int]) -> list[int]:
-    """Returns an answer without the whitespace that the template writes after every answer.
-
-    The whitespace has tokens of its own, or is part of the answer's last token.
-    """
+    """Returns an answer without the whitespace that the template writes after every answer."""
     conventions = templates.conventions(tokenizer)
     ending = list(conventions.ending)
     if ends_with(ids, ending) and decode(tokenizer, ending).strip() == "":
+        # The whitespace has tokens of its own.
         return ids[: -len(ending)]
     white = conventions.white_ending
     last_text = decode(tokenizer, ids[-1:])
     if white and last_text.endswith(white):
+        # It is part of the answer's last token.
         return ids[:-1] + encode_text(tokenizer, last_text.removesuffix(white))
     return ids
 
@@ -341,9 +350,10 @@ def has_end(tokenizer, ids: list[int]) -> bool:
 def turn_length(tokenizer, ids: list[int]) -> int:
     r"""Returns how many tokens a turn has, up to and including its end token; 0 if it has none.
 
-    The last EOS ends a turn. Some templates write none, such as gpt-oss for a tool call. There the
-    special token at the end of the turn ends it, also where a newline follows. What follows the
-    end is never generated, so it is not learned. Examples, with a space between tokens:
+    The last EOS ends a turn. Where the template writes none, as that of gpt-oss for a tool call,
+    the turn's last token does if it is special, or the one before if a token such as a newline
+    follows it. What follows the end is never generated, so it is not learned. Examples, with a
+    space between tokens:
 
         Yes <eos> \n          2
         call <call> \n        2
@@ -360,7 +370,7 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 
 
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
-    """Counts the prompt tokens that follow the answer at `place` and its end token.
+    """Counts the prompt tokens after an earlier answer and its end token.
 
     The template is rendered with two different answers there: what both prompts end with is what
     follows the answer. Example: of
@@ -385,7 +395,7 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
     n_equal = n_shared_at_end(first, second)
     template_has_stop = templates.conventions(tokenizer).stop is not None
     if template_has_stop and is_marker(tokenizer, first[len(first) - n_equal]):
-        return n_equal - 1  # the first of the equal tokens ends the answer
+        return n_equal - 1  # without the answer's end token, which both prompts have
     return n_equal
 
 

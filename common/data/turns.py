@@ -1,33 +1,52 @@
-"""The token ids between two answers of a conversation that goes on while a model samples.
+"""The token ids between two answers of a conversation that continues while a model samples.
 
 A turn is never tokenised again: what comes back is appended to the ids that were sampled. So a
-template must go on with a conversation by adding to what it wrote, or it is refused.
+template must continue a conversation by adding to what it wrote, or it is refused.
 """
 
+import re
 from typing import Any
 
 from common.data import templates
 from common.data.ids import added_tokens, decode, encode_after, encode_beginning
 from common.data.messages import BadRow
 
-# A conversation of which only what follows its answer is read.
+# A conversation that stands for any other: only what the template writes after the answer is read.
+# No template writes these words by itself.
 QUESTION: dict[str, Any] = {"role": "user", "content": "zqz"}
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "zqa"}
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "zqf", "arguments": {}}}
 ANSWER_WITH_CALL: dict[str, Any] = {**ANSWER, "tool_calls": [CALL]}
-# Splits the text of a control token, and is not seen.
+REPLY = "zqr"
+# Splits the text of a control token, and is invisible.
 ZERO_WIDTH_SPACE = "\u200b"
 
 
 def check(tokenizer, tools: list[dict] | None = None) -> None:
-    """Refuses a template that cannot go on with a conversation after what a model has sampled.
+    """Refuses a template that cannot continue a conversation after what a model has sampled.
 
     Args:
         tools: with them, results of calls come back; without, messages of a user.
 
     Raises:
-        BadRow: it leaves out what comes back, or writes an answer otherwise once it is followed,
-            such as one whose generation prompt opens a thought that later turns do not have.
+        BadRow: it leaves out what comes back, or the tools; or see `refuse_rewritten_answers`.
+    """
+    refuse_rewritten_answers(tokenizer)
+    names = [tool["function"]["name"] for tool in tools or []]
+    prompt = templates.render(tokenizer, [QUESTION], tools, add_generation_prompt=True)
+    if not all(name in prompt for name in names):
+        raise BadRow(f"the tokenizer's chat template does not write the tools {', '.join(names)}")
+    role = "tool" if tools else "user"
+    reply = {"role": role, "name": CALL["function"]["name"], "content": REPLY}
+    if REPLY not in decode(tokenizer, ids_after_answer(tokenizer, [reply], tools)):
+        raise BadRow(f"the tokenizer's chat template leaves out messages of role {role!r}")
+
+
+def refuse_rewritten_answers(tokenizer) -> None:
+    """Refuses a template that writes an answer differently once another message follows it.
+
+    Example of one that does: its generation prompt ends with `<bot><think>`, and it writes an
+    earlier answer as `<bot>Yes`.
     """
     text, place = rendered(tokenizer, ANSWER, [QUESTION], None)
     prompt = templates.render(tokenizer, [QUESTION], add_generation_prompt=True)
@@ -36,19 +55,11 @@ def check(tokenizer, tools: list[dict] | None = None) -> None:
     written = text[len(prompt) : place].removesuffix(end).strip()
     if not text.startswith(prompt) or written != ANSWER["content"]:
         raise BadRow(
-            "the tokenizer's chat template writes an answer otherwise once it is followed: its "
+            "the tokenizer's chat template writes an answer differently once it is followed: its "
             f"generation prompt ends with {prompt[-40:]!r}, a later answer with "
             f"{text[:place][-40:]!r}. So no turn can be appended to what was sampled: give another "
             "template by --chat_template FILE, or switch off thinking by --chat_template_kwargs"
         )
-    names = [tool["function"]["name"] for tool in tools or []]
-    prompt = templates.render(tokenizer, [QUESTION], tools, add_generation_prompt=True)
-    if not all(name in prompt for name in names):
-        raise BadRow(f"the tokenizer's chat template does not write the tools {', '.join(names)}")
-    role = "tool" if tools else "user"
-    back = {"role": role, "name": CALL["function"]["name"], "content": "zqr"}
-    if "zqr" not in decode(tokenizer, ids_after_answer(tokenizer, [back], tools)):
-        raise BadRow(f"the tokenizer's chat template leaves out messages of role {role!r}")
 
 
 def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
@@ -59,8 +70,8 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
         \n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n
 
     Args:
-        messages: what comes back, at least one message. Text of control tokens in them is no
-            control token, see `harmless`.
+        messages: what comes back, at least one message. Control tokens that are spelled out in
+            them are made harmless, see `harmless`.
         tools: JSON schemas of what the model may call.
 
     Raises:
@@ -75,27 +86,25 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
 def rendered(
     tokenizer, answer: dict, messages: list[dict], tools: list[dict] | None
 ) -> tuple[str, int]:
-    """Returns a conversation that goes on after an answer, and the place where the answer ends."""
+    """Returns a conversation that continues after an answer, and where the answer ends."""
     text = templates.render(
         tokenizer, [QUESTION, answer, *messages], tools, add_generation_prompt=True
     )
-    end = decode(tokenizer, templates.conventions(tokenizer).end_of_answer)
-    after_question = text.find(QUESTION["content"])
+    end = decode(tokenizer, templates.conventions(tokenizer).end_of_answer)  # maybe ""
+    # Some templates write only the call of an answer that has one.
     for word in (answer["content"], CALL["function"]["name"]):
-        start = text.find(word, after_question)
-        if start >= 0:
-            break
-    found = text.find(end, start)
-    if min(after_question, start, found) < 0:
-        raise BadRow("the tokenizer's chat template does not write an answer once it is followed")
-    return text, found + len(end) if end else start + len(word)
+        pattern = ".*?".join(map(re.escape, (QUESTION["content"], word, end)))
+        found = re.search(pattern, text, re.DOTALL)
+        if found:
+            return text, found.end()
+    raise BadRow("the tokenizer's chat template does not write an answer once it is followed")
 
 
 def harmless(tokenizer, message: dict) -> dict:
-    """Returns a message in whose text no control token begins or ends a turn.
+    """Returns a message whose text is tokenised without control tokens, such as `<|im_end|>`.
 
-    An environment may return anything, such as what the model wrote itself. `<|im_end|>` gets a
-    zero-width space after its first character.
+    An environment may return anything, such as what the model wrote itself. A zero-width space
+    after the first character keeps the text from becoming the token.
     """
     content = message["content"]
     for token in added_tokens(tokenizer).values():

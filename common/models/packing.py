@@ -41,7 +41,7 @@ Row = list[Group]
 class Layout:
     """The rows as arrays. A place is the index of a token in the flattened rows.
 
-    A piece is a prompt or an answer. Answer i is piece i; the prompts have the next numbers.
+    A piece is a prompt or an answer. Answer i is piece i; the prompts are numbered after them.
 
     Example: three answers, 4 5 and 6 to the prompt 1 2, and 7 8 9 to the prompt 3:
 
@@ -60,8 +60,8 @@ class Layout:
 
     Attributes:
         ids, positions: the id and the position of each token, `[rows, row length]`.
-        pieces, prompts: the piece that each token belongs to, and that piece's prompt, `[rows, row
-            length]`; a prompt token belongs to its own prompt.
+        pieces: the piece that each token belongs to, `[rows, row length]`.
+        prompts: the prompt of that piece, `[rows, row length]`; of a prompt, the prompt itself.
         predictors: for each answer, the places of the tokens that predict its tokens.
         last: for each answer, the place of its last token.
     """
@@ -109,14 +109,19 @@ class Layout:
 class Packer:
     """Makes batches of prompts and answers; see `checks.make_packer`.
 
+    There are three layouts. In each an answer sees only its prompt and itself, at the positions
+    that it would have alone:
+
+        share    varlen
+        false    any       a row for each answer, after its prompt
+        true     false     a prompt once for all its answers, and several prompts in a row where
+                           they fit; or as above, if that costs less, see `pays`
+        true     true      one row of all answers without padding, each after its own prompt, as
+                           flash attention's `varlen` takes it
+
     Attributes:
         device: where the batches go.
-        share: whether answers may share rows. Without `varlen` they also share prompts: a prompt
-            that several answers have in common is computed once, and a row holds several prompts
-            where they fit. An answer still sees its own prompt and itself only, at the positions
-            that it would have alone.
-        varlen: rows are shared as flash attention's `varlen` takes them: all answers one after the
-            other in a single row without padding, each after its own prompt.
+        share, varlen: see above.
         attention_equals_rest: the row length at which attention costs as much as the rest of the
             model, see `pays`. The default fits a hidden size of 340.
     """
@@ -141,11 +146,13 @@ class Packer:
             targets     4  5 | 6 | 7  8  9
             predictors  1  2 | 1 | 5  6  7   places in the flattened `input_ids`
             last        3    | 4 | 8         places of the last tokens there
-            cells       0  1 | 3 | 6  7  8   places in the flattened mask: 1 1 0
-                                                                           1 0 0
-                                                                           1 1 1
+            cells       0  1 | 3 | 6  7  8   places in the flattened `mask`
+            mask        1  1  0
+                        1  0  0
+                        1  1  1
 
-        Nothing here waits for a GPU: it computes one micro-batch while the next one is laid out.
+        Nothing here waits for a GPU: a micro-batch is laid out while the GPU still computes the one
+        before.
 
         Args:
             prompts: token ids, one prompt for each answer; may be empty.
@@ -233,11 +240,10 @@ class Packer:
         return inputs | {"attention_mask": attention_mask(pieces, prompts)}
 
     def describe(self, answers: str, each: str) -> str:
-        """Returns `prompts are computed once for both answers`, or `... for each answer`.
+        """Says in words whether prompts are shared, for the console.
 
-        Args:
-            answers, each: what has a prompt in common, such as `both answers`, and one of them,
-                such as `answer`.
+        Example: `describe("both answers", each="answer")` returns `prompts are computed once for
+        both answers`, or `prompts are computed for each answer`.
         """
         if self.share and not self.varlen:
             return f"prompts are computed once for {answers}"
@@ -335,6 +341,7 @@ def attention_mask(pieces: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
         part = slice(start, start + queries_at_once)
         query = pieces[:, None, part, None]
         prompt_of_query = prompts[:, None, part, None]
+        # Row i of this part is token start + i, which sees no token to its right.
         mask[:, :, part] = ((key == query) | (key == prompt_of_query)).tril(start)
     return mask
 

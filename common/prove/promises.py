@@ -5,15 +5,15 @@ metric or data function needs no change here.
 
 The runs that several promises look at, made in `runs.py`:
 
-                    processes   a micro-batch      learns   log lines
-    one_process     1           a whole update     yes      every update
-    two_processes   2           one sample         yes      every update
-    on_engine       2           2 or 4 samples     yes      every update
-    uninterrupted   2           2 samples          yes      every 4; with dropout
-    other_seed      1           a whole update     yes      every 2, or half of all
-    unclipped       1           a whole update     no       every update
-    pass_at_once    1           a whole pass       no       every update: one pass each
-    pass_in_parts   2           2 or 8 samples     no       one for each pass
+                    processes   a micro-batch      learns   dropout   log lines
+    one_process     1           a whole update     yes      no        every update
+    two_processes   2           one sample         yes      no        every update
+    on_engine       2           2 or 4 samples     yes      no        every update
+    uninterrupted   2           2 samples          yes      yes       every 4 updates
+    other_seed      1           a whole update     yes      no        every 2, or half of all
+    unclipped       1           a whole update     no       no        every update
+    pass_at_once    1           a whole pass       no       no        every update: one pass each
+    pass_in_parts   2           2 or 8 samples     no       no        one for each pass
 
 Runs that do not learn have a learning rate of 0: all their updates meet the same weights.
 """
@@ -43,7 +43,7 @@ from common.prove.compare import Check, Difference
 
 # What identifies an update in a log line.
 OF_UPDATE = {"loss", "grad_norm", "learning_rate", "samples", "tokens"}
-# The flags that decide which checkpoints and actors there are, by their folders.
+# By folder: the flag that says when it gets another one, and the flag that says how many are kept.
 SAVED = {
     "checkpoints": ("save_steps", "save_total_limit"),
     "actors": ("save_actor_steps", "save_actor_limit"),
@@ -86,6 +86,7 @@ def check_split(bench: Bench) -> Iterator[Check]:
     tokens_of_sample = TOKENS_OF_SAMPLE
     if "tokens" in first and "samples" in first:
         tokens_of_sample = first["tokens"] / first["samples"]
+    # Room for about five samples in a micro-batch.
     changes: Changes = {"micro_train_tokens": round(5 * tokens_of_sample), **runs.SAVED_AT_END}
     yield from same_run(bench, "micro-batches by tokens", bench.run("tokens", **changes))
     yield from same_run(bench, "2 processes by tokens", bench.run("2-by-tokens", "ddp", **changes))
@@ -139,8 +140,8 @@ def check_means(bench: Bench) -> Iterator[Check]:
     """A logged metric is the mean over all samples, however they are split."""
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
-    # Update 1 has a line of its own, so the line that ends the first pass lacks it. That of the
-    # second pass is the first one over a whole pass.
+    # Update 1 has a line of its own, so the line that ends the first pass lacks it. Only the line
+    # that ends the second one is over a whole pass.
     makes_two_passes = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     evaluates = bool(at_once.evaluations or in_parts.evaluations)
 
@@ -171,14 +172,14 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
     expected["global_step"] = found["global_step"] = in_parts.last_step
     yield Check("training lines", compare.lines([expected], [found]))
     if len(in_parts.training) > 2:
-        # The second line ends the first pass, and the first update is not in it. So it must differ
-        # from the mean over that pass, in one metric at least.
+        # The second line is over the first pass without its first update. If it equals the mean
+        # over a whole pass in every metric, the sums are not emptied after a line.
         second = in_parts.training[1]
         yield Check("since the last line alone", compare.unlike([second], [expected]))
 
 
 def means_of_evaluations(bench: Bench, at_once: Finished, in_parts: Finished) -> Iterator[Check]:
-    """Compares first evaluations: of two runs over one pass, and of one process and of two."""
+    """Compares first evaluations: `at_once` with `in_parts`, and one process with two."""
     first = compare.lines(at_once.evaluations[:1], in_parts.evaluations[:1])
     yield Check("evaluations", first)
     # Five held-out rows in micro-batches of one: one process has a padding row.
@@ -188,7 +189,10 @@ def means_of_evaluations(bench: Bench, at_once: Finished, in_parts: Finished) ->
 
 
 def means_of_last_line(run: Finished) -> dict:
-    """Returns the means of a run's last line, and those of its rollout, which line 1 has."""
+    """Returns the metrics of a run's last line that are means.
+
+    Those of its one rollout are in the first line only, and are taken from there.
+    """
     line = {**run.training[0], **run.training[-1]}
     return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}
 
@@ -207,7 +211,7 @@ def check_log_lines(bench: Bench) -> Iterator[Check]:
     yield from linear_schedule(bench, "2 processes", runs.two_processes(bench))
     if not bench.generates:
         bench.need("max_epochs")
-        yield Check("updates and samples of 2 epochs", rows_in_epochs(one_process))
+        yield Check("updates and samples of 2 epochs", counts_of_epochs(one_process))
 
 
 def due(interval: int, last: int, also: int | None = None) -> list[int]:
@@ -250,13 +254,13 @@ def saved_where_due(bench: Bench) -> Iterator[Check]:
     keeps_one = runs.uninterrupted(bench)  # `save_total_limit` 1
     interval = runs.updates_of_a_pass(bench) + 1  # `save_steps` of `keeps_all`, and of its actors
     expected = due(interval, keeps_all.last_step)
-    for folder, (steps, limit) in SAVED.items():
-        if bench.has(steps):
+    for folder, (interval_flag, limit_flag) in SAVED.items():
+        if bench.has(interval_flag):
             saved = saved_steps(keeps_all, folder)
-            yield Check(f"{steps} {interval}", compare.lists(expected, saved, folder))
-        if bench.has(steps, limit):
+            yield Check(f"{interval_flag} {interval}", compare.lists(expected, saved, folder))
+        if bench.has(interval_flag, limit_flag):
             saved = saved_steps(keeps_one, folder)
-            yield Check(f"{limit} 1", compare.lists([keeps_one.last_step], saved, folder))
+            yield Check(f"{limit_flag} 1", compare.lists([keeps_one.last_step], saved, folder))
 
 
 def saved_steps(run: Finished, folder: str) -> list[int]:
@@ -286,8 +290,8 @@ def linear_schedule(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
     yield Check(f"lr_scheduler_type linear, {what}", nearest)
 
 
-def rows_in_epochs(run: Finished) -> Difference:
-    """Whether each usable row was in one update of each of two epochs."""
+def counts_of_epochs(run: Finished) -> Difference:
+    """Compares updates and samples of a run of two epochs with twice the usable rows."""
     rows = 0
     for name, usable in re.findall(r"^data (.*): (\d+) usable rows", run.console, re.M):
         if Path(name).name.startswith("train_"):  # the held-out rows have such a line, too
@@ -346,7 +350,7 @@ def check_seed(bench: Bench) -> Iterator[Check]:
         yield Check("another: unlike in the first line", unlike)
     if bench.has("learning_rate") and not bench.generates:
         bench.need("max_epochs")
-        # Not for its gradients: it is a run at learning rate 0 that logs every update.
+        # It is a run at learning rate 0 that logs every update.
         yield from order_of_epochs(runs.unclipped(bench), runs.updates_of_a_pass(bench))
 
 
@@ -371,16 +375,17 @@ def order_of_epochs(run: Finished, per_epoch: int) -> Iterator[Check]:
 def check_nothing_moves(bench: Bench) -> Iterator[Check]:
     """A learning rate of 0 moves nothing, in spite of the weight decay."""
     bench.need("weight_decay")
-    yield Check("2 processes", moved(bench, runs.pass_in_parts(bench)))  # at learning rate 0
+    at_rate_0 = runs.pass_in_parts(bench)
+    yield Check("2 processes", weights_moved(bench, at_rate_0))
     if not bench.quick:
         for name in ("zero2", "zero3"):
             changes = {**runs.NO_LEARNING, "micro_train_batch_size": 2, "save_steps": 2}
             run = bench.run(f"no-learning-{name}", name, **changes)
-            yield Check(runs.ENGINES[name].what, moved(bench, run))
+            yield Check(runs.ENGINES[name].what, weights_moved(bench, run))
 
 
-def moved(bench: Bench, run: Finished) -> Difference:
-    """Compares a run's last models with its first checkpoint's, and its actor with its start."""
+def weights_moved(bench: Bench, run: Finished) -> Difference:
+    """Compares weights that must not have moved: last checkpoint with first, actor with start."""
     differences = []
     saved = folders.by_step(run.folder / "checkpoints")
     for name in ("actor", "critic"):
@@ -403,7 +408,7 @@ def moved(bench: Bench, run: Finished) -> Difference:
 def check_actor(bench: Bench) -> Iterator[Check]:
     """The saved actor is the trained one, and loads anywhere."""
     yield from saved_actor(bench, "1 process", runs.one_process(bench))
-    yield from learns_from_reference(bench, runs.one_process(bench))
+    yield from reference_counts(bench, runs.one_process(bench))
     if not bench.quick:
         for name in ("zero3", "fsdp2"):
             run = runs.on_engine(bench, name)
@@ -455,8 +460,8 @@ def new_run_logs_the_same(bench: Bench, what: str, run: Finished) -> Iterator[Ch
     yield Check(f"{what}: a new run on it logs the last eval/*", same)
 
 
-def learns_from_reference(bench: Bench, run: Finished) -> Iterator[Check]:
-    """Whether another reference leads to another run; nothing of a recipe without one."""
+def reference_counts(bench: Bench, run: Finished) -> Iterator[Check]:
+    """Whether a run with another reference logs something else; yields nothing without one."""
     reference = reference_of(bench)
     if not reference:
         return
@@ -468,9 +473,9 @@ def learns_from_reference(bench: Bench, run: Finished) -> Iterator[Check]:
 
 
 def reference_of(bench: Bench) -> Changes:
-    """Returns the flag by which a run on a saved actor keeps the first run's reference; else {}.
+    """Returns the flag that gives a run on a saved actor the first run's reference.
 
-    With `--kl_coef 0` a recipe loads no reference.
+    It is {} if the recipe loads none, as with `--kl_coef 0`.
     """
     asked = bench.arguments
     has_reference = "ref_model_name_or_path" in asked and asked.get("kl_coef", 1) != 0

@@ -31,7 +31,7 @@ CALLS_AT_ONCE = 64
 # How long closing an environment may take.
 CLOSE_SECONDS = 10
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-# A part of the score beside reward functions and models.
+# The name of `get_reward` among the parts of a score; the others are reward functions and models.
 OF_ENVIRONMENT = "environment"
 
 
@@ -137,6 +137,7 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
     for first in range(0, len(calls), CALLS_AT_ONCE):
         threads = []
         for number in range(first, min(first + CALLS_AT_ONCE, len(calls))):
+            # What stays if the call does not end in time.
             results[number] = Failure(f"took longer than --environment_timeout {timeout:g} seconds")
             thread = threading.Thread(
                 target=run_one, args=(calls[number], results, number), daemon=True
@@ -147,23 +148,25 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0) if timeout else None)
-    return list(results)  # a copy, so that a call that ends late changes nothing
+    return list(results)  # a copy: a call that ends late still writes into `results`
 
 
 def run_one(call: Callable[[], Any], results: list, number: int) -> None:
     """Stores what a call returns, or why it failed, as one of `results`."""
     process = os.getpid()
     try:
-        result = finished(call())
+        result = awaited_result(call())
     except BaseException as error:  # `sys.exit` as well
         result = Failure(f"raised {described(error)}")
     if os.getpid() != process:
-        os._exit(0)  # the user's code has forked and come back twice
+        # A process that the user's code forked has come back from the call, too, and must not go on
+        # as if it were this one.
+        os._exit(0)
     results[number] = result
 
 
-def finished(result: Any) -> Any:
-    """Returns what a call returned, or what that gives once it is awaited."""
+def awaited_result(result: Any) -> Any:
+    """Returns what a call returned or, if that is an awaitable, what awaiting it gives."""
 
     async def awaited() -> Any:
         return await result
@@ -188,7 +191,7 @@ def described(error: BaseException) -> str:
     """Returns an error in one line, with the file and line in which it was raised."""
     message = one_line("".join(traceback.format_exception_only(error)))
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if os.path.basename(frame.filename) != "environments.py"]
+    own = [frame for frame in frames if frame.filename != __file__]
     frame = (own or frames)[-1]
     return f"{message} ({os.path.basename(frame.filename)}:{frame.lineno})"
 
@@ -232,8 +235,8 @@ def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
         prompt: what it read.
 
     Returns:
-        `role`, `content` and, if it calls something, `tool_calls`. A call that is no JSON has a
-        text in place of its function.
+        `role`, `content` and, if it calls something, `tool_calls`. If a call is not a JSON object,
+        its `function` is its text.
     """
     if getattr(tokenizer, "response_template", None) is not None:
         try:
@@ -247,6 +250,7 @@ def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
     for found in TOOL_CALL.findall(text):
         try:
             function = json.loads(found)
+            # `**` raises a TypeError if it is not an object.
             calls.append({"type": "function", "function": {**function}})
         except (ValueError, TypeError):
             calls.append({"type": "function", "function": found})
@@ -257,10 +261,11 @@ def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
 def call_tools(instance: Any, message: dict, count: Callable[[bool], None]) -> list[dict]:
     """Calls what a message asks for, one after the other, and returns messages with the results.
 
-    What the model did wrong, and what a tool raises, is said to the model.
+    The model is told what it did wrong, and what a tool raises.
 
     Args:
-        count: called for each call, with whether it failed.
+        count: called once for each call, with whether it failed: the model did something wrong, the
+            tool raised, or it returned a dict with `error`.
     """
     results = []
     for call in message.get("tool_calls", []):
@@ -285,6 +290,6 @@ def answer_call(instance: Any, function: Any) -> tuple[str, Any]:
         given = function.get("arguments") or {}
         given = json.loads(given) if isinstance(given, str) else given
         inspect.signature(method).bind(**given)
-        return name, finished(method(**given))
+        return name, awaited_result(method(**given))
     except Exception as error:
         return name, {"error": one_line(f"{type(error).__name__}: {error}")}

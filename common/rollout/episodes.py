@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ def start(run: Run) -> None:
     """Lets a run's samples be episodes with the environment of `--environment`, if it has one.
 
     Raises:
-        SystemExit: see `environments.load`; the chat template cannot go on with a conversation.
+        SystemExit: see `environments.load`; the chat template cannot continue a conversation.
     """
     name = run.args.environment
     if name is None:
@@ -57,13 +57,13 @@ class Episode:
     Attributes:
         data_row: the number of the prompt's row in the data.
         prompt: token ids of what the model reads first.
-        ids: what follows.
-        is_sampled: of `ids`, which the model drew.
-        logps: of `ids`, the sampler's log-probs, 0 where nothing was drawn.
         messages: the conversation so far.
+        ids: the tokens after the prompt, drawn by the model or written by the template.
+        is_sampled: for each of `ids`, whether the model drew it.
+        logps: for each of `ids`, the sampler's log-prob; 0 where nothing was drawn.
         turns: how many answers the model gave.
-        calls, failed_calls: of tools.
-        is_live: whether it goes on.
+        calls, failed_calls: how many tools it called, and how many of these calls failed.
+        is_live: whether it continues.
         ended: whether it ended by itself, and not at a limit.
         failure: how its environment failed, in words; "" if it did not.
     """
@@ -111,13 +111,49 @@ class Episode:
         self.logps += logps
 
 
+class Opening(NamedTuple):
+    """What an episode begins with.
+
+    Attributes:
+        prompt, messages: what the model reads first, as token ids and as messages.
+        failure: how `reset` failed, in words; "" if it did not.
+    """
+
+    prompt: list[int]
+    messages: list[dict]
+    failure: str = ""
+
+
+@dataclasses.dataclass
+class Reply:
+    """What an environment says after an answer.
+
+    Attributes:
+        messages: None if it ends the episode, or failed.
+        ids: what the template writes for the messages, up to the next answer.
+        calls, failed_calls: how many tools the answer called, and how many of these calls failed.
+        failure: how the environment itself failed, in words; "" if it did not.
+    """
+
+    messages: list[dict] | None = None
+    ids: list[int] = dataclasses.field(default_factory=list)
+    calls: int = 0
+    failed_calls: int = 0
+    failure: str = ""
+
+    def count(self, failed: bool) -> None:
+        """Counts a call of a tool."""
+        self.calls += 1
+        self.failed_calls += failed
+
+
 class Stage:
     """Plays the episodes of a run.
 
     Attributes:
         user_class: that of `--environment`.
-        instances: the environments of the latest samples, by the sample's row; of those whose
-            prompts are this process's, see `Samples.whole_groups`.
+        instances: the environments of the latest samples, by the sample's row. Each process has
+            those of its own prompts, see `Samples.whole_groups`.
     """
 
     def __init__(self, user_class: UserClass):
@@ -133,16 +169,16 @@ class Stage:
         weights and environment.
         """
         self.close()
-        _, per_prompt, _ = uniforms.shape
-        draws = uniforms.reshape(-1, uniforms.shape[2])
+        _, per_prompt, max_new_tokens = uniforms.shape
+        draws = uniforms.reshape(-1, max_new_tokens)
         episodes = self.begin(run, prompts, per_prompt)
         stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
-        while live := [number for number, episode in enumerate(episodes) if episode.is_live]:
+        while live := [n for n, episode in enumerate(episodes) if episode.is_live]:
             self.sample_turn(run, [episodes[n] for n in live], draws[live], temperature, stops)
             answered = [n for n in live if episodes[n].is_live]
             replies = self.on_all(run, partial(self.replies, run, episodes, answered))
-            for number in answered:
-                self.go_on(run, episodes[number], replies[number])
+            for n in answered:
+                self.continue_or_end(run, episodes[n], replies[n])
         self.note_failures(run, episodes)
         return Samples(
             prompts=[episode.prompt for episode in episodes],
@@ -162,7 +198,7 @@ class Stage:
         n_prompts = len(prompts["row"])
         mine = share_of_groups(run.accelerator, n_prompts, per_prompt)
 
-        def reset() -> dict[int, tuple]:
+        def reset() -> dict[int, Opening]:
             self.instances = {number: self.user_class.make() for number in mine}
             calls = []
             for number, instance in self.instances.items():
@@ -170,31 +206,33 @@ class Stage:
                 calls.append(partial(instance.reset, **columns))
             given = environments.run_all(calls, run.args.environment_timeout)
             return {
-                number: self.opening(
-                    run, prompts, number // per_prompt, environments.checked_reset(value)
-                )
+                number: self.opening(run, prompts, number // per_prompt, value)
                 for number, value in zip(mine, given)
             }
 
         openings = self.on_all(run, reset)
         episodes = []
         for number in range(n_prompts * per_prompt):
-            prompt, messages, failure = openings[number]
-            episode = Episode(prompts["row"][number // per_prompt], prompt, messages)
-            if failure:
-                episode.fail(failure)
+            opening = openings[number]
+            data_row = prompts["row"][number // per_prompt]
+            episode = Episode(data_row, opening.prompt, opening.messages)
+            if opening.failure:
+                episode.fail(opening.failure)
             episodes.append(episode)
         return episodes
 
-    def opening(
-        self, run: Run, prompts: dict, row: int, given: Any
-    ) -> tuple[list[int], list[dict], str]:
-        """Returns what the model reads first, as ids and messages, and how `reset` failed or "".
+    def opening(self, run: Run, prompts: dict, row: int, given: Any) -> Opening:
+        """Returns what an episode begins with.
 
         A text that `reset` returned is appended to the last message, messages after it.
+
+        Args:
+            row: the place of its prompt among `prompts`.
+            given: what `reset` returned.
         """
         data_row = prompts["row"][row]
         option = f"--environment {self.user_class.name}"
+        given = environments.checked_reset(given)
         failure = self.failure_of(run, given, data_row, "reset")
         prompt = json.loads(prompts["columns"][row])["prompt"]
         if isinstance(prompt, str) and not run.args.strings_as_messages:
@@ -204,7 +242,7 @@ class Stage:
             )
         messages = as_messages(prompt, "user")
         if given is None or failure:
-            return prompts["prompt_ids"][row], messages, failure
+            return Opening(prompts["prompt_ids"][row], messages, failure)
         if isinstance(given, str):
             last = {**messages[-1], "content": messages[-1]["content"] + given}
             messages = [*messages[:-1], last]
@@ -220,18 +258,18 @@ class Stage:
                 f"{data_row} has {len(ids)} tokens; --max_length {run.args.max_length} leaves no "
                 "room for a response"
             )
-        return ids, messages, ""
+        return Opening(ids, messages)
 
     def sample_turn(
         self, run: Run, live: list[Episode], draws: np.ndarray, temperature: float, stops: set[int]
     ) -> None:
-        """Lets the model speak once in each episode that goes on."""
+        """Lets the model speak once in each live episode."""
         rooms = [episode.room(run.args) for episode in live]
         longest = max(rooms)
         uniforms = np.zeros((len(live), longest))
-        for episode, row, numbers in zip(live, uniforms, draws):
-            left = numbers[episode.n_sampled :][:longest]
-            row[: len(left)] = left
+        for place, (episode, numbers) in enumerate(zip(live, draws)):
+            left = numbers[episode.n_sampled :][:longest]  # the k-th token has the k-th number
+            uniforms[place, : len(left)] = left
         responses = generation.respond(
             run, [episode.prompt + episode.ids for episode in live], uniforms, temperature
         )
@@ -242,76 +280,64 @@ class Stage:
             text = decode(run.tokenizer, ids[:-1] if is_whole else ids)
             message = {"role": "assistant", "content": text}
             if self.user_class.tools and is_whole:
-                read = decode(run.tokenizer, episode.prompt + episode.ids)
-                message = environments.parsed(run.tokenizer, text, read, self.user_class.tools)
+                before = decode(run.tokenizer, episode.prompt + episode.ids)
+                message = environments.parsed(run.tokenizer, text, before, self.user_class.tools)
             episode.add(ids, logps, is_sampled=True)
             episode.turns += 1
             episode.messages.append(message)
             episode.is_live = is_whole  # an answer that was cut ends its episode
 
-    def replies(self, run: Run, episodes: list[Episode], answered: list[int]) -> dict[int, tuple]:
-        """Returns what the environments of this process say, for `go_on`.
-
-        That is: messages, or None where an episode ends; their ids; how many tools were called, and
-        how many of these calls failed; how the environment itself failed, or "".
-        """
-        numbers = [number for number in answered if number in self.instances]
-        counts = {number: [0, 0] for number in numbers}
+    def replies(self, run: Run, episodes: list[Episode], answered: list[int]) -> dict[int, Reply]:
+        """Returns what the environments of this process reply, by the episode's number."""
+        replies = {number: Reply() for number in answered if number in self.instances}
 
         def call(number: int) -> Any:
+            instance = self.instances[number]
             message = episodes[number].messages[-1]
             if self.user_class.has_step:
-                return self.instances[number].step(message)
+                return instance.step(message)
+            return environments.call_tools(instance, message, replies[number].count) or None
 
-            def count(failed: bool) -> None:
-                counts[number][0] += 1
-                counts[number][1] += failed
-
-            return environments.call_tools(self.instances[number], message, count) or None
-
-        given = environments.run_all(
-            [partial(call, number) for number in numbers], run.args.environment_timeout
-        )
-        result = {}
-        for number, value in zip(numbers, given):
-            episode = episodes[number]
-            method = "step" if self.user_class.has_step else "a tool"
-            messages = environments.checked_step(value)
-            failure = self.failure_of(run, messages, episode.data_row, method, turn=episode.turns)
-            if messages is None or failure:
-                result[number] = (None, [], *counts[number], failure)
-            else:
-                ids = self.ids_between(run, messages, episode.data_row)
-                result[number] = (messages, ids, *counts[number], "")
-        return result
+        calls = [partial(call, number) for number in replies]
+        given = environments.run_all(calls, run.args.environment_timeout)
+        method = "step" if self.user_class.has_step else "a tool"
+        for (number, reply), value in zip(replies.items(), given):
+            turn = episodes[number].turns
+            data_row = episodes[number].data_row
+            value = environments.checked_step(value)
+            reply.failure = self.failure_of(run, value, data_row, method, turn)
+            if value is not None and not reply.failure:
+                reply.messages = value
+                reply.ids = self.ids_between(run, value, data_row)
+        return replies
 
     def ids_between(self, run: Run, messages: list[dict], data_row: int) -> list[int]:
         """Returns what the template writes for messages that come back, up to the next answer."""
         if sum(len(message["content"]) for message in messages) > 100 * run.args.max_length:
-            return [0] * run.args.max_length  # too much in any case: it need not be tokenised
+            # Too long for the episode: so many ids end it, and no text is tokenised in vain.
+            return [0] * run.args.max_length
         try:
             return turns.ids_after_answer(run.tokenizer, messages, self.user_class.tools)
         except BadRow as error:
             sys.exit(f"--environment {self.user_class.name}, data row {data_row}: {error}")
 
-    def go_on(self, run: Run, episode: Episode, reply: tuple) -> None:
+    def continue_or_end(self, run: Run, episode: Episode, reply: Reply) -> None:
         """Adds what the environment said to an episode, or ends it."""
-        messages, ids, calls, failed_calls, failure = reply
-        episode.calls += calls
-        episode.failed_calls += failed_calls
-        if failure:
-            episode.fail(failure)
+        episode.calls += reply.calls
+        episode.failed_calls += reply.failed_calls
+        if reply.failure:
+            episode.fail(reply.failure)
             return
-        if messages is None:
+        if reply.messages is None:
             episode.is_live = False
             episode.ended = True
             return
-        has_room = episode.room(run.args) > 0 and episode.places_left(run.args) > len(ids)
+        has_room = episode.room(run.args) > 0 and episode.places_left(run.args) > len(reply.ids)
         if episode.turns >= run.args.max_turns or not has_room:
-            episode.is_live = False  # truncated: what came back is not read by anyone
+            episode.is_live = False  # truncated: nobody reads the reply
             return
-        episode.add(ids, [0.0] * len(ids), is_sampled=False)
-        episode.messages += messages
+        episode.add(reply.ids, [0.0] * len(reply.ids), is_sampled=False)
+        episode.messages += reply.messages
 
     # ======================================================== the end of episodes
     def rewards(self, run: Run, samples: Samples) -> list[float]:
@@ -327,8 +353,8 @@ class Stage:
             rewards = {}
             for number, value in zip(numbers, map(environments.checked_reward, given)):
                 data_row = samples.data_rows[number]
-                failure = self.failure_of(run, value, data_row, "get_reward")
-                rewards[number] = math.nan if failure else value
+                self.failure_of(run, value, data_row, "get_reward")  # may end the run
+                rewards[number] = math.nan if isinstance(value, Failure) else value
             return rewards
 
         rewards = self.on_all(run, call)
@@ -346,7 +372,7 @@ class Stage:
 
         Args:
             value: what the call gave.
-            turn: of the episode; 0 if the call is of none.
+            turn: of the episode, from 1; 0 for calls before the first and after the last.
         """
         if not isinstance(value, Failure):
             return ""
@@ -364,7 +390,7 @@ class Stage:
             run.metrics.warn(f"{len(failures)} of {len(episodes)} episodes failed: {failures[0]}")
 
     def on_all(self, run: Run, function: Callable[[], dict[int, Any]]) -> dict[int, Any]:
-        """Returns what all processes found for their episodes, on every process."""
+        """Calls it on every process, and returns the results of all by the episode's number."""
         found = distributed.all_or_none(run.accelerator, True, function)
         return distributed.gather_by_key(found)
 

@@ -144,7 +144,7 @@ def responses_that_fit(run: Run) -> int:
 
 
 def generate_batch(rows: "Rows", max_new_tokens: int) -> list[Response]:
-    """Generates one response to each prompt of a batch, on this process alone.
+    """Generates one response to each prompt of a batch, on this process only.
 
     Each round adds some tokens to all rows, and then drops the rows whose responses are finished.
     For example, three prompts, four tokens at once, at most six, and the stop token 1:
@@ -179,8 +179,9 @@ class Rows:
     Attributes:
         numbers: which prompt of the batch each row has.
         ids: int64 `[rows, length]`, prompts padded on the left, then the new tokens.
+        prompt_length: of `ids`, padding included: the new tokens begin there.
         padding: `[rows]`, how many places of a row are padding.
-        cache: keys and values of the rows, but for their last tokens; None: nothing is read yet.
+        cache: keys and values of all tokens but the last of each row; None: nothing is read yet.
         sampler: draws the new tokens; None: they are chosen greedily.
         without_probability: tokens that are never chosen, see `LogProbModel.vocabulary`.
     """
@@ -198,7 +199,7 @@ class Rows:
         self.numbers = list(range(len(prompts)))
         self.prompts = prompts
         self.ids = batches.pad(prompts, self.pad_token_id, run.device, left=True)
-        self.prompt_length = self.ids.shape[1]  # padding included
+        self.prompt_length = self.ids.shape[1]
         self.padding = np.array([self.prompt_length - len(prompt) for prompt in prompts])
         self.cache: Any = None
         self.sampler = sampler
@@ -236,8 +237,8 @@ class Rows:
         is_any_shared = n_distinct < len(self.prompts)
         if not is_any_shared or length == 0 or not can_pick_rows(self.model):
             return  # `extend` reads all prompts
-        first_rows = [first_row[tuple(prompt)] for prompt in self.prompts]
-        read, copies = np.unique(first_rows, return_inverse=True)
+        first_rows = [first_row[tuple(prompt)] for prompt in self.prompts]  # of A A B A: 0 0 2 0
+        read, copies = np.unique(first_rows, return_inverse=True)  # 0 2, and 0 0 1 0
         # `generate` must draw a token, which is not used.
         output = self.run_model(self.ids[read, :length], self.padding[read], n_new=1)
         self.cache = getattr(output, CACHE)
@@ -294,8 +295,8 @@ class RoomyLayer(DynamicLayer):
 
     Attributes:
         room: keys and values `[rows, heads, more than length, head size]`.
-        filled: `keys` as `update` last returned them. `reorder_cache` puts another tensor in the
-            place of `keys` when rows are dropped: then the room is stale, and a new one is made.
+        filled: `keys` as `update` last returned them. When rows are dropped, `reorder_cache` makes
+            another tensor of `keys`, which the room does not belong to.
     """
 
     keys: torch.Tensor
@@ -309,10 +310,13 @@ class RoomyLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         old = self.get_seq_length()
         length = old + key_states.shape[-2]
-        if self.room is None or self.keys is not self.filled or length > self.room[0].shape[-2]:
-            keys = with_room(self.keys, key_states, old)
-            self.room = (keys, with_room(self.values, value_states, old))
-        self.keys, self.values = (whole[..., :length, :] for whole in self.room)
+        rows_changed = self.keys is not self.filled
+        if self.room is None or rows_changed or length > self.room[0].shape[-2]:
+            new_keys = with_room(self.keys, key_states, old)
+            self.room = (new_keys, with_room(self.values, value_states, old))
+        room_of_keys, room_of_values = self.room
+        self.keys = room_of_keys[..., :length, :]
+        self.values = room_of_values[..., :length, :]
         self.keys[..., old:, :] = key_states
         self.values[..., old:, :] = value_states
         self.filled = self.keys

@@ -51,8 +51,8 @@ class Samples:
         per_prompt: how many samples, side by side, answer the same prompt.
         sampler_logps: the log-prob of each token of each response, as the sampler computed it when
             it drew the token; an empty list for a response that was generated greedily.
-        is_sampled: of each token of each response, whether the model drew it; in episodes an
-            environment wrote the others, and nothing is learned from them. An empty list: all.
+        is_sampled: of each token of each response, whether the model drew it. In episodes the
+            others come from an environment, and nothing is learned from them. An empty list: all.
         messages: of episodes, each conversation, prompt included.
         of_episodes: of episodes, `[samples]` by tag, for the log.
     """
@@ -98,8 +98,9 @@ class Samples:
     def lengths_for_split(self, packer: Packer) -> np.ndarray:
         """What `batches.split_update` takes as lengths, `[samples]`.
 
-        Where prompts can be shared, that is the longest of each group, so that a group stays in one
-        micro-batch. With `--micro_train_tokens` its short samples then count as long as that.
+        Where prompts can be shared, that is the longest of each group, so that the samples of a
+        group stay side by side and most share a micro-batch. With `--micro_train_tokens` its short
+        samples then count as long as that.
         """
         return self.group_lengths if packer.share else self.lengths
 

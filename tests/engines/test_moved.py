@@ -170,8 +170,8 @@ def test_fp32_rounds_nothing(tmp_path):
 
 def test_large_weights_are_sampled_and_nothing_rounded_is_no_warning(monkeypatch):
     """Autocast of a model with recurrent layers rounds no weight in every use."""
-    monkeypatch.setattr(moved, "NUMBERS", 4)
-    monkeypatch.setattr(moved, "UPDATES", 1)
+    monkeypatch.setattr(moved, "MOST_COMPARED", 4)
+    monkeypatch.setattr(moved, "UPDATES_TO_WARN", 1)
     monkeypatch.setattr(moved.engine, "half_precision", lambda accelerator: torch.bfloat16)
     monkeypatch.setattr(moved.rounding, "rounded_when_read", lambda accelerator, model: set())
     model = torch.nn.Linear(8, 2)

@@ -1178,7 +1178,7 @@ def test_means_without_evaluations_are_not_all_checked(tmp_path, monkeypatch):
 
 def test_a_run_that_saves_nothing_may_have_moved(tmp_path):
     with pytest.raises(bench.Unchecked, match="saves no model"):
-        promises.moved(bench_of(tmp_path), finished(tmp_path / "run"))
+        promises.weights_moved(bench_of(tmp_path), finished(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("generates, unchecked", [(False, True), (True, False)])
@@ -1290,7 +1290,7 @@ def test_rows_that_cannot_be_used_are_not_expected(tmp_path):
     for samples, wrong in ((40, 0), (33, 7)):
         lines = [{"global_step": 4, "loss": 1.0, "samples": samples}]
         write_jsonl(tmp_path / "metrics.jsonl", lines)
-        assert promises.rows_in_epochs(bench.Finished("", tmp_path, console)).measured == wrong
+        assert promises.counts_of_epochs(bench.Finished("", tmp_path, console)).measured == wrong
 
 
 def test_weights_are_compared_relative_to_their_norm():
