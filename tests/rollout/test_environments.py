@@ -154,9 +154,11 @@ def stage_of(make, has_reward: bool = False) -> episodes.Stage:
     )
 
 
-def played(accelerator, tokenizer, folder, make, temperature=1.0, per_prompt=2, **settings):
+def played(
+    accelerator, tokenizer, folder, make, temperature=1.0, per_prompt=2, dtype=None, **settings
+):
     """Two prompts' episodes with this environment, and the run."""
-    model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
+    model = LlamaForCausalLM.from_pretrained(folder / "model").eval().to(dtype)
     run = bare_run(accelerator, tokenizer, model, **{**SETTINGS, **settings})
     run.stage = stage_of(make)
     run.metrics = types.SimpleNamespace(warn=warnings.warn)
@@ -173,15 +175,19 @@ def played(accelerator, tokenizer, folder, make, temperature=1.0, per_prompt=2, 
 # ============================================================ tokens
 
 
-def test_what_is_trained_on_is_what_was_sampled(accelerator, tokenizer, user):
-    """Log-probs of one pass over the whole episode are those with which its tokens were drawn."""
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 2e-6), (torch.float32, 1e-5)])
+def test_what_is_trained_on_is_what_was_sampled(accelerator, tokenizer, user, dtype, bound):
+    """Log-probs of one pass over the whole episode are those with which its tokens were drawn.
+
+    In fp32 generation with its cache and a whole pass round differently, by 3e-6 of up to 4.
+    """
     folder, module = user
-    run, _, _, found = played(accelerator, tokenizer, folder, module.Echo)
+    run, _, _, found = played(accelerator, tokenizer, folder, module.Echo, dtype=dtype)
     assert all(len(re.findall("<.user.>", decode(tokenizer, ids))) == 2 for ids in found.responses)
     logps = LogProbModel(run.unwrapped.model)(found.make_batch([0, 1, 2, 3], SHARING))["logps"]
     drawn = found.padded_sampler_logps
     assert torch.equal(found.mask, drawn != 0)
-    assert (logps - drawn).abs().max() < 1e-5
+    assert (logps - drawn).abs().max() < bound
     assert found.of_episodes["environment/model_tokens"].tolist() == found.mask.sum(1).tolist()
     for row, ids in enumerate(found.responses):
         text = decode(tokenizer, found.prompts[row] + ids)
