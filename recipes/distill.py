@@ -264,8 +264,8 @@ def sample_responses(run: Run, to_sample: dict[str, list], is_sampled: np.ndarra
     """
     args = run.args
     with run.metrics.timed("generate"):
-        # One uniform random number per token (inverse-CDF sampling): responses do not depend on
-        # the number of processes.
+        # One uniform random number per token (inverse-CDF sampling), from which a server takes
+        # its seeds: responses do not depend on the number of processes.
         uniforms = run.extra.position.draw_uniforms(args, len(is_sampled))[is_sampled]
         samples = generation.sample(run, to_sample, uniforms, args.temperature)
         if args.rollouts_ahead:
@@ -291,10 +291,10 @@ def columns_where(columns: dict[str, list], is_wanted: np.ndarray) -> dict[str, 
 
 
 def with_contexts(columns: dict[str, list]) -> dict[str, list]:
-    """Returns the columns with each prompt cut to what its completion continues.
+    """Returns the columns of prompts that get completions, each prompt as its completion needs it.
 
-    A template may write the completion after only the beginning of the generation prompt, see
-    `tokens.Answer`. Without `--on_policy_share` there are no completions, and nothing is cut.
+    Where a template's generation prompt ends with `<bot><think>`, but a completion is written after
+    `<bot>`, the prompt becomes that with `<bot>`; see `tokens.Answer`.
     """
     cut = dict(columns)
     if "context_ids" in columns:
@@ -348,7 +348,7 @@ def compute_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packe
     """Returns the student's log-probs of response tokens before a rollout's first update.
 
     They come from the model's forward pass with its teachers, as in training. Micro-batches are cut
-    otherwise, so rounding may differ.
+    differently, so rounding may differ.
 
     Returns:
         `[samples, longest response]`, zero past the end of each response,
@@ -356,7 +356,7 @@ def compute_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packe
     """
     collected = Collected(run.accelerator)
     for rows, weights, old, output in forward_passes(run, rollout, taught_by, packer):
-        # A micro-batch is real, or a padding row alone: nothing of that is kept.
+        # A padding row is a micro-batch of its own, and is not kept.
         collected.add(rows if weights.any() else [], old["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
     rollout.samples.check_finite(run, logps=logps)
@@ -408,8 +408,8 @@ def updates_of(rollout: Rollout, args: Args) -> int:
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
     """Returns which samples of the rollout form its next update, in a seeded order.
 
-    The updates of an epoch have the same number of samples, or one more: each is a whole step, so
-    none is made of a few samples that are left over. The samples of a prompt are side by side, so
+    Updates of a pass differ by at most one sample, because a small leftover would be a whole
+    optimizer step, too. The samples of a prompt are side by side, so
     that most of them are in the same update and can share the prompt.
     """
     n_updates = updates_per_pass(rollout, args)
@@ -439,7 +439,7 @@ def lessons_of(
 
 
 def beta_of(args: Args) -> float | None:
-    """Returns `--beta`, or None with `--loss_type sampled`, which needs no divergence."""
+    """Returns `--beta`; None, with `--loss_type sampled`, asks for log-probs with a gradient."""
     return None if args.loss_type == "sampled" else args.beta
 
 
@@ -466,8 +466,8 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "distill.yaml")
     check_settings(args)
-    accelerator = launch.make_accelerator(args, "distill")
-    lora.complete_settings(accelerator, args)
+    accelerator = launch.make_accelerator(args, "distill")  # also chooses args.output_dir
+    lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -496,7 +496,7 @@ def main():
     student = load.causal_lm(args.model_name_or_path, tokenizer, args)
     policy = DistillModel(student, teachers.shared_vocabulary(args, tokenizer, student))
     prepare.disable_dropout(policy)  # the sampler has none
-    prepare.choose_parameters(accelerator, policy, args)
+    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
@@ -507,7 +507,7 @@ def main():
         bar_metric="kl/reverse",
         bar_label="reverse_kl",
         charts=CHARTS,
-        flop=lora.flop(policy),  # operations per token, for perf/mfu
+        flop=lora.flop(policy),  # operations, for perf/mfu
     )
     run = Run(
         accelerator=accelerator,
@@ -523,6 +523,7 @@ def main():
         models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
         extra=State(Position()),  # what the loop carries; saved in checkpoints
     )
+    # Refuses a model whose architecture is not interpreted correctly.
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
     vllm.connect(run)  # does nothing without --vllm_url
 
@@ -539,7 +540,7 @@ def main():
     )
     guard = guards.FiniteLosses(run)
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    state = run.extra
+    state = run.extra  # after `checkpoint.begin`, which may replace it
     if progress.updates_seen == 0:
         evaluate(run, taught_by, packer)
     while not progress.finished:
@@ -549,14 +550,14 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths_for_split(packer)  # samples of a prompt side by side
+        lengths = rollout.samples.lengths_for_split(packer)  # alike in a group that shares a prompt
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        # Until an update of this rollout is applied, the student is the old one of all ratios.
+        # Before the rollout's first applied update, the student still is the old one.
         student_has_moved = progress.global_step > rollout.started_at
 
         for micro_batch in micro_batches:

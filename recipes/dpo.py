@@ -219,8 +219,8 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "dpo.yaml")
     check_settings(args)
-    accelerator = launch.make_accelerator(args, "dpo")
-    lora.complete_settings(accelerator, args)
+    accelerator = launch.make_accelerator(args, "dpo")  # also chooses args.output_dir
+    lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -234,7 +234,7 @@ def main():
     # ============================================================ model and optimizer
     policy = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
     prepare.disable_dropout(policy)  # so that policy and reference differ only in their weights
-    prepare.choose_parameters(accelerator, policy, args)
+    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
@@ -244,7 +244,7 @@ def main():
         progress,
         bar_metric="rewards/accuracies",
         charts=CHARTS,
-        flop=lora.flop(policy),  # operations per token, for perf/mfu
+        flop=lora.flop(policy),  # operations, for perf/mfu
     )
     run = Run(
         accelerator=accelerator,
@@ -259,6 +259,7 @@ def main():
         metrics=metrics,
         models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
     )
+    # Refuses a model whose architecture is not interpreted correctly.
     checks.check_logprobs(run, data.train[0]["prompt_ids"] + data.train[0]["chosen_ids"])
     answers.check_room(run)  # do held-out prompts leave room for an answer?
 

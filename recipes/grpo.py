@@ -216,7 +216,7 @@ def groups_with_advantages(
         return scores_differ(groups)
     if advantage_std == "batch":
         return torch.ones(len(groups), dtype=torch.bool)
-    return groups.nan_to_num(0.0).ne(0).any(1)
+    return groups.nan_to_num(0.0).ne(0).any(1)  # NaN is no score
 
 
 def estimate_advantages(
@@ -239,9 +239,9 @@ def estimate_advantages(
     Args:
         scores: `[samples]`, those of a group side by side. NaN: none, since an environment failed;
             such a sample is in no baseline, and its advantage is 0.
-        is_trained: bool `[samples]`, None: all. The others count in what is computed of their
-            group, but not in the mean and standard deviation of the batch. A single trained sample
-            has no standard deviation: its advantage is left as it is.
+        is_trained: bool `[samples]`, None: all that have a score. The others count in what is
+            computed of their group, but not in the mean and standard deviation of the batch. A
+            single trained sample has no standard deviation: its advantage is left as it is.
     """
     grouped = scores.double().reshape(-1, group_size)
     is_scored = grouped.isfinite()
@@ -249,6 +249,8 @@ def estimate_advantages(
     means = grouped.nanmean(1, keepdim=True)
     if is_trained is None:
         is_trained = is_scored.flatten()
+
+    # NaN, of a sample without a score, stays NaN until the last line.
     if baseline == "group":
         advantages = grouped - means
     elif baseline == "rloo":
@@ -346,9 +348,9 @@ def divergence_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the loss of each token, and whether it was masked as too unlikely, or too likely.
 
-    The loss is `-A min(r, 20) log pi`, where r = p/q has no gradient. Here p is the token's
-    probability under the policy, and q under the policy that sampled it. A token has no loss if p
-    is already too far from q and the update would move it further away. The distance is
+    The loss is `-A min(r, LARGEST_RATIO) log pi`, where r = p/q has no gradient. Here p is the
+    token's probability under the policy, and q under the policy that sampled it. A token has no
+    loss if p is already too far from q and the update would move it further away. The distance is
 
         dppo_tv: |p - q|, the total variation between "this token" and "any other";
         dppo_kl: the KL of the same two outcomes, q log(q/p) + (1 - q) log((1 - q)/(1 - p)).
@@ -441,18 +443,17 @@ def losses_and_metrics(
     logps = output["logps"]
     mask = old["mask"]
     ratios = ratios_to_old(logps, old["logps"], mask, args.ratio)
+    advantages = old["advantages"]
+    limits = {"low": args.clip_range, "high": args.clip_range_high}
     is_dppo = args.loss_type.startswith("dppo")
-    # DPPO compares with the sampler itself, the others with the policy before the first update.
-    loss_of = divergence_losses if is_dppo else policy_losses
-    compared = old["sampler_logps"] if is_dppo else ratios
-    token_losses, clipped_low, clipped_high = loss_of(
-        logps,
-        compared,
-        old["advantages"],
-        loss_type=args.loss_type,
-        low=args.clip_range,
-        high=args.clip_range_high,
-    )
+    if is_dppo:
+        token_losses, clipped_low, clipped_high = divergence_losses(
+            logps, old["sampler_logps"], advantages, args.loss_type, **limits
+        )
+    else:
+        token_losses, clipped_low, clipped_high = policy_losses(
+            logps, ratios, advantages, args.loss_type, **limits
+        )
     per_token = {
         "clip_ratio/low_mean": clipped_low.expand_as(mask).float(),
         "clip_ratio/high_mean": clipped_high.expand_as(mask).float(),
@@ -465,8 +466,8 @@ def losses_and_metrics(
     if args.vllm_url and not is_dppo:
         # A server's log-probs differ from those of training, so its tokens are weighted. The KL is
         # not: it is a penalty that should be small on these tokens, whoever sampled them.
-        sampler_weights, sampler_metrics = correction.importance_weights(old, token_weights, args)
-        token_losses = token_losses * sampler_weights
+        corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
+        token_losses = token_losses * corrections
     if args.kl_coef:
         # Each token's own ratio, even if one ratio of the whole response weights the policy loss.
         token_ratios = ratios_to_old(logps, old["logps"], mask, "token")
@@ -488,8 +489,8 @@ class Rollout:
 
     Attributes:
         samples: those of the groups that are kept.
-        is_trained: bool `[samples]`, which are trained on; the others still count in their group's
-            baseline.
+        is_trained: bool `[samples]`, which are trained on. Truncated ones that are not still count
+            in their group's baseline, episodes that failed do not.
         tokens: tensors by name, each `[samples, longest response]` except `advantages`:
             `mask`: which are tokens of the response.
             `advantages`: `[samples, 1]`, the same for all tokens of a response.
@@ -571,7 +572,7 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     is full, `--refill_rounds` are over, or the epoch ends.
 
     Returns:
-        The samples of the kept groups, and their scores `[samples]`.
+        The samples of the kept groups, and their scores less the length penalty, `[samples]`.
     """
     args = run.args
     position = run.extra.position
@@ -581,8 +582,8 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     for round_number in range(1 + args.refill_rounds):
         prompts_of_round = position.take_prompts(run, prompts_missing)
         with run.metrics.timed("generate"):
-            # One uniform random number per token (inverse-CDF sampling): responses do not depend on
-            # the number of processes.
+            # One uniform random number per token (inverse-CDF sampling), from which a server takes
+            # its seeds: responses do not depend on the number of processes.
             uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
             samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
             if args.rollouts_ahead:  # there is one round only, see `check_refills`
@@ -728,7 +729,7 @@ def order_of_samples(rollout: Rollout, order_seed: tuple, pass_number: int) -> n
 
 
 def advance_rollout(run: Run) -> None:
-    """Counts an update, here and in `progress`. After its rollout's last one the next is due."""
+    """Counts an update of the rollout. After the last one, the next rollout is due."""
     state: State = run.extra
     state.position.update += 1
     if state.position.update == updates_of(state.rollout, run.args):
@@ -750,8 +751,8 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "grpo.yaml")
     check_settings(args)
-    accelerator = launch.make_accelerator(args, "grpo")
-    lora.complete_settings(accelerator, args)
+    accelerator = launch.make_accelerator(args, "grpo")  # also chooses args.output_dir
+    lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -778,7 +779,7 @@ def main():
     # ============================================================ model and optimizer
     policy = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
-    prepare.choose_parameters(accelerator, policy, args)
+    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
@@ -789,7 +790,7 @@ def main():
         bar_metric="reward",
         bar_label=f"reward_at_temperature_{args.temperature:g}",
         charts=CHARTS,
-        flop=lora.flop(policy),  # operations per token, for perf/mfu
+        flop=lora.flop(policy),  # operations, for perf/mfu
     )
     run = Run(
         accelerator=accelerator,
@@ -805,6 +806,7 @@ def main():
         models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
         extra=State(Position()),  # what the loop carries; saved in checkpoints
     )
+    # Refuses a model whose architecture is not interpreted correctly.
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
     vllm.connect(run)  # does nothing without --vllm_url
     episodes.start(run)  # does nothing without --environment
@@ -824,7 +826,7 @@ def main():
     )
     guard = guards.FiniteLosses(run)
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    state = run.extra
+    state = run.extra  # after `checkpoint.begin`, which may replace it
     # Not `updates_seen == 0`: a resumed run may have had rollouts that led to no update.
     if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
@@ -840,7 +842,7 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths_for_split(packer)  # samples of a prompt side by side
+        lengths = rollout.samples.lengths_for_split(packer)  # alike in a group that shares a prompt
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
@@ -907,10 +909,11 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
 
 
 def update_data_position(run: Run) -> None:
-    """Tells `progress` how many prompts were used, and whether all of them were.
+    """Tells `progress` how many prompts were taken, and whether the data have ended.
 
-    `progress` cannot tell by counting updates, since rollouts lose groups and then make fewer. With
-    `--max_steps` the prompts never run out: they start again.
+    They have once all prompts are taken and the last rollout is trained on; with `--max_steps`
+    never, since the prompts then start again. `progress` cannot tell by counting updates: rollouts
+    lose groups, and then make fewer.
     """
     state: State = run.extra
     prompts_in_all = run.args.max_epochs * run.data.mixture.samples
@@ -928,7 +931,7 @@ def skip_rollout(run: Run) -> None:
     position = run.extra.position
     position.end_rollout()
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_at_update
-    run.progress.idle = True  # nothing has changed that could be evaluated or saved again
+    run.progress.idle = True  # the model has not changed: it is not evaluated or saved again
     update_data_position(run)
     reason = (
         f"no update from rollout {position.rollouts_seen}: it has no response to train on "

@@ -258,8 +258,9 @@ def explained_variance(
 ) -> torch.Tensor:
     """Returns the share of the returns' variance over tokens that the critic's values explain.
 
-    It is 1 - Var(returns - values) / Var(returns): 1 if they agree, 0 if a constant would predict
-    the returns as well, below 0 if a constant would do better. NaN if the returns hardly differ.
+    It is 1 - Var(returns - values) / Var(returns): 1 if both agree up to a constant, 0 if a
+    constant would predict the returns as well, below 0 if a constant would do better. NaN if the
+    returns hardly differ.
     """
     kept = returns[mask].double()
     residuals = kept - values[mask].double()
@@ -390,8 +391,8 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     position = state.position
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
     with run.metrics.timed("generate"):
-        # One uniform random number per token (inverse-CDF sampling): responses do not depend on
-        # the number of processes.
+        # One uniform random number per token (inverse-CDF sampling), from which a server takes
+        # its seeds: responses do not depend on the number of processes.
         uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
         samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
         if args.rollouts_ahead:
@@ -549,7 +550,7 @@ def set_learning_rates(run: Run, rollout: Rollout) -> dict[str, float]:
 
 
 def note_joint_clipping(run: Run, grad_norm: float) -> None:
-    """Prints once that the joint norm is far above `--max_grad_norm`, mostly by the critic's.
+    """Prints once that the joint norm of actor and critic is far above `--max_grad_norm`.
 
     Then clipping shrinks the actor's gradient as much. DeepSpeed can only clip by the joint norm of
     all parameters, so all engines do.
@@ -602,8 +603,8 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "ppo.yaml")
     check_settings(args)
-    accelerator = launch.make_accelerator(args, "ppo")
-    lora.complete_settings(accelerator, args)
+    accelerator = launch.make_accelerator(args, "ppo")  # also chooses args.output_dir
+    lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -629,7 +630,7 @@ def main():
     # ============================================================ model and optimizer
     policy = make_actor_critic(tokenizer, args)
     prepare.disable_dropout(policy)  # because responses are sampled without dropout
-    prepare.choose_parameters(accelerator, policy, args)
+    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     optimizer = optim.adamw(accelerator, parameter_groups(policy, args), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
@@ -640,7 +641,7 @@ def main():
         bar_metric="objective/scores",
         bar_label=f"scores_at_temperature_{args.temperature:g}",
         charts=CHARTS,
-        flop=lora.flop(policy),  # operations per token, for perf/mfu
+        flop=lora.flop(policy),  # operations, for perf/mfu
     )
     run = Run(
         accelerator=accelerator,
@@ -657,6 +658,7 @@ def main():
         extra=State(Position(), args.kl_coef),  # what the loop carries; saved in checkpoints
         saved_with_actor={"critic": policy.critic.model},
     )
+    # Refuses a model whose architecture is not interpreted correctly.
     checks.check_logprobs(run, data.train[0]["prompt_ids"])
     vllm.connect(run)  # does nothing without --vllm_url
     episodes.start(run)  # does nothing without --environment
@@ -678,7 +680,7 @@ def main():
     )
     guard = guards.FiniteLosses(run)
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    state = run.extra
+    state = run.extra  # after `checkpoint.begin`, which may replace it
     if progress.updates_seen == 0:
         evaluate(run, judge, packer)
     while not progress.finished:

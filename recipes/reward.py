@@ -173,8 +173,8 @@ CHARTS = {
 def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "reward.yaml")
-    accelerator = launch.make_accelerator(args, "reward")
-    lora.complete_settings(accelerator, args)
+    accelerator = launch.make_accelerator(args, "reward")  # also chooses args.output_dir
+    lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -189,7 +189,7 @@ def main():
     # ============================================================ model and optimizer
     scorer = ScoreModel(load.score_model(args.model_name_or_path, tokenizer, args, new_head=True))
     prepare.disable_dropout(scorer)  # both answers must be read by the same model
-    prepare.choose_parameters(accelerator, scorer, args)
+    prepare.choose_parameters(accelerator, scorer, args)  # what is trained: all, or adapters
     optimizer = optim.adamw(accelerator, optim.parameter_groups(scorer, args.weight_decay), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, scorer, optimizer, args.debug_overflow)
@@ -199,7 +199,7 @@ def main():
         progress,
         bar_metric="accuracy",
         charts=CHARTS,
-        flop=lora.flop(scorer),
+        flop=lora.flop(scorer),  # operations, for perf/mfu
     )
     run = Run(
         accelerator=accelerator,
@@ -212,7 +212,7 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, scorer),
+        models=lora.fingerprints(accelerator, scorer),  # the base below adapters, for a resume
         # Mean and standard deviation of the held-out scores of these weights, once evaluated.
         extra={},
     )

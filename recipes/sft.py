@@ -250,8 +250,8 @@ CHARTS = {
 def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "sft.yaml")
-    accelerator = launch.make_accelerator(args, "sft")
-    lora.complete_settings(accelerator, args)
+    accelerator = launch.make_accelerator(args, "sft")  # also chooses args.output_dir
+    lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -270,7 +270,7 @@ def main():
 
     # ============================================================ model and optimizer
     policy = LogProbModel(load.causal_lm(args.model_name_or_path, tokenizer, args))
-    prepare.choose_parameters(accelerator, policy, args)
+    prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
     model, optimizer = prepare.for_training(accelerator, policy, optimizer, args.debug_overflow)
@@ -280,7 +280,7 @@ def main():
         progress,
         bar_metric="mean_token_accuracy",
         charts=CHARTS,
-        flop=lora.flop(policy),  # operations per token, for perf/mfu
+        flop=lora.flop(policy),  # operations, for perf/mfu
     )
     run = Run(
         accelerator=accelerator,
@@ -295,6 +295,7 @@ def main():
         metrics=metrics,
         models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
     )
+    # Refuses a model whose architecture is not interpreted correctly.
     checks.check_logprobs(run, train_sequences[[0]]["input_ids"][0])
     answers.check_room(run)  # do held-out prompts leave room for an answer?
     varlen = architecture.uses_varlen(args.attn_implementation)

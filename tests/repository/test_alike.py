@@ -38,11 +38,11 @@ evaluation
 # Lines of `main`, in this order. What belongs to the algorithm is between them.
 MAIN = """
 args = arguments.parse(Args, demo=common.ASSETS / "NAME.yaml")
-accelerator = launch.make_accelerator(args, "NAME")
-lora.complete_settings(accelerator, args)
+accelerator = launch.make_accelerator(args, "NAME")  # also chooses args.output_dir
+lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
 tokenizer = load.tokenizer_of_run(accelerator, args)
 data = dataset.load_data(
-prepare.choose_parameters(accelerator, UNWRAPPED, args)
+prepare.choose_parameters(accelerator, UNWRAPPED, args)  # what is trained: all, or adapters
 optimizer = optim.adamw(
 scheduler = optim.scheduler(optimizer, args, progress.total_steps)
 model, optimizer = prepare.for_training(accelerator, UNWRAPPED, optimizer, args.debug_overflow)
