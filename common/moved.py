@@ -43,11 +43,11 @@ class Watch:
         run: not in fp32.
 
     Attributes:
+        sampler, master_sampler: what takes `read` and `masters`.
         read: `[sampled]`, as the forward pass reads them, after the last update.
         masters: `[sampled]`, in fp32, as the optimizer steps them. ZeRO-1 and 2 leave a process all
             of `read` and a part of these.
         at_start: `[rounded]`, the beginning of `read` when the run started; gone once compared.
-        read_counts, master_counts: `[sampled]`, how many weights each sampled one stands for.
         n_rounded: how many of `read`, from the first, half precision rounds in every use.
         is_any_rounded: whether there are such weights, on any process.
     """
@@ -55,58 +55,32 @@ class Watch:
     def __init__(self, run: Run):
         self.run = run
         self.half = engine.half_precision(run.accelerator)
-        rounded = rounding.rounded_when_read(run.accelerator, run.unwrapped)
-        trained = {
-            name: parameter
-            for name, parameter in run.unwrapped.named_parameters()
-            if parameter.requires_grad
-        }
-        names = sorted(trained, key=lambda name: name not in rounded)  # the rounded ones first
-        self.trained = [trained[name] for name in names]
         self.n_trained = engine.count_trained_parameters(run.unwrapped)
-        self.is_any_rounded = any(name in rounded for name in names)
         self.updates = 0
+
+        names = rounding.rounded_when_read(run.accelerator, run.unwrapped)
+        rounded: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in run.unwrapped.named_parameters():
+            if parameter.requires_grad:
+                (rounded if name in names else others).append(parameter)
+        self.is_any_rounded = len(rounded) > 0
+
         engine.reshard(run.unwrapped)  # an evaluation may have left the weights whole
-        self.read_counts = self.weights_per_sampled(shards.part_of)
-        self.master_counts = self.weights_per_sampled(master_or_weight)
-        self.n_rounded = sum(
-            len(evenly_spaced(trained[name], shards.part_of(trained[name])))
-            for name in names
-            if name in rounded
-        )
-        self.take_sample()
+        self.n_rounded = sum(len(evenly_spaced(part, shards.part_of(part))) for part in rounded)
+        self.sampler = Sampler([*rounded, *others], shards.part_of)
+        self.master_sampler = Sampler([*rounded, *others], master_or_weight)
+        self.take_samples()
         self.at_start = self.read[: self.n_rounded]
 
-    def take_sample(self) -> None:
+    def take_samples(self) -> None:
         """Takes `read` and `masters` from the weights as they are now."""
         engine.reshard(self.run.unwrapped)
-        self.read = self.sample_of(shards.part_of)
-        self.masters = self.sample_of(master_or_weight)
+        self.read = self.sampler.take()
+        self.masters = self.master_sampler.take()
         # What the forward pass makes of those that it rounds.
         rounded = self.read[: self.n_rounded]
         rounded.copy_(rounded.to(self.half))
-
-    def sample_of(self, held: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
-        """Returns a copy of the sampled weights of all trained parameters, `[sampled]`.
-
-        Args:
-            held: returns what this process holds of a parameter: `shards.part_of`, or
-                `master_or_weight`.
-        """
-        parts = [evenly_spaced(parameter, held(parameter)) for parameter in self.trained]
-        # DeepSpeed's empty parts are on the CPU.
-        return torch.cat([part for part in parts if len(part)] or parts[:1])
-
-    def weights_per_sampled(self, held: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
-        """Returns how many weights each of `sample_of(held)` stands for, `[sampled]`."""
-        sizes = []
-        lengths = []
-        for parameter in self.trained:
-            sizes.append(zero.without_padding(parameter, held(parameter)).numel())
-            lengths.append(len(evenly_spaced(parameter, held(parameter))))
-        each = [size / max(length, 1) for size, length in zip(sizes, lengths)]
-        counts = torch.repeat_interleave(torch.tensor(each), torch.tensor(lengths))
-        return counts.to(self.sample_of(held).device)
 
     def update_done(self) -> dict[str, float]:
         """Returns what to log of an update that was applied. All processes must call it.
@@ -118,9 +92,9 @@ class Watch:
         """
         read_before = self.read
         masters_before = self.masters
-        self.take_sample()
-        moved, read_norm = self.compare(read_before, self.read, self.read_counts)
-        _, norm = self.compare(masters_before, self.masters, self.master_counts)
+        self.take_samples()
+        moved, read_norm = self.compare(read_before, self.read, self.sampler.counts)
+        _, norm = self.compare(masters_before, self.masters, self.master_sampler.counts)
         self.updates += 1
         if self.updates == UPDATES_TO_WARN and self.is_any_rounded:
             self.warn_if_still()
@@ -132,7 +106,7 @@ class Watch:
         Autocast reads norms and embeddings in fp32, so these do not count.
         """
         n = self.n_rounded
-        moved, _ = self.compare(self.at_start, self.read[:n], self.read_counts[:n])
+        moved, _ = self.compare(self.at_start, self.read[:n], self.sampler.counts[:n])
         del self.at_start
         if moved < SHARE_TO_WARN and self.run.accelerator.is_main_process:
             self.run.metrics.warn(self.advice(moved))
@@ -178,6 +152,34 @@ class Watch:
             f"weight of median size, {median:.2g}, moves for some {half_cell / rate:,.0f} updates "
             f"until {name} shows it. Sooner: {', '.join(ways)}. See docs/precision.md"
         )
+
+
+class Sampler:
+    """Copies the same weights of some parameters again and again.
+
+    Args:
+        parameters: at least one.
+        held: returns what this process holds of a parameter.
+
+    Attributes:
+        counts: `[sampled]`, how many weights each sampled one stands for.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], held: Callable[[nn.Parameter], torch.Tensor]
+    ):
+        self.parameters = parameters
+        self.held = held
+        sizes = torch.tensor([zero.without_padding(p, held(p)).numel() for p in parameters])
+        lengths = torch.tensor([len(evenly_spaced(p, held(p))) for p in parameters])
+        each = sizes / lengths.clamp(min=1)
+        self.counts = torch.repeat_interleave(each, lengths).to(self.take().device)
+
+    def take(self) -> torch.Tensor:
+        """Returns a copy of the sampled weights as they are now, `[sampled]`."""
+        parts = [evenly_spaced(parameter, self.held(parameter)) for parameter in self.parameters]
+        # DeepSpeed's empty parts are on the CPU.
+        return torch.cat([part for part in parts if len(part)] or parts[:1])
 
 
 def master_or_weight(parameter: nn.Parameter) -> torch.Tensor:
