@@ -22,6 +22,7 @@ from common.models.logprobs import LogProbModel
 from common.rollout import environments, episodes, evaluation, generation
 from common.rollout.reward_calls import LARGEST
 from common.rollout.samples import Collected
+from peers import trl_environments
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -497,6 +498,42 @@ def test_a_reset_that_wants_a_column_that_is_not_there(user, monkeypatch):
         "the columns of eval, prompt, answer: missing a required argument: 'gold'",
         call=lambda: environments.check_columns(name, "eval", ["prompt", "answer"]),
     )
+
+
+# ============================================================ TRL
+
+
+@pytest.mark.slow  # a model learns the conversations first
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_episodes_are_those_of_trl(accelerator, tmp_path, name):
+    tokenizer = chat_templates.tokenizer(name)
+    tokenizer.response_template = trl_environments.RESPONSE_TEMPLATE
+    model = trl_environments.new_model(tokenizer)
+    said = trl_environments.played(
+        accelerator, tokenizer, model, trl_environments.scripted(tokenizer)
+    )
+    assert said.of_episodes["environment/turns"].tolist() == [2, 3, 2, 1]
+    assert said.of_episodes["environment/tool_calls"].tolist() == [1, 2, 2, 0]
+    assert said.of_episodes["environment/failed_calls"].tolist() == [0, 2, 0, 0]
+    trl_environments.learn(model, said)
+    ours = trl_environments.played(accelerator, tokenizer, model)
+    assert ours.responses == said.responses and ours.is_sampled == said.is_sampled
+    trl = trl_environments.of_trl(tokenizer, model, tmp_path)
+    assert trl["prompts"] == ours.prompts
+    for row, question in enumerate(trl_environments.SAID):
+        if question != trl_environments.FAILS:
+            assert trl["responses"][row] == ours.responses[row]
+            assert trl["is_sampled"][row] == ours.is_sampled[row]
+    row = list(trl_environments.SAID).index(trl_environments.FAILS)
+    answer = ours.is_sampled[row].index(False)
+    assert trl["responses"][row][:answer] == ours.responses[row][:answer]
+    assert trl["is_sampled"][row][: answer + 1] == ours.is_sampled[row][: answer + 1]
+    # What a failed call is answered with differs: TRL writes Python's repr of its own words.
+    said_back = [
+        tokenizer.decode(them[row][answer:]) for them in (trl["responses"], ours.responses)
+    ]
+    assert "{'error': 'Tool multiply not found.'}" in said_back[0]
+    assert """{"error": "unknown tool 'multiply'; there are: add"}""" in said_back[1]
 
 
 # ============================================================ whole runs

@@ -1,4 +1,6 @@
-"""Episodes with tools beside TRL's GRPOTrainer with `environment_factory`: the same class, model and greedy sampling."""
+"""Episodes with tools of ours, and of TRL's GRPOTrainer with `environment_factory`: the same class, model and greedy sampling.
+
+`tests/rollout/test_environments.py` compares both."""
 
 import inspect
 import json
@@ -11,7 +13,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import templates as chat_templates
 from bare_runs import bare_run
 from common.data import tokens
 from common.data.ids import encode_text
@@ -166,34 +167,3 @@ def of_trl(tokenizer, model, folder) -> dict:
         result["responses"].append(ids[mask.bool()].tolist())
         result["is_sampled"].append(of_tools[mask.bool()].bool().tolist())
     return result
-
-
-@pytest.mark.slow  # a model learns the conversations first
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
-def test_episodes_are_those_of_trl(accelerator, tmp_path, name):
-    tokenizer = chat_templates.tokenizer(name)
-    tokenizer.response_template = RESPONSE_TEMPLATE
-    model = new_model(tokenizer)
-    said = played(accelerator, tokenizer, model, scripted(tokenizer))
-    assert said.of_episodes["environment/turns"].tolist() == [2, 3, 2, 1]
-    assert said.of_episodes["environment/tool_calls"].tolist() == [1, 2, 2, 0]
-    assert said.of_episodes["environment/failed_calls"].tolist() == [0, 2, 0, 0]
-    learn(model, said)
-    ours = played(accelerator, tokenizer, model)
-    assert ours.responses == said.responses and ours.is_sampled == said.is_sampled
-    trl = of_trl(tokenizer, model, tmp_path)
-    assert trl["prompts"] == ours.prompts
-    for row, question in enumerate(SAID):
-        if question != FAILS:
-            assert trl["responses"][row] == ours.responses[row]
-            assert trl["is_sampled"][row] == ours.is_sampled[row]
-    row = list(SAID).index(FAILS)
-    answer = ours.is_sampled[row].index(False)
-    assert trl["responses"][row][:answer] == ours.responses[row][:answer]
-    assert trl["is_sampled"][row][: answer + 1] == ours.is_sampled[row][: answer + 1]
-    # What a failed call is answered with differs: TRL writes Python's repr of its own words.
-    said_back = [
-        tokenizer.decode(them[row][answer:]) for them in (trl["responses"], ours.responses)
-    ]
-    assert "{'error': 'Tool multiply not found.'}" in said_back[0]
-    assert """{"error": "unknown tool 'multiply'; there are: add"}""" in said_back[1]
