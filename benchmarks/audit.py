@@ -401,8 +401,11 @@ def ask_resume(bench: Bench) -> Iterator[Check]:
 
 
 def of_lines(what: str, resumed: Finished, unbroken: Finished, step: int) -> Iterator[Check]:
-    """Compares what two runs logged after an update, but for what depends on time; a check a tag."""
-    found = {line["step"]: line for line in resumed.lines if line["step"] > step}
+    """Compares what two runs logged after an update, but for what depends on time; a check a tag.
+
+    A run that began at its start, whatever it was told, has lines of the updates before that, too.
+    """
+    found = {line["step"]: line for line in resumed.lines}
     expected_lines = {line["step"]: line for line in unbroken.lines if line["step"] > step}
     if found.keys() != expected_lines.keys():
         where = f"lines at {sorted(found)} instead of {sorted(expected_lines)}"
