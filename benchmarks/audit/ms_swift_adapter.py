@@ -1,6 +1,5 @@
 """ms-swift for benchmarks/audit.py: the functions behind `swift sft` and `swift rlhf`, with their defaults."""
 
-import json
 from pathlib import Path
 
 import adapting
@@ -21,14 +20,27 @@ DESCRIPTION = Description(
         "sft": {**OF_ALL, "accuracy": "token_acc"},
         "dpo": {**OF_ALL, **OF_ANSWERS, **OF_PAIRS},
         "reward": {**OF_ALL, "margin": "rewards/margins", "accuracy": "rewards/accuracies"},
+        "kto": {
+            **OF_ALL,
+            **{name: tag for name, tag in OF_ANSWERS.items() if not name.startswith("logits")},
+            "rewards/margins": "rewards/margins",
+        },
     },
     cannot={
         "packed": "packing needs flash attention, which needs a GPU",
         "padding": "it has no such setting",
     },
-    definitions={"sft": {}, "dpo": {}, "reward": {}},
+    definitions={"sft": {}, "dpo": {}, "reward": {}, "kto": {}},
     rounded={},
-    notes=[],
+    notes=[
+        "The template is the tokenizer's own, registered in ms-swift's way. The runs are in fp32.",
+        "KTO has loss_type apo_zero_unpaired. The default estimates a KL on the rows of a "
+        "micro-batch, by its definition, so that it cannot be the same for another split. Its "
+        "`logits/*` are sums over tokens and vocabulary, which are not looked at.",
+        "Resumed after an epoch, dropout draws other numbers than in the unbroken run: there the "
+        "loader's workers live on, by default, so that a new epoch draws no seed for them. With "
+        "`dataloader_persistent_workers` false all its runs are resumed exactly.",
+    ],
 )
 
 
@@ -85,6 +97,7 @@ def train(request: Request) -> None:
         "seed": request.seed,
         "report_to": "none",
         "use_cpu": True,
+        "check_model": False,  # with a hub
         "callbacks": "audit",
     }
     if request.resume:
@@ -93,6 +106,8 @@ def train(request: Request) -> None:
     if request.work != "sft":
         main = rlhf_main
         settings["rlhf_type"] = {"reward": "rm"}.get(request.work, request.work)
+    if request.work == "kto":  # the loader shuffles the rows all the same
+        settings |= {"loss_type": "apo_zero_unpaired", "dataset_shuffle": False}
     main([word for name, value in settings.items() for word in (f"--{name}", str(value))])
     if adapting.is_main():
         folders = (output / "run").glob("checkpoint-*")
@@ -102,13 +117,15 @@ def train(request: Request) -> None:
 
 
 def rows_of(request: Request) -> list[dict]:
-    """Returns the rows in its own format: messages, and the other answer of a pair."""
+    """Returns the rows in its own format: messages, and a pair's other answer or what is thought of it."""
     found = []
     for row in request.rows():
         answer = row.get("completion") or row["chosen"]
         found.append({"messages": row["prompt"] + answer})
         if "rejected" in row:
             found[-1]["rejected_response"] = row["rejected"][0]["content"]
+        if "label" in row:
+            found[-1]["label"] = row["label"]
     return found
 
 
@@ -116,11 +133,14 @@ def tokens_of(data, work: str) -> list[list[Row]]:
     """The token ids of each row as the trainer's own data set holds them."""
 
     def row(one: dict, prefix: str = "") -> Row:
-        labels = one[f"{prefix}labels"]
-        return Row(one[f"{prefix}input_ids"], [int(label != -100) for label in labels])
+        ids = one[f"{prefix}input_ids"]
+        labels = one.get(f"{prefix}labels") or [-100] * len(ids)  # a scored answer has none
+        return Row(ids, [int(label != -100) for label in labels])
 
     if work == "sft":
         return [[row(one)] for one in data]
+    if work == "kto":
+        return [[row(one, "chosen_")] for one in data]
     return [[row(one, "chosen_"), row(one, "rejected_")] for one in data]
 
 
