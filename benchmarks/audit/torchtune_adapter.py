@@ -1,7 +1,8 @@
-"""torchtune's recipes for benchmarks/audit.py: full fine-tuning on one device, and on several processes."""
+"""torchtune's recipes for benchmarks/audit.py: full fine-tuning, by demonstrations and by preferences."""
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -9,18 +10,43 @@ import adapting
 from adapting import Description, Request, Row
 
 LIBRARIES = ["torchtune", "torchtune.datasets", "torchtune.training", "tokenizers"]
+OF_ANSWERS = {
+    f"{name}/{kind}": f"{tag}/{kind}"
+    for name, tag in (("rewards", "rewards"), ("logps", "log_probs"), ("logits", "logits"))
+    for kind in ("chosen", "rejected")
+}
 DESCRIPTION = Description(
     program="torchtune",
     packages=["torchtune", "torchao", "torch"],
-    tags={"sft": {"loss": "loss", "grad_norm": "grad_norm"}},
+    tags={
+        "sft": {"loss": "loss", "grad_norm": "grad_norm"},
+        "dpo": {
+            "loss": "loss",
+            **OF_ANSWERS,
+            "rewards/margins": "rewards/margins",
+            "rewards/accuracies": "rewards/accuracies",
+        },
+    },
     cannot={
+        "dpo packed": "the recipe has no packing",
         "padding": "it has no such setting",
-        "last-update": "an epoch's rows that do not fill an update make none",
+        "last-update": "what does not fill an epoch's last update is added to the next epoch's first "
+        "one; rows that do not fill a batch are left out",
         "resume": "it writes checkpoints after an epoch alone",
     },
-    definitions={"sft": {"line": "last update"}},
+    definitions={
+        "sft": {"line": "last update"},
+        "dpo": {"line": "last update", "logits": "all positions"},
+    },
     rounded={},
-    notes=[],
+    notes=[
+        "SFT on one process is the recipe full_finetune_single_device, on two "
+        "full_finetune_distributed; DPO is full_dpo_distributed, also on one.",
+        "A log line has the numbers of its update alone, also where it is the only one of several.",
+        "Of DPO, `logits/*` are means over all positions, by its definition; here over all that are "
+        "no padding.",
+        "The recipes for several processes ask for the memory of a GPU. The adapter answers.",
+    ],
 )
 
 
@@ -29,8 +55,10 @@ def train(request: Request) -> None:
 
     output = Path(request.output)
     if adapting.is_main() and not request.packing:
-        adapting.write_lines(output / "rows.jsonl", [[row] for row in tokens_of(request)])
+        adapting.write_lines(output / "rows.jsonl", tokens_of(request))
     name = "full_finetune_single_device" if request.processes == 1 else "full_finetune_distributed"
+    if request.work == "dpo":
+        name = "full_dpo_distributed"
     config = OmegaConf.create(settings(request))
     recipe_of(name)(config)
     if adapting.is_main():
@@ -48,6 +76,18 @@ def settings(request: Request) -> dict:
         batch_size = 1
         tokenizer = Tokenizer(request.model, adapting.PACKED_LENGTH)
         accumulation = len(rows(tokenizer, request.data, packed=True))
+    checkpointer = {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": request.model,
+        "checkpoint_files": ["model.safetensors"],
+        "recipe_checkpoint": None,
+        "output_dir": run,
+        "model_type": "LLAMA3_2",
+        "safe_serialization": True,
+    }
+    loss = {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+    if request.work == "dpo":
+        loss = {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.1, "label_smoothing": 0}
     return {
         "output_dir": run,
         "model": {
@@ -76,15 +116,8 @@ def settings(request: Request) -> dict:
         },
         "seed": request.seed,
         "shuffle": True,
-        "checkpointer": {
-            "_component_": "torchtune.training.FullModelHFCheckpointer",
-            "checkpoint_dir": request.model,
-            "checkpoint_files": ["model.safetensors"],
-            "recipe_checkpoint": None,
-            "output_dir": run,
-            "model_type": "LLAMA3_2",
-            "safe_serialization": True,
-        },
+        "checkpointer": checkpointer,
+        "ref_checkpointer": checkpointer,
         "resume_from_checkpoint": False,
         "batch_size": batch_size,
         "epochs": request.epochs,
@@ -97,7 +130,7 @@ def settings(request: Request) -> dict:
             "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
             "num_warmup_steps": 0,
         },
-        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+        "loss": loss,
         "max_steps_per_epoch": None,
         "gradient_accumulation_steps": accumulation,
         "optimizer_in_bwd": False,
@@ -129,10 +162,16 @@ def recipe_of(name: str):
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    names = [one for one in vars(module) if one.startswith("FullFinetuneRecipe")]
-    recipe_class = getattr(module, names[0])
+    (recipe_class,) = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == name
+    ]
 
     def run(config) -> None:
+        if name == "full_dpo_distributed" and not torch.distributed.is_initialized():
+            alone = {"rank": 0, "world_size": 1, "store": torch.distributed.HashStore()}
+            torch.distributed.init_process_group("gloo", **({} if "RANK" in os.environ else alone))
         recipe = recipe_class(cfg=config)
         recipe.setup(cfg=config)
         recipe.train()
@@ -169,28 +208,46 @@ class Tokenizer:
         self.pad_id = self.backend.token_to_id("<|pad|>")
         self.max_seq_len = max_seq_len
 
-    def encode(self, row: dict) -> dict:
+    def encode(self, row: dict, answer: str = "completion", prefix: str = "") -> dict:
         """Returns ids and labels of a row in the format that torchtune's data sets have."""
         prompt = "".join(f"<|{one['role']}|>{one['content']}<|end|>" for one in row["prompt"])
         prompt_ids = self.backend.encode(f"{prompt}<|assistant|>", add_special_tokens=False).ids
-        answer = row["completion"][0]["content"] + "<|end|>"
-        answer_ids = self.backend.encode(answer, add_special_tokens=False).ids
-        return {"tokens": prompt_ids + answer_ids, "labels": [-100] * len(prompt_ids) + answer_ids}
+        text = row[answer][0]["content"] + "<|end|>"
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        return {
+            f"{prefix}_input_ids" if prefix else "tokens": prompt_ids + ids,
+            f"{prefix}_labels" if prefix else "labels": [-100] * len(prompt_ids) + ids,
+        }
 
 
 def rows(tokenizer: Tokenizer, data: str, packed: bool = False):
     """The data set, packed by torchtune's own class."""
     from torchtune.datasets import PackedDataset
 
-    found = [tokenizer.encode(row) for row in adapting.read_lines(Path(data))]
+    lines = adapting.read_lines(Path(data))
+    if "chosen" in lines[0]:
+        return [
+            tokenizer.encode(row, "chosen", "chosen")
+            | tokenizer.encode(row, "rejected", "rejected")
+            for row in lines
+        ]
+    found = [tokenizer.encode(row) for row in lines]
     if packed:
         return PackedDataset(found, max_seq_len=tokenizer.max_seq_len, padding_idx=tokenizer.pad_id)
     return found
 
 
-def tokens_of(request: Request) -> list[Row]:
+def tokens_of(request: Request) -> list[list[Row]]:
+    def row(ids: list[int], labels: list[int]) -> Row:
+        return Row(ids, [int(label != -100) for label in labels])
+
     encoded = rows(Tokenizer(request.model), request.data)
-    return [Row(one["tokens"], [int(label != -100) for label in one["labels"]]) for one in encoded]
+    if request.work == "sft":
+        return [[row(one["tokens"], one["labels"])] for one in encoded]
+    return [
+        [row(one[f"{kind}_input_ids"], one[f"{kind}_labels"]) for kind in ("chosen", "rejected")]
+        for one in encoded
+    ]
 
 
 if __name__ == "__main__":
