@@ -52,8 +52,11 @@ DESCRIPTION = Description(
         "The template is the tokenizer's own. bf16 is off: the runs are in fp32.",
         "Of DPO, `logits/*` are means over all positions, by its definition; here over all that are "
         "no padding. KTO's are sums over positions, which are not looked at.",
+        "`packed` has neat_packing. With `packing` alone packed rows see each other, as it documents.",
         "Of reward models (stage rm) the score's head has a dropout of 0.1, TRL's default; here the "
-        "model's config has none, `summary_dropout_prob` 0.",
+        "model's config has none, `summary_dropout_prob` 0. Their embeddings are not tied, since a "
+        "checkpoint of tied ones ended with an error; nor is there gradient checkpointing, with "
+        "which two processes did.",
     ],
 )
 
