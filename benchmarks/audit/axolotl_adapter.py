@@ -35,7 +35,10 @@ DESCRIPTION = Description(
     },
     definitions={"sft": {}, "dpo": {}},
     rounded={},
-    notes=["The template is the tokenizer's own. The runs are in fp32."],
+    notes=[
+        "The template is the tokenizer's own. The runs are in fp32.",
+        "`packed` has attn_implementation sdpa. Without it packed rows see each other, as it warns.",
+    ],
 )
 
 
@@ -64,7 +67,10 @@ def train(request: Request) -> None:
     rank = adapting.rank()
     config = output / f"{rank}.yaml"
     config.write_text(json.dumps(settings(request, output)))  # JSON is YAML
-    do_train(load_cfg(str(config)), TrainerCliArgs())
+    cfg = load_cfg(str(config))
+    if request.processes > 1:
+        cfg.device_map = {"": "cpu"}  # not the number of a GPU
+    do_train(cfg, TrainerCliArgs())
     if adapting.is_main():
         folders = (output / "run").glob("checkpoint-*")
         adapting.write_weights(
@@ -114,6 +120,7 @@ def settings(request: Request, output: Path) -> dict:
         found["rl"] = "dpo"
     if request.packing:
         found |= {"sample_packing": True, "sequence_len": adapting.PACKED_LENGTH}
+        found["attn_implementation"] = "sdpa"  # without it packed rows see each other, as it warns
     if request.resume:
         found["resume_from_checkpoint"] = request.resume
     return {**found, "datasets": [dataset]}
