@@ -430,7 +430,7 @@ def bound_of(tag: str) -> float:
 
 
 def depends_on_time(tag: str) -> bool:
-    return any(part in tag for part in ("time", "runtime", "per_second", "perf/", "profiling"))
+    return any(part in tag for part in ("time", "runtime", "per_sec", "perf/", "profiling"))
 
 
 QUESTIONS: dict[str, Callable[[Bench], Iterator[Check]]] = {

@@ -9,6 +9,7 @@ import adapting
 from adapting import Description, Request, Row
 
 os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
+os.environ["ACCELERATE_USE_CPU"] = "true"  # it has no setting that says so
 
 LIBRARIES = ["axolotl.cli.train", "axolotl.train", "axolotl.common.datasets", "datasets"]
 OF_ALL = {"loss": "loss", "grad_norm": "grad_norm"}
