@@ -275,13 +275,14 @@ def samples_of(run: Finished, step: int) -> list[Sample]:
     return [sample for sample in run.samples if sample.step == step]
 
 
-def possible_values(name: str, since: list[dict[str, float]]) -> list[float]:
+def possible_values(name: str, since: list[dict[str, float]], definitions: dict) -> list[float]:
     """Returns what a log line may show of the updates since the last one.
 
-    Whether each update weighs the same in its mean or each learned token does is a choice.
+    Whether each update weighs the same in its mean or each learned token does is a choice. So is a
+    line that has the numbers of the `last update`, by a definition of `line`.
     """
     values = [update[name] for update in since]
-    if name in ("tokens", "grad_norm"):  # of the last update, not means
+    if name in ("tokens", "grad_norm") or definitions.get("line") == "last update":
         return [values[-1]]
     means = [sum(values) / len(values)]
     if "targets" in since[0]:
@@ -303,7 +304,7 @@ def of_numbers(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
         if not since:
             continue
         for name, tag in bench.tags.items():
-            rights = possible_values(name, since)
+            rights = possible_values(name, since, bench.definitions)
             if name in ("shortest", "min_reward", "longest", "max_reward") and len(since) > 1:
                 continue  # whether a line has the extreme or the mean of extremes is a choice
             logged = lines[step].get(tag)
@@ -401,8 +402,11 @@ def ask_resume(bench: Bench) -> Iterator[Check]:
 
 
 def of_lines(what: str, resumed: Finished, unbroken: Finished, step: int) -> Iterator[Check]:
-    """Compares what two runs logged after an update, but for what depends on time; a check a tag."""
-    found = {line["step"]: line for line in resumed.lines if line["step"] > step}
+    """Compares what two runs logged after an update, but for what depends on time; a check a tag.
+
+    A run that began at its start, whatever it was told, has lines of the updates before that, too.
+    """
+    found = {line["step"]: line for line in resumed.lines}
     expected_lines = {line["step"]: line for line in unbroken.lines if line["step"] > step}
     if found.keys() != expected_lines.keys():
         where = f"lines at {sorted(found)} instead of {sorted(expected_lines)}"
@@ -426,7 +430,7 @@ def bound_of(tag: str) -> float:
 
 
 def depends_on_time(tag: str) -> bool:
-    return any(part in tag for part in ("time", "runtime", "per_second", "perf/", "profiling"))
+    return any(part in tag for part in ("time", "runtime", "per_sec", "perf/", "profiling"))
 
 
 QUESTIONS: dict[str, Callable[[Bench], Iterator[Check]]] = {

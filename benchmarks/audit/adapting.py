@@ -208,8 +208,12 @@ def read(file: Path) -> Request:
     return Request(**json.loads(file.read_text(encoding="utf-8")))
 
 
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
 def is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    return rank() == 0
 
 
 def wait_for(file: Path) -> None:
@@ -240,7 +244,7 @@ def write_weights(request: Request, folders: dict[int, Path]) -> None:
 
 def write_sample(request: Request, sample: Sample) -> None:
     """Each process has a file of its own."""
-    name = f"samples-{os.environ.get('RANK', '0')}.jsonl"
+    name = f"samples-{rank()}.jsonl"
     append(Path(request.output) / name, sample)
 
 
