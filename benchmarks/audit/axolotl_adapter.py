@@ -39,6 +39,9 @@ DESCRIPTION = Description(
     notes=[
         "The template is the tokenizer's own. The runs are in fp32.",
         "`packed` has attn_implementation sdpa. Without it packed rows see each other, as it warns.",
+        "The updates of a run are computed from rows times epochs, so that runs of short epochs end "
+        "before their last one: smallest/axolotl_epochs.py. That is what last-update found.",
+        "DPO, which is TRL's trainer, was not asked.",
     ],
 )
 
