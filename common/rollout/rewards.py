@@ -162,7 +162,8 @@ class Judge:
 
         The processes share the samples, a prompt's samples all on one of them.
         """
-        mine = [row for row in samples.whole_groups(run.accelerator) if not samples.failed[row]]
+        failed = samples.failed.tolist()
+        mine = [row for row in samples.whole_groups(run.accelerator) if not failed[row]]
         call = partial(self.call_functions, run, samples, mine)
         # If a function fails on one process, the others would wait for its scores forever.
         scores_of_mine = distributed.all_or_none(run.accelerator, True, call)
@@ -193,8 +194,9 @@ class Judge:
             is_there: bool `[parts, samples]`, which scores there are.
             total: `[samples]`.
         """
-        for data_row, is_scored, reward in zip(samples.data_rows, is_there.any(0), total):
-            if np.isnan(reward):  # its environment failed
+        rows = zip(samples.data_rows, samples.failed.tolist(), is_there.any(0), total)
+        for data_row, has_failed, is_scored, reward in rows:
+            if has_failed:
                 continue
             if not is_scored:
                 sys.exit(

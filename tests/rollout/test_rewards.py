@@ -205,6 +205,17 @@ def test_a_sum_that_fp32_does_not_hold_is_refused(accelerator, tokenizer):
     )  # fmt: skip
 
 
+def test_a_sum_of_two_infinities_is_refused(accelerator, tokenizer):
+    """It is NaN, and so is the total of an episode that failed."""
+    large = lambda prompts, responses: [0, 0, 3e38, 0, 0, 0]
+    also = lambda prompts, responses: large(prompts, responses)
+    weights = {"large": 1e300, "also": -1e300}
+    refuses(
+        "data row 12 is nan", "3.4e+38 (fp32)",
+        call=lambda: score(accelerator, tokenizer, judge_of(large=large, also=also, weights=weights)),
+    )  # fmt: skip
+
+
 class Scorer(torch.nn.Module):
     """A reward model that gives these scores to the samples, one micro-batch after the other."""
 
