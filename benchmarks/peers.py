@@ -676,7 +676,7 @@ def write(args, found: dict) -> None:
     """Writes what was found to a file, with all that it depends on."""
     # Empty where the repository was copied without its history.
     git = lambda *words: subprocess.run(
-        f"git {' '.join(words)}", shell=True, cwd=REPOSITORY, capture_output=True, text=True
+        ["git", *words], cwd=REPOSITORY, capture_output=True, text=True
     ).stdout.strip()
     cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
@@ -685,9 +685,7 @@ def write(args, found: dict) -> None:
         "model": args.model,
         "unit": args.unit,
         "commit": git("rev-parse", "--short=12", "HEAD"),
-        "changed": bool(
-            git("status", "--porcelain", "--", "common", "recipes", "'benchmarks/*.py'")
-        ),
+        "changed": bool(git("status", "--porcelain", "--", "common", "recipes", "benchmarks/*.py")),
         "date": f"{datetime.date.today()}",
         "cpu": models[0] if models else "unknown",
         "threads": args.threads,
