@@ -85,10 +85,9 @@ def indented(text: str) -> str:
 
 def verdict(example: dict) -> str:
     """Returns what is known of a response, such as `wrong (right: '25')` or `score 0.25`."""
-    if "score" in example and example["score"] is None:
-        return "failed"
     if "score" in example:
-        return f"score {example['score']:.4g}"
+        score = example["score"]
+        return "failed" if score is None else f"score {score:.4g}"
     if "right" in example:
         # An answer may be a whole solution that ends with it.
         return "right" if example["right"] else f"wrong (right: {example['answer'][-40:]!r})"

@@ -657,11 +657,11 @@ def log_rollout(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     Args:
         is_kept: bool `[groups]`, which of them are kept.
     """
-    response_lengths = samples.uncounted(samples.mask.sum(1))
+    response_lengths = samples.nan_where_failed(samples.mask.sum(1))
     logged = {
         "reward": scores.total,
         "completions/mean_length": response_lengths,
-        "completions/clipped_ratio": samples.uncounted(~samples.ended),
+        "completions/clipped_ratio": samples.nan_where_failed(~samples.ended),
         **samples.of_episodes,
     }
     for name, part in scores.parts.items():

@@ -179,7 +179,8 @@ class Stage:
             replies = self.on_all(run, partial(self.replies, run, episodes, answered))
             for n in answered:
                 self.continue_or_end(run, episodes[n], replies[n])
-        self.note_failures(run, episodes)
+        failures = [episode.failure for episode in episodes if episode.failure]
+        self.warn_of(run, failures, len(episodes))
         return Samples(
             prompts=[episode.prompt for episode in episodes],
             responses=[episode.ids for episode in episodes],
@@ -346,20 +347,25 @@ class Stage:
         An environment that fails now makes its sample one of these.
         """
 
-        def call() -> dict[int, float]:
-            numbers = [number for number in self.instances if not samples.failed[number]]
+        def call() -> dict[int, float | str]:
+            """Returns the rewards of this process's episodes, or how their environments failed."""
+            failed = samples.failed.tolist()
+            numbers = [number for number in self.instances if not failed[number]]
             calls = [self.instances[number].get_reward for number in numbers]
             given = environments.run_all(calls, run.args.environment_timeout)
-            rewards = {}
+            found: dict[int, float | str] = {}
             for number, value in zip(numbers, map(environments.checked_reward, given)):
                 data_row = samples.data_rows[number]
-                self.failure_of(run, value, data_row, "get_reward")  # may end the run
-                rewards[number] = math.nan if isinstance(value, Failure) else value
-            return rewards
+                failure = self.failure_of(run, value, data_row, "get_reward")
+                found[number] = failure if isinstance(value, Failure) else value
+            return found
 
-        rewards = self.on_all(run, call)
+        found = self.on_all(run, call)
+        failures = [value for _, value in sorted(found.items()) if isinstance(value, str)]
+        self.warn_of(run, failures, len(samples))
+        rewards = {number: value for number, value in found.items() if not isinstance(value, str)}
         values = [rewards.get(number, math.nan) for number in range(len(samples))]
-        samples.of_episodes = uncounted(samples.of_episodes, torch.tensor(values).isnan())
+        samples.of_episodes = with_failed(samples.of_episodes, torch.tensor(values).isnan())
         return values
 
     def close(self) -> None:
@@ -383,11 +389,10 @@ class Stage:
             sys.exit(failure)
         return failure
 
-    def note_failures(self, run: Run, episodes: list[Episode]) -> None:
-        """Warns of episodes whose environment failed."""
-        failures = [episode.failure for episode in episodes if episode.failure]
+    def warn_of(self, run: Run, failures: list[str], n_episodes: int) -> None:
+        """Warns of episodes whose environment failed, with how the first of them did."""
         if failures:
-            run.metrics.warn(f"{len(failures)} of {len(episodes)} episodes failed: {failures[0]}")
+            run.metrics.warn(f"{len(failures)} of {n_episodes} episodes failed: {failures[0]}")
 
     def on_all(self, run: Run, function: Callable[[], dict[int, Any]]) -> dict[int, Any]:
         """Calls it on every process, and returns the results of all by the episode's number."""
@@ -405,16 +410,16 @@ def statistics(episodes: list[Episode]) -> dict[str, torch.Tensor]:
         "environment/environment_tokens": [len(e.ids) - e.n_sampled for e in episodes],
     }
     of_episodes = {name: torch.tensor(v, dtype=torch.float32) for name, v in values.items()}
-    return uncounted(of_episodes, torch.tensor([bool(episode.failure) for episode in episodes]))
+    return with_failed(of_episodes, torch.tensor([bool(episode.failure) for episode in episodes]))
 
 
-def uncounted(
+def with_failed(
     of_episodes: dict[str, torch.Tensor], failed: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Returns values of episodes, NaN for those that failed: it counts nowhere.
+    """Returns values of episodes with `FAILED` among them, NaN for those that failed.
 
     Args:
-        failed: bool `[episodes]`, becomes one of the values.
+        failed: bool `[episodes]`.
     """
     values = {name: v.masked_fill(failed, torch.nan) for name, v in of_episodes.items()}
     return {**values, FAILED: failed.float()}

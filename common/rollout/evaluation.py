@@ -76,8 +76,8 @@ def of_responses(run: Run, samples: Samples, eval_set) -> dict[str, Any]:
         By name, a number for each sample, or for each prompt that has an answer.
     """
     values: dict[str, Any] = {
-        "length": samples.uncounted(samples.mask.sum(1)),
-        "eos_rate": samples.uncounted(samples.ended),
+        "length": samples.nan_where_failed(samples.mask.sum(1)),
+        "eos_rate": samples.nan_where_failed(samples.ended),
     }
     values |= samples.of_episodes
     if "answer" in eval_set.column_names:

@@ -16,8 +16,6 @@ from common.run import Run
 # What a process scores at once where `--score_batch_size` is 0, in tokens, padding counted. Without
 # gradients a token takes about a third of the memory that it takes in training.
 SCORED_TOKENS = 2**15
-
-
 # The tag of the share of episodes whose environment failed.
 FAILED = "environment/failed"
 
@@ -73,12 +71,12 @@ class Samples:
 
     @property
     def failed(self) -> torch.Tensor:
-        """bool `[samples]`, whose environment failed: they count as not sampled. Not trained on."""
+        """bool `[samples]`, whose environment failed: not scored, not trained on, in no mean."""
         failed = self.of_episodes.get(FAILED)
         return torch.zeros(len(self), dtype=torch.bool) if failed is None else failed.bool()
 
-    def uncounted(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values of samples `[samples]`, NaN for those that failed: it counts nowhere."""
+    def nan_where_failed(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns values of samples `[samples]`, NaN where `failed`: NaN counts in no mean."""
         return values.float().masked_fill(self.failed, torch.nan) if self.failed.any() else values
 
     @property
