@@ -38,6 +38,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -52,6 +53,9 @@ CONFIGS = REPOSITORY / "accelerate_configs"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu"
 SAMPLING = ("ppo", "grpo", "distill")
 RECIPES = ("sft", "reward", "dpo", *SAMPLING)
+# Which of the rows in assets/ a recipe's demo reads.
+ROWS = {"sft": "sft", "reward": "preferences", "dpo": "preferences"}
+ROWS |= dict.fromkeys(SAMPLING, "prompts")
 SEVERAL_NODES = "multi_node"
 
 
@@ -65,10 +69,12 @@ class Step:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begun = time.monotonic()
         self.runs: list[dict] = []
+        self.jobs = 1  # commands that run now; timed ones run alone
 
     def at_once(self, function, items) -> list:
         """Returns function(item) for each item, --jobs of them at a time."""
-        with ThreadPoolExecutor(self.args.jobs) as pool:
+        self.jobs = self.args.jobs
+        with ThreadPoolExecutor(self.jobs) as pool:
             return list(pool.map(function, items))
 
     def run(self, name: str, *command, on_cpu: bool = False) -> bool:
@@ -76,7 +82,8 @@ class Step:
         left = self.args.limit - (time.monotonic() - self.begun)
         words = [sys.executable, *map(str, command)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
-        environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // self.args.jobs))
+        if self.jobs > 1:
+            environment["OMP_NUM_THREADS"] = str(max(1, os.cpu_count() // self.jobs))
         if self.args.tiny or on_cpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         started = time.monotonic()
@@ -123,12 +130,24 @@ class Step:
 # ============================================================ the steps
 def demo(recipe: str, folder: Path) -> list:
     """Returns the flags of a demo with few held-out rows, most of which take long to answer."""
-    kind = "prompts" if recipe in SAMPLING else {"sft": "sft"}.get(recipe, "preferences")
-    held_out = folder / f"{recipe}-held-out.jsonl"
+    held_out = folder / f"{ROWS[recipe]}.jsonl"
     if not held_out.exists():
-        rows = (ASSETS / f"{kind}_eval.jsonl").read_text(encoding="utf-8").splitlines()
-        held_out.write_text("\n".join(rows[:16]) + "\n", encoding="utf-8")
+        rows = (ASSETS / f"{ROWS[recipe]}_eval.jsonl").read_text(encoding="utf-8").splitlines()
+        # Other threads may look for it, and must not find half of it.
+        own = folder / f"{ROWS[recipe]}-{threading.get_ident()}"
+        own.write_text("\n".join(rows[:16]) + "\n", encoding="utf-8")
+        os.replace(own, held_out)
     return ["--report_to", "none", "--eval_dataset_name", held_out]
+
+
+def small_run(step: Step, recipe: str, name: str, micro: int) -> tuple[Path, list]:
+    """Returns a folder of its own, and the flags of a demo's run of 16 samples an update."""
+    output = step.folder / f"{recipe}-{name}-{int(time.time())}"
+    flags = [*demo(recipe, step.folder), "--output_dir", output, "--save_steps", 1]
+    flags += ["--train_batch_size", 16, "--micro_train_batch_size", micro]
+    if recipe in SAMPLING:
+        flags += ["--rollout_batch_size", 16]
+    return output, flags
 
 
 def runs_and_resumes(step: Step, recipe: str, config: str) -> bool:
@@ -136,11 +155,7 @@ def runs_and_resumes(step: Step, recipe: str, config: str) -> bool:
     passed_before = step.folder / f"{recipe}-{config}.passed"
     if passed_before.exists():
         return True
-    output = step.folder / f"{recipe}-{config}-{int(time.time())}"
-    flags = [*demo(recipe, step.folder), "--output_dir", output]
-    flags += ["--train_batch_size", 16, "--micro_train_batch_size", 8, "--save_steps", 1]
-    if recipe in SAMPLING:
-        flags += ["--rollout_batch_size", 16]
+    _, flags = small_run(step, recipe, config, micro=8)
     name = f"{recipe}, {config}"
     passed = step.recipe(name, recipe, config, *flags, "--max_steps", 2) and step.recipe(
         f"{name}, resumed", recipe, config, *flags, "--max_steps", 3, "--resume", "auto"
@@ -169,13 +184,9 @@ def exact(step: Step) -> dict:
     """Compares what runs log that must log the same, by the greatest relative difference."""
 
     def three_updates(recipe: str, name: str, micro: int, on_cpu: bool = False) -> list[dict]:
-        output = step.folder / f"{recipe}-{name}-{int(time.time())}"
-        flags = [*demo(recipe, step.folder), "--output_dir", output, "--logging_steps", 1]
-        flags += ["--train_batch_size", 16, "--micro_train_batch_size", micro, "--save_steps", 1]
-        if recipe in SAMPLING:
-            flags += ["--rollout_batch_size", 16]
+        output, flags = small_run(step, recipe, name, micro)
         config = "cpu" if on_cpu or step.args.tiny else "single_gpu"
-        flags = [f"{recipe}, {name}", recipe, config, *flags]
+        flags = [f"{recipe}, {name}", recipe, config, *flags, "--logging_steps", 1]
         precision = {"precision": "no", "on_cpu": on_cpu}
         if name == "resumed":
             step.recipe(*flags, "--max_steps", 2, **precision)
@@ -207,22 +218,24 @@ def differences(lines: list[dict], others: list[dict]) -> dict:
     left_out = ("perf/", "val/max_rounding", "sampling/sampling_logp_difference/")
     worst = {}
     for step in sorted({line["global_step"] for line in lines}):
-        of_step = [
-            {
-                key: value
-                for line in both
-                if line["global_step"] == step
-                for key, value in line.items()
-            }
-            for both in (lines, others)
-        ]
+        first = logged_at(step, lines)
+        second = logged_at(step, others)
         apart = {
-            key: abs(value - of_step[1][key]) / max(abs(value), 1e-3)
-            for key, value in of_step[0].items()
-            if key in of_step[1] and not key.startswith(left_out) and value != of_step[1][key]
+            key: abs(value - second[key]) / max(abs(value), 1e-3)
+            for key, value in first.items()
+            if key in second and not key.startswith(left_out) and value != second[key]
         }
         worst[step] = max(apart.items(), key=lambda item: item[1], default=("all equal", 0.0))
     return worst
+
+
+def logged_at(step: int, lines: list[dict]) -> dict:
+    """Returns all that was logged at an update."""
+    found = {}
+    for line in lines:
+        if line["global_step"] == step:
+            found |= line
+    return found
 
 
 def waits(step: Step) -> dict:
@@ -352,6 +365,10 @@ STEPS = {
 }
 
 
+# Those that --tiny tries.
+TINY = ("configs", "recipes", "exact", "waits", "generation")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -375,7 +392,7 @@ def main() -> None:
         if args.tiny:
             results = args.folder / "results"
         results.mkdir(parents=True, exist_ok=True)
-        names = args.only or list(STEPS)[: 5 if args.tiny else None]
+        names = args.only or (TINY if args.tiny else STEPS)
         outcome = {name: do(args, name, results / f"{name}.json") for name in names}
     print(
         ", ".join(f"{name}: {'passed' if passed else 'FAILED'}" for name, passed in outcome.items())
