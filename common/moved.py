@@ -58,16 +58,14 @@ class Watch:
         self.n_trained = engine.count_trained_parameters(run.unwrapped)
         self.updates = 0
 
-        names = rounding.rounded_when_read(run.accelerator, run.unwrapped)
-        rounded: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for name, parameter in run.unwrapped.named_parameters():
-            if parameter.requires_grad:
-                (rounded if name in names else others).append(parameter)
+        rounded_names = rounding.rounded_when_read(run.accelerator, run.unwrapped)
+        trained = [(n, p) for n, p in run.unwrapped.named_parameters() if p.requires_grad]
+        rounded = [parameter for name, parameter in trained if name in rounded_names]
+        others = [parameter for name, parameter in trained if name not in rounded_names]
         self.is_any_rounded = len(rounded) > 0
 
         engine.reshard(run.unwrapped)  # an evaluation may have left the weights whole
-        self.n_rounded = sum(len(evenly_spaced(part, shards.part_of(part))) for part in rounded)
+        self.n_rounded = sum(len(evenly_spaced(p, shards.part_of(p))) for p in rounded)
         self.sampler = Sampler([*rounded, *others], shards.part_of)
         self.master_sampler = Sampler([*rounded, *others], master_or_weight)
         self.take_samples()
