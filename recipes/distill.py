@@ -481,7 +481,7 @@ def main():
         teacher_prompt=args.teacher_prompt,
         with_completion=args.on_policy_share < 1,
     )
-    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
+    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     check_completions(args, data)
     plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     progress = Progress(
@@ -520,7 +520,7 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
+        models=lora.fingerprints(accelerator, policy),  # bases of adapters: a resume checks them
         extra=State(Position()),  # what the loop carries; saved in checkpoints
     )
     # Refuses a model whose architecture is not interpreted correctly.
@@ -550,14 +550,14 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths_for_split(packer)  # alike in a group that shares a prompt
+        lengths = rollout.samples.lengths_for_split(packer)  # equal in groups that share a prompt
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        # Before the rollout's first applied update, the student still is the old one.
+        # Before the rollout's first applied update, the student is still the old one.
         student_has_moved = progress.global_step > rollout.started_at
 
         for micro_batch in micro_batches:

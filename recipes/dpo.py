@@ -225,7 +225,7 @@ def main():
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=pairs.preference_row)
-    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
+    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     lengths = dataset.column(data.train, "length")
     progress = Progress(
         data.mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps
@@ -257,7 +257,7 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
+        models=lora.fingerprints(accelerator, policy),  # bases of adapters: a resume checks them
     )
     # Refuses a model whose architecture is not interpreted correctly.
     checks.check_logprobs(run, data.train[0]["prompt_ids"] + data.train[0]["chosen_ids"])

@@ -489,8 +489,8 @@ class Rollout:
 
     Attributes:
         samples: those of the groups that are kept.
-        is_trained: bool `[samples]`, which are trained on. Truncated ones that are not still count
-            in their group's baseline, episodes that failed do not.
+        is_trained: bool `[samples]`, which are trained on. Truncated samples that are left out
+            still count in their group's baseline; failed episodes do not.
         tokens: tensors by name, each `[samples, longest response]` except `advantages`:
             `mask`: which are tokens of the response.
             `advantages`: `[samples, 1]`, the same for all tokens of a response.
@@ -765,7 +765,7 @@ def main():
         tools=episodes.tools(args),
     )
     rewards.check_signatures(args, data)  # can the functions be called with these columns?
-    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
+    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     # The learning-rate schedule is as long as if no group were dropped.
     progress = Progress(
@@ -803,7 +803,7 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
+        models=lora.fingerprints(accelerator, policy),  # bases of adapters: a resume checks them
         extra=State(Position()),  # what the loop carries; saved in checkpoints
     )
     # Refuses a model whose architecture is not interpreted correctly.
@@ -842,14 +842,14 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths_for_split(packer)  # alike in a group that shares a prompt
+        lengths = rollout.samples.lengths_for_split(packer)  # equal in groups that share a prompt
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        # Before the rollout's first applied update, the policy still is the old one.
+        # Before the rollout's first applied update, the policy is still the old one.
         policy_has_moved = progress.global_step > rollout.started_at
 
         for micro_batch in micro_batches:

@@ -617,7 +617,7 @@ def main():
         tools=episodes.tools(args),
     )
     rewards.check_signatures(args, data)  # can the functions be called with these columns?
-    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
+    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
     progress = Progress(
         data.mixture.samples,
@@ -654,7 +654,7 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
+        models=lora.fingerprints(accelerator, policy),  # bases of adapters: a resume checks them
         extra=State(Position(), args.kl_coef),  # what the loop carries; saved in checkpoints
         saved_with_actor={"critic": policy.critic.model},
     )
@@ -697,7 +697,7 @@ def main():
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rates = set_learning_rates(run, rollout)
-        # Before the rollout's first applied update, the policy still is the old one.
+        # Before the rollout's first applied update, the policy is still the old one.
         policy_has_moved = progress.global_step > rollout.started_at
 
         for micro_batch in micro_batches:

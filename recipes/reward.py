@@ -180,7 +180,7 @@ def main():
     tokenizer = load.tokenizer_of_run(accelerator, args)
     load.separate_pad(tokenizer, args.pad_token)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
-    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
+    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     lengths = dataset.column(data.train, "length")
     progress = Progress(
         data.mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps
@@ -212,7 +212,7 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, scorer),  # the base below adapters, for a resume
+        models=lora.fingerprints(accelerator, scorer),  # bases of adapters: a resume checks them
         # Mean and standard deviation of the held-out scores of these weights, once evaluated.
         extra={},
     )

@@ -256,7 +256,7 @@ def main():
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
     data = dataset.load_data(accelerator, args, tokenizer, function=sft_row, loss_on=args.loss_on)
-    preview.show(accelerator, args, data)  # exits after it, if --preview asks for it
+    preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     train_sequences = Sequences(data.train)
     lengths = train_sequences.lengths
     target_counts = dataset.column(data.train, "n_targets")
@@ -293,7 +293,7 @@ def main():
         scheduler=scheduler,
         progress=progress,
         metrics=metrics,
-        models=lora.fingerprints(accelerator, policy),  # the base below adapters, for a resume
+        models=lora.fingerprints(accelerator, policy),  # bases of adapters: a resume checks them
     )
     # Refuses a model whose architecture is not interpreted correctly.
     checks.check_logprobs(run, train_sequences[[0]]["input_ids"][0])
