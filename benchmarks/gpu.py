@@ -15,9 +15,9 @@
                 responses of 256 tokens
     precision   precision.py, 0.5 B
     rl          rl_precision.py
-    dpo, sft    peers.py against TRL, with --hh and --gsm8k
+    dpo, sft, grpo  peers.py against TRL, with --hh and --gsm8k
 
-It needs one GPU and no network. The last two need TRL 1.16: `pip install -e '.[peers]'` from
+It needs one GPU and no network. The last three need TRL 1.16: `pip install -e '.[peers]'` from
 carried wheels. Only ds_zero3_offload.yaml needs a compiler, g++ and ninja.
 
 Each step ends within --limit and writes benchmarks/results/gpu/NAME.json: seconds, exit status, the
@@ -345,9 +345,11 @@ def peers(step: Step, work: str, data: Path | None) -> dict:
     if data is None:
         return {"passed": False, "reason": "no data given"}
     # The fastest for TRL of what was tried: 16 and 64 rows; of pairs 64 do not fit, 32 took long.
-    peer_micro = {"dpo": 16, "sft": 64}[work]
+    peer_micro = {"dpo": 16, "sft": 64, "grpo": 64}[work]
     flags = ["--data", data.resolve(), "--gpu", "--model", "0.5B", "--runs", 2, "--results"]
     flags += ["--micro_tokens", 65536, "--peer_micro", peer_micro]
+    if work == "grpo":
+        flags += ["--window", 256, "--updates", 5]
     command = [REPOSITORY / "benchmarks" / "peers.py", work, *flags, "--folder", step.folder]
     return {"passed": step.run(f"peers.py {work}", *command)}
 
@@ -362,6 +364,7 @@ STEPS = {
     "rl": rl,
     "dpo": lambda step: peers(step, "dpo", step.args.hh),
     "sft": lambda step: peers(step, "sft", step.args.gsm8k),
+    "grpo": lambda step: peers(step, "grpo", step.args.gsm8k),
 }
 
 
@@ -376,7 +379,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=STEPS, help="these steps alone")
     parser.add_argument("--folder", type=Path, help="for runs and models; default: a temporary one")
     parser.add_argument("--hh", type=Path, help="pairs for the step dpo, see peers.py")
-    parser.add_argument("--gsm8k", type=Path, help="rows for the step sft, see peers.py")
+    parser.add_argument("--gsm8k", type=Path, help="rows for sft and grpo, see peers.py")
     parser.add_argument("--jobs", type=int, default=4, help="commands at once, where none is timed")
     parser.add_argument("--limit", type=int, default=600, help="seconds of a step")
     parser.add_argument("--tiny", action="store_true", help="on the CPU, to see that this works")

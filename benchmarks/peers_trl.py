@@ -108,7 +108,7 @@ def ppo(settings: dict):
 
 
 def grpo(settings: dict):
-    """TRL's GRPO trainer, in the order of the file, sampling with our numbers."""
+    """TRL's GRPO trainer, in the order of the file, sampling with our numbers on a CPU."""
     from peers_reward import digits
     from trl import GRPOConfig, GRPOTrainer
 
@@ -120,6 +120,8 @@ def grpo(settings: dict):
         train_dataset=load_dataset("json", data_files=settings["data"], split="train"),
         callbacks=[Log(settings["log"])],
     )
+    if not args.use_cpu:  # our numbers are drawn on the CPU: its own sampling is faster
+        return trainer
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
     draws = Draws(
         trainer.model.generate, args.seed, samples, args.max_completion_length, stream=(1, 0)
@@ -129,7 +131,7 @@ def grpo(settings: dict):
 
 
 def distill(settings: dict):
-    """TRL's distillation trainer, in the order of the file, sampling with our numbers."""
+    """TRL's distillation trainer, in the order of the file, sampling with our numbers on a CPU."""
     from trl import DistillationConfig, DistillationTrainer
 
     args = DistillationConfig(**settings["config"])
@@ -140,6 +142,8 @@ def distill(settings: dict):
         train_dataset=load_dataset("json", data_files=settings["data"], split="train"),
         callbacks=[Log(settings["log"])],
     )
+    if not args.use_cpu:  # our numbers are drawn on the CPU: its own sampling is faster
+        return trainer
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
     draws = Draws(trainer.model.generate, args.seed, samples, args.max_completion_length)
     trainer.model.generate, torch.multinomial = draws.start, draws

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, LogitsProcessor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from common import batches, distributed, engine, zero
@@ -17,8 +17,8 @@ from common.rollout.samples import Response, Samples
 from common.run import Run
 
 # The memory for keys and values of the responses that a process generates at once, if
-# `--generate_batch_size` is 0. While it grows, a cache takes up to twice as much.
-CACHE_BYTES = 8 * 2**30
+# `--generate_batch_size` is 0.
+CACHE_BYTES = 16 * 2**30
 # A batch drops its finished rows after every 16 tokens. Without that, it would compute them
 # until the last row ends; dropping them after every token would copy the cache too often.
 TOKENS_AT_ONCE = 16
@@ -111,8 +111,9 @@ def generate(
         The responses in the order of the prompts, on every process.
     """
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
-    batch_size = batch_size or run.args.generate_batch_size or responses_that_fit(run)
     lengths = np.array([len(prompt) for prompt in prompts])
+    longest = int(lengths.max()) + max_new_tokens
+    batch_size = batch_size or run.args.generate_batch_size or responses_that_fit(run, longest)
     micro_batches = batches.split(run.accelerator, np.arange(len(prompts)), lengths, batch_size)
     responses = {}
     with ready_to_generate(run), run.accelerator.autocast():
@@ -124,13 +125,14 @@ def generate(
             if temperature:
                 draws = torch.from_numpy(uniforms[numbers]).to(run.device)
                 sampler = SampleByUniform(draws, temperature)
-            rows = Rows(run, [prompts[number] for number in numbers], stops, sampler)
-            responses |= dict(zip(numbers, generate_batch(rows, max_new_tokens)))
+            of_batch = [prompts[number] for number in numbers]
+            rows = Rows(run, of_batch, max_new_tokens, stops, sampler)
+            responses |= dict(zip(numbers, generate_batch(rows)))
     return distributed.gather_rows(responses)
 
 
-def responses_that_fit(run: Run) -> int:
-    """Returns how many responses of `--max_length` tokens a cache of `CACHE_BYTES` holds.
+def responses_that_fit(run: Run, longest: int) -> int:
+    """Returns how many rows of `longest` tokens a cache of `CACHE_BYTES` holds.
 
     It is the same on every device, so that a resumed run generates the same wherever it runs.
     """
@@ -140,10 +142,10 @@ def responses_that_fit(run: Run) -> int:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     bytes_of_number = 4 if run.accelerator.mixed_precision == "no" else 2
     numbers_of_token = 2 * config.num_hidden_layers * kv_heads * head_size  # keys and values
-    return max(1, CACHE_BYTES // (numbers_of_token * bytes_of_number * run.args.max_length))
+    return max(1, CACHE_BYTES // (numbers_of_token * bytes_of_number * longest))
 
 
-def generate_batch(rows: "Rows", max_new_tokens: int) -> list[Response]:
+def generate_batch(rows: "Rows") -> list[Response]:
     """Generates one response to each prompt of a batch, on this process only.
 
     Each round adds some tokens to all rows, and then drops the rows whose responses are finished.
@@ -154,6 +156,7 @@ def generate_batch(rows: "Rows", max_new_tokens: int) -> list[Response]:
         1         row 1: 8 1 0 0                          finished after four: the response is 8 1
         2         row 2: 9 9 9 9    row 1: 9 9 9 9 1 0    finished: the response is 9 9 9 9 1
     """
+    max_new_tokens = rows.max_new_tokens
     # Without rows to drop there is one round.
     at_once = TOKENS_AT_ONCE if can_pick_rows(rows.model) else max_new_tokens
     n_prompts = len(rows.numbers)
@@ -180,8 +183,10 @@ class Rows:
         numbers: which prompt of the batch each row has.
         ids: int64 `[rows, length]`, prompts padded on the left, then the new tokens.
         prompt_length: of `ids`, padding included: the new tokens begin there.
+        max_new_tokens: the length of the longest response.
         padding: `[rows]`, how many places of a row are padding.
-        cache: keys and values of all tokens but the last of each row; None: nothing is read yet.
+        cache: keys and values of all tokens but the last of each row, none at first; None: the
+            model makes one of its own kind.
         sampler: draws the new tokens; None: they are chosen greedily.
         without_probability: tokens that are never chosen, see `LogProbModel.vocabulary`.
     """
@@ -190,6 +195,7 @@ class Rows:
         self,
         run: Run,
         prompts: list[list[int]],
+        max_new_tokens: int,
         stops: set[int],
         sampler: "SampleByUniform | None",
     ):
@@ -200,8 +206,12 @@ class Rows:
         self.prompts = prompts
         self.ids = batches.pad(prompts, self.pad_token_id, run.device, left=True)
         self.prompt_length = self.ids.shape[1]
+        self.max_new_tokens = max_new_tokens
         self.padding = np.array([self.prompt_length - len(prompt) for prompt in prompts])
         self.cache: Any = None
+        if can_pick_rows(self.model):
+            places = self.prompt_length + max_new_tokens
+            self.cache = with_room(DynamicCache(config=self.model.config), places)
         self.sampler = sampler
         head_size = self.model.get_output_embeddings().out_features
         self.without_probability = list(range(run.unwrapped.vocabulary, head_size))
@@ -240,23 +250,15 @@ class Rows:
         first_rows = [first_row[tuple(prompt)] for prompt in self.prompts]  # of A A B A: 0 0 2 0
         read, copies = np.unique(first_rows, return_inverse=True)  # 0 2, and 0 0 1 0
         # `generate` must draw a token, which is not used.
-        output = self.run_model(self.ids[read, :length], self.padding[read], n_new=1)
-        self.cache = getattr(output, CACHE)
+        self.run_model(self.ids[read, :length], self.padding[read], n_new=1)
         self.cache.reorder_cache(torch.from_numpy(copies))  # this repeats rows, too
 
     def extend(self, n_new: int) -> None:
         """Adds `n_new` tokens to each row, or fewer if all rows end before."""
         processors = [] if self.sampler is None else [self.sampler]
-        output = self.run_model(
-            self.ids,
-            self.padding,
-            n_new=n_new,
-            logits_processor=processors,
-            **{CACHE: self.cache},
-        )
+        output = self.run_model(self.ids, self.padding, n_new=n_new, logits_processor=processors)
         self.ids = output.sequences
         self.cache = getattr(output, CACHE)
-        keep_room(self.cache)
 
     def run_model(self, ids: torch.Tensor, padding: np.ndarray, n_new: int, **settings):
         """Returns transformers' output for these ids and `n_new` tokens after them."""
@@ -272,6 +274,7 @@ class Rows:
             attention_mask=mask_of(ids, padding),
             generation_config=config,
             synced_gpus=False,
+            **{CACHE: self.cache},
             **settings,
         )
 
@@ -288,60 +291,58 @@ class Rows:
 
 
 class RoomyLayer(DynamicLayer):
-    """A layer of a cache that has room for further tokens.
+    """A layer of a cache that has room for all tokens from the start.
 
     `DynamicLayer` copies all keys and values for each new token. Here they are views of larger
     tensors, so that only those of the new token are written. The numbers are the same.
 
     Attributes:
-        room: keys and values `[rows, heads, more than length, head size]`.
-        filled: `keys` as `update` last returned them. When rows are dropped, `reorder_cache` makes
-            another tensor of `keys`, which the room does not belong to.
+        places: tokens that there is room for.
+        room: keys and values `[rows, heads, places, head size]`; None: nothing is read yet.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    places: int
     room: tuple[torch.Tensor, torch.Tensor] | None = None
-    filled: torch.Tensor | None = None
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Adds keys and values of new tokens, and returns those of all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+            self.room = (room_like(key_states, self.places), room_like(value_states, self.places))
         old = self.get_seq_length()
         length = old + key_states.shape[-2]
-        rows_changed = self.keys is not self.filled
-        if self.room is None or rows_changed or length > self.room[0].shape[-2]:
-            new_keys = with_room(self.keys, key_states, old)
-            self.room = (new_keys, with_room(self.values, value_states, old))
         room_of_keys, room_of_values = self.room
+        room_of_keys[..., old:length, :] = key_states
+        room_of_values[..., old:length, :] = value_states
         self.keys = room_of_keys[..., :length, :]
         self.values = room_of_values[..., :length, :]
-        self.keys[..., old:, :] = key_states
-        self.values[..., old:, :] = value_states
-        self.filled = self.keys
         return self.keys, self.values
 
-
-def with_room(old: torch.Tensor, new: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns a larger copy, with room for `new` and `TOKENS_AT_ONCE` more tokens.
-
-    Args:
-        old, new: keys or values.
-        length: tokens in `old`.
-    """
-    places = length + new.shape[-2] + TOKENS_AT_ONCE
-    whole = new.new_empty(*new.shape[:-2], places, new.shape[-1])
-    if length:
-        whole[..., :length, :] = old
-    return whole
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Keeps the rows of these numbers, in this order; a number may occur several times."""
+        if self.room is None:  # a layer that reads another's keys
+            return
+        length = self.get_seq_length()
+        rows = beam_idx.to(self.keys.device)
+        room_of_keys, room_of_values = self.room = tuple(room[rows] for room in self.room)
+        self.keys = room_of_keys[..., :length, :]
+        self.values = room_of_values[..., :length, :]
 
 
-def keep_room(cache) -> None:
-    """Lets the growing layers of a cache keep room; those of other kinds stay as they are."""
-    for layer in getattr(cache, "layers", []):
+def room_like(new: torch.Tensor, places: int) -> torch.Tensor:
+    """Returns an empty tensor for so many tokens, otherwise of the shape of `new`."""
+    return new.new_empty(*new.shape[:-2], places, new.shape[-1])
+
+
+def with_room(cache: DynamicCache, places: int) -> DynamicCache:
+    """Gives the growing layers of an empty cache room; those of other kinds stay as they are."""
+    for layer in cache.layers:
         if type(layer) is DynamicLayer:
-            layer.__class__ = RoomyLayer  # in place: keys and values stay
+            layer.__class__ = RoomyLayer
+            layer.places = places
+    return cache
 
 
 def mask_of(ids: torch.Tensor, padding: np.ndarray) -> torch.Tensor:
@@ -419,6 +420,10 @@ def ready_to_generate(run: Run):
         # of cache ... None of that may change what is drawn here.
         undo.callback(setattr, model, "generation_config", model.generation_config)
         model.generation_config = GenerationConfig()
+        if torch.backends.cuda.cudnn_sdp_enabled():
+            # cuDNN's attention plans for each new shape, and here every token makes one.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            undo.callback(torch.backends.cuda.enable_cudnn_sdp, True)
         undo.enter_context(without_router_logits(model))
         if zero.stage(run.accelerator) == 3:
             undo.enter_context(zero.gathered_for_generation(run.model, model))

@@ -140,6 +140,7 @@ class FakeServer:
         # A greedy one is drawn, too, so that it has log-probs: with hardly any temperature.
         draws = torch.from_numpy(np.random.default_rng(seed).random((1, n_tokens)))
         sampler = generation.SampleByUniform(draws, content["temperature"] or 1e-4)
-        rows = generation.Rows(run, [content["prompt"]], set(content["stop_token_ids"]), sampler)
+        stops = set(content["stop_token_ids"])
+        rows = generation.Rows(run, [content["prompt"]], n_tokens, stops, sampler)
         with torch.no_grad():
-            return generation.generate_batch(rows, n_tokens)[0]
+            return generation.generate_batch(rows)[0]
