@@ -20,6 +20,10 @@ from bare_runs import bare_run
 from common.rollout import generation
 from common.rollout.vllm_worker import Weights
 
+# Two servers in one process: `from_pretrained` changes modules of torch while it loads, and two at
+# once can leave them changed.
+LOADING = threading.Lock()
+
 
 class Worker(Weights):
     """What vLLM mixes `Weights` into: a model that can be loaded again."""
@@ -34,7 +38,8 @@ class Worker(Weights):
         )
 
     def reload(self, weights_path: str) -> None:
-        new = AutoModelForCausalLM.from_pretrained(weights_path, dtype=self.model.dtype)
+        with LOADING:
+            new = AutoModelForCausalLM.from_pretrained(weights_path, dtype=self.model.dtype)
         self.model.load_state_dict(new.state_dict())
 
     def load_adapter(self, folder: str) -> None:
