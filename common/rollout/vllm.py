@@ -83,7 +83,7 @@ def connect(run: Run) -> None:
     if not run.args.vllm_url:
         return
     run.servers = Servers(run.args.vllm_url)
-    distributed.on_main_process(run.accelerator, run.servers.check, run)
+    run.servers.dtype = distributed.on_main_process(run.accelerator, run.servers.check, run)
     run.servers.synchronise(run)
 
 
@@ -368,8 +368,12 @@ class Servers:
 
     # ======================================================== the beginning
 
-    def check(self, run: Run) -> None:
-        """Refuses servers that cannot serve this run. For the main process."""
+    def check(self, run: Run) -> str:
+        """Refuses servers that cannot serve this run. For the main process.
+
+        Returns:
+            The dtype in which they compute.
+        """
         dtypes = set()
         for server in self.servers:
             model = server.describe_model()
@@ -385,8 +389,8 @@ class Servers:
                 dtypes.add(worker["dtype"])
         if len(dtypes) > 1:
             sys.exit(f"--vllm_url: servers of {' and '.join(sorted(dtypes))}: give all one --dtype")
-        (self.dtype,) = dtypes
         self.check_folder(run.output_dir / FOLDER)
+        return dtypes.pop()
 
     def check_folder(self, folder: Path) -> None:
         """Refuses servers that do not see the folder through which they get weights."""

@@ -200,6 +200,19 @@ def test_several_servers_and_processes_give_the_same_run(inputs, server, tmp_pat
     assert weights(tmp_path / "two") == pytest.approx(weights(tmp_path / "one"), abs=1e-5)
 
 
+def test_every_process_knows_in_which_precision_the_servers_compute(inputs, tmp_path):
+    """One that did not compared the log-probs of bf16 to the bound of fp32, and ended the run."""
+    server = FakeServer(inputs / "model", dtype=torch.bfloat16)
+    try:
+        run(inputs, tmp_path / "out", GRPO, server.url, launcher="ddp")
+    finally:
+        server.stop()
+    lines = training_lines(tmp_path / "out")
+    assert [line["global_step"] for line in lines] == [1, 2, 3, 4]
+    probes = [line["sync/probe_difference"] for line in lines if "sync/probe_difference" in line]
+    assert probes and all(1e-4 < difference < 0.2 for difference in probes)
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_killed_run_resumes_as_if_it_had_never_been_killed(inputs, server, tmp_path, ahead):
     """At a checkpoint between the two updates of a rollout, while the next one is sampled ahead."""
