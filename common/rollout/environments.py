@@ -122,36 +122,55 @@ def close(instances: Iterable[Any]) -> None:
 
 # ============================================================ calls
 def run_all(calls: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
-    """Returns what calls of a user's code return, in their order, some at a time.
+    """Returns what calls of a user's code return, in their order, see `Calls`."""
+    running = Calls(timeout)
+    for number, call in enumerate(calls):
+        running.start(number, call)
+    results = running.wait()
+    return [results[number] for number in range(len(calls))]
+
+
+class Calls:
+    """Calls of a user's code, which run beside each other and beside whoever started them.
 
     Each is in a thread of its own, so that one that blocks holds up nothing but its thread. A call
     that returns an awaitable is awaited, all in one event loop.
 
-    Args:
+    Attributes:
         timeout: seconds that each may take; 0: no limit.
-
-    Returns:
-        A `Failure` for each call that raised, or took too long.
+        results: what each call returned, by its number; a `Failure` if it raised or took too long.
+        running: threads that were not waited for, and when each must have ended.
     """
-    results: list[Any] = [None] * len(calls)
-    for first in range(0, len(calls), CALLS_AT_ONCE):
-        threads = []
-        for number in range(first, min(first + CALLS_AT_ONCE, len(calls))):
-            # What stays if the call does not end in time.
-            results[number] = Failure(f"took longer than --environment_timeout {timeout:g} seconds")
-            thread = threading.Thread(
-                target=run_one, args=(calls[number], results, number), daemon=True
-            )
-            thread.start()
-            threads.append(thread)
-        # All began together, so that many that block take no longer than one.
-        deadline = time.monotonic() + timeout
-        for thread in threads:
-            thread.join(max(deadline - time.monotonic(), 0) if timeout else None)
-    return list(results)  # a copy: a call that ends late still writes into `results`
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self.results: dict[int, Any] = {}
+        self.running: list[tuple[threading.Thread, float]] = []
+
+    def start(self, number: int, call: Callable[[], Any]) -> None:
+        """Starts a call. Waits for the oldest one if there are `CALLS_AT_ONCE`."""
+        if len(self.running) == CALLS_AT_ONCE:
+            self.wait_for_oldest()
+        # What stays if the call does not end in time.
+        late = f"took longer than --environment_timeout {self.timeout:g} seconds"
+        self.results[number] = Failure(late)
+        thread = threading.Thread(target=run_one, args=(call, self.results, number), daemon=True)
+        thread.start()
+        self.running.append((thread, time.monotonic() + self.timeout))
+
+    def wait_for_oldest(self) -> None:
+        """Waits until the call that began first has ended or its time is over."""
+        thread, deadline = self.running.pop(0)
+        thread.join(max(deadline - time.monotonic(), 0) if self.timeout else None)
+
+    def wait(self) -> dict[int, Any]:
+        """Waits for all calls, and returns their results by number."""
+        while self.running:
+            self.wait_for_oldest()
+        return dict(self.results)  # a copy: a call that ends late still writes into `results`
 
 
-def run_one(call: Callable[[], Any], results: list, number: int) -> None:
+def run_one(call: Callable[[], Any], results: dict[int, Any], number: int) -> None:
     """Stores what a call returns, or why it failed, as one of `results`."""
     process = os.getpid()
     try:
@@ -177,13 +196,15 @@ def awaited_result(result: Any) -> Any:
 
 
 LOOP: list[asyncio.AbstractEventLoop] = []
+LOOP_LOCK = threading.Lock()
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
     """Returns the loop in which all awaitables of environments run, in a thread of its own."""
-    if not LOOP:
-        LOOP.append(asyncio.new_event_loop())
-        threading.Thread(target=LOOP[0].run_forever, daemon=True).start()
+    with LOOP_LOCK:  # calls of several threads may be the first
+        if not LOOP:
+            LOOP.append(asyncio.new_event_loop())
+            threading.Thread(target=LOOP[0].run_forever, daemon=True).start()
     return LOOP[0]
 
 

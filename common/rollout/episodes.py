@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from common.data.ids import decode
 from common.data.messages import BadRow, as_messages
 from common.rollout import environments, generation
 from common.rollout.environments import Failure, UserClass
-from common.rollout.samples import FAILED, Samples, share_of_groups
+from common.rollout.samples import FAILED, Response, Samples, share_of_groups
 from common.run import Run
 
 
@@ -52,7 +52,7 @@ def tools(args) -> list[dict] | None:
 
 @dataclasses.dataclass
 class Episode:
-    """One conversation, the same on every process.
+    """One conversation.
 
     Attributes:
         data_row: the number of the prompt's row in the data.
@@ -105,46 +105,15 @@ class Episode:
         """Returns how many tokens the model may still draw."""
         return min(args.max_new_tokens - self.n_sampled, self.places_left(args))
 
+    def count_call(self, failed: bool) -> None:
+        """Counts a call of a tool."""
+        self.calls += 1
+        self.failed_calls += failed
+
     def add(self, ids: list[int], logps: list[float], is_sampled: bool) -> None:
         self.ids += ids
         self.is_sampled += [is_sampled] * len(ids)
         self.logps += logps
-
-
-class Opening(NamedTuple):
-    """What an episode begins with.
-
-    Attributes:
-        prompt, messages: what the model reads first, as token ids and as messages.
-        failure: how `reset` failed, in words; "" if it did not.
-    """
-
-    prompt: list[int]
-    messages: list[dict]
-    failure: str = ""
-
-
-@dataclasses.dataclass
-class Reply:
-    """What an environment says after an answer.
-
-    Attributes:
-        messages: None if it ends the episode, or failed.
-        ids: what the template writes for the messages, up to the next answer.
-        calls, failed_calls: how many tools the answer called, and how many of these calls failed.
-        failure: how the environment itself failed, in words; "" if it did not.
-    """
-
-    messages: list[dict] | None = None
-    ids: list[int] = dataclasses.field(default_factory=list)
-    calls: int = 0
-    failed_calls: int = 0
-    failure: str = ""
-
-    def count(self, failed: bool) -> None:
-        """Counts a call of a tool."""
-        self.calls += 1
-        self.failed_calls += failed
 
 
 class Stage:
@@ -154,11 +123,14 @@ class Stage:
         user_class: that of `--environment`.
         instances: the environments of the latest samples, by the sample's row. Each process has
             those of its own prompts, see `Samples.whole_groups`.
+        stops: the tokens that end an answer. They are looked up before a rollout, since while the
+            model generates its generation config is set aside.
     """
 
     def __init__(self, user_class: UserClass):
         self.user_class = user_class
         self.instances: dict[int, Any] = {}
+        self.stops: set[int] = set()
 
     # ======================================================== playing
     def play(self, run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
@@ -166,19 +138,16 @@ class Stage:
 
         The k-th token that a model draws in an episode is decided by its k-th number, whatever
         other episodes there are. So an episode depends on nothing but its own prompt, numbers,
-        weights and environment.
+        weights and environment. Each process plays its share.
         """
         self.close()
+        self.stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
         _, per_prompt, max_new_tokens = uniforms.shape
         draws = uniforms.reshape(-1, max_new_tokens)
-        episodes = self.begin(run, prompts, per_prompt)
-        stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
-        while live := [n for n, episode in enumerate(episodes) if episode.is_live]:
-            self.sample_turn(run, [episodes[n] for n in live], draws[live], temperature, stops)
-            answered = [n for n in live if episodes[n].is_live]
-            replies = self.on_all(run, partial(self.replies, run, episodes, answered))
-            for n in answered:
-                self.continue_or_end(run, episodes[n], replies[n])
+        with generation.speaking(run) as speak:
+            play_mine = partial(self.play_mine, run, prompts, draws, temperature, speak)
+            by_number = self.on_all(run, play_mine)
+        episodes = [by_number[number] for number in range(len(draws))]
         failures = [episode.failure for episode in episodes if episode.failure]
         self.warn_of(run, failures, len(episodes))
         return Samples(
@@ -194,36 +163,40 @@ class Stage:
             of_episodes=statistics(episodes),
         )
 
-    def begin(self, run: Run, prompts: dict, per_prompt: int) -> list[Episode]:
-        """Makes and resets an environment for each episode, and returns the episodes."""
-        n_prompts = len(prompts["row"])
-        mine = share_of_groups(run.accelerator, n_prompts, per_prompt)
+    def play_mine(
+        self,
+        run: Run,
+        prompts: dict,
+        draws: np.ndarray,
+        temperature: float,
+        speak: generation.Speaker,
+    ) -> dict[int, Episode]:
+        """Plays this process's episodes, and returns them by their numbers among all.
 
-        def reset() -> dict[int, Opening]:
-            self.instances = {number: self.user_class.make() for number in mine}
-            calls = []
-            for number, instance in self.instances.items():
-                columns = json.loads(prompts["columns"][number // per_prompt])
-                calls.append(partial(instance.reset, **columns))
-            given = environments.run_all(calls, run.args.environment_timeout)
-            return {
-                number: self.opening(run, prompts, number // per_prompt, value)
-                for number, value in zip(mine, given)
-            }
-
-        openings = self.on_all(run, reset)
-        episodes = []
-        for number in range(n_prompts * per_prompt):
-            opening = openings[number]
-            data_row = prompts["row"][number // per_prompt]
-            episode = Episode(data_row, opening.prompt, opening.messages)
-            if opening.failure:
-                episode.fail(opening.failure)
-            episodes.append(episode)
+        Args:
+            draws: `[episodes, max_new_tokens]`, of all processes.
+        """
+        episodes = self.begin(run, prompts, len(draws) // len(prompts["row"]))
+        while live := {n: episode for n, episode in episodes.items() if episode.is_live}:
+            self.take_turn(run, live, draws[list(live)], temperature, speak)
         return episodes
 
-    def opening(self, run: Run, prompts: dict, row: int, given: Any) -> Opening:
-        """Returns what an episode begins with.
+    def begin(self, run: Run, prompts: dict, per_prompt: int) -> dict[int, Episode]:
+        """Makes and resets the environments of this process, and returns their episodes."""
+        mine = share_of_groups(run.accelerator, len(prompts["row"]), per_prompt)
+        self.instances = {number: self.user_class.make() for number in mine}
+        calls = environments.Calls(run.args.environment_timeout)
+        for number, instance in self.instances.items():
+            columns = json.loads(prompts["columns"][number // per_prompt])
+            calls.start(number, partial(instance.reset, **columns))
+        given = calls.wait()
+        return {
+            number: self.opening(run, prompts, number // per_prompt, given[number])
+            for number in mine
+        }
+
+    def opening(self, run: Run, prompts: dict, row: int, given: Any) -> Episode:
+        """Returns an episode that has not begun, or has failed.
 
         A text that `reset` returned is appended to the last message, messages after it.
 
@@ -242,8 +215,11 @@ class Stage:
                 "and a conversation needs messages: give --strings_as_messages"
             )
         messages = as_messages(prompt, "user")
+        episode = Episode(data_row, prompts["prompt_ids"][row], messages)
+        if failure:
+            episode.fail(failure)
         if given is None or failure:
-            return Opening(prompts["prompt_ids"][row], messages, failure)
+            return episode
         if isinstance(given, str):
             last = {**messages[-1], "content": messages[-1]["content"] + given}
             messages = [*messages[:-1], last]
@@ -259,58 +235,65 @@ class Stage:
                 f"{data_row} has {len(ids)} tokens; --max_length {run.args.max_length} leaves no "
                 "room for a response"
             )
-        return Opening(ids, messages)
+        episode.prompt = ids
+        episode.messages = messages
+        return episode
 
-    def sample_turn(
-        self, run: Run, live: list[Episode], draws: np.ndarray, temperature: float, stops: set[int]
+    def take_turn(
+        self,
+        run: Run,
+        live: dict[int, Episode],
+        draws: np.ndarray,
+        temperature: float,
+        speak: generation.Speaker,
     ) -> None:
-        """Lets the model speak once in each live episode."""
-        rooms = [episode.room(run.args) for episode in live]
-        longest = max(rooms)
+        """Lets the model speak once in each live episode, and the environment reply.
+
+        An environment replies while the model still speaks in other episodes.
+
+        Args:
+            draws: `[live episodes, max_new_tokens]`.
+        """
+        longest = max(episode.room(run.args) for episode in live.values())
         uniforms = np.zeros((len(live), longest))
-        for place, (episode, numbers) in enumerate(zip(live, draws)):
+        for place, (episode, numbers) in enumerate(zip(live.values(), draws)):
             left = numbers[episode.n_sampled :][:longest]  # the k-th token has the k-th number
             uniforms[place, : len(left)] = left
-        responses = generation.respond(
-            run, [episode.prompt + episode.ids for episode in live], uniforms, temperature
-        )
-        for episode, room, response in zip(live, rooms, responses):
-            ids = response.ids[:room]
-            logps = response.logps[:room] if temperature else [0.0] * len(ids)
-            is_whole = ids[-1] in stops
-            text = decode(run.tokenizer, ids[:-1] if is_whole else ids)
-            message = {"role": "assistant", "content": text}
-            if self.user_class.tools and is_whole:
-                before = decode(run.tokenizer, episode.prompt + episode.ids)
-                message = environments.parsed(run.tokenizer, text, before, self.user_class.tools)
-            episode.add(ids, logps, is_sampled=True)
-            episode.turns += 1
-            episode.messages.append(message)
-            episode.is_live = is_whole  # an answer that was cut ends its episode
+        numbers_of_places = list(live)
+        said_so_far = [episode.prompt + episode.ids for episode in live.values()]
+        calls = environments.Calls(run.args.environment_timeout)
+        for place, response in speak(said_so_far, uniforms, temperature):
+            number = numbers_of_places[place]
+            self.add_answer(run, live[number], response, temperature)
+            if live[number].is_live:
+                calls.start(number, partial(self.reply, self.instances[number], live[number]))
+        for number, value in sorted(calls.wait().items()):
+            self.continue_or_end(run, live[number], value)
 
-    def replies(self, run: Run, episodes: list[Episode], answered: list[int]) -> dict[int, Reply]:
-        """Returns what the environments of this process reply, by the episode's number."""
-        replies = {number: Reply() for number in answered if number in self.instances}
+    def add_answer(
+        self, run: Run, episode: Episode, response: Response, temperature: float
+    ) -> None:
+        """Adds what the model said to an episode, which ends if that was cut."""
+        room = episode.room(run.args)
+        ids = response.ids[:room]
+        logps = response.logps[:room] if temperature else [0.0] * len(ids)
+        is_whole = ids[-1] in self.stops
+        text = decode(run.tokenizer, ids[:-1] if is_whole else ids)
+        message = {"role": "assistant", "content": text}
+        if self.user_class.tools and is_whole:
+            before = decode(run.tokenizer, episode.prompt + episode.ids)
+            message = environments.parsed(run.tokenizer, text, before, self.user_class.tools)
+        episode.add(ids, logps, is_sampled=True)
+        episode.turns += 1
+        episode.messages.append(message)
+        episode.is_live = is_whole
 
-        def call(number: int) -> Any:
-            instance = self.instances[number]
-            message = episodes[number].messages[-1]
-            if self.user_class.has_step:
-                return instance.step(message)
-            return environments.call_tools(instance, message, replies[number].count) or None
-
-        calls = [partial(call, number) for number in replies]
-        given = environments.run_all(calls, run.args.environment_timeout)
-        method = "step" if self.user_class.has_step else "a tool"
-        for (number, reply), value in zip(replies.items(), given):
-            turn = episodes[number].turns
-            data_row = episodes[number].data_row
-            value = environments.checked_step(value)
-            reply.failure = self.failure_of(run, value, data_row, method, turn)
-            if value is not None and not reply.failure:
-                reply.messages = value
-                reply.ids = self.ids_between(run, value, data_row)
-        return replies
+    def reply(self, instance: Any, episode: Episode) -> Any:
+        """Returns what the environment says to the last answer of its episode."""
+        message = episode.messages[-1]
+        if self.user_class.has_step:
+            return instance.step(message)
+        return environments.call_tools(instance, message, episode.count_call) or None
 
     def ids_between(self, run: Run, messages: list[dict], data_row: int) -> list[int]:
         """Returns what the template writes for messages that come back, up to the next answer."""
@@ -322,23 +305,29 @@ class Stage:
         except BadRow as error:
             sys.exit(f"--environment {self.user_class.name}, data row {data_row}: {error}")
 
-    def continue_or_end(self, run: Run, episode: Episode, reply: Reply) -> None:
-        """Adds what the environment said to an episode, or ends it."""
-        episode.calls += reply.calls
-        episode.failed_calls += reply.failed_calls
-        if reply.failure:
-            episode.fail(reply.failure)
+    def continue_or_end(self, run: Run, episode: Episode, given: Any) -> None:
+        """Adds what the environment said to an episode, or ends it.
+
+        Args:
+            given: what `reply` returned.
+        """
+        messages = environments.checked_step(given)
+        method = "step" if self.user_class.has_step else "a tool"
+        failure = self.failure_of(run, messages, episode.data_row, method, episode.turns)
+        if failure:
+            episode.fail(failure)
             return
-        if reply.messages is None:
+        if messages is None:
             episode.is_live = False
             episode.ended = True
             return
-        has_room = episode.room(run.args) > 0 and episode.places_left(run.args) > len(reply.ids)
+        ids = self.ids_between(run, messages, episode.data_row)
+        has_room = episode.room(run.args) > 0 and episode.places_left(run.args) > len(ids)
         if episode.turns >= run.args.max_turns or not has_room:
             episode.is_live = False  # truncated: nobody reads the reply
             return
-        episode.add(reply.ids, [0.0] * len(reply.ids), is_sampled=False)
-        episode.messages += reply.messages
+        episode.add(ids, [0.0] * len(ids), is_sampled=False)
+        episode.messages += messages
 
     # ======================================================== the end of episodes
     def rewards(self, run: Run, samples: Samples) -> list[float]:

@@ -9,8 +9,8 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,9 @@ class Probe:
 
 
 class Servers:
-    """vLLM servers that share the prompts of a rollout. The main process alone talks to them.
+    """vLLM servers that share the prompts of a rollout.
+
+    The main process alone talks to them, except in episodes: each process asks for its own.
 
     Attributes:
         version: names the weights that the servers were last given; an empty string: none.
@@ -230,17 +232,34 @@ class Servers:
 
     def ask(self, requests: list[dict]) -> list[Response]:
         """Returns the servers' responses to all requests, in their order."""
-        jobs = [
-            (self.servers[number % len(self.servers)], request)
-            for number, request in enumerate(requests)
-        ]
-        answers = in_parallel(lambda job: job[0].complete(job[1]), jobs)
+        responses = dict(self.responses_as_they_come(requests))
+        return [response for number in range(len(requests)) for response in responses[number]]
+
+    def answers(
+        self, run: Run, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
+    ) -> Iterator[tuple[int, Response]]:
+        """Asks for a response to each prompt, for this process alone; a `generation.Speaker`."""
+        requests = make_requests(run, prompts, uniforms[:, None], temperature)
+        for number, (response,) in self.responses_as_they_come(requests):
+            yield number, response
+
+    def responses_as_they_come(self, requests: list[dict]) -> Iterator[tuple[int, list[Response]]]:
+        """Yields the number of each request and its responses, once a server has answered it.
+
+        Raises:
+            SystemExit: a server got other weights meanwhile; or see `Server.complete`.
+        """
+
+        def complete(number: int) -> tuple[int, list[Response]]:
+            server = self.servers[number % len(self.servers)]
+            return number, server.complete(requests[number])
+
+        yield from in_parallel(complete, range(len(requests)))
         if not self.all_have_version():
             sys.exit(
                 "a vLLM server got other weights while it sampled: another run uses it, too, or it "
                 f"was started again. Its responses are not used. Servers: {self.urls()}"
             )
-        return [response for responses in answers for response in responses]
 
     # ======================================================== weights
 
@@ -258,7 +277,11 @@ class Servers:
             return
         folder = run.output_dir / FOLDER / "weights"
         self.write_weights(run, folder)
-        self.on_main_process(run, self.load_weights, folder, lora.has_adapter(run.unwrapped))
+        self.version, models = self.on_main_process(
+            run, self.load_weights, folder, lora.has_adapter(run.unwrapped)
+        )
+        for server, model in zip(self.servers, models):
+            server.model = model
         difference = self.prove(run)
         self.synced_at = run.progress.global_step
         seconds = time.perf_counter() - started
@@ -275,10 +298,13 @@ class Servers:
             shutil.rmtree(folder.parent, ignore_errors=True)
             sys.exit(f"{folder} could not be written for the vLLM servers: {str(error)[:200]}")
 
-    def load_weights(self, folder: Path, is_adapter: bool) -> None:
+    def load_weights(self, folder: Path, is_adapter: bool) -> tuple[str, list[str]]:
         """Lets all servers load the weights in a folder, and forget what they computed with others.
 
         For the main process.
+
+        Returns:
+            The new version, and what each server calls its model.
         """
         self.version = str(uuid.uuid4())
         path = str(folder.resolve())
@@ -295,7 +321,8 @@ class Servers:
             server.call("note_version", version=self.version)
             server.send("POST", "/resume")
 
-        in_parallel(load_into, self.servers)
+        list(in_parallel(load_into, self.servers))
+        return self.version, [server.model for server in self.servers]
 
     def all_have_version(self) -> bool:
         """Whether all workers of all servers have the weights that they were last given."""
@@ -461,14 +488,15 @@ def make_requests(
     ]
 
 
-def in_parallel(function: Callable, jobs: list) -> list:
-    """Returns the results of a function that waits for servers, in the order of the jobs.
+def in_parallel(function: Callable, jobs: Sequence) -> Iterator:
+    """Yields the results of a function that waits for servers, in the order in which they come.
 
     If one fails, those that have not begun are not begun.
     """
     pool = ThreadPoolExecutor(min(len(jobs), REQUESTS_AT_ONCE))
     try:
-        return list(pool.map(function, jobs))
+        for future in as_completed([pool.submit(function, job) for job in jobs]):
+            yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -88,7 +88,7 @@ def played(accelerator, tokenizer, model, respond=None):
     uniforms = np.zeros((len(rows), 1, MAX_NEW_TOKENS))
     with pytest.MonkeyPatch.context() as patch:
         if respond:
-            patch.setattr(generation, "respond", respond)
+            patch.setattr(generation, "answers", respond)
         return generation.sample(run, prompts, uniforms, 0.0)
 
 
@@ -96,15 +96,13 @@ def scripted(tokenizer):
     """Says what `SAID` has for the question that is in the prompt, turn by turn."""
     spoken = dict.fromkeys(SAID, 0)
 
-    def respond(run, prompts, uniforms, temperature):
-        responses = []
-        for prompt in prompts:
+    def respond(run, stops, prompts, uniforms, temperature):
+        for place, prompt in enumerate(prompts):
             text = tokenizer.decode(prompt)
             question = next(one for one in SAID if f"{one} Use the tool." in text)
             said = SAID[question][spoken[question]] + tokenizer.eos_token
             spoken[question] += 1
-            responses.append(Response(encode_text(tokenizer, said), []))
-        return responses
+            yield place, Response(encode_text(tokenizer, said), [])
 
     return respond
 

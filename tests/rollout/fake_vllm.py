@@ -148,4 +148,5 @@ class FakeServer:
         stops = set(content["stop_token_ids"])
         rows = generation.Rows(run, [content["prompt"]], n_tokens, stops, sampler)
         with torch.no_grad():
-            return generation.generate_batch(rows)[0]
+            ((_, response),) = generation.generate_batch(rows)
+            return response

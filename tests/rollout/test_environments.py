@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import re
+import threading
 import types
 import warnings
 
@@ -22,6 +23,7 @@ from common.models.logprobs import LogProbModel
 from common.rollout import environments, episodes, evaluation, generation
 from common.rollout.reward_calls import LARGEST
 from common.rollout.samples import Collected
+from fake_vllm import FakeServer
 from peers import trl_environments
 from runs import (
     ASSETS,
@@ -156,10 +158,18 @@ def stage_of(make, has_reward: bool = False) -> episodes.Stage:
 
 
 def played(
-    accelerator, tokenizer, folder, make, temperature=1.0, per_prompt=2, dtype=None, **settings
+    accelerator,
+    tokenizer,
+    folder,
+    make,
+    temperature=1.0,
+    per_prompt=2,
+    dtype=None,
+    model=None,
+    **settings,
 ):
     """Two prompts' episodes with this environment, and the run."""
-    model = LlamaForCausalLM.from_pretrained(folder / "model").eval().to(dtype)
+    model = model or LlamaForCausalLM.from_pretrained(folder / "model").eval().to(dtype)
     run = bare_run(accelerator, tokenizer, model, **{**SETTINGS, **settings})
     run.stage = stage_of(make)
     run.metrics = types.SimpleNamespace(warn=warnings.warn)
@@ -214,6 +224,46 @@ def test_an_environment_of_one_turn_changes_nothing(accelerator, tokenizer, user
     plain = generation.sample(run, prompts, uniforms, 1.0)
     assert found.responses == plain.responses and found.sampler_logps == plain.sampler_logps
     assert torch.equal(found.ended, plain.ended) and torch.equal(found.mask, plain.mask)
+
+
+def test_stop_tokens_of_the_generation_config_end_answers(accelerator, tokenizer, user):
+    folder, module = user
+    model = LlamaForCausalLM.from_pretrained(folder / "model").eval()
+    *_, before = played(accelerator, tokenizer, folder, module.Once, model=model)
+    often = before.responses[0][1]
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, often]
+    *_, found = played(accelerator, tokenizer, folder, module.Once, model=model)
+    assert found.responses[0] == before.responses[0][:2] and found.ended[0]
+    assert len(before.responses[0]) > 2
+
+
+def test_environments_reply_while_the_model_speaks_to_others(
+    accelerator, tokenizer, user, monkeypatch
+):
+    """The next answer of a turn is not generated before the environment has got the last one."""
+    folder, module = user
+    has_answer = threading.Event()
+    waited = []
+
+    class Listens(module.Echo):
+        def step(self, message):
+            has_answer.set()
+            return super().step(message)
+
+    plain = generation.answers
+
+    def answers(run, stops, *args):
+        for place, response in plain(run, stops, *args):
+            yield place, response
+            if response.ids[-1] in stops:
+                waited.append(has_answer.wait(60))
+                has_answer.clear()
+
+    expected = played(accelerator, tokenizer, folder, module.Echo)[-1]
+    monkeypatch.setattr(generation, "answers", answers)
+    found = played(accelerator, tokenizer, folder, Listens)[-1]
+    assert len(waited) > 4 and all(waited)
+    assert found.responses == expected.responses
 
 
 def test_limits_truncate_an_episode(accelerator, tokenizer, user):
@@ -574,6 +624,25 @@ def test_an_update_is_the_same_however_episodes_are_split(user, tmp_path, name, 
     assert line["sampling/sampling_logp_difference/max"] < 1e-5
     shown = samples(tmp_path / "one")[0]
     assert [message["role"] for message in shown["messages"]][:3] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("more", [{}, {"lora_r": 4}])
+def test_each_process_asks_servers_for_its_own_episodes(user, tmp_path, more):
+    folder, _ = user
+    server = FakeServer(folder / "model")
+    try:
+        settings = {**GRPO, "vllm_url": server.url, **more}
+        run(folder, tmp_path / "one", settings)
+        asked = server.paths().count("/v1/completions")
+        run(folder, tmp_path / "two", settings, launcher="ddp")
+    finally:
+        server.stop()
+    assert server.paths().count("/v1/completions") == 2 * asked
+    assert samples(tmp_path / "one") == samples(tmp_path / "two")
+    assert weights(tmp_path / "one") == pytest.approx(weights(tmp_path / "two"), abs=1e-5)
+    line = training_lines(tmp_path / "one")[0]
+    assert 1 < line["environment/turns"] <= 3
+    assert line["sampling/sampling_logp_difference/max"] < 1e-5
 
 
 @pytest.mark.parametrize("average", ["token", "sequence"])
