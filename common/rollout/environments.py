@@ -41,6 +41,19 @@ class Failure(NamedTuple):
     says: str
 
 
+class ToolResults(NamedTuple):
+    """What the tools gave that an answer called.
+
+    Attributes:
+        messages: one with the result of each call.
+        n_failed: how many calls failed: the model did something wrong, the tool raised, or it
+            returned a dict with `error`.
+    """
+
+    messages: list[dict]
+    n_failed: int
+
+
 class UserClass(NamedTuple):
     """What is known of the class of `--environment` before an episode begins.
 
@@ -177,11 +190,18 @@ def run_one(call: Callable[[], Any], results: dict[int, Any], number: int) -> No
         result = awaited_result(call())
     except BaseException as error:  # `sys.exit` as well
         result = Failure(f"raised {described(error)}")
-    if os.getpid() != process:
-        # A process that the user's code forked has come back from the call, too, and must not go on
-        # as if it were this one.
-        os._exit(0)
+    end_if_forked_from(process)
     results[number] = result
+
+
+def end_if_forked_from(process: int) -> None:
+    """Ends this process, unless it is the one with this id.
+
+    If the user's code forks, the child returns from the call, too. It must not go on as if it were
+    its parent.
+    """
+    if os.getpid() != process:
+        os._exit(0)
 
 
 def awaited_result(result: Any) -> Any:
@@ -279,23 +299,19 @@ def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def call_tools(instance: Any, message: dict, count: Callable[[bool], None]) -> list[dict]:
-    """Calls what a message asks for, one after the other, and returns messages with the results.
+def call_tools(instance: Any, message: dict) -> ToolResults:
+    """Calls what a message asks for, one after the other.
 
     The model is told what it did wrong, and what a tool raises.
-
-    Args:
-        count: called once for each call, with whether it failed: the model did something wrong, the
-            tool raised, or it returned a dict with `error`.
     """
-    results = []
+    messages = []
+    n_failed = 0
     for call in message.get("tool_calls", []):
-        function = call.get("function")
-        name, result = answer_call(instance, function)
-        count("error" in result if isinstance(result, dict) else False)
+        name, result = answer_call(instance, call.get("function"))
+        n_failed += isinstance(result, dict) and "error" in result
         text = result if isinstance(result, str) else json.dumps(result, default=str)
-        results.append({"role": "tool", "name": name, "content": text})
-    return results
+        messages.append({"role": "tool", "name": name, "content": text})
+    return ToolResults(messages, n_failed)
 
 
 def answer_call(instance: Any, function: Any) -> tuple[str, Any]:

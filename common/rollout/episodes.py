@@ -21,7 +21,7 @@ from common.data import tokens, turns
 from common.data.ids import decode
 from common.data.messages import BadRow, as_messages
 from common.rollout import environments, generation
-from common.rollout.environments import Failure, UserClass
+from common.rollout.environments import Failure, ToolResults, UserClass
 from common.rollout.samples import FAILED, Response, Samples, share_of_groups
 from common.run import Run
 
@@ -105,11 +105,6 @@ class Episode:
         """Returns how many tokens the model may still draw."""
         return min(args.max_new_tokens - self.n_sampled, self.places_left(args))
 
-    def count_call(self, failed: bool) -> None:
-        """Counts a call of a tool."""
-        self.calls += 1
-        self.failed_calls += failed
-
     def add(self, ids: list[int], logps: list[float], is_sampled: bool) -> None:
         self.ids += ids
         self.is_sampled += [is_sampled] * len(ids)
@@ -185,37 +180,39 @@ class Stage:
         """Makes and resets the environments of this process, and returns their episodes."""
         mine = share_of_groups(run.accelerator, len(prompts["row"]), per_prompt)
         self.instances = {number: self.user_class.make() for number in mine}
+        # From here on each column has a value for each episode, at the episode's number.
+        prompts = {
+            name: generation.repeat_each(column, per_prompt) for name, column in prompts.items()
+        }
         calls = environments.Calls(run.args.environment_timeout)
         for number, instance in self.instances.items():
-            columns = json.loads(prompts["columns"][number // per_prompt])
+            columns = json.loads(prompts["columns"][number])
             calls.start(number, partial(instance.reset, **columns))
         given = calls.wait()
-        return {
-            number: self.opening(run, prompts, number // per_prompt, given[number])
-            for number in mine
-        }
+        return {number: self.opening(run, prompts, number, given[number]) for number in mine}
 
-    def opening(self, run: Run, prompts: dict, row: int, given: Any) -> Episode:
+    def opening(self, run: Run, prompts: dict, number: int, given: Any) -> Episode:
         """Returns an episode that has not begun, or has failed.
 
         A text that `reset` returned is appended to the last message, messages after it.
 
         Args:
-            row: the place of its prompt among `prompts`.
-            given: what `reset` returned.
+            prompts: columns with a value for each episode.
+            number: of the episode.
+            given: what `reset` returned, or a `Failure`.
         """
-        data_row = prompts["row"][row]
+        data_row = prompts["row"][number]
         option = f"--environment {self.user_class.name}"
         given = environments.checked_reset(given)
         failure = self.failure_of(run, given, data_row, "reset")
-        prompt = json.loads(prompts["columns"][row])["prompt"]
+        prompt = json.loads(prompts["columns"][number])["prompt"]
         if isinstance(prompt, str) and not run.args.strings_as_messages:
             sys.exit(
                 f"{option}: the prompt of data row {data_row} is a string, "
                 "and a conversation needs messages: give --strings_as_messages"
             )
         messages = as_messages(prompt, "user")
-        episode = Episode(data_row, prompts["prompt_ids"][row], messages)
+        episode = Episode(data_row, prompts["prompt_ids"][number], messages)
         if failure:
             episode.fail(failure)
         if given is None or failure:
@@ -289,11 +286,11 @@ class Stage:
         episode.is_live = is_whole
 
     def reply(self, instance: Any, episode: Episode) -> Any:
-        """Returns what the environment says to the last answer of its episode."""
+        """Passes the last answer to the environment, or calls the tools that it asks for."""
         message = episode.messages[-1]
         if self.user_class.has_step:
             return instance.step(message)
-        return environments.call_tools(instance, message, episode.count_call) or None
+        return environments.call_tools(instance, message)
 
     def ids_between(self, run: Run, messages: list[dict], data_row: int) -> list[int]:
         """Returns what the template writes for messages that come back, up to the next answer."""
@@ -309,8 +306,12 @@ class Stage:
         """Adds what the environment said to an episode, or ends it.
 
         Args:
-            given: what `reply` returned.
+            given: what `reply` returned, or a `Failure`.
         """
+        if isinstance(given, ToolResults):
+            episode.calls += len(given.messages)
+            episode.failed_calls += given.n_failed
+            given = given.messages or None  # an answer that calls nothing ends the episode
         messages = environments.checked_step(given)
         method = "step" if self.user_class.has_step else "a tool"
         failure = self.failure_of(run, messages, episode.data_row, method, episode.turns)
