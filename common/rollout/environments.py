@@ -41,6 +41,19 @@ class Failure(NamedTuple):
     says: str
 
 
+class ToolResults(NamedTuple):
+    """What the tools gave that an answer called.
+
+    Attributes:
+        messages: one with the result of each call.
+        n_failed: how many calls failed: the model did something wrong, the tool raised, or it
+            returned a dict with `error`.
+    """
+
+    messages: list[dict]
+    n_failed: int
+
+
 class UserClass(NamedTuple):
     """What is known of the class of `--environment` before an episode begins.
 
@@ -133,21 +146,27 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
     Returns:
         A `Failure` for each call that raised, or took too long.
     """
-    results: list[Any] = [None] * len(calls)
+    results = []
     for first in range(0, len(calls), CALLS_AT_ONCE):
-        threads = []
-        for number in range(first, min(first + CALLS_AT_ONCE, len(calls))):
-            # What stays if the call does not end in time.
-            results[number] = Failure(f"took longer than --environment_timeout {timeout:g} seconds")
-            thread = threading.Thread(
-                target=run_one, args=(calls[number], results, number), daemon=True
-            )
-            thread.start()
-            threads.append(thread)
-        # All began together, so that many that block take no longer than one.
-        deadline = time.monotonic() + timeout
-        for thread in threads:
-            thread.join(max(deadline - time.monotonic(), 0) if timeout else None)
+        results += run_at_once(calls[first : first + CALLS_AT_ONCE], timeout)
+    return results
+
+
+def run_at_once(calls: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
+    """Returns what calls return that all run at the same time, see `run_all`."""
+    # What stays of a call that does not end in time.
+    too_long = Failure(f"took longer than --environment_timeout {timeout:g} seconds")
+    results: list[Any] = [too_long] * len(calls)
+    threads = [
+        threading.Thread(target=run_one, args=(call, results, number), daemon=True)
+        for number, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    # All began together, so that many that block take no longer than one.
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0) if timeout else None)
     return list(results)  # a copy: a call that ends late still writes into `results`
 
 
@@ -158,11 +177,18 @@ def run_one(call: Callable[[], Any], results: list, number: int) -> None:
         result = awaited_result(call())
     except BaseException as error:  # `sys.exit` as well
         result = Failure(f"raised {described(error)}")
-    if os.getpid() != process:
-        # A process that the user's code forked has come back from the call, too, and must not go on
-        # as if it were this one.
-        os._exit(0)
+    end_if_forked_from(process)
     results[number] = result
+
+
+def end_if_forked_from(process: int) -> None:
+    """Ends this process, unless it is the one with this id.
+
+    If the user's code forks, the child returns from the call, too. It must not go on as if it were
+    its parent.
+    """
+    if os.getpid() != process:
+        os._exit(0)
 
 
 def awaited_result(result: Any) -> Any:
@@ -258,23 +284,19 @@ def parsed(tokenizer, text: str, prompt: str, tools: list[dict]) -> dict:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def call_tools(instance: Any, message: dict, count: Callable[[bool], None]) -> list[dict]:
-    """Calls what a message asks for, one after the other, and returns messages with the results.
+def call_tools(instance: Any, message: dict) -> ToolResults:
+    """Calls what a message asks for, one after the other.
 
     The model is told what it did wrong, and what a tool raises.
-
-    Args:
-        count: called once for each call, with whether it failed: the model did something wrong, the
-            tool raised, or it returned a dict with `error`.
     """
-    results = []
+    messages = []
+    n_failed = 0
     for call in message.get("tool_calls", []):
-        function = call.get("function")
-        name, result = answer_call(instance, function)
-        count("error" in result if isinstance(result, dict) else False)
+        name, result = answer_call(instance, call.get("function"))
+        n_failed += isinstance(result, dict) and "error" in result
         text = result if isinstance(result, str) else json.dumps(result, default=str)
-        results.append({"role": "tool", "name": name, "content": text})
-    return results
+        messages.append({"role": "tool", "name": name, "content": text})
+    return ToolResults(messages, n_failed)
 
 
 def answer_call(instance: Any, function: Any) -> tuple[str, Any]:

@@ -21,7 +21,7 @@ from common.data import tokens, turns
 from common.data.ids import decode
 from common.data.messages import BadRow, as_messages
 from common.rollout import environments, generation
-from common.rollout.environments import Failure, UserClass
+from common.rollout.environments import Failure, ToolResults, UserClass
 from common.rollout.samples import FAILED, Samples, share_of_groups
 from common.run import Run
 
@@ -141,11 +141,6 @@ class Reply:
     failed_calls: int = 0
     failure: str = ""
 
-    def count(self, failed: bool) -> None:
-        """Counts a call of a tool."""
-        self.calls += 1
-        self.failed_calls += failed
-
 
 class Stage:
     """Plays the episodes of a run.
@@ -196,46 +191,57 @@ class Stage:
 
     def begin(self, run: Run, prompts: dict, per_prompt: int) -> list[Episode]:
         """Makes and resets an environment for each episode, and returns the episodes."""
-        n_prompts = len(prompts["row"])
-        mine = share_of_groups(run.accelerator, n_prompts, per_prompt)
-
-        def reset() -> dict[int, Opening]:
-            self.instances = {number: self.user_class.make() for number in mine}
-            calls = []
-            for number, instance in self.instances.items():
-                columns = json.loads(prompts["columns"][number // per_prompt])
-                calls.append(partial(instance.reset, **columns))
-            given = environments.run_all(calls, run.args.environment_timeout)
-            return {
-                number: self.opening(run, prompts, number // per_prompt, value)
-                for number, value in zip(mine, given)
-            }
-
-        openings = self.on_all(run, reset)
+        mine = share_of_groups(run.accelerator, len(prompts["row"]), per_prompt)
+        # From here on each column has a value for each episode, at the episode's number.
+        prompts = {
+            name: generation.repeat_each(column, per_prompt) for name, column in prompts.items()
+        }
+        openings = self.on_all(run, partial(self.reset, run, prompts, mine))
         episodes = []
-        for number in range(n_prompts * per_prompt):
+        for number, data_row in enumerate(prompts["row"]):
             opening = openings[number]
-            data_row = prompts["row"][number // per_prompt]
             episode = Episode(data_row, opening.prompt, opening.messages)
             if opening.failure:
                 episode.fail(opening.failure)
             episodes.append(episode)
         return episodes
 
-    def opening(self, run: Run, prompts: dict, row: int, given: Any) -> Opening:
+    def reset(self, run: Run, prompts: dict, mine: list[int]) -> dict[int, Opening]:
+        """Makes and resets the environments of this process.
+
+        Args:
+            prompts: columns with a value for each episode.
+            mine: the numbers of the episodes whose environments this process has.
+
+        Returns:
+            What each of these episodes begins with, by its number.
+        """
+        self.instances = {number: self.user_class.make() for number in mine}
+        calls = []
+        for number, instance in self.instances.items():
+            columns = json.loads(prompts["columns"][number])
+            calls.append(partial(instance.reset, **columns))
+        results = environments.run_all(calls, run.args.environment_timeout)
+        return {
+            number: self.opening(run, prompts, number, result)
+            for number, result in zip(mine, results)
+        }
+
+    def opening(self, run: Run, prompts: dict, number: int, given: Any) -> Opening:
         """Returns what an episode begins with.
 
         A text that `reset` returned is appended to the last message, messages after it.
 
         Args:
-            row: the place of its prompt among `prompts`.
+            prompts: columns with a value for each episode.
+            number: of the episode.
             given: what `reset` returned.
         """
-        data_row = prompts["row"][row]
+        data_row = prompts["row"][number]
         option = f"--environment {self.user_class.name}"
         given = environments.checked_reset(given)
         failure = self.failure_of(run, given, data_row, "reset")
-        prompt = json.loads(prompts["columns"][row])["prompt"]
+        prompt = json.loads(prompts["columns"][number])["prompt"]
         if isinstance(prompt, str) and not run.args.strings_as_messages:
             sys.exit(
                 f"{option}: the prompt of data row {data_row} is a string, "
@@ -243,7 +249,7 @@ class Stage:
             )
         messages = as_messages(prompt, "user")
         if given is None or failure:
-            return Opening(prompts["prompt_ids"][row], messages, failure)
+            return Opening(prompts["prompt_ids"][number], messages, failure)
         if isinstance(given, str):
             last = {**messages[-1], "content": messages[-1]["content"] + given}
             messages = [*messages[:-1], last]
@@ -290,27 +296,39 @@ class Stage:
 
     def replies(self, run: Run, episodes: list[Episode], answered: list[int]) -> dict[int, Reply]:
         """Returns what the environments of this process reply, by the episode's number."""
-        replies = {number: Reply() for number in answered if number in self.instances}
+        mine = [number for number in answered if number in self.instances]
+        calls = [partial(self.call, number, episodes[number].messages[-1]) for number in mine]
+        results = environments.run_all(calls, run.args.environment_timeout)
+        return {
+            number: self.reply_of(run, episodes[number], result)
+            for number, result in zip(mine, results)
+        }
 
-        def call(number: int) -> Any:
-            instance = self.instances[number]
-            message = episodes[number].messages[-1]
-            if self.user_class.has_step:
-                return instance.step(message)
-            return environments.call_tools(instance, message, replies[number].count) or None
+    def call(self, number: int, message: dict) -> Any:
+        """Passes the model's message to an environment, or calls the tools that it asks for."""
+        instance = self.instances[number]
+        if self.user_class.has_step:
+            return instance.step(message)
+        return environments.call_tools(instance, message)
 
-        calls = [partial(call, number) for number in replies]
-        given = environments.run_all(calls, run.args.environment_timeout)
+    def reply_of(self, run: Run, episode: Episode, result: Any) -> Reply:
+        """Returns what an environment replies in an episode.
+
+        Args:
+            result: what `call` returned, or a `Failure`.
+        """
+        reply = Reply()
+        if isinstance(result, ToolResults):
+            reply.calls = len(result.messages)
+            reply.failed_calls = result.n_failed
+            result = result.messages or None  # an answer that calls nothing ends the episode
+        result = environments.checked_step(result)
         method = "step" if self.user_class.has_step else "a tool"
-        for (number, reply), value in zip(replies.items(), given):
-            turn = episodes[number].turns
-            data_row = episodes[number].data_row
-            value = environments.checked_step(value)
-            reply.failure = self.failure_of(run, value, data_row, method, turn)
-            if value is not None and not reply.failure:
-                reply.messages = value
-                reply.ids = self.ids_between(run, value, data_row)
-        return replies
+        reply.failure = self.failure_of(run, result, episode.data_row, method, episode.turns)
+        if result is not None and not reply.failure:
+            reply.messages = result
+            reply.ids = self.ids_between(run, result, episode.data_row)
+        return reply
 
     def ids_between(self, run: Run, messages: list[dict], data_row: int) -> list[int]:
         """Returns what the template writes for messages that come back, up to the next answer."""

@@ -320,12 +320,10 @@ def test_calls_of_tools_are_answered_or_their_faults_said_to_the_model(user, tex
     plain = types.SimpleNamespace()
     message = environments.parsed(plain, text, "", [])
     assert "<tool_call>" not in message["content"]
-    counted = []
-    answers = environments.call_tools(module.Adds(), message, counted.append)
-    assert len(answers) == len(results) == len(counted)
-    for answer, expected in zip(answers, results):
+    answers, n_failed = environments.call_tools(module.Adds(), message)
+    for answer, expected in zip(answers, results, strict=True):
         assert answer["role"] == "tool" and expected in answer["content"]
-    assert sum(counted) == sum(not result.isdigit() for result in results)
+    assert n_failed == sum(not result.isdigit() for result in results)
 
 
 def test_the_schemas_of_tools_go_into_the_prompt(user, monkeypatch):
