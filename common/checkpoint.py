@@ -415,27 +415,31 @@ def read_state(path: Path) -> dict:
 
 
 def check_state(state: dict) -> None:
-    """Raises an error, of any type, if `load` could not use this state."""
+    """Raises an error, of any type, if `load` could not use this state.
+
+    What is missing raises a `KeyError`, what is of another shape a `TypeError` or the like.
+    """
     best.Best(**state.get("best", {}))
     scheduler = state["scheduler"]
-    # Counters are whole numbers from 0 on.
+    processes = state["open_sums"]  # those of each process
+
     counts = [state["progress"][name] for name in COUNTERS]
     counts += [scheduler["last_epoch"], *state["log_bytes"].values()]
     if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise ValueError(f"its counters are {counts}")
 
-    # Metrics and learning rates are numbers.
+    sums = [of_tag for of_process in processes for of_tag in of_process.values()]
+    for reduce, _, _ in sums:
+        if reduce not in NOTHING:
+            raise ValueError(f"it reduces a metric by {reduce!r}")
+
     numbers = [*state["last_update"].values(), *scheduler["base_lrs"]]
-    for sums in state["open_sums"]:
-        for reduce, number, count in sums.values():
-            if reduce not in NOTHING:
-                raise ValueError(f"it reduces a metric by {reduce!r}")
-            numbers += [number, count]
+    for _, number, count in sums:
+        numbers += [number, count]
     if not all(isinstance(number, float | int) for number in numbers):
         raise ValueError(f"its metrics are {numbers}")
 
-    # There are sums of at least one process, a schedule, and the arguments of a run.
-    if len(state["open_sums"]) == 0 or len(scheduler["lr_lambdas"]) == 0:
+    if len(processes) == 0 or len(scheduler["lr_lambdas"]) == 0:
         raise ValueError("it holds the sums of no process or has no schedule")
     if not state["arguments"].keys() >= {"data", "world"}:
         raise ValueError("its arguments are not those of a run")
@@ -552,19 +556,20 @@ def universal_world(world: str) -> str:
 def load_schedule(run: Run, state: dict) -> None:
     """Restores the scheduler, and sets the learning rates of the next update.
 
-    `--max_steps` and `--max_epochs` may have changed, so the rates are those of the new horizon,
-    not those of the checkpoint.
+    `--max_steps` and `--max_epochs` may have changed. So the rates are computed for the horizon of
+    this run. Those in the checkpoint, of the scheduler and of the optimizer, are replaced.
     """
     scheduler = run.scheduler
-    # After loading, DeepSpeed's Adam for CPUs has new groups: the scheduler must set their rates.
-    scheduler.optimizer.param_groups = run.optimizer.param_groups
+    groups = run.optimizer.param_groups
+    # DeepSpeed's Adam for CPUs has new groups after loading. The scheduler still has the old ones.
+    scheduler.optimizer.param_groups = groups
     scheduler.load_state_dict(state)
-    # The loaded rates are those of the old horizon.
-    scheduler._last_lr = [
-        base_rate * factor(scheduler.last_epoch)
+    learning_rates = [
+        base_rate * factor(scheduler.last_epoch)  # that many updates were applied
         for base_rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
     ]
-    for group, learning_rate in zip(run.optimizer.param_groups, scheduler.get_last_lr()):
+    scheduler._last_lr = learning_rates  # what `get_last_lr` returns
+    for group, learning_rate in zip(groups, learning_rates):
         group["lr"] = learning_rate
 
 

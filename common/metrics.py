@@ -56,6 +56,8 @@ class Sum(NamedTuple):
 JOIN = {"mean": torch.add, "min": torch.minimum, "max": torch.maximum}
 # The neutral element of each.
 NOTHING = {"mean": 0.0, "min": math.inf, "max": -math.inf}
+# The tag of a process's operations, for `perf/mfu`; see `Metrics.add_flop`.
+FLOP = "flop"
 
 
 class Means:
@@ -297,21 +299,26 @@ class Metrics:
     def training_line(self) -> dict[str, float]:
         """Returns what is logged after an update, and forgets the open means."""
         elapsed = self.speed.elapsed()  # before processes wait for each other
-        # `flop` is among the means for a moment, so that one gather averages it over the processes,
-        # too. `full_like` fills it on the device; a Python number would be copied, and the GPU
-        # would wait.
-        flop = torch.full_like(self.open.sums["loss"].numbers[:1], self.speed.flop)
-        self.open.add([Logged({"flop": flop}, torch.ones_like(flop))])
+        self.add_flop()
         means = self.open.reduce()
-        flop_of_process = means.pop("flop")
+        flop = means.pop(FLOP)
         return {
             "loss": means.pop("loss"),
             **self.last_update,
             "epoch": self.progress.epoch,
             **means,
             **self.progress.counts(),
-            **self.speed.values(elapsed, flop_of_process),
+            **self.speed.values(elapsed, flop),
         }
+
+    def add_flop(self) -> None:
+        """Adds this process's operations to the open means, under a tag that is not logged.
+
+        So the one collective of the line averages them over the processes, too.
+        """
+        # Filled where the other sums are. A Python number would be copied, and the GPU would wait.
+        flop = self.open.sums["loss"].numbers.new_full((1,), self.speed.flop)
+        self.open.add([Logged({FLOP: flop}, torch.ones_like(flop))])
 
     def add_rollout(
         self, values: dict[str, torch.Tensor], reduce: Literal["mean", "min", "max"] = "mean"

@@ -58,27 +58,23 @@ class Watch:
         self.n_trained = engine.count_trained_parameters(run.unwrapped)
         self.updates = 0
 
-        rounded_names = rounding.rounded_when_read(run.accelerator, run.unwrapped)
-        trained = [(n, p) for n, p in run.unwrapped.named_parameters() if p.requires_grad]
-        rounded = [parameter for name, parameter in trained if name in rounded_names]
-        others = [parameter for name, parameter in trained if name not in rounded_names]
+        engine.reshard(run.unwrapped)  # a forward pass may have left the weights whole
+        rounded, others = by_rounding(run)
         self.is_any_rounded = len(rounded) > 0
-
-        engine.reshard(run.unwrapped)  # an evaluation may have left the weights whole
-        self.n_rounded = sum(len(evenly_spaced(p, shards.part_of(p))) for p in rounded)
         self.sampler = Sampler([*rounded, *others], shards.part_of)
         self.master_sampler = Sampler([*rounded, *others], master_or_weight)
-        self.take_samples()
-        self.at_start = self.read[: self.n_rounded]
+        self.n_rounded = sum(self.sampler.lengths[: len(rounded)])
 
-    def take_samples(self) -> None:
-        """Takes `read` and `masters` from the weights as they are now."""
+        self.read, self.masters = self.take_samples()
+        self.at_start = self.read[: self.n_rounded]  # a view: `read` is replaced, never written to
+
+    def take_samples(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `read` and `masters` of the weights as they are now."""
         engine.reshard(self.run.unwrapped)
-        self.read = self.sampler.take()
-        self.masters = self.master_sampler.take()
-        # What the forward pass makes of those that it rounds.
-        rounded = self.read[: self.n_rounded]
-        rounded.copy_(rounded.to(self.half))
+        read = self.sampler.take()
+        rounded = read[: self.n_rounded]
+        rounded.copy_(rounded.to(self.half))  # as the forward pass reads them
+        return read, self.master_sampler.take()
 
     def update_done(self) -> dict[str, float]:
         """Returns what to log of an update that was applied. All processes must call it.
@@ -90,7 +86,7 @@ class Watch:
         """
         read_before = self.read
         masters_before = self.masters
-        self.take_samples()
+        self.read, self.masters = self.take_samples()
         moved, read_norm = self.compare(read_before, self.read, self.sampler.counts)
         _, norm = self.compare(masters_before, self.masters, self.master_sampler.counts)
         self.updates += 1
@@ -152,6 +148,15 @@ class Watch:
         )
 
 
+def by_rounding(run: Run) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Returns the trained parameters that half precision rounds in every use, and the others."""
+    names = rounding.rounded_when_read(run.accelerator, run.unwrapped)
+    trained = [(n, p) for n, p in run.unwrapped.named_parameters() if p.requires_grad]
+    rounded = [parameter for name, parameter in trained if name in names]
+    others = [parameter for name, parameter in trained if name not in names]
+    return rounded, others
+
+
 class Sampler:
     """Copies the same weights of some parameters again and again.
 
@@ -160,6 +165,7 @@ class Sampler:
         held: returns what this process holds of a parameter.
 
     Attributes:
+        lengths: how many weights of each parameter are sampled.
         counts: `[sampled]`, how many weights each sampled one stands for.
     """
 
@@ -169,7 +175,8 @@ class Sampler:
         self.parameters = parameters
         self.held = held
         sizes = torch.tensor([zero.without_padding(p, held(p)).numel() for p in parameters])
-        lengths = torch.tensor([len(evenly_spaced(p, held(p))) for p in parameters])
+        self.lengths = [len(evenly_spaced(p, held(p))) for p in parameters]
+        lengths = torch.tensor(self.lengths)
         each = sizes / lengths.clamp(min=1)
         self.counts = torch.repeat_interleave(each, lengths).to(self.take().device)
 

@@ -225,43 +225,52 @@ def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[i
 
 # ============================================================ an answer whose thinking is dropped
 def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], list[int]]:
-    r"""Returns the token ids of an answer's context, and of the answer with its thinking.
-
-    Examples, where the user gave `<think>Why</think>Yes`, and the template writes `Yes<end>`:
-
-        prompt                  context         answer
-        <bot>                   <bot>           <think>Why</think>Yes<end>
-        <bot><think></think>    <bot>           <think>Why</think>Yes<end>
-        <bot><think>            <bot><think>    Why</think>Yes<end>
-        <bot>\n                 <bot>\n         <think>Why</think>Yes<end>    after any other ending
+    """Returns the token ids of an answer's context, and of the answer with its thinking.
 
     Args:
         answer: the message.
     """
-    context = turn.prompt
-    answer_text = thoughts.with_markers(tokenizer, answer)
+    context, text = as_given(tokenizer, turn, answer)
+    end = templates.conventions(tokenizer).end_of_answer
+    return context.ids, encode_after(tokenizer, context, text) + end
+
+
+def as_given(tokenizer, turn: Turn, answer: dict) -> tuple[Beginning, str]:
+    r"""Returns an answer's context, and the text of the answer with its thinking.
+
+    Examples, where the user gave `<think>Why</think>Yes`, and the template writes `Yes`:
+
+        prompt                  context           answer
+        <bot>                   <bot>             <think>Why</think>Yes
+        <bot><think></think>    <bot>             <think>Why</think>Yes
+        <bot><think>\n          <bot><think>\n    Why</think>Yes
+        <bot>\n                 <bot>\n           <think>Why</think>Yes    after any other ending
+    """
+    prompt = turn.prompt
     end_of_prompt = turn.only_in_prompt
-    opening = end_of_prompt.strip()  # such as <think>
+    given = thoughts.with_markers(tokenizer, answer)
     if not end_of_prompt:
-        # First line of the table.
-        answer_text = text_before_answer(answer, turn.only_in_answer) + answer_text
-    elif thoughts.is_whole_thought(end_of_prompt):
+        # First line of the table: the template writes the answer right after the prompt.
+        return prompt, text_before_answer(answer, turn.only_in_answer) + given
+    if thoughts.is_whole_thought(end_of_prompt):
         # Second line: the prompt says that nothing was thought, and something was.
-        context = encode_beginning(tokenizer, context.text.removesuffix(end_of_prompt))
-    elif opening and answer_text.lstrip().startswith(opening):
+        return encode_beginning(tokenizer, prompt.text.removesuffix(end_of_prompt)), given
+    opening = end_of_prompt.strip()
+    given_after_space = given.lstrip()
+    if opening and given_after_space.startswith(opening):
         # Third line: the prompt opens the thinking, so the answer must not open it again. The
         # whitespace after the opening marker may differ.
-        answer_text = answer_text.lstrip()
-        answer_text = answer_text[n_shared(answer_text, end_of_prompt.lstrip()) :]
-    # Otherwise the fourth line: nothing changes.
-    end = templates.conventions(tokenizer).end_of_answer
-    return context.ids, encode_after(tokenizer, context, answer_text) + end
+        n_in_prompt = n_shared(given_after_space, end_of_prompt.lstrip())  # characters
+        return prompt, given_after_space[n_in_prompt:]
+    return prompt, given
 
 
 def text_before_answer(message: dict, written: str) -> str:
-    """Returns what the template writes between prompt and answer; "" if that is a thought.
+    """Returns what the template itself puts between its prompt and the content of an answer.
 
-    Examples, with _ for a space, such as LLaVA's template writes:
+    LLaVA's, for example, puts a space there. Whitespace that the content begins with is the user's,
+    and a thought that the template puts there is replaced by the given one: neither is returned.
+    Examples, with _ for a space:
 
         content    written               returned
         Yes        _Yes                  _
@@ -271,15 +280,15 @@ def text_before_answer(message: dict, written: str) -> str:
     Args:
         written: the answer as the template writes it, without the thinking.
     """
-    visible = thoughts.without_thought(message["content"])
-    start = written.find(visible.strip())
+    content = thoughts.without_thought(message["content"])
+    start = written.find(content.strip())
     if start < 0:
         return ""
     before = written[:start]
     if any(closer in before for _, closer in thoughts.MARKERS):
         return ""
-    n_white = len(visible) - len(visible.lstrip())
-    return before.removesuffix(visible[:n_white])
+    space_of_user = content.removesuffix(content.lstrip())
+    return before.removesuffix(space_of_user)
 
 
 # ============================================================ where an answer ends

@@ -4,7 +4,6 @@ A turn is never tokenised again: what comes back is appended to the ids that wer
 template must continue a conversation by adding to what it wrote, or it is refused.
 """
 
-import re
 from typing import Any
 
 from common.data import templates
@@ -86,18 +85,40 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
 def rendered(
     tokenizer, answer: dict, messages: list[dict], tools: list[dict] | None
 ) -> tuple[str, int]:
-    """Returns a conversation that continues after an answer, and where the answer ends."""
+    r"""Returns a conversation that continues after an answer, and where the answer ends.
+
+    Example, with ChatML: the answer to `zqz` is `zqa`, and ends before the second line.
+
+        <|im_start|>user\nzqz<|im_end|>\n<|im_start|>assistant\nzqa<|im_end|>
+        \n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n
+
+    Raises:
+        BadRow: the template refuses the messages, or does not write the answer.
+    """
     text = templates.render(
         tokenizer, [QUESTION, answer, *messages], tools, add_generation_prompt=True
     )
     end = decode(tokenizer, templates.conventions(tokenizer).end_of_answer)  # maybe ""
     # Some templates write only the call of an answer that has one.
     for word in (answer["content"], CALL["function"]["name"]):
-        pattern = ".*?".join(map(re.escape, (QUESTION["content"], word, end)))
-        found = re.search(pattern, text, re.DOTALL)
-        if found:
-            return text, found.end()
+        place = place_after(text, [QUESTION["content"], word, end])
+        if place is not None:
+            return text, place
     raise BadRow("the tokenizer's chat template does not write an answer once it is followed")
+
+
+def place_after(text: str, words: list[str]) -> int | None:
+    """Returns where the last word ends, if each is searched after the one before it.
+
+    None if one of them is not there. Example: `place_after("a b a c", ["b", "a"])` is 5.
+    """
+    place = 0
+    for word in words:
+        start = text.find(word, place)
+        if start < 0:
+            return None
+        place = start + len(word)
+    return place
 
 
 def harmless(tokenizer, message: dict) -> dict:

@@ -39,30 +39,34 @@ Row = list[Group]
 
 
 class Layout:
-    """The rows as arrays. A place is the index of a token in the flattened rows.
+    """The rows as arrays: where each token is, and to what it belongs.
 
-    A piece is a prompt or an answer. Answer i is piece i; the prompts are numbered after them.
+    Three words: a *place* is the index of a token in all rows, one row after the other. A *piece*
+    is a prompt or an answer: answer i is piece i, and the prompts are numbered after the answers. A
+    token's *predictor* is the token whose output predicts it: the one before it in its text.
 
-    Example: three answers, 4 5 and 6 to the prompt 1 2, and 7 8 9 to the prompt 3:
+    Example: answers 0 and 1, `4 5` and `6`, to the prompt `1 2`; answer 2, `7 8 9`, to the prompt
+    `3`. So the prompts are pieces 3 and 4. In two rows, the last place of which is padding:
 
-        places      0  1  2  3  4
-                    5  6  7  8  9
-        ids         1  2  4  5  6
-                    3  7  8  9  0        the last is padding
+        ids         1  2  4  5  6        places      0  1  2  3  4
+                    3  7  8  9  0                    5  6  7  8  9
+
+        pieces      3  3  0  0  1        prompts     3  3  3  3  3
+                    4  2  2  2 -1                    4  4  4  4 -1
+
         positions   0  1  2  3  2
                     0  1  2  3  0
-        pieces      3  3  0  0  1        answers are 0 to 2, prompts 3 and 4; padding is -1
-                    4  2  2  2 -1
-        prompts     3  3  3  3  3
-                    4  4  4  4 -1
-        predictors  1  2 | 1 | 5  6  7   the places of 2 4 | 2 | 3 7 8
-        last           3 | 4 |       8   the places of 5, 6 and 9
+
+    For each answer, as places:
+
+        predictors  1  2 | 1 | 5  6  7   the tokens 2 4 | 2 | 3 7 8
+        last        3    | 4 | 8         the tokens 5   | 6 | 9
 
     Attributes:
         ids, positions: the id and the position of each token, `[rows, row length]`.
-        pieces: the piece that each token belongs to, `[rows, row length]`.
+        pieces: the piece that each token belongs to, `[rows, row length]`; of padding -1.
         prompts: the prompt of that piece, `[rows, row length]`; of a prompt, the prompt itself.
-        predictors: for each answer, the places of the tokens that predict its tokens.
+        predictors: for each answer, the places of its tokens' predictors.
         last: for each answer, the place of its last token.
     """
 
@@ -98,6 +102,7 @@ class Layout:
             position: that of its first token.
         """
         end = place + len(ids)
+        # `flat` is indexed by places.
         self.ids.flat[place:end] = ids
         self.positions.flat[place:end] = np.arange(position, position + len(ids))
         self.pieces.flat[place:end] = piece
