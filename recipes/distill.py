@@ -560,7 +560,8 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths_for_split(packer)  # equal in groups that share a prompt
+        # `split_update` sorts by these: samples that can share a prompt stay together.
+        lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these

@@ -831,10 +831,10 @@ def main():
     guard = guards.FiniteLosses(run)
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra  # after `checkpoint.begin`, which may replace it
-    # Not `updates_seen == 0`: a resumed run may have had rollouts that led to no update.
+    # A new run has taken no prompt. One without an update may be a resumed one.
     if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
-    update_data_position(run)  # a checkpoint holds the position only in `state`
+    update_data_position(run)  # `progress` gets it from `state`, which a checkpoint holds
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
@@ -846,7 +846,8 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths_for_split(packer)  # equal in groups that share a prompt
+        # `split_update` sorts by these: samples that can share a prompt stay together.
+        lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
@@ -890,6 +891,7 @@ def main():
         )
         if applied:
             scheduler.step()
+
         log_evaluate_save(run, judge, packer)
 
     actor.publish(run)
