@@ -151,7 +151,8 @@ def losses_and_metrics(
     """Returns the losses of response tokens, their weights, and what to log about them.
 
     Args:
-        output: what `DistillModel.forward` returned, given lessons.
+        output: what `DistillModel.forward` returned, given lessons. Only `divergence` has a
+            gradient or, with `--loss_type sampled`, only `logps`.
         old: `Rollout.tokens` of the same samples. `--loss_type sampled` also needs `logps`. An
             evaluation has no `sampler_logps`: nothing of it is corrected for the sampler.
         weights: `[samples]`, 0 for a padding row.
@@ -168,8 +169,8 @@ def losses_and_metrics(
     if args.vllm_url and args.loss_type == "sampled" and "sampler_logps" in old:
         # A server's log-probs differ from those of training. The divergence needs no correction:
         # its gradient at a token does not depend on how the token was drawn.
-        sampler_weights, sampler_metrics = correction.importance_weights(old, token_weights, args)
-        losses = losses * sampler_weights
+        corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
+        losses = losses * corrections
     per_token = {
         "loss": losses,
         "kl/reverse": output["reverse_kl"],
@@ -236,16 +237,16 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
     epoch = position.prompts_seen // run.data.mixture.samples  # before prompts are taken
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
     is_sampled = answered_by_student(prompts_of_rollout["row"], epoch, args)
-    to_sample = columns_where(prompts_of_rollout, is_sampled)
-    completed = with_contexts(columns_where(prompts_of_rollout, ~is_sampled))
+    of_student = columns_where(prompts_of_rollout, is_sampled)
+    of_data = with_contexts(columns_where(prompts_of_rollout, ~is_sampled))
 
+    # First the prompts that the student answers, then the others.
     parts = []
     if is_sampled.any():
-        parts.append(sample_responses(run, to_sample, is_sampled))
+        parts.append(sample_responses(run, of_student, is_sampled))
     if not is_sampled.all():
-        parts.append(completions_of(run, completed))
-    # The prompts are in a new order: first those that were sampled, then the others.
-    columns = {name: to_sample[name] + completed[name] for name in prompts_of_rollout}
+        parts.append(completions_of(run, of_data))
+    columns = {name: of_student[name] + of_data[name] for name in prompts_of_rollout}
     n_sampled = int(is_sampled.sum())
     rollout = rollout_of(run, Samples.joined(parts), columns, n_answered=n_sampled)
     if args.loss_type == "sampled" and updates_of(rollout, args) > 1:
@@ -254,11 +255,11 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
     return rollout
 
 
-def sample_responses(run: Run, to_sample: dict[str, list], is_sampled: np.ndarray) -> Samples:
+def sample_responses(run: Run, of_student: dict[str, list], is_sampled: np.ndarray) -> Samples:
     """Returns the student's responses to some prompts of a rollout, and logs them.
 
     Args:
-        to_sample: the columns of these prompts.
+        of_student: the columns of these prompts.
         is_sampled: bool `[prompts of the rollout]`, which of them these are. A prompt keeps the
             random numbers of its place in the rollout, whatever the share.
     """
@@ -267,7 +268,7 @@ def sample_responses(run: Run, to_sample: dict[str, list], is_sampled: np.ndarra
         # One uniform random number per token (inverse-CDF sampling), from which a server takes
         # its seeds: responses do not depend on the number of processes.
         uniforms = run.extra.position.draw_uniforms(args, len(is_sampled))[is_sampled]
-        samples = generation.sample(run, to_sample, uniforms, args.temperature)
+        samples = generation.sample(run, of_student, uniforms, args.temperature)
         if args.rollouts_ahead:
             vllm.sample_ahead(run)
     samples.check_finite(run)
@@ -291,10 +292,13 @@ def columns_where(columns: dict[str, list], is_wanted: np.ndarray) -> dict[str, 
 
 
 def with_contexts(columns: dict[str, list]) -> dict[str, list]:
-    """Returns the columns of prompts that get completions, each prompt as its completion needs it.
+    """Returns the columns of prompts that get completions, with the prompts that these continue.
 
-    Where a template's generation prompt ends with `<bot><think>`, but a completion is written after
-    `<bot>`, the prompt becomes that with `<bot>`; see `tokens.Answer`.
+    A completion may follow only the beginning of its prompt, see `tokens.Answer`. Example:
+
+        prompt, as the student reads it to answer     <user>Hi<bot><think>
+        prompt and completion in one text             <user>Hi<bot>Hello.<end>
+        prompt that is returned                       <user>Hi<bot>
     """
     cut = dict(columns)
     if "context_ids" in columns:
@@ -323,7 +327,7 @@ def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_answered:
 
     Args:
         columns: the columns of their prompts, each once, in the order of the samples.
-        n_answered: the first so many prompts are those that the student has answered.
+        n_answered: how many of the prompts, from the first, the student has answered.
     """
     n_samples = samples.per_prompt
     names = columns.get("teacher", [teachers.ONLY] * len(columns["row"]))
@@ -332,12 +336,12 @@ def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_answered:
     numbers = teachers.numbers(run.args)
     return Rollout(
         samples=samples,
-        teachers=names,
+        teachers=names,  # for `lessons_of`
         teacher_prompts=generation.repeat_each(teacher_prompts, n_samples),
         tokens={
             "mask": samples.mask,
             "is_own": torch.arange(len(samples))[:, None] < n_answered * n_samples,
-            "teacher": torch.tensor([[numbers[name]] for name in names]),
+            "teacher": torch.tensor([[numbers[name]] for name in names]),  # for metrics
             "sampler_logps": samples.padded_sampler_logps,
         },
         started_at=run.progress.global_step,
@@ -347,8 +351,9 @@ def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_answered:
 def compute_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer) -> torch.Tensor:
     """Returns the student's log-probs of response tokens before a rollout's first update.
 
-    They come from the model's forward pass with its teachers, as in training. Micro-batches are cut
-    differently, so rounding may differ.
+    The teachers run, too, although nothing of theirs is kept: a student that is compared with them
+    computes its logits in fp32, as in training, and alone it would round them to half precision.
+    Micro-batches are cut differently than in training, so rounding may still differ.
 
     Returns:
         `[samples, longest response]`, zero past the end of each response,
@@ -373,10 +378,11 @@ def forward_passes(
         for each micro-batch of this process: rows, their weights `[rows]`, 0 for a padding row,
         their `Rollout.tokens`, and what the student's model returned.
     """
-    numbers = np.arange(len(rollout.samples))
+    all_rows = np.arange(len(rollout.samples))
     with checks.evaluation_mode(run.model):
-        for rows, row_weights in batches.split_update(run, numbers, rollout.samples.lengths):
-            weights = batches.send(row_weights, run.device)
+        for micro_batch in batches.split_update(run, all_rows, rollout.samples.lengths):
+            rows = micro_batch.rows
+            weights = batches.send(micro_batch.weights, run.device)
             batch, old = rollout.samples.collate(rows, rollout.tokens, packer)
             lessons = lessons_of(taught_by, rollout, rows, batch=batch, packer=packer)
             output = run.model(batch, run.args.temperature, lessons=lessons, beta=beta_of(run.args))
@@ -439,7 +445,10 @@ def lessons_of(
 
 
 def beta_of(args: Args) -> float | None:
-    """Returns `--beta`; None, with `--loss_type sampled`, asks for log-probs with a gradient."""
+    """Returns `--beta`; None with `--loss_type sampled`.
+
+    None makes the student return log-probs with a gradient in place of a divergence.
+    """
     return None if args.loss_type == "sampled" else args.beta
 
 
@@ -466,8 +475,9 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "distill.yaml")
     check_settings(args)
-    accelerator = launch.make_accelerator(args, "distill")  # also chooses args.output_dir
-    lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
+    # Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+    accelerator = launch.make_accelerator(args, "distill")
+    lora.complete_settings(accelerator, args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -550,7 +560,8 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths_for_split(packer)  # equal in groups that share a prompt
+        # `split_update` sorts by these: samples that can share a prompt stay together.
+        lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
@@ -630,13 +641,13 @@ def evaluate(run: Run, taught_by: Teachers, packer: Packer) -> None:
         for prefix, eval_set in run.data.eval_sets.items():
             samples = evaluation.sample_held_out(run, eval_set)
             rollout = rollout_of(run, samples, eval_set[:], n_answered=len(eval_set))
-            means = Means(run.accelerator)
+            token_means = Means(run.accelerator)
             for _, weights, old, output in forward_passes(run, rollout, taught_by, packer):
                 old["logps"] = output["logps"]  # the student has not moved: all ratios are 1
                 del old["sampler_logps"]  # an evaluation is not corrected for the sampler
                 _, _, logged = losses_and_metrics(output, old, weights, run.args)
-                means.add(logged)
-            line |= {prefix + name: value for name, value in means.reduce().items()}
+                token_means.add(logged)
+            line |= {prefix + name: value for name, value in token_means.reduce().items()}
             values = evaluation.of_responses(run, samples, eval_set)
             line |= evaluation.means(values, prefix)
             examples += samples.examples(run.tokenizer, None, prefix.rstrip("/"))

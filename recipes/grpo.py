@@ -162,8 +162,9 @@ class Args(RewardArgs):
 # ============================================================ the algorithm
 # Added to a standard deviation before dividing by it.
 EPSILON = 1e-4
-# DPPO's ratios are cut off here.
+# DPPO's ratios are cut off here, and their logarithms so far from 0 that all stays finite.
 LARGEST_RATIO = 20
+LARGEST_LOG_RATIO = 20
 
 
 def final_scores(
@@ -243,6 +244,7 @@ def estimate_advantages(
             computed of their group, but not in the mean and standard deviation of the batch. A
             single trained sample has no standard deviation: its advantage is left as it is.
     """
+    # Sums and means skip a score that is NaN. Its advantage is NaN until the last line.
     grouped = scores.double().reshape(-1, group_size)
     is_scored = grouped.isfinite()
     n_scored = is_scored.sum(1, keepdim=True)
@@ -250,7 +252,6 @@ def estimate_advantages(
     if is_trained is None:
         is_trained = is_scored.flatten()
 
-    # NaN, of a sample without a score, stays NaN until the last line.
     if baseline == "group":
         advantages = grouped - means
     elif baseline == "rloo":
@@ -364,8 +365,7 @@ def divergence_losses(
         low, high: the largest distance of a token with a negative advantage that has become less
             likely, and of one with a positive advantage that has become more likely.
     """
-    # Clamped so that the distance stays finite where p or q is almost 0.
-    log_ratios = (logps - sampler_logps).detach().clamp(-20, 20)
+    log_ratios = (logps - sampler_logps).detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     p = logps.detach().exp()
     q = sampler_logps.exp()
     distance = (p - q).abs()
@@ -599,7 +599,7 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
         kept_samples.append(samples.select(sample_is_kept))
         kept_scores.append(penalised.total[sample_is_kept])
         prompts_missing -= int(group_is_kept.sum())
-        # A rollout ends with its epoch.
+        # A rollout ends with its epoch. `take_prompts` has counted the prompts of this round.
         at_end_of_epoch = position.prompts_seen % run.data.mixture.samples == 0
         if prompts_missing == 0 or at_end_of_epoch:
             break
@@ -729,7 +729,10 @@ def order_of_samples(rollout: Rollout, order_seed: tuple, pass_number: int) -> n
 
 
 def advance_rollout(run: Run) -> None:
-    """Counts an update of the rollout. After the last one, the next rollout is due."""
+    """Counts an update of the rollout. After the last one, the next rollout is due.
+
+    Then the data may have ended, of which `progress` is told.
+    """
     state: State = run.extra
     state.position.update += 1
     if state.position.update == updates_of(state.rollout, run.args):
@@ -751,8 +754,9 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "grpo.yaml")
     check_settings(args)
-    accelerator = launch.make_accelerator(args, "grpo")  # also chooses args.output_dir
-    lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
+    # Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+    accelerator = launch.make_accelerator(args, "grpo")
+    lora.complete_settings(accelerator, args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -827,10 +831,10 @@ def main():
     guard = guards.FiniteLosses(run)
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra  # after `checkpoint.begin`, which may replace it
-    # Not `updates_seen == 0`: a resumed run may have had rollouts that led to no update.
+    # A new run has taken no prompt. One without an update may be a resumed one.
     if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
-    update_data_position(run)  # a checkpoint holds the position only in `state`
+    update_data_position(run)  # `progress` gets it from `state`, which a checkpoint holds
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
@@ -842,7 +846,8 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths_for_split(packer)  # equal in groups that share a prompt
+        # `split_update` sorts by these: samples that can share a prompt stay together.
+        lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, lengths)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
@@ -886,6 +891,7 @@ def main():
         )
         if applied:
             scheduler.step()
+
         log_evaluate_save(run, judge, packer)
 
     actor.publish(run)
@@ -911,15 +917,15 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
 def update_data_position(run: Run) -> None:
     """Tells `progress` how many prompts were taken, and whether the data have ended.
 
-    They have once all prompts are taken and the last rollout is trained on; with `--max_steps`
-    never, since the prompts then start again. `progress` cannot tell by counting updates: rollouts
-    lose groups, and then make fewer.
+    `progress` cannot tell by counting updates: rollouts lose groups, and then make fewer.
     """
     state: State = run.extra
-    prompts_in_all = run.args.max_epochs * run.data.mixture.samples
-    all_are_taken = run.args.max_steps == 0 and state.position.prompts_seen >= prompts_in_all
     run.progress.rows_seen = state.position.prompts_seen
-    run.progress.data_ended = all_are_taken and state.rollout is None
+    if run.args.max_steps:  # the prompts start again, so the data never end
+        return
+    prompts_in_all = run.args.max_epochs * run.data.mixture.samples
+    all_are_taken = state.position.prompts_seen >= prompts_in_all
+    run.progress.data_ended = all_are_taken and state.rollout is None  # and trained on
 
 
 def skip_rollout(run: Run) -> None:

@@ -310,22 +310,23 @@ def losses_and_metrics(
     critic_losses, value_clipped = value_losses(
         output["values"], old["values"], old["returns"], args.value_clip_range
     )
-    # Neither has the KL, nor a server's correction: only `loss` does.
-    per_token = {"loss/policy_avg": actor_losses, "loss/value_avg": critic_losses}
     token_weights = old["mask"] * weights[:, None]
+    actor_terms = actor_losses
     sampler_metrics = []
     if args.vllm_url:
         # A server's log-probs differ from those of training. The critic is not corrected: it fits
         # the returns of these samples, whoever drew them.
-        sampler_weights, sampler_metrics = correction.importance_weights(old, token_weights, args)
-        actor_losses = actor_losses * sampler_weights
+        corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
+        actor_terms = actor_terms * corrections
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
-        actor_losses = actor_losses + kl_coef * kl
+        actor_terms = actor_terms + kl_coef * kl
     # While only the critic learns, the actor's gradient is zero, not missing: engines need all.
-    losses = actor_losses * float(actor_learns) + args.vf_coef * critic_losses
+    losses = actor_terms * float(actor_learns) + args.vf_coef * critic_losses
 
-    per_token |= {
+    per_token = {
+        "loss/policy_avg": actor_losses,  # without correction and KL
+        "loss/value_avg": critic_losses,
         "loss": losses,
         "policy/approxkl_avg": log_ratios**2 / 2,
         "policy/clipfrac_avg": policy_clipped.float(),
@@ -519,12 +520,16 @@ def log_rollout(
 # ============================================================ the updates of a rollout
 def updates_of(rollout: Rollout, args: Args) -> int:
     """Returns the number of updates that a rollout makes."""
+    # Rounded up, because the last rollout of an epoch may be short.
     updates_per_pass = math.ceil(len(rollout.samples) / args.train_batch_size)
     return args.num_epochs_per_rollout * updates_per_pass
 
 
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
-    """Returns which samples of the rollout form its next update, in a seeded order."""
+    """Returns which samples of the rollout form its next update, in a seeded order.
+
+    In the last rollout of an epoch, the last update of a pass may have fewer.
+    """
     return batches.rows_of_update(
         len(rollout.samples), args.train_batch_size, position.order_seed(args), position.update
     )
@@ -542,7 +547,8 @@ def advance_rollout(run: Run) -> None:
 def set_learning_rates(run: Run, rollout: Rollout) -> dict[str, float]:
     """Sets the learning rates of actor and critic for the next update; returns them as metrics.
 
-    In the critic's warm-up the actor's rate is 0, which also stops its weight decay.
+    In the critic's warm-up the actor is held still: its learning rate is 0, so its weights do not
+    decay either, and Adam does not count its steps.
     """
     held = [] if rollout.actor_learns else ["actor"]
     rates = optim.set_learning_rates(run, held)
@@ -603,8 +609,9 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "ppo.yaml")
     check_settings(args)
-    accelerator = launch.make_accelerator(args, "ppo")  # also chooses args.output_dir
-    lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
+    # Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+    accelerator = launch.make_accelerator(args, "ppo")
+    lora.complete_settings(accelerator, args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)

@@ -173,15 +173,16 @@ CHARTS = {
 def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "reward.yaml")
-    accelerator = launch.make_accelerator(args, "reward")  # also chooses args.output_dir
-    lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
+    # Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+    accelerator = launch.make_accelerator(args, "reward")
+    lora.complete_settings(accelerator, args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
     load.separate_pad(tokenizer, args.pad_token)
     data = dataset.load_data(accelerator, args, tokenizer, function=reward_row)
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
-    lengths = dataset.column(data.train, "length")
+    lengths = dataset.column(data.train, "length")  # tokens, a prompt once for each answer
     progress = Progress(
         data.mixture.samples, args.train_batch_size, args.max_epochs, args.max_steps
     )

@@ -250,8 +250,9 @@ CHARTS = {
 def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "sft.yaml")
-    accelerator = launch.make_accelerator(args, "sft")  # also chooses args.output_dir
-    lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
+    # Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+    accelerator = launch.make_accelerator(args, "sft")
+    lora.complete_settings(accelerator, args)
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)

@@ -9,8 +9,9 @@ from common import batches, counted
 from common.checkpoint import carried
 from common.run import Run
 
-# Random numbers are drawn from [seed, rollout, stream]. Each purpose has its own stream, so that
-# none repeats the numbers of another. All evaluations draw as for rollout 0, so that they compare.
+# Random numbers are drawn from [seed, rollout, stream, ...]. Each purpose has a stream of its own:
+# these do not share numbers. (Mixed sets draw their order from [seed, pass, set, 1], which may be
+# the same for a refill: harmless.) All evaluations draw as for rollout 0, so that they compare.
 SAMPLING_STREAM = 1
 ORDER_STREAM = 2
 EVALUATION_STREAM = 3

@@ -38,8 +38,9 @@ evaluation
 # Lines of `main`, in this order. What belongs to the algorithm is between them.
 MAIN = """
 args = arguments.parse(Args, demo=common.ASSETS / "NAME.yaml")
-accelerator = launch.make_accelerator(args, "NAME")  # also chooses args.output_dir
-lora.complete_settings(accelerator, args)  # also sets the default of args.lora_alpha
+# Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+accelerator = launch.make_accelerator(args, "NAME")
+lora.complete_settings(accelerator, args)
 tokenizer = load.tokenizer_of_run(accelerator, args)
 data = dataset.load_data(
 prepare.choose_parameters(accelerator, UNWRAPPED, args)  # what is trained: all, or adapters
