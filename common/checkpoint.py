@@ -95,7 +95,7 @@ def begin(run: Run) -> None:
     run.metrics.start()
     moved.watch(run)  # `update/*`, in half precision
     if path:
-        keep_as_own(run, path, lines_are_lost)
+        save_again_if_needed(run, path, lines_are_lost)
 
 
 def find_checkpoint(run: Run) -> Path | None:
@@ -201,20 +201,14 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
     )
 
 
-def keep_as_own(run: Run, path: Path, lines_are_lost: bool) -> None:
-    """Saves the checkpoint that the run resumed from again, if its own folder needs that.
-
-    It does if the checkpoint is in another folder and the run saves any, or if the checkpoint
-    counts log lines that are lost.
-    """
-    if not is_own(run, path):
-        # Else `--resume auto`, after a kill before the first save, would start from the beginning.
-        if run.args.save_steps:
-            save(run)
-    elif lines_are_lost:
-        save(run)  # the `log_bytes` of the old one count lines that are gone
-    else:
+def save_again_if_needed(run: Run, path: Path, lines_are_lost: bool) -> None:
+    """Saves what the run resumed from, if its own folder has nothing that it could resume from."""
+    if is_own(run, path) and not lines_are_lost:
         run.last_saved = run.progress.global_step
+    elif is_own(run, path):
+        save(run)  # the `log_bytes` of the old one count lines that are gone
+    elif run.args.save_steps:
+        save(run)  # a kill before the first save would send `--resume auto` to the beginning
 
 
 def is_own(run: Run, path: Path) -> bool:
@@ -388,7 +382,7 @@ def size_of(file: Path) -> int:
 def fault_of_state(path: Path) -> str | None:
     """Returns what keeps a checkpoint's `state.json` from being used; None if nothing does.
 
-    The manifest cannot show this: it detects damage, not edits.
+    A whole manifest does not show this: whoever changed the file may have written both.
 
     Raises:
         SystemExit: another version of `common` wrote it.
@@ -458,7 +452,7 @@ def load(run: Run, path: Path) -> dict:
     state = read_state(path)
     refuse_another_run(run, path, state["arguments"])
     engine_state.load(run, path / "engine")
-    # Random states belong to processes: with another number of them they start again.
+    # Random states belong to processes: with another number of them not all are there.
     if len(state["open_sums"]) == run.accelerator.num_processes:
         restore = partial(engine_state.load_random_states, run, path / "engine")
         distributed.all_or_none(run.accelerator, True, restore)  # if one process fails, all exit

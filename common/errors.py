@@ -1,6 +1,7 @@
 """How a run that cannot go on ends: with one message, the last thing on the user's screen."""
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -30,6 +31,8 @@ def run(main: Callable[[], None]) -> None:
     A launcher of several processes prints its own report below all that they wrote. That report
     ends with the message, see `tell_launcher`, so the process itself prints nothing.
     """
+    gc.freeze()  # what was imported stays: it is not looked through again
+    gc.enable()
     try:
         main()
     except SystemExit as error:

@@ -316,9 +316,9 @@ class Metrics:
 
         So the one collective of the line averages them over the processes, too.
         """
-        # Filled where the other sums are. A Python number would be copied, and the GPU would wait.
-        flop = self.open.sums["loss"].numbers.new_full((1,), self.speed.flop)
-        self.open.add([Logged({FLOP: flop}, torch.ones_like(flop))])
+        on_device = self.open.sums["loss"].numbers  # `new_full` fills there, and nothing waits
+        flop = on_device.new_full((1,), self.speed.flop)
+        self.open.add([Logged({FLOP: flop}, weights=torch.ones_like(flop))])
 
     def add_rollout(
         self, values: dict[str, torch.Tensor], reduce: Literal["mean", "min", "max"] = "mean"

@@ -35,9 +35,14 @@ def watch(run: Run) -> None:
 class Watch:
     """Compares a sample of the trained weights before and after each update.
 
-    Made once the engine has prepared the model, and has loaded a checkpoint if there is one. The
-    sampled weights of all parameters stand in one tensor, those that half precision rounds in every
-    use first: one operation for each parameter would be a third of a GPU's update.
+    Made once the engine has prepared the model, and has loaded a checkpoint if there is one. Half
+    precision rounds most weights in every use; autocast reads norms and embeddings in fp32. The
+    sample of all parameters is one tensor, first of those that are rounded:
+
+        read      [ rounded ........ | others .. ]    what the forward pass reads
+        masters   [ the same weights in fp32     ]    what the optimizer steps
+
+    One operation for each parameter would be a third of a GPU's update.
 
     Args:
         run: not in fp32.
@@ -45,8 +50,8 @@ class Watch:
     Attributes:
         sampler, master_sampler: what takes `read` and `masters`.
         read: `[sampled]`, as the forward pass reads them, after the last update.
-        masters: `[sampled]`, in fp32, as the optimizer steps them. ZeRO-1 and 2 leave a process all
-            of `read` and a part of these.
+        masters: `[sampled]`, in fp32, as the optimizer steps them. Under ZeRO-1 and 2 a process has
+            all of `read`, and a part of these.
         at_start: `[rounded]`, the beginning of `read` when the run started; gone once compared.
         n_rounded: how many of `read`, from the first, half precision rounds in every use.
         is_any_rounded: whether there are such weights, on any process.

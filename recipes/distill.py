@@ -236,19 +236,19 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
     position = run.extra.position
     epoch = position.prompts_seen // run.data.mixture.samples  # before prompts are taken
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
-    is_sampled = answered_by_student(prompts_of_rollout["row"], epoch, args)
-    of_student = columns_where(prompts_of_rollout, is_sampled)
-    of_data = with_contexts(columns_where(prompts_of_rollout, ~is_sampled))
+    by_student = answered_by_student(prompts_of_rollout["row"], epoch, args)
+    of_student = columns_where(prompts_of_rollout, by_student)
+    of_data = with_contexts(columns_where(prompts_of_rollout, ~by_student))
 
-    # First the prompts that the student answers, then the others.
     parts = []
-    if is_sampled.any():
-        parts.append(sample_responses(run, of_student, is_sampled))
-    if not is_sampled.all():
+    if by_student.any():
+        parts.append(sample_responses(run, of_student, by_student))
+    if not by_student.all():
         parts.append(completions_of(run, of_data))
+    # In the order of the samples: first the student's prompts, then those that the data answer.
     columns = {name: of_student[name] + of_data[name] for name in prompts_of_rollout}
-    n_sampled = int(is_sampled.sum())
-    rollout = rollout_of(run, Samples.joined(parts), columns, n_answered=n_sampled)
+    n_answered = int(by_student.sum())
+    rollout = rollout_of(run, Samples.joined(parts), columns, n_answered)
     if args.loss_type == "sampled" and updates_of(rollout, args) > 1:
         with run.metrics.timed("score"):
             rollout.tokens["logps"] = compute_logps(run, rollout, taught_by, packer)
@@ -329,18 +329,23 @@ def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_answered:
         columns: the columns of their prompts, each once, in the order of the samples.
         n_answered: how many of the prompts, from the first, the student has answered.
     """
-    n_samples = samples.per_prompt
-    names = columns.get("teacher", [teachers.ONLY] * len(columns["row"]))
-    names = generation.repeat_each(names, n_samples)
-    teacher_prompts = columns.get("teacher_prompt_ids", columns["prompt_ids"])
+
+    def of_samples(of_prompts: list) -> list:  # a prompt's value, once for each of its samples
+        return generation.repeat_each(of_prompts, samples.per_prompt)
+
+    one_teacher = [teachers.ONLY] * len(columns["row"])
+    names = of_samples(columns.get("teacher", one_teacher))
+    # Without --teacher_prompt it reads what the student reads.
+    teacher_prompts = of_samples(columns.get("teacher_prompt_ids", columns["prompt_ids"]))
     numbers = teachers.numbers(run.args)
+    is_own = torch.arange(len(samples)) < n_answered * samples.per_prompt  # the student's are first
     return Rollout(
         samples=samples,
         teachers=names,  # for `lessons_of`
-        teacher_prompts=generation.repeat_each(teacher_prompts, n_samples),
+        teacher_prompts=teacher_prompts,
         tokens={
             "mask": samples.mask,
-            "is_own": torch.arange(len(samples))[:, None] < n_answered * n_samples,
+            "is_own": is_own[:, None],
             "teacher": torch.tensor([[numbers[name]] for name in names]),  # for metrics
             "sampler_logps": samples.padded_sampler_logps,
         },

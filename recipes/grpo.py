@@ -244,21 +244,12 @@ def estimate_advantages(
             computed of their group, but not in the mean and standard deviation of the batch. A
             single trained sample has no standard deviation: its advantage is left as it is.
     """
-    # Sums and means skip a score that is NaN. Its advantage is NaN until the last line.
-    grouped = scores.double().reshape(-1, group_size)
+    grouped = scores.double().reshape(-1, group_size)  # NaN stays NaN down to the last line
     is_scored = grouped.isfinite()
-    n_scored = is_scored.sum(1, keepdim=True)
-    means = grouped.nanmean(1, keepdim=True)
     if is_trained is None:
         is_trained = is_scored.flatten()
-
-    if baseline == "group":
-        advantages = grouped - means
-    elif baseline == "rloo":
-        mean_of_rest = (grouped.nansum(1, keepdim=True) - grouped) / (n_scored - 1)
-        advantages = (grouped - mean_of_rest).where(n_scored > 1, 0.0)  # 0: nothing to compare with
-    else:
-        advantages = grouped
+    means = grouped.nanmean(1, keepdim=True)
+    advantages = grouped - baselines(grouped, means, baseline)
 
     if advantage_std == "group":
         advantages = advantages / (std_of_groups(advantages) + EPSILON)
@@ -270,6 +261,22 @@ def estimate_advantages(
             advantages = advantages - trained.mean()
         advantages = advantages / (trained.std() + EPSILON)
     return advantages.where(is_scored, 0.0).flatten().to(scores.dtype)
+
+
+def baselines(grouped: torch.Tensor, means: torch.Tensor, baseline: str) -> torch.Tensor:
+    """Returns what is subtracted from each score, `[groups, group size or 1]`.
+
+    Args:
+        grouped: scores, `[groups, group size]`; NaN is none.
+        means: of each group, `[groups, 1]`.
+    """
+    if baseline == "none":
+        return torch.zeros_like(means)
+    if baseline == "group":
+        return means
+    n_others = grouped.isfinite().sum(1, keepdim=True) - 1
+    mean_of_others = (grouped.nansum(1, keepdim=True) - grouped) / n_others
+    return mean_of_others.where(n_others > 0, grouped)  # alone in its group: the advantage is 0
 
 
 def std_of_groups(groups: torch.Tensor) -> torch.Tensor:

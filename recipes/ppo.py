@@ -5,7 +5,7 @@ and the details of Huang et al. 2024, arXiv:2403.17031. Loss of an update, over 
 with r_t = pi(a_t)/pi_old(a_t), A_t by GAE, and V clipped around V_old:
 
     loss = mean of -min(r_t A_t, clip(r_t, 1 - c, 1 + c) A_t)
-                   + vf_coef * 1/2 max((V_t - R_t)^2, (clip(V_t) - R_t)^2)
+                   + vf_coef * 1/2 max((V_t - G_t)^2, (clip(V_t) - G_t)^2),    G_t = A_t + V_old
 
 Demo, offline:
     python recipes/ppo.py

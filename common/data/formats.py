@@ -287,15 +287,16 @@ def is_in_order(parts: list[str], whole: list[str]) -> bool:
 
 
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
-    """Returns the roles of a row's messages, each once.
+    """Returns the roles of a row's messages, each once, for the message that refuses them.
 
     A row of strings has none, or user and assistant if `strings_as_messages` makes turns of them.
     """
     roles = []
     for name in ("messages", "prompt", "completion", "chosen", "rejected"):
         value = row.get(name)
-        parts = value if isinstance(value, list) else [value]
-        roles += [role_of(part) for part in parts if isinstance(part, dict)]
+        messages = value if isinstance(value, list) else [value]
+        # Nothing is checked yet: the value may be a string, or anything else.
+        roles += [role_of(message) for message in messages if isinstance(message, dict)]
     if not roles and strings_as_messages and is_plain_text(row):
         roles = ["user", "assistant"]
     return list(dict.fromkeys(roles))
@@ -303,7 +304,10 @@ def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
 
 # ============================================================ strings
 def is_plain_text(row: dict) -> bool:
-    """Whether a row's prompt and answers are strings, which no chat template writes."""
+    """Whether `as_turns` could make turns of a row: its prompt and its answers are strings.
+
+    A row with `messages` has turns already, and one with `text` is no conversation.
+    """
     if row.get("messages") is not None or row.get("text") is not None:
         return False
     names = ("prompt", "completion", "chosen", "rejected")

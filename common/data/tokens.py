@@ -206,10 +206,10 @@ def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
 
 
 def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[int]:
-    r"""Returns an answer without the whitespace that the prompt already ends with.
+    r"""Returns an answer without the whitespace that `only_in_prompt` begins with, too.
 
-    One newline and two may be different tokens, so texts are compared. Examples, with a space
-    between tokens:
+    One newline and two may be different tokens, so texts are compared. A thought begins with no
+    whitespace: after a closed one nothing is left out. Examples, with a space between tokens:
 
         answer      only_in_prompt    returned
         \n Yes      \n\n              Yes
@@ -217,10 +217,10 @@ def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[i
     """
     space_ids = list(itertools.takewhile(lambda token: decode(tokenizer, [token]).isspace(), ids))
     space = decode(tokenizer, space_ids)
-    n_in_prompt = n_shared(space, only_in_prompt)  # characters
-    if n_in_prompt == 0:
+    n_in_both = n_shared(space, only_in_prompt)  # characters
+    if n_in_both == 0:
         return ids
-    return encode_text(tokenizer, space[n_in_prompt:]) + ids[len(space_ids) :]
+    return encode_text(tokenizer, space[n_in_both:]) + ids[len(space_ids) :]
 
 
 # ============================================================ an answer whose thinking is dropped
@@ -238,13 +238,14 @@ def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], lis
 def as_given(tokenizer, turn: Turn, answer: dict) -> tuple[Beginning, str]:
     r"""Returns an answer's context, and the text of the answer with its thinking.
 
-    Examples, where the user gave `<think>Why</think>Yes`, and the template writes `Yes`:
+    Examples, where the user gave `<think>Why</think>Yes`, and the template writes `Yes`. What the
+    prompt ends with, after `<bot>`, decides:
 
-        prompt                  context           answer
-        <bot>                   <bot>             <think>Why</think>Yes
-        <bot><think></think>    <bot>             <think>Why</think>Yes
-        <bot><think>\n          <bot><think>\n    Why</think>Yes
-        <bot>\n                 <bot>\n           <think>Why</think>Yes    after any other ending
+        after <bot>       context           answer
+        nothing           <bot>             <think>Why</think>Yes
+        <think></think>   <bot>             <think>Why</think>Yes    no thought: taken back
+        <think>\n         <bot><think>\n    Why</think>Yes           opened already
+        anything else     all of it         <think>Why</think>Yes
     """
     prompt = turn.prompt
     end_of_prompt = turn.only_in_prompt
@@ -256,12 +257,10 @@ def as_given(tokenizer, turn: Turn, answer: dict) -> tuple[Beginning, str]:
         # Second line: the prompt says that nothing was thought, and something was.
         return encode_beginning(tokenizer, prompt.text.removesuffix(end_of_prompt)), given
     opening = end_of_prompt.strip()
-    given_after_space = given.lstrip()
-    if opening and given_after_space.startswith(opening):
-        # Third line: the prompt opens the thinking, so the answer must not open it again. The
-        # whitespace after the opening marker may differ.
-        n_in_prompt = n_shared(given_after_space, end_of_prompt.lstrip())  # characters
-        return prompt, given_after_space[n_in_prompt:]
+    if opening and given.lstrip().startswith(opening):
+        # Third line. The whitespace after the marker may differ: only what both have is left out.
+        n_in_both = n_shared(given.lstrip(), end_of_prompt.lstrip())  # characters
+        return prompt, given.lstrip()[n_in_both:]
     return prompt, given
 
 
@@ -314,7 +313,7 @@ def up_to_end(tokenizer, ids: list[int]) -> list[int]:
     """
     conventions = templates.conventions(tokenizer)
     if conventions.writes_no_stop:
-        return without_white_ending(tokenizer, ids)
+        return without_trailing_space(tokenizer, ids)
     ending = list(conventions.ending)
     if ends_with(ids, ending):
         return ids[: -len(ending)] + conventions.end_of_answer
@@ -327,17 +326,18 @@ def ends_with(ids: list[int], ending: list[int]) -> bool:
     return bool(ending) and ids[-len(ending) :] == ending
 
 
-def without_white_ending(tokenizer, ids: list[int]) -> list[int]:
-    """Returns an answer without the whitespace that the template writes after every answer."""
+def without_trailing_space(tokenizer, ids: list[int]) -> list[int]:
+    r"""Returns an answer without the whitespace that the template writes after every answer.
+
+    It has tokens of its own, as in `Yes` `\n\n`, or is part of the last one, as in `Yes` `.\n\n`.
+    """
     conventions = templates.conventions(tokenizer)
     ending = list(conventions.ending)
     if ends_with(ids, ending) and decode(tokenizer, ending).strip() == "":
-        # The whitespace has tokens of its own.
         return ids[: -len(ending)]
     white = conventions.white_ending
     last_text = decode(tokenizer, ids[-1:])
     if white and last_text.endswith(white):
-        # It is part of the answer's last token.
         return ids[:-1] + encode_text(tokenizer, last_text.removesuffix(white))
     return ids
 
@@ -379,10 +379,11 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 
 
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
-    """Counts the prompt tokens after an earlier answer and its end token.
+    """Counts the prompt tokens that are new since an earlier answer: those after its end token.
 
-    The template is rendered with two different answers there: what both prompts end with is what
-    follows the answer. Example: of
+    For a conversation whose template rewrites earlier turns, so that the ids of two prompts cannot
+    be compared. The template is rendered with two different answers there: what both prompts end
+    with is what follows the answer. Example: of
 
         <user> One <bot> a <end> <user> Two <bot>
         <user> One <bot> b <end> <user> Two <bot>
@@ -402,10 +403,10 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
         prompts.append(encode_text(tokenizer, text))
     first, second = prompts
     n_equal = n_shared_at_end(first, second)
+    after_answer = first[len(first) - n_equal :]
     template_has_stop = templates.conventions(tokenizer).stop is not None
-    if template_has_stop and is_marker(tokenizer, first[len(first) - n_equal]):
-        return n_equal - 1  # without the answer's end token, which both prompts have
-    return n_equal
+    ends_answer = template_has_stop and is_marker(tokenizer, after_answer[0])
+    return n_equal - 1 if ends_answer else n_equal
 
 
 # ============================================================ preferences

@@ -99,8 +99,10 @@ def rendered(
         tokenizer, [QUESTION, answer, *messages], tools, add_generation_prompt=True
     )
     end = decode(tokenizer, templates.conventions(tokenizer).end_of_answer)  # maybe ""
+    words = [answer["content"]]
     # Some templates write only the call of an answer that has one.
-    for word in (answer["content"], CALL["function"]["name"]):
+    words += [call["function"]["name"] for call in answer.get("tool_calls", [])]
+    for word in words:
         place = place_after(text, [QUESTION["content"], word, end])
         if place is not None:
             return text, place

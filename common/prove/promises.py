@@ -1,7 +1,7 @@
 """What each promise means: the runs it looks at, what it measures, and the bound.
 
-Only what users script against is used: flags, log lines and their tags, files. So a changed loss,
-metric or data function needs no change here.
+Only what users script against is used: flags, log lines and their tags, files, and of the console
+how many rows the data have. So a changed loss, metric or data function needs no change here.
 
 The runs that several promises look at, made in `runs.py`:
 
@@ -118,17 +118,23 @@ def same_run(bench: Bench, what: str, found: Finished) -> Iterator[Check]:
 
 
 def check_last_update(bench: Bench) -> Iterator[Check]:
-    """The last update, of 6 samples, is the same whether `--train_batch_size` is 6 or larger."""
+    """The last update is the same whether `--train_batch_size` is its own size or larger.
+
+    It has 6 samples; where a recipe samples, those of 6 prompts.
+    """
     bench.need("train_batch_size")
     rows = 6
-    full: Changes = {"train_batch_size": rows}
-    short: Changes = {"train_batch_size": BATCH}
+    full: Changes
+    short: Changes
     if bench.generates:
         full = {"train_batch_size": rows * RESPONSES, "rollout_batch_size": rows}
         short = {"train_batch_size": ROLLOUT * RESPONSES, "rollout_batch_size": ROLLOUT}
+    else:
+        full = {"train_batch_size": rows}
+        short = {"train_batch_size": BATCH}
     same: Changes = {"n_rows": rows, "max_steps": 0, "max_epochs": 1, **runs.SAVED_AT_END}
     expected = bench.run("full-update", micro_train_batch_size=2, **same, **full)
-    # Six samples are no whole number of micro-batches here.
+    # The samples, 6 or 18, are no whole number of micro-batches here.
     found = bench.run("short-update", micro_train_batch_size=4, **same, **short)
     only = {"loss", "grad_norm", "samples"}
     yield Check("log lines", compare.lines(expected.training, found.training, only))
@@ -378,15 +384,15 @@ def check_nothing_moves(bench: Bench) -> Iterator[Check]:
     """A learning rate of 0 moves nothing, in spite of the weight decay."""
     bench.need("weight_decay")
     at_rate_0 = runs.pass_in_parts(bench)
-    yield Check("2 processes", weights_moved(bench, at_rate_0))
+    yield Check("2 processes", distance_moved(bench, at_rate_0))
     if not bench.quick:
         for name in ("zero2", "zero3"):
             changes = {**runs.NO_LEARNING, "micro_train_batch_size": 2, "save_steps": 2}
             run = bench.run(f"no-learning-{name}", name, **changes)
-            yield Check(runs.ENGINES[name].what, weights_moved(bench, run))
+            yield Check(runs.ENGINES[name].what, distance_moved(bench, run))
 
 
-def weights_moved(bench: Bench, run: Finished) -> Difference:
+def distance_moved(bench: Bench, run: Finished) -> Difference:
     """Compares weights that must not have moved: last checkpoint with first, actor with start."""
     differences = []
     saved = folders.by_step(run.folder / "checkpoints")
@@ -397,11 +403,12 @@ def weights_moved(bench: Bench, run: Finished) -> Difference:
             differences.append(compare.weights(first, last, name, exact=True))
     start = weights_of(bench.model_folder())
     actor = weights_of(run.folder / "actor")
-    names = [name for name in actor if name in start]  # none of an adapter
+    names = actor.keys() & start.keys()  # none of an adapter
     if names:
-        first = {name: start[name].float() for name in names}
-        last = {name: actor[name].float() for name in names}
-        differences.append(compare.weights(first, last, "actor", exact=True))
+        # In fp32: a model may be stored in another dtype than it was loaded from.
+        at_start = {name: start[name].float() for name in names}
+        at_end = {name: actor[name].float() for name in names}
+        differences.append(compare.weights(at_start, at_end, "actor", exact=True))
     if not differences:
         raise Unchecked("the recipe saves no model to compare with its start, nor two checkpoints")
     return compare.first_or_nearest(differences)

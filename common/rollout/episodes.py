@@ -131,9 +131,10 @@ class Stage:
     def play(self, run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
         """Plays an episode for each sample, see `generation.sample`. All processes must call it.
 
-        The k-th token that a model draws in an episode is decided by its k-th number, whatever
-        other episodes there are. So an episode depends on nothing but its own prompt, numbers,
-        weights and environment. Each process plays its share.
+        The k-th token that a model draws in an episode is decided by its k-th number (a server: all
+        of an answer by the number at its start), whatever other episodes there are. So an episode
+        depends on nothing but its own prompt, numbers, weights and environment. Each process plays
+        its share.
         """
         self.close()
         self.stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
@@ -251,21 +252,24 @@ class Stage:
         Args:
             draws: `[live episodes, max_new_tokens]`.
         """
+        # An episode goes on in its random numbers where its last answer ended. The zeros after them
+        # draw tokens that it has no room for, which `add_answer` cuts off.
         longest = max(episode.room(run.args) for episode in live.values())
         uniforms = np.zeros((len(live), longest))
-        for place, (episode, numbers) in enumerate(zip(live.values(), draws)):
-            left = numbers[episode.n_sampled :][:longest]  # the k-th token has the k-th number
-            uniforms[place, : len(left)] = left
-        numbers_of_places = list(live)
-        said_so_far = [episode.prompt + episode.ids for episode in live.values()]
+        for row, episode in enumerate(live.values()):
+            rest = draws[row, episode.n_sampled :][:longest]
+            uniforms[row, : len(rest)] = rest
+        texts = [episode.prompt + episode.ids for episode in live.values()]
+        episode_of_row = list(live)
         calls = environments.Calls(run.args.environment_timeout)
-        for place, response in speak(said_so_far, uniforms, temperature):
-            number = numbers_of_places[place]
-            self.add_answer(run, live[number], response, temperature)
-            if live[number].is_live:
-                calls.start(number, partial(self.reply, self.instances[number], live[number]))
-        for number, value in sorted(calls.wait().items()):
-            self.continue_or_end(run, live[number], value)
+        for row, response in speak(texts, uniforms, temperature):
+            number = episode_of_row[row]
+            episode = live[number]
+            self.add_answer(run, episode, response, temperature)
+            if episode.is_live:
+                calls.start(number, partial(self.reply, self.instances[number], episode))
+        for number, reply in sorted(calls.wait().items()):
+            self.continue_or_end(run, live[number], reply)
 
     def add_answer(
         self, run: Run, episode: Episode, response: Response, temperature: float
@@ -336,27 +340,31 @@ class Stage:
 
         An environment that fails now makes its sample one of these.
         """
-
-        def call() -> dict[int, float | str]:
-            """Returns the rewards of this process's episodes, or how their environments failed."""
-            failed = samples.failed.tolist()
-            numbers = [number for number in self.instances if not failed[number]]
-            calls = [self.instances[number].get_reward for number in numbers]
-            given = environments.run_all(calls, run.args.environment_timeout)
-            found: dict[int, float | str] = {}
-            for number, value in zip(numbers, map(environments.checked_reward, given)):
-                data_row = samples.data_rows[number]
-                failure = self.failure_of(run, value, data_row, "get_reward")
-                found[number] = failure if isinstance(value, Failure) else value
-            return found
-
-        found = self.on_all(run, call)
-        failures = [value for _, value in sorted(found.items()) if isinstance(value, str)]
+        found = self.on_all(run, partial(self.my_rewards, run, samples))
+        rewards = [math.nan] * len(samples)
+        failures = []
+        for number, reward in sorted(found.items()):
+            if isinstance(reward, Failure):
+                failures.append(reward.says)
+            else:
+                rewards[number] = reward
         self.warn_of(run, failures, len(samples))
-        rewards = {number: value for number, value in found.items() if not isinstance(value, str)}
-        values = [rewards.get(number, math.nan) for number in range(len(samples))]
-        samples.of_episodes = with_failed(samples.of_episodes, torch.tensor(values).isnan())
-        return values
+        samples.of_episodes = with_failed(samples.of_episodes, torch.tensor(rewards).isnan())
+        return rewards
+
+    def my_rewards(self, run: Run, samples: Samples) -> dict[int, float | Failure]:
+        """Returns `get_reward` of this process's episodes that have not failed, by number."""
+        failed = samples.failed.tolist()
+        calls = environments.Calls(run.args.environment_timeout)
+        for number, instance in self.instances.items():
+            if not failed[number]:
+                calls.start(number, instance.get_reward)
+        found: dict[int, float | Failure] = {}
+        for number, given in calls.wait().items():
+            reward = environments.checked_reward(given)
+            failure = self.failure_of(run, reward, samples.data_rows[number], "get_reward")
+            found[number] = Failure(failure) if failure else reward
+        return found
 
     def close(self) -> None:
         """Closes all environments of the latest samples."""

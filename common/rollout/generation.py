@@ -366,7 +366,8 @@ class RoomyLayer(DynamicLayer):
             return
         length = self.get_seq_length()
         rows = beam_idx.to(self.keys.device)
-        room_of_keys, room_of_values = self.room = tuple(room[rows] for room in self.room)
+        room_of_keys, room_of_values = (room[rows] for room in self.room)
+        self.room = (room_of_keys, room_of_values)
         self.keys = room_of_keys[..., :length, :]
         self.values = room_of_values[..., :length, :]
 

@@ -62,7 +62,7 @@ SAME_IN_CONFIGS = (
 
 
 def check_settings(args) -> None:
-    """Refuses settings of a sampler that would be ignored or cannot work.
+    """Refuses settings of a sampler that would be ignored.
 
     Args:
         args: `RolloutArgs`.
@@ -203,12 +203,13 @@ class Servers:
     def wait_for_ahead(self, run: Run) -> list[Response]:
         """Waits for the responses that were asked for ahead, and returns them; [] if none were.
 
-        They stay in `ahead` until `generate` is asked for them.
+        They stay in `ahead` until `generate` is asked for them. All processes must call it.
         """
-        if self.ahead is None:
+        ahead = self.ahead
+        if ahead is None:
             return []
-        answer = self.ahead.answer
-        return self.on_main_process(run, lambda: answer.result())
+        # The other processes, which do not call this, have no `answer`.
+        return self.on_main_process(run, lambda: ahead.answer.result())
 
     def state(self, run: Run) -> dict[str, Any] | None:
         """Returns what a checkpoint holds: the rollout that was sampled ahead. None without one.
@@ -348,11 +349,9 @@ class Servers:
         requests = make_requests(run, prompts, same_seed, run.args.temperature)
         largest = 0.0
         for server in self.servers:
-            responses = self.on_main_process(
-                run, lambda to=server: [to.complete(request)[0] for request in requests]
-            )
+            responses = self.on_main_process(run, answers_of, server, requests)
             ours = logps_in_training(run, prompts, responses)
-            self.refuse_lost_weights(run, server, Probe(responses, ours))
+            self.refuse_lost_weights(run, server, Probe(responses, ours))  # and keeps the probe
             difference = mean_difference(responses, ours)
             self.refuse_difference(run, server, difference)
             largest = max(largest, difference)
@@ -439,6 +438,11 @@ class Servers:
     def on_main_process(self, run: Run, function: Callable, *args) -> Any:
         """Returns what the function returns on the main process, on every process."""
         return distributed.on_main_process(run.accelerator, function, *args)
+
+
+def answers_of(server: Server, requests: list[dict]) -> list[Response]:
+    """Returns a server's one response to each request."""
+    return [response for request in requests for response in server.complete(request)]
 
 
 def refuse_another_model(server: Server, config: dict[str, Any], run: Run) -> None:

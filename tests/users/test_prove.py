@@ -1178,7 +1178,7 @@ def test_means_without_evaluations_are_not_all_checked(tmp_path, monkeypatch):
 
 def test_a_run_that_saves_nothing_may_have_moved(tmp_path):
     with pytest.raises(bench.Unchecked, match="saves no model"):
-        promises.weights_moved(bench_of(tmp_path), finished(tmp_path / "run"))
+        promises.distance_moved(bench_of(tmp_path), finished(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("generates, unchecked", [(False, True), (True, False)])

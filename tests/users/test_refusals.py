@@ -172,6 +172,20 @@ def divide():
     return 1 / 0
 
 
+def test_garbage_is_collected_in_main_but_not_while_a_recipe_imports(tmp_path):
+    file = tmp_path / "early_and_late.py"
+    file.write_text(
+        "import gc\nfrom common import early, errors\n"
+        "early.read_arguments(__file__)\nprint(gc.isenabled())\n"
+        "errors.run(lambda: print(gc.isenabled(), gc.get_freeze_count() > 0))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, file], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "True", "True"]
+
+
 def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
     """That of the first. It stands at the end of the launcher's report, so the process does not print it."""
     file = worker(1)
