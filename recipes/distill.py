@@ -568,7 +568,6 @@ def main():
         # `split_update` sorts by these: samples that can share a prompt stay together.
         lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, lengths)
-        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
@@ -587,19 +586,20 @@ def main():
                 )
 
             with accelerator.accumulate(model):
+                # At `--loss_type sampled` beta is None: log-probs have a gradient, no divergence.
                 output = model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
                 if not student_has_moved:
-                    own_tokens = old["mask"] * old["is_own"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, old, own_tokens))
+                    drawn = old["mask"] * old["is_own"] * weights[:, None]  # not those of the data
+                    metrics.pending.add(correction.sampler_differences(output, old, drawn))
                     # The student itself is the old one, so all ratios are exactly 1.
-                    old["logps"] = output["logps"].detach()
+                    old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
                 # The loss is the mean over the update's response tokens. The engine itself divides
                 # by `divisor`, the number of micro-batches of all processes.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
                 accelerator.backward(loss)
-                if accelerator.sync_gradients:
+                if accelerator.sync_gradients:  # in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -608,6 +608,7 @@ def main():
 
         advance_rollout(run)  # a skipped update has used up its samples, too
         applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
+        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale

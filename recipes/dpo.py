@@ -310,7 +310,7 @@ def main():
                 # `divisor`, the number of micro-batches of all processes.
                 loss = (losses * weights).sum() * divisor / len(update_rows)
                 accelerator.backward(loss)
-                if accelerator.sync_gradients:
+                if accelerator.sync_gradients:  # in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -856,7 +856,6 @@ def main():
         # `split_update` sorts by these: samples that can share a prompt stay together.
         lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, lengths)
-        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
@@ -873,17 +872,17 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
-                    token_weights = old["mask"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
+                    drawn = old["mask"] * weights[:, None]
+                    metrics.pending.add(correction.sampler_differences(output, old, drawn))
                     # The policy itself is the old one, so all ratios are exactly 1.
-                    old["logps"] = output["logps"].detach()
+                    old = {**old, "logps": output["logps"].detach()}
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
                 # The loss is the weighted mean over the update's samples. The engine itself divides
                 # by `divisor`, the number of micro-batches of all processes.
                 loss = (losses * sample_weights).sum() * divisor / update_weight
                 accelerator.backward(loss)
-                if accelerator.sync_gradients:
+                if accelerator.sync_gradients:  # in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -892,6 +891,7 @@ def main():
 
         advance_rollout(run)  # a skipped update has used up its samples, too
         applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
+        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale

@@ -699,7 +699,6 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         lengths = rollout.samples.lengths  # prompt and response
         micro_batches = batches.split_update(run, update_rows, lengths)
-        update_tokens = int(lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
@@ -716,11 +715,11 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
-                    token_weights = old["mask"] * weights[:, None]
-                    metrics.pending.add(ratio_rounding(output, old, token_weights))
-                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
+                    drawn = old["mask"] * weights[:, None]
+                    metrics.pending.add(ratio_rounding(output, old, drawn))
+                    metrics.pending.add(correction.sampler_differences(output, old, drawn))
                     # The policy itself is the old one, so all ratios are exactly 1.
-                    old["logps"] = output["logps"].detach()
+                    old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(
                     output,
                     old,
@@ -734,7 +733,7 @@ def main():
                 # `divisor`, the number of micro-batches of all processes.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
                 accelerator.backward(loss)
-                if accelerator.sync_gradients:
+                if accelerator.sync_gradients:  # in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -743,6 +742,7 @@ def main():
 
         advance_rollout(run)  # a skipped update has used up its samples, too
         applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
+        update_tokens = int(lengths[update_rows].sum())  # prompts and responses
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(applied, grad_norm=grad_norm, **learning_rates, loss_scale=loss_scale)
         if applied:

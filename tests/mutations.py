@@ -807,7 +807,7 @@ ROLLOUTS = [
         "first_ratio_from_scoring",
         "the first update compares with log-probs that another pass rounded",
         "recipes/ppo.py",
-        drop("main", "old['logps'] = output['logps'].detach()"),
+        drop("main", "old = {**old, 'logps': output['logps'].detach()}"),
         PPO_RUN,
     ),
     Fault(
