@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -409,34 +410,35 @@ def read_state(path: Path) -> dict:
 
 
 def check_state(state: dict) -> None:
-    """Raises an error, of any type, if `load` could not use this state.
-
-    What is missing raises a `KeyError`, what is of another shape a `TypeError` or the like.
-    """
-    best.Best(**state.get("best", {}))
+    """Raises an error, of any type, if `load` could not use this state."""
     scheduler = state["scheduler"]
-    processes = state["open_sums"]  # those of each process
-
-    counts = [state["progress"][name] for name in COUNTERS]
-    counts += [scheduler["last_epoch"], *state["log_bytes"].values()]
-    if not all(isinstance(count, int) and count >= 0 for count in counts):
-        raise ValueError(f"its counters are {counts}")
-
-    sums = [of_tag for of_process in processes for of_tag in of_process.values()]
-    for reduce, _, _ in sums:
-        if reduce not in NOTHING:
-            raise ValueError(f"it reduces a metric by {reduce!r}")
-
-    numbers = [*state["last_update"].values(), *scheduler["base_lrs"]]
-    for _, number, count in sums:
-        numbers += [number, count]
-    if not all(isinstance(number, float | int) for number in numbers):
-        raise ValueError(f"its metrics are {numbers}")
-
-    if len(processes) == 0 or len(scheduler["lr_lambdas"]) == 0:
+    require_counts("counters", [state["progress"][name] for name in COUNTERS])
+    require_counts("schedule", [scheduler["last_epoch"]])
+    require_counts("bytes of logs", state["log_bytes"].values())
+    require_numbers("last update", state["last_update"].values())
+    require_numbers("learning rates", scheduler["base_lrs"])
+    for sums in state["open_sums"]:  # of each process, see `Means.state`
+        for reduce, number, count in sums.values():
+            if reduce not in NOTHING:
+                raise ValueError(f"it reduces a metric by {reduce!r}")
+            require_numbers("metrics", [number, count])
+    if len(state["open_sums"]) == 0 or len(scheduler["lr_lambdas"]) == 0:
         raise ValueError("it holds the sums of no process or has no schedule")
     if not state["arguments"].keys() >= {"data", "world"}:
         raise ValueError("its arguments are not those of a run")
+    best.Best(**state.get("best", {}))  # a TypeError if it has other fields
+
+
+def require_counts(what: str, values: Iterable) -> None:
+    """Refuses values that are not whole numbers from 0 on."""
+    if not all(isinstance(value, int) and value >= 0 for value in values):
+        raise ValueError(f"its {what}: {list(values)}")
+
+
+def require_numbers(what: str, values: Iterable) -> None:
+    """Refuses values that are not numbers."""
+    if not all(isinstance(value, float | int) for value in values):
+        raise ValueError(f"its {what}: {list(values)}")
 
 
 # ============================================================ loading

@@ -195,47 +195,47 @@ class Stage:
     def opening(self, run: Run, prompts: dict, number: int, given: Any) -> Episode:
         """Returns an episode that has not begun, or has failed.
 
-        A text that `reset` returned is appended to the last message, messages after it.
-
         Args:
             prompts: columns with a value for each episode.
             number: of the episode.
             given: what `reset` returned, or a `Failure`.
         """
         data_row = prompts["row"][number]
-        option = f"--environment {self.user_class.name}"
-        given = environments.checked_reset(given)
-        failure = self.failure_of(run, given, data_row, "reset")
         prompt = json.loads(prompts["columns"][number])["prompt"]
         if isinstance(prompt, str) and not run.args.strings_as_messages:
             sys.exit(
-                f"{option}: the prompt of data row {data_row} is a string, "
-                "and a conversation needs messages: give --strings_as_messages"
+                f"--environment {self.user_class.name}: the prompt of data row {data_row} is a "
+                "string, and a conversation needs messages: give --strings_as_messages"
             )
         messages = as_messages(prompt, "user")
         episode = Episode(data_row, prompts["prompt_ids"][number], messages)
+        added = environments.checked_reset(given)
+        failure = self.failure_of(run, added, data_row, "reset")
         if failure:
             episode.fail(failure)
-        if given is None or failure:
-            return episode
-        if isinstance(given, str):
-            last = {**messages[-1], "content": messages[-1]["content"] + given}
-            messages = [*messages[:-1], last]
+        elif added is not None:
+            self.add_to_prompt(run, episode, added)
+        return episode
+
+    def add_to_prompt(self, run: Run, episode: Episode, added: str | list[dict]) -> None:
+        """Appends a text that `reset` returned to the last message, or messages after it."""
+        if isinstance(added, str):
+            *earlier, last = episode.messages
+            episode.messages = [*earlier, {**last, "content": last["content"] + added}]
         else:
-            messages = [*messages, *given]
+            episode.messages = [*episode.messages, *added]
+        option = f"--environment {self.user_class.name}"
         try:
-            ids = tokens.encode_prompt(run.tokenizer, messages, self.user_class.tools).ids
+            ids = tokens.encode_prompt(run.tokenizer, episode.messages, self.user_class.tools).ids
         except BadRow as error:
-            sys.exit(f"{option}: after `reset` of data row {data_row}, {error}")
+            sys.exit(f"{option}: after `reset` of data row {episode.data_row}, {error}")
         if len(ids) >= run.args.max_length:
             sys.exit(
-                f"{option}: with what `reset` added, the prompt of data row "
-                f"{data_row} has {len(ids)} tokens; --max_length {run.args.max_length} leaves no "
-                "room for a response"
+                f"{option}: with what `reset` added, the prompt of data row {episode.data_row} has "
+                f"{len(ids)} tokens; --max_length {run.args.max_length} leaves no room for a "
+                "response"
             )
         episode.prompt = ids
-        episode.messages = messages
-        return episode
 
     def take_turn(
         self,
