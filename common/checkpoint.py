@@ -203,13 +203,15 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
 
 
 def save_again_if_needed(run: Run, path: Path, lines_are_lost: bool) -> None:
-    """Saves what the run resumed from, if its own folder has nothing that it could resume from."""
-    if is_own(run, path) and not lines_are_lost:
+    """Saves what the run resumed from, unless its own folder has it as it would save it now."""
+    is_in_own_folder = is_own(run, path)
+    if is_in_own_folder and not lines_are_lost:
         run.last_saved = run.progress.global_step
-    elif is_own(run, path):
-        save(run)  # the `log_bytes` of the old one count lines that are gone
-    elif run.args.save_steps:
-        save(run)  # a kill before the first save would send `--resume auto` to the beginning
+        return
+    # In its own folder, the `log_bytes` of the old one count lines that are gone. In another one, a
+    # kill before the first save would send `--resume auto` to the beginning.
+    if is_in_own_folder or run.args.save_steps:
+        save(run)
 
 
 def is_own(run: Run, path: Path) -> bool:
@@ -559,9 +561,10 @@ def load_schedule(run: Run, state: dict) -> None:
     groups = run.optimizer.param_groups
     # DeepSpeed's Adam for CPUs has new groups after loading. The scheduler still has the old ones.
     scheduler.optimizer.param_groups = groups
-    scheduler.load_state_dict(state)
+    scheduler.load_state_dict(state)  # its counters; the factors stay those of this run
+    n_applied = scheduler.last_epoch
     learning_rates = [
-        base_rate * factor(scheduler.last_epoch)  # that many updates were applied
+        base_rate * factor(n_applied)
         for base_rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
     ]
     scheduler._last_lr = learning_rates  # what `get_last_lr` returns

@@ -316,8 +316,9 @@ class Metrics:
 
         So the one collective of the line averages them over the processes, too.
         """
-        on_device = self.open.sums["loss"].numbers  # `new_full` fills there, and nothing waits
-        flop = on_device.new_full((1,), self.speed.flop)
+        like = self.open.sums["loss"].numbers
+        # Filled on the device: a copy from the host would wait.
+        flop = torch.full((1,), self.speed.flop, dtype=like.dtype, device=like.device)
         self.open.add([Logged({FLOP: flop}, weights=torch.ones_like(flop))])
 
     def add_rollout(

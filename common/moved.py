@@ -35,14 +35,14 @@ def watch(run: Run) -> None:
 class Watch:
     """Compares a sample of the trained weights before and after each update.
 
-    Made once the engine has prepared the model, and has loaded a checkpoint if there is one. Half
-    precision rounds most weights in every use; autocast reads norms and embeddings in fp32. The
-    sample of all parameters is one tensor, first of those that are rounded:
+    Each sample is one tensor: an operation for each parameter would take a third of the time of an
+    update on a GPU. First come the weights that half precision rounds wherever they are used.
+    Autocast reads norms and embeddings in fp32; they are among the others:
 
         read      [ rounded ........ | others .. ]    what the forward pass reads
-        masters   [ the same weights in fp32     ]    what the optimizer steps
+        masters   [ the same, or a part of it    ]    what the optimizer steps, in fp32
 
-    One operation for each parameter would be a third of a GPU's update.
+    Made once the engine has prepared the model, and has loaded a checkpoint if there is one.
 
     Args:
         run: not in fp32.

@@ -572,7 +572,8 @@ def main():
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        # Before the rollout's first applied update, the student is still the old one.
+        # Before the rollout's first applied update the student is still the old one: its own pass
+        # then gives the old log-probs, and all ratios are exactly 1.
         student_has_moved = progress.global_step > rollout.started_at
 
         for micro_batch in micro_batches:
@@ -580,19 +581,17 @@ def main():
                 data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
                 weights = batches.send(micro_batch.weights, run.device)
                 batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
-            with metrics.timed("teacher"):
+            with metrics.timed("teacher"):  # what the teachers say of each place, without gradient
                 lessons = lessons_of(
                     taught_by, rollout, micro_batch.rows, batch=batch, packer=packer
                 )
 
             with accelerator.accumulate(model):
-                # At `--loss_type sampled` beta is None: log-probs have a gradient, no divergence.
                 output = model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
                 if not student_has_moved:
+                    old = {**old, "logps": output["logps"].detach()}
                     drawn = old["mask"] * old["is_own"] * weights[:, None]  # not those of the data
                     metrics.pending.add(correction.sampler_differences(output, old, drawn))
-                    # The student itself is the old one, so all ratios are exactly 1.
-                    old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
                 # The loss is the mean over the update's response tokens. The engine itself divides

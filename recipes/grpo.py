@@ -244,7 +244,7 @@ def estimate_advantages(
             computed of their group, but not in the mean and standard deviation of the batch. A
             single trained sample has no standard deviation: its advantage is left as it is.
     """
-    grouped = scores.double().reshape(-1, group_size)  # NaN stays NaN down to the last line
+    grouped = scores.double().reshape(-1, group_size)  # NaN counts nowhere; last line: advantage 0
     is_scored = grouped.isfinite()
     if is_trained is None:
         is_trained = is_scored.flatten()
@@ -274,6 +274,7 @@ def baselines(grouped: torch.Tensor, means: torch.Tensor, baseline: str) -> torc
         return torch.zeros_like(means)
     if baseline == "group":
         return means
+    # rloo: the mean of the others that have a score.
     n_others = grouped.isfinite().sum(1, keepdim=True) - 1
     mean_of_others = (grouped.nansum(1, keepdim=True) - grouped) / n_others
     return mean_of_others.where(n_others > 0, grouped)  # alone in its group: the advantage is 0
@@ -845,11 +846,11 @@ def main():
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
-        rollout = state.rollout
-        if rollout is None:  # no response is left to train on
+        if state.rollout is None:  # it left no response to train on
             skip_rollout(run)  # which may end the run
             log_evaluate_save(run, judge, packer)
             continue
+        rollout = state.rollout
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
@@ -860,7 +861,8 @@ def main():
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        # Before the rollout's first applied update, the policy is still the old one.
+        # Before the rollout's first applied update the policy is still the old one: its own pass
+        # then gives the old log-probs, and all ratios are exactly 1.
         policy_has_moved = progress.global_step > rollout.started_at
 
         for micro_batch in micro_batches:
@@ -872,10 +874,9 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
+                    old = {**old, "logps": output["logps"].detach()}
                     drawn = old["mask"] * weights[:, None]
                     metrics.pending.add(correction.sampler_differences(output, old, drawn))
-                    # The policy itself is the old one, so all ratios are exactly 1.
-                    old = {**old, "logps": output["logps"].detach()}
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
                 # The loss is the weighted mean over the update's samples. The engine itself divides

@@ -2,7 +2,7 @@
 
 Schulman et al. 2017, arXiv:1707.06347; for language models Ziegler et al. 2019, arXiv:1909.08593,
 and the details of Huang et al. 2024, arXiv:2403.17031. Loss of an update, over its response tokens,
-with r_t = pi(a_t)/pi_old(a_t), A_t by GAE, and V clipped around V_old:
+with r_t = pi(a_t)/pi_old(a_t), A_t by GAE, whitened in the first term, and V clipped around V_old:
 
     loss = mean of -min(r_t A_t, clip(r_t, 1 - c, 1 + c) A_t)
                    + vf_coef * 1/2 max((V_t - G_t)^2, (clip(V_t) - G_t)^2),    G_t = A_t + V_old
@@ -314,8 +314,8 @@ def losses_and_metrics(
     actor_terms = actor_losses
     sampler_metrics = []
     if args.vllm_url:
-        # A server's log-probs differ from those of training. The critic is not corrected: it fits
-        # the returns of these samples, whoever drew them.
+        # A server's log-probs differ from those of training, so the actor's losses are weighted.
+        # The critic is not corrected: it fits the returns of these samples, whoever drew them.
         corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
         actor_terms = actor_terms * corrections
     if args.kl_in == "loss" and "ref_logps" in old:
@@ -547,8 +547,8 @@ def advance_rollout(run: Run) -> None:
 def set_learning_rates(run: Run, rollout: Rollout) -> dict[str, float]:
     """Sets the learning rates of actor and critic for the next update; returns them as metrics.
 
-    In the critic's warm-up the actor is held still: its learning rate is 0, so its weights do not
-    decay either, and Adam does not count its steps.
+    In the critic's warm-up the actor is held still. Its learning rate is 0, so its weights do not
+    decay either, and a hook keeps Adam from counting its steps.
     """
     held = [] if rollout.actor_learns else ["actor"]
     rates = optim.set_learning_rates(run, held)
@@ -697,7 +697,7 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths  # prompt and response
+        lengths = rollout.samples.lengths  # prompt and response; there are no groups, as in GRPO
         micro_batches = batches.split_update(run, update_rows, lengths)
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
         divisor = engine.begin_update(run, micro_batches)
@@ -716,7 +716,7 @@ def main():
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
                     drawn = old["mask"] * weights[:, None]
-                    metrics.pending.add(ratio_rounding(output, old, drawn))
+                    metrics.pending.add(ratio_rounding(output, old, drawn))  # before they go
                     metrics.pending.add(correction.sampler_differences(output, old, drawn))
                     # The policy itself is the old one, so all ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}

@@ -287,7 +287,7 @@ def is_in_order(parts: list[str], whole: list[str]) -> bool:
 
 
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
-    """Returns the roles of a row's messages, each once, for the message that refuses them.
+    """Returns the roles that a row's messages have, each once, for an error that names them.
 
     A row of strings has none, or user and assistant if `strings_as_messages` makes turns of them.
     """

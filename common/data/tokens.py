@@ -206,10 +206,10 @@ def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
 
 
 def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[int]:
-    r"""Returns an answer without the whitespace that `only_in_prompt` begins with, too.
+    r"""Returns an answer without the whitespace at its start that the prompt has written already.
 
-    One newline and two may be different tokens, so texts are compared. A thought begins with no
-    whitespace: after a closed one nothing is left out. Examples, with a space between tokens:
+    It may be other tokens there, such as one for two newlines, so texts are compared. Examples,
+    with a space between tokens:
 
         answer      only_in_prompt    returned
         \n Yes      \n\n              Yes
@@ -217,10 +217,10 @@ def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[i
     """
     space_ids = list(itertools.takewhile(lambda token: decode(tokenizer, [token]).isspace(), ids))
     space = decode(tokenizer, space_ids)
-    n_in_both = n_shared(space, only_in_prompt)  # characters
-    if n_in_both == 0:
+    n_written = n_shared(space, only_in_prompt)  # characters that the prompt has already
+    if n_written == 0:
         return ids
-    return encode_text(tokenizer, space[n_in_both:]) + ids[len(space_ids) :]
+    return encode_text(tokenizer, space[n_written:]) + ids[len(space_ids) :]
 
 
 # ============================================================ an answer whose thinking is dropped

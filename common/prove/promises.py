@@ -118,21 +118,21 @@ def same_run(bench: Bench, what: str, found: Finished) -> Iterator[Check]:
 
 
 def check_last_update(bench: Bench) -> Iterator[Check]:
-    """The last update is the same whether `--train_batch_size` is its own size or larger.
+    """An update that is short of `--train_batch_size` is that of a run whose size it has.
 
-    It has 6 samples; where a recipe samples, those of 6 prompts.
+    Both runs have one update, of 6 samples; where a recipe samples, of those of 6 prompts.
     """
     bench.need("train_batch_size")
-    rows = 6
-    full: Changes
-    short: Changes
-    if bench.generates:
-        full = {"train_batch_size": rows * RESPONSES, "rollout_batch_size": rows}
-        short = {"train_batch_size": ROLLOUT * RESPONSES, "rollout_batch_size": ROLLOUT}
-    else:
-        full = {"train_batch_size": rows}
-        short = {"train_batch_size": BATCH}
-    same: Changes = {"n_rows": rows, "max_steps": 0, "max_epochs": 1, **runs.SAVED_AT_END}
+
+    def size(rows: int) -> Changes:
+        if bench.generates:
+            return {"train_batch_size": rows * RESPONSES, "rollout_batch_size": rows}
+        return {"train_batch_size": rows}
+
+    n_rows = 6
+    full = size(n_rows)
+    short = size(ROLLOUT if bench.generates else BATCH)
+    same: Changes = {"n_rows": n_rows, "max_steps": 0, "max_epochs": 1, **runs.SAVED_AT_END}
     expected = bench.run("full-update", micro_train_batch_size=2, **same, **full)
     # The samples, 6 or 18, are no whole number of micro-batches here.
     found = bench.run("short-update", micro_train_batch_size=4, **same, **short)
@@ -175,15 +175,16 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
     `at_once` has one update a pass, and a line for each: all its lines are over a whole pass.
     `in_parts` has several updates a pass, and a line at update 1 and at the end of each pass.
     """
-    step = {"global_step": in_parts.last_step}  # the two end at different ones: not compared
-    of_pass = {**step, **means_of_last_line(at_once)}
-    of_parts = {**step, **means_of_last_line(in_parts)}
-    yield Check("training lines", compare.lines([of_pass], [of_parts]))
+    # `compare.lines` wants equal steps. The two end at different ones, so both get the same.
+    step = {"global_step": in_parts.last_step}
+    whole = {**step, **means_of_last_line(at_once)}
+    joined = {**step, **means_of_last_line(in_parts)}
+    yield Check("training lines", compare.lines([whole], [joined]))
     if len(in_parts.training) > 2:
-        # The second line is over the first pass without its first update. If it equals the mean
-        # over a whole pass in every metric, the sums are not emptied after a line.
-        second = in_parts.training[1]
-        yield Check("since the last line alone", compare.unlike([second], [of_pass]))
+        # The line that ends the first pass lacks update 1. If it still equals a whole pass in every
+        # metric, the sums are not emptied after a line.
+        end_of_first_pass = in_parts.training[1]
+        yield Check("since the last line alone", compare.unlike([end_of_first_pass], [whole]))
 
 
 def means_of_evaluations(bench: Bench, at_once: Finished, in_parts: Finished) -> Iterator[Check]:

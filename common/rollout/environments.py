@@ -146,8 +146,9 @@ def run_all(calls: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
 class Calls:
     """Calls of a user's code, which run beside each other and beside whoever started them.
 
-    Each is in a thread of its own, so that one that blocks holds up nothing but its thread. A call
-    that returns an awaitable is awaited, all in one event loop.
+    Each is in a thread of its own. One that blocks holds up only who waits for it: `wait`, and
+    `start` while `CALLS_AT_ONCE` others run. A call that returns an awaitable is awaited, all in
+    one event loop.
 
     Attributes:
         timeout: seconds that each may take; 0: no limit.
@@ -164,7 +165,7 @@ class Calls:
         """Starts a call. Waits for the oldest one if there are `CALLS_AT_ONCE`."""
         if len(self.running) == CALLS_AT_ONCE:
             self.wait_for_oldest()
-        # What stays if the call does not end in time.
+        # The result until the call ends, and for good if it does not end in time.
         late = f"took longer than --environment_timeout {self.timeout:g} seconds"
         self.results[number] = Failure(late)
         thread = threading.Thread(target=run_one, args=(call, self.results, number), daemon=True)

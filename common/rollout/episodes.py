@@ -141,8 +141,8 @@ class Stage:
         _, per_prompt, max_new_tokens = uniforms.shape
         draws = uniforms.reshape(-1, max_new_tokens)
         with generation.speaking(run) as speak:
-            play_mine = partial(self.play_mine, run, prompts, draws, temperature, speak)
-            by_number = self.on_all(run, play_mine)
+            mine = partial(self.play_mine, run, prompts, draws, temperature, speak)
+            by_number = self.on_all(run, mine)
         episodes = [by_number[number] for number in range(len(draws))]
         failures = [episode.failure for episode in episodes if episode.failure]
         self.warn_of(run, failures, len(episodes))
@@ -181,34 +181,33 @@ class Stage:
         """Makes and resets the environments of this process, and returns their episodes."""
         mine = share_of_groups(run.accelerator, len(prompts["row"]), per_prompt)
         self.instances = {number: self.user_class.make() for number in mine}
-        # From here on each column has a value for each episode, at the episode's number.
-        prompts = {
-            name: generation.repeat_each(column, per_prompt) for name, column in prompts.items()
-        }
+        # A value for each episode, at the episode's number.
+        columns = {name: generation.repeat_each(c, per_prompt) for name, c in prompts.items()}
         calls = environments.Calls(run.args.environment_timeout)
         for number, instance in self.instances.items():
-            columns = json.loads(prompts["columns"][number])
-            calls.start(number, partial(instance.reset, **columns))
+            row = json.loads(columns["columns"][number])
+            calls.start(number, partial(instance.reset, **row))
         given = calls.wait()
-        return {number: self.opening(run, prompts, number, given[number]) for number in mine}
+        return {number: self.opening(run, columns, number, given[number]) for number in mine}
 
-    def opening(self, run: Run, prompts: dict, number: int, given: Any) -> Episode:
+    def opening(self, run: Run, columns: dict, number: int, given: Any) -> Episode:
         """Returns an episode that has not begun, or has failed.
 
         Args:
-            prompts: columns with a value for each episode.
+            columns: with a value for each episode.
             number: of the episode.
             given: what `reset` returned, or a `Failure`.
         """
-        data_row = prompts["row"][number]
-        prompt = json.loads(prompts["columns"][number])["prompt"]
+        data_row = columns["row"][number]
+        # Parsed again: `reset` may have changed what it was given.
+        prompt = json.loads(columns["columns"][number])["prompt"]
         if isinstance(prompt, str) and not run.args.strings_as_messages:
             sys.exit(
                 f"--environment {self.user_class.name}: the prompt of data row {data_row} is a "
                 "string, and a conversation needs messages: give --strings_as_messages"
             )
         messages = as_messages(prompt, "user")
-        episode = Episode(data_row, prompts["prompt_ids"][number], messages)
+        episode = Episode(data_row, columns["prompt_ids"][number], messages)
         added = environments.checked_reset(given)
         failure = self.failure_of(run, added, data_row, "reset")
         if failure:
@@ -252,18 +251,19 @@ class Stage:
         Args:
             draws: `[live episodes, max_new_tokens]`.
         """
-        # An episode goes on in its random numbers where its last answer ended. The zeros after them
-        # draw tokens that it has no room for, which `add_answer` cuts off.
+        # All answers of a turn get as many random numbers as the longest may need. Those of an
+        # episode begin where its last answer ended; a shorter rest is filled with zeros. What these
+        # draw is beyond the episode's room, and `add_answer` cuts it off.
         longest = max(episode.room(run.args) for episode in live.values())
         uniforms = np.zeros((len(live), longest))
         for row, episode in enumerate(live.values()):
             rest = draws[row, episode.n_sampled :][:longest]
             uniforms[row, : len(rest)] = rest
-        texts = [episode.prompt + episode.ids for episode in live.values()]
-        episode_of_row = list(live)
+        ids = [episode.prompt + episode.ids for episode in live.values()]
+        numbers = list(live)  # of the episodes, by row
         calls = environments.Calls(run.args.environment_timeout)
-        for row, response in speak(texts, uniforms, temperature):
-            number = episode_of_row[row]
+        for row, response in speak(ids, uniforms, temperature):
+            number = numbers[row]
             episode = live[number]
             self.add_answer(run, episode, response, temperature)
             if episode.is_live:
@@ -274,14 +274,14 @@ class Stage:
     def add_answer(
         self, run: Run, episode: Episode, response: Response, temperature: float
     ) -> None:
-        """Adds what the model said to an episode, which ends if that was cut."""
+        """Adds an answer to an episode. One without a stop token was cut, and ends the episode."""
         room = episode.room(run.args)
         ids = response.ids[:room]
         logps = response.logps[:room] if temperature else [0.0] * len(ids)
         is_whole = ids[-1] in self.stops
-        text = decode(run.tokenizer, ids[:-1] if is_whole else ids)
+        text = decode(run.tokenizer, ids[:-1] if is_whole else ids)  # without the stop token
         message = {"role": "assistant", "content": text}
-        if self.user_class.tools and is_whole:
+        if is_whole and self.user_class.tools:  # a cut answer calls nothing
             before = decode(run.tokenizer, episode.prompt + episode.ids)
             message = environments.parsed(run.tokenizer, text, before, self.user_class.tools)
         episode.add(ids, logps, is_sampled=True)
@@ -338,7 +338,7 @@ class Stage:
     def rewards(self, run: Run, samples: Samples) -> list[float]:
         """Returns `get_reward` of each sample, the same on every process; NaN of those that failed.
 
-        An environment that fails now makes its sample one of these.
+        If an environment fails now, its sample counts as failed, too.
         """
         found = self.on_all(run, partial(self.my_rewards, run, samples))
         rewards = [math.nan] * len(samples)

@@ -73,13 +73,12 @@ Speaker = Callable[[list[list[int]], np.ndarray, float], Iterator[tuple[int, Res
 
 @contextlib.contextmanager
 def speaking(run: Run) -> Iterator[Speaker]:
-    """Lets each process generate at its own pace inside the block, which all must enter and leave.
+    """Yields a `Speaker`: inside the block each process generates at its own pace.
 
-    Yields:
-        What answers the prompts of this process.
+    All processes must enter and leave the block.
     """
     if run.servers is not None:
-        run.servers.synchronise(run)
+        run.servers.synchronise(run)  # they get the weights of now
         yield partial(run.servers.answers, run)
         return
     # Before the model's generation config, which has some of them, is set aside.
@@ -225,8 +224,8 @@ class Rows:
         prompt_length: of `ids`, padding included: the new tokens begin there.
         max_new_tokens: the length of the longest response.
         padding: `[rows]`, how many places of a row are padding.
-        cache: keys and values of all tokens but the last of each row, none at first; None: the
-            model makes one of its own kind.
+        cache: keys and values of all tokens but each row's last; empty at first. None until
+            `extend` if its rows cannot be picked: then the model makes its own.
         sampler: draws the new tokens; None: they are chosen greedily.
         without_probability: tokens that are never chosen, see `LogProbModel.vocabulary`.
     """
@@ -362,7 +361,7 @@ class RoomyLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Keeps the rows of these numbers, in this order; a number may occur several times."""
-        if self.room is None:  # a layer that reads another's keys
+        if self.room is None:  # it never got keys: such a layer reads another's
             return
         length = self.get_seq_length()
         rows = beam_idx.to(self.keys.device)
@@ -378,10 +377,13 @@ def room_like(new: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def with_room(cache: DynamicCache, places: int) -> DynamicCache:
-    """Gives the growing layers of an empty cache room; those of other kinds stay as they are."""
+    """Gives the growing layers of an empty cache room for so many tokens.
+
+    Layers of other kinds, such as those of a sliding window, stay as they are.
+    """
     for layer in cache.layers:
-        if type(layer) is DynamicLayer:
-            layer.__class__ = RoomyLayer
+        if type(layer) is DynamicLayer:  # and no subclass of it
+            layer.__class__ = RoomyLayer  # it holds nothing yet, so only its methods change
             layer.places = places
     return cache
 

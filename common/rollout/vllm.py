@@ -182,7 +182,8 @@ class Servers:
             run.metrics.add_rollout({"sampling/staleness": torch.tensor([float(staleness)])})
             self.ahead = None
             return responses
-        self.wait_for_ahead(run)  # the servers sample with one version of the weights at a time
+        # Their responses stay in `ahead`. Servers sample with one version of the weights at a time.
+        self.wait_for_ahead(run)
         self.synchronise(run)
         return self.on_main_process(run, self.ask, requests)
 
@@ -208,7 +209,7 @@ class Servers:
         ahead = self.ahead
         if ahead is None:
             return []
-        # The other processes, which do not call this, have no `answer`.
+        # Only the main process calls the lambda, and has an `answer`.
         return self.on_main_process(run, lambda: ahead.answer.result())
 
     def state(self, run: Run) -> dict[str, Any] | None:
