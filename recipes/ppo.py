@@ -716,9 +716,9 @@ def main():
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
                     drawn = old["mask"] * weights[:, None]
-                    metrics.pending.add(ratio_rounding(output, old, drawn))  # before they go
+                    metrics.pending.add(ratio_rounding(output, old, drawn))  # with the scored ones
                     metrics.pending.add(correction.sampler_differences(output, old, drawn))
-                    # The policy itself is the old one, so all ratios are exactly 1.
+                    # Now the policy itself is the old one, and all ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(
                     output,

@@ -130,12 +130,12 @@ def check_last_update(bench: Bench) -> Iterator[Check]:
         return {"train_batch_size": rows}
 
     n_rows = 6
-    full = size(n_rows)
-    short = size(ROLLOUT if bench.generates else BATCH)
+    own = size(n_rows)
+    larger = size(ROLLOUT if bench.generates else BATCH)
     same: Changes = {"n_rows": n_rows, "max_steps": 0, "max_epochs": 1, **runs.SAVED_AT_END}
-    expected = bench.run("full-update", micro_train_batch_size=2, **same, **full)
+    expected = bench.run("full-update", micro_train_batch_size=2, **same, **own)
     # The samples, 6 or 18, are no whole number of micro-batches here.
-    found = bench.run("short-update", micro_train_batch_size=4, **same, **short)
+    found = bench.run("short-update", micro_train_batch_size=4, **same, **larger)
     only = {"loss", "grad_norm", "samples"}
     yield Check("log lines", compare.lines(expected.training, found.training, only))
     yield Check("weights", compare.models(expected, found))
