@@ -102,9 +102,7 @@ def answers(
     longest_first = np.argsort(-lengths, kind="stable")  # as `batches.split`
     n_batches = math.ceil(len(prompts) / batch_size)
     for numbers in np.array_split(longest_first, n_batches):
-        of_batch = [prompts[number] for number in numbers]
-        sampler = sampler_of(run, temperature, uniforms, numbers)
-        rows = Rows(run, of_batch, max_new_tokens, stops, sampler)
+        rows = rows_of(run, prompts, numbers, max_new_tokens, stops, temperature, uniforms)
         for place, response in generate_batch(rows):
             yield int(numbers[place]), response
 
@@ -153,20 +151,26 @@ def generate(
             if not micro_batch.weights.any():
                 continue  # only a padding row: there are fewer prompts than processes
             numbers = micro_batch.rows
-            of_batch = [prompts[number] for number in numbers]
-            sampler = sampler_of(run, temperature, uniforms, numbers)
-            rows = Rows(run, of_batch, max_new_tokens, stops, sampler)
+            rows = rows_of(run, prompts, numbers, max_new_tokens, stops, temperature, uniforms)
             responses |= {numbers[place]: response for place, response in generate_batch(rows)}
     return distributed.gather_rows(responses)
 
 
-def sampler_of(
-    run: Run, temperature: float, uniforms: np.ndarray | None, numbers: Sequence[int]
-) -> "SampleByUniform | None":
-    """Returns what draws the responses to the prompts of these numbers; None: they are greedy."""
-    if not temperature:
-        return None
-    return SampleByUniform(torch.from_numpy(uniforms[numbers]).to(run.device), temperature)
+def rows_of(
+    run: Run,
+    prompts: list[list[int]],
+    numbers: Sequence[int],
+    max_new_tokens: int,
+    stops: set[int],
+    temperature: float,
+    uniforms: np.ndarray | None,
+) -> "Rows":
+    """Returns the prompts of these numbers as one batch, see `generate`."""
+    sampler = None
+    if temperature:
+        draws = torch.from_numpy(uniforms[numbers]).to(run.device)
+        sampler = SampleByUniform(draws, temperature)
+    return Rows(run, [prompts[number] for number in numbers], max_new_tokens, stops, sampler)
 
 
 def responses_that_fit(run: Run, longest: int) -> int:
