@@ -23,8 +23,8 @@ def read_arguments(recipe_file: str) -> None:
     main_file = getattr(sys.modules["__main__"], "__file__", None)
     if recipe_file == main_file and "torch" not in sys.modules:
         errors.run(lambda: run_call(Path(recipe_file).read_text(encoding="utf-8")))
-        # Nothing that is imported can be freed, and to look for it is a fifth of a recipe's start.
-        # `errors.run`, with which `main` begins, enables it.
+        # Modules are never freed, and looking through them again and again takes a fifth of a
+        # recipe's start. `errors.run`, which calls `main`, turns the collector on again.
         gc.disable()
 
 

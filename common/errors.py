@@ -31,7 +31,7 @@ def run(main: Callable[[], None]) -> None:
     A launcher of several processes prints its own report below all that they wrote. That report
     ends with the message, see `tell_launcher`, so the process itself prints nothing.
     """
-    gc.freeze()  # what was imported stays: it is not looked through again
+    gc.freeze()  # modules are never freed: the collector need not look through them
     gc.enable()
     try:
         main()

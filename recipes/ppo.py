@@ -697,7 +697,7 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths  # prompt and response; there are no groups, as in GRPO
+        lengths = rollout.samples.lengths  # prompt and response; no groups, unlike in GRPO
         micro_batches = batches.split_update(run, update_rows, lengths)
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
         divisor = engine.begin_update(run, micro_batches)
@@ -716,9 +716,9 @@ def main():
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
                     drawn = old["mask"] * weights[:, None]
-                    metrics.pending.add(ratio_rounding(output, old, drawn))  # with the scored ones
+                    metrics.pending.add(ratio_rounding(output, old, drawn))  # before `old` changes
                     metrics.pending.add(correction.sampler_differences(output, old, drawn))
-                    # Now the policy itself is the old one, and all ratios are exactly 1.
+                    # The policy itself is the old one, so all ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(
                     output,
