@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import gc
 import importlib
 import math
 import os
@@ -166,6 +167,8 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
         SystemExit: unknown argument, wrong type, YAML file missing or not a flat mapping. The
             message names the argument. Also if a tracker is unknown or local data are missing.
     """
+    gc.freeze()  # modules are never freed: the collector need not look through them
+    gc.enable()  # `early` has turned it off while the recipe was imported
     args, is_demo = read(args_class, demo, argv)
     trackers.check(getattr(args, "report_to", []))
     check_data(args)

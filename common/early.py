@@ -23,9 +23,6 @@ def read_arguments(recipe_file: str) -> None:
     main_file = getattr(sys.modules["__main__"], "__file__", None)
     if recipe_file == main_file and "torch" not in sys.modules:
         errors.run(lambda: run_call(Path(recipe_file).read_text(encoding="utf-8")))
-        # Modules are never freed, and looking through them again and again takes a fifth of a
-        # recipe's start. `errors.run`, which calls `main`, turns the collector on again.
-        gc.disable()
 
 
 def run_call(source: str) -> None:
@@ -42,6 +39,9 @@ def run_call(source: str) -> None:
         exec(compile(program, "recipe", "exec"), {"__name__": "__main__", "read": arguments.read})
     except Exception:  # whatever a changed recipe may do: it will say so itself
         return
+    # Modules are never freed, and looking through them again and again takes a fifth of a recipe's
+    # start. `arguments.parse`, which comes after all imports, turns the collector on again.
+    gc.disable()
 
 
 def statements_for(node: ast.AST, tree: ast.Module) -> list[ast.stmt]:

@@ -1,7 +1,6 @@
 """How a run that cannot go on ends: with one message, the last thing on the user's screen."""
 
 import errno
-import gc
 import json
 import os
 import signal
@@ -31,8 +30,6 @@ def run(main: Callable[[], None]) -> None:
     A launcher of several processes prints its own report below all that they wrote. That report
     ends with the message, see `tell_launcher`, so the process itself prints nothing.
     """
-    gc.freeze()  # modules are never freed: the collector need not look through them
-    gc.enable()
     try:
         main()
     except SystemExit as error:

@@ -172,18 +172,44 @@ def divide():
     return 1 / 0
 
 
-def test_garbage_is_collected_in_main_but_not_while_a_recipe_imports(tmp_path):
+@pytest.mark.parametrize("call", ["main()", "errors.run(main)"])
+def test_garbage_is_collected_in_main_but_not_while_a_recipe_imports(tmp_path, call):
+    """Whoever copies a recipe may call its `main` by another way than `errors.run`."""
+    demo = tmp_path / "demo.yaml"
+    demo.write_text(
+        f"model_name_or_path: {ASSETS / 'model'}\n"
+        f"dataset_name: {ASSETS / 'preferences_eval.jsonl'}\n"
+    )
     file = tmp_path / "early_and_late.py"
     file.write_text(
-        "import gc\nfrom common import early, errors\n"
+        "import gc\nfrom pathlib import Path\n"
+        "from common import arguments, early, errors\n"
+        "from common.shared_args import SharedArgs as Args\n"
         "early.read_arguments(__file__)\nprint(gc.isenabled())\n"
-        "errors.run(lambda: print(gc.isenabled(), gc.get_freeze_count() > 0))\n"
+        "def main():\n"
+        f"    arguments.parse(Args, demo=Path({str(demo)!r}))\n"
+        "    print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
+        f"{call}\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         [sys.executable, file], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["False", "True", "True"]
+    words = done.stdout.split()
+    assert [words[0], *words[-2:]] == ["False", "True", "True"], done.stdout
+
+
+def test_a_recipe_that_reads_no_arguments_collects_garbage(tmp_path):
+    file = tmp_path / "no_arguments.py"
+    file.write_text(
+        "import gc\nfrom common import early\n"
+        "early.read_arguments(__file__)\nprint(gc.isenabled())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, file], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True"]
 
 
 def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
