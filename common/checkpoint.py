@@ -414,19 +414,21 @@ def read_state(path: Path) -> dict:
 def check_state(state: dict) -> None:
     """Raises an error, of any type, if `load` could not use this state."""
     scheduler = state["scheduler"]
+    settings = state["arguments"]
     require_counts("counters", [state["progress"][name] for name in COUNTERS])
     require_counts("schedule", [scheduler["last_epoch"]])
     require_counts("bytes of logs", state["log_bytes"].values())
     require_numbers("last update", state["last_update"].values())
-    require_numbers("learning rates", scheduler["base_lrs"])
+    require_counts("length of the run", [settings["max_steps"], settings["max_epochs"]])
+    require_numbers("learning rates", [*scheduler["base_lrs"], *scheduler["_last_lr"]])
     for sums in state["open_sums"]:  # of each process, see `Means.state`
         for reduce, number, count in sums.values():
             if reduce not in NOTHING:
                 raise ValueError(f"it reduces a metric by {reduce!r}")
             require_numbers("metrics", [number, count])
-    if len(state["open_sums"]) == 0 or len(scheduler["lr_lambdas"]) == 0:
+    if not state["open_sums"] or not scheduler["lr_lambdas"] or not scheduler["_last_lr"]:
         raise ValueError("it holds the sums of no process or has no schedule")
-    if not state["arguments"].keys() >= {"data", "world"}:
+    if not settings.keys() >= {"data", "world"}:
         raise ValueError("its arguments are not those of a run")
     best.Best(**state.get("best", {}))  # a TypeError if it has other fields
 

@@ -297,6 +297,10 @@ TAMPERED = {
     "half a size": {"log_bytes": {"metrics.jsonl": 1.5}},
     "no sizes": {"log_bytes": 7},
     "no scheduler": {"scheduler": {}},
+    "no learning rates": {
+        "scheduler": {"last_epoch": 1, "base_lrs": [0.1], "lr_lambdas": [None], "_last_lr": []}
+    },
+    "no length": {"arguments": {"data": "", "world": "no", "max_steps": 0}},
     "no processes": {"open_sums": []},
     "a number for sums": {"open_sums": [1]},
     "a sum too few": {"open_sums": [{"loss": ["mean", 1.0]}]},
