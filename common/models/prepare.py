@@ -64,6 +64,7 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
     architecture.freeze_unreached(accelerator, model, args.max_length)
     lora.add_adapters(accelerator, model, args)
     rounding.spread_masters(accelerator, model, args)
+    rounding.note_ties(accelerator, model)
 
 
 def for_training(

@@ -1,7 +1,8 @@
-"""Which weights half precision rounds, and fp32 weights drawn within their rounding cells."""
+"""Which weights half precision rounds, and where they are within their rounding cells."""
 
 import collections
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -81,14 +82,51 @@ def spread_masters(accelerator, wrapper: nn.Module, args) -> None:
     if half is None:
         accelerator.print("NOTE: --spread_masters changes nothing: this run computes in fp32")
         return
+    for name, held, start in trained_and_rounded(accelerator, wrapper):
+        uniforms = uniforms_of(f"{args.seed} {name}", start, len(held)).to(held.device)
+        held.copy_(drawn_in_cells(held, uniforms, half))
+
+
+def note_ties(accelerator, wrapper: nn.Module) -> None:
+    """Prints a note if many trained weights are halfway between two bf16 numbers.
+
+    One in eight fp16 numbers is. A step, however small, moves half of these by a whole rounding
+    cell: docs/precision.md has figures.
+
+    Args:
+        wrapper: a `ModelWrapper`, not prepared yet.
+    """
+    if engine.half_precision(accelerator) is not torch.bfloat16:
+        return
+    ties = 0
+    weights = 0
+    for _, held, _ in trained_and_rounded(accelerator, wrapper):
+        # bf16 drops the lower half of an fp32 number.
+        lower_half = held[:4096].view(torch.int32) & 0xFFFF
+        ties += int((lower_half == 0x8000).sum())
+        weights += len(lower_half)
+    if ties > weights / 20:
+        accelerator.print(
+            f"NOTE: {ties / weights:.0%} of the weights are halfway between two bf16 numbers, as "
+            "in a model saved in fp16: the first update moves half of these by a whole step of "
+            "bf16, however small the learning rate. Train it in fp16 or fp32, or start from a "
+            "model saved in bf16 or fp32: docs/precision.md"
+        )
+
+
+def trained_and_rounded(accelerator, wrapper: nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """Yields the name of each trained parameter that half precision rounds in every use, and more.
+
+    Also those of its weights that this process holds, fp32 `[number]`, and the number of the first
+    of them in the parameter: under ZeRO-3 it may hold a shard. Meta parameters are left out.
+    """
     rounded = rounded_when_read(accelerator, wrapper)
     for name, parameter in wrapper.named_parameters():
         if not parameter.requires_grad or name not in rounded or parameter.is_meta:
             continue
-        held = getattr(parameter, "ds_tensor", parameter).data.view(-1)  # ZeRO-3 may hold a shard
+        held = getattr(parameter, "ds_tensor", parameter).data.view(-1)
         start = len(held) * accelerator.process_index if hasattr(parameter, "ds_tensor") else 0
-        uniforms = uniforms_of(f"{args.seed} {name}", start, len(held)).to(held.device)
-        held.copy_(drawn_in_cells(held, uniforms, half))
+        yield name, held, start
 
 
 def uniforms_of(seed: str, start: int, length: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import moved
 from common.models import rounding
+from common.models.logprobs import LogProbModel
 from runs import (
     ASSETS,
     REPOSITORY,
@@ -182,3 +183,27 @@ def test_large_weights_are_sampled_and_nothing_rounded_is_no_warning(monkeypatch
     # They stand for all 16 of the weight, and the bias, which stays, for itself: 2 numbers.
     expected = {"update/moved": 16 / 18, "update/norm": 4.0, "update/read_norm": 4.0}
     assert watch.update_done() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("saved_in", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_model_saved_in_fp16_is_named_where_bf16_would_make_it_jump(saved_in, tmp_path, capsys):
+    """One in eight numbers of fp16 is halfway between two of bf16, and hardly any of fp32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama(tmp_path)).to(saved_in).float()
+    wrapper = LogProbModel(model)
+    for precision, all_are_rounded in (("bf16", False), ("bf16", True), ("fp16", True), ("no", 0)):
+        accelerator = SimpleNamespace(
+            mixed_precision=precision,
+            is_fsdp2=all_are_rounded,  # norms and embeddings, too
+            state=SimpleNamespace(deepspeed_plugin=None),
+            device=torch.device("cpu"),
+            process_index=0,
+            print=print,
+        )
+        rounding.note_ties(accelerator, wrapper)
+        said = capsys.readouterr().out
+        if saved_in is torch.float16 and precision == "bf16":
+            [share] = re.findall(r"NOTE: (\d+)% of the weights are halfway between two bf16", said)
+            assert int(share) in (12, 13)
+        else:
+            assert said == ""
