@@ -1,8 +1,8 @@
 """On-policy distillation: a student answers, and learns what its teacher would have said.
 
-Agarwal et al. 2023, arXiv:2306.13649 (GKD); Lu et al. 2025, thinkingmachines.ai/blog/
-on-policy-distillation, for the loss of sampled tokens. Loss of an update, with s and t the
-student's and the teacher's distribution of the next token after each beginning of a response:
+Agarwal et al. 2023, arXiv:2306.13649 (GKD); for the loss of sampled tokens Lu et al. 2025,
+https://thinkingmachines.ai/blog/on-policy-distillation. Loss of an update, with s and t the
+student's and the teacher's distribution of each token of a response, given those before it:
 
     loss = mean over all response tokens of KL(s || t), or of another divergence by --beta
 
@@ -93,14 +93,14 @@ class Args(RolloutArgs):
     )
     loss_type: Literal["divergence", "sampled"] = arg(
         default="divergence",
-        help="divergence: over the whole vocabulary; sampled: of the sampled tokens alone, see "
-        "sampled_losses",
+        help="divergence: over the whole vocabulary; sampled: a policy gradient that needs only "
+        "the log-probs of the sampled tokens, see docs/distill.md",
     )
     beta: float = arg(
         default=1.0,
         at_least=0,
         at_most=1,
-        help="of the divergence. 1: the reverse KL, KL(student || teacher); 0: the forward KL; in "
+        help="which divergence. 1: the reverse KL, KL(student || teacher); 0: the forward KL; in "
         "between: the generalised Jensen-Shannon divergence",
     )
     max_new_tokens: int = arg(
@@ -113,7 +113,8 @@ class Args(RolloutArgs):
     max_length: int = arg(
         default=2048,
         at_least=2,
-        help="of prompt and response; prompts without room for --max_new_tokens are left out",
+        help="tokens of prompt and response together; prompts without room for --max_new_tokens "
+        "are left out",
     )
     lr_scheduler_type: Literal[
         "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
@@ -151,10 +152,10 @@ def losses_and_metrics(
     """Returns the losses of response tokens, their weights, and what to log about them.
 
     Args:
-        output: what `DistillModel.forward` returned, given lessons. Only `divergence` has a
-            gradient or, with `--loss_type sampled`, only `logps`.
-        old: `Rollout.tokens` of the same samples. `--loss_type sampled` also needs `logps`. An
-            evaluation has no `sampler_logps`: nothing of it is corrected for the sampler.
+        output: what `DistillModel.forward` returned, given lessons. One of its values has a
+            gradient: `divergence` or, with `--loss_type sampled`, `logps`.
+        old: `Rollout.tokens` of the same samples, with `logps` for `--loss_type sampled`. Without
+            `sampler_logps`, as in an evaluation, nothing is corrected for the sampler.
         weights: `[samples]`, 0 for a padding row.
 
     Returns:
@@ -166,9 +167,10 @@ def losses_and_metrics(
         losses = output["divergence"]
     token_weights = old["mask"] * weights[:, None]
     sampler_metrics = []
-    if args.vllm_url and args.loss_type == "sampled" and "sampler_logps" in old:
-        # A server's log-probs differ from those of training. The divergence needs no correction:
-        # its gradient at a token does not depend on how the token was drawn.
+    # A server's log-probs differ from those of training. The divergence needs no correction: its
+    # gradient at a token does not depend on how the token was drawn.
+    is_corrected = args.vllm_url and args.loss_type == "sampled" and "sampler_logps" in old
+    if is_corrected:
         corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
         losses = losses * corrections
     per_token = {
@@ -196,11 +198,11 @@ class Rollout:
     Attributes:
         samples: responses of the student or, off policy, completions of the data.
         teachers: the name of each sample's teacher.
-        teacher_prompts: what this teacher reads before the response, token ids.
+        teacher_prompts: what its teacher reads before the response, token ids.
         tokens: tensors by name, each `[samples, longest response]` or `[samples, 1]`:
             `mask`: which are tokens of the response.
             `is_own`: `[samples, 1]`, whether the student drew the response.
-            `teacher`: `[samples, 1]`, the number of the sample's teacher.
+            `teacher`: `[samples, 1]`, the number of the sample's teacher, for metrics.
             `sampler_logps`: log-probs as the sampler computed them.
             `logps`, if an update needs them: those of the student before the first update.
         started_at: `global_step` before the rollout's first update.
@@ -227,7 +229,7 @@ class State:
     rollout: Rollout | None = None
 
 
-def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
+def make_rollout(run: Run, all_teachers: Teachers, packer: Packer) -> Rollout:
     """Returns the next rollout: responses of the student, then completions of the data.
 
     At `--on_policy_share 1`, the default, there are no completions.
@@ -236,41 +238,38 @@ def make_rollout(run: Run, taught_by: Teachers, packer: Packer) -> Rollout:
     position = run.extra.position
     epoch = position.prompts_seen // run.data.mixture.samples  # before prompts are taken
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
-    by_student = answered_by_student(prompts_of_rollout["row"], epoch, args)
-    of_student = columns_where(prompts_of_rollout, by_student)
-    of_data = with_contexts(columns_where(prompts_of_rollout, ~by_student))
+    is_own = answered_by_student(prompts_of_rollout["row"], epoch, args)  # bool `[prompts]`
+    own = columns_where(prompts_of_rollout, is_own)
+    given = columns_where(prompts_of_rollout, ~is_own)
 
     parts = []
-    if by_student.any():
-        parts.append(sample_responses(run, of_student, by_student))
-    if not by_student.all():
-        parts.append(completions_of(run, of_data))
-    # In the order of the samples: first the student's prompts, then those that the data answer.
-    columns = {name: of_student[name] + of_data[name] for name in prompts_of_rollout}
-    n_answered = int(by_student.sum())
-    rollout = rollout_of(run, Samples.joined(parts), columns, n_answered)
+    if is_own.any():
+        parts.append(sample_responses(run, own, is_own))
+    if not is_own.all():
+        given = up_to_completions(given)
+        parts.append(completions_of(run, given))
+    samples = Samples.joined(parts)
+    columns = {name: own[name] + given[name] for name in own}  # in the order of the samples
+    rollout = rollout_of(run, samples, columns, n_own=int(is_own.sum()))
     if args.loss_type == "sampled" and updates_of(rollout, args) > 1:
         with run.metrics.timed("score"):
-            rollout.tokens["logps"] = compute_logps(run, rollout, taught_by, packer)
+            rollout.tokens["logps"] = compute_logps(run, rollout, all_teachers, packer)
     return rollout
 
 
-def sample_responses(run: Run, of_student: dict[str, list], is_sampled: np.ndarray) -> Samples:
-    """Returns the student's responses to some prompts of a rollout, and logs them.
+def sample_responses(run: Run, own: dict[str, list], is_own: np.ndarray) -> Samples:
+    """Samples the student's responses to its own prompts of a rollout, and logs them.
 
     Args:
-        of_student: the columns of these prompts.
-        is_sampled: bool `[prompts of the rollout]`, which of them these are. A prompt keeps the
-            random numbers of its place in the rollout, whatever the share.
+        own: the columns of these prompts.
+        is_own: bool `[prompts of the rollout]`. A prompt has the random numbers of its place in the
+            rollout, whichever others the student answers.
     """
     args = run.args
     with run.metrics.timed("generate"):
-        # One uniform random number per token (inverse-CDF sampling), from which a server takes
-        # its seeds: responses do not depend on the number of processes.
-        uniforms = run.extra.position.draw_uniforms(args, len(is_sampled))[is_sampled]
-        samples = generation.sample(run, of_student, uniforms, args.temperature)
-        if args.rollouts_ahead:
-            vllm.sample_ahead(run)
+        uniforms = run.extra.position.draw_uniforms(args, len(is_own))[is_own]
+        samples = generation.sample(run, own, uniforms, args.temperature)
+        vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
     samples.check_finite(run)
     log_rollout(run, samples)
     return samples
@@ -279,7 +278,7 @@ def sample_responses(run: Run, of_student: dict[str, list], is_sampled: np.ndarr
 def answered_by_student(data_rows: list[int], epoch: int, args: Args) -> np.ndarray:
     """Returns which prompts the student answers, bool `[prompts]`.
 
-    It follows from the seed, the epoch and the number of the row alone: row n has the n-th draw.
+    It follows from the seed, the epoch and the number of the row in its data set alone.
     """
     draws = np.random.default_rng([args.seed, epoch, SHARE_STREAM]).random(max(data_rows) + 1)
     return draws[data_rows] < args.on_policy_share
@@ -291,19 +290,19 @@ def columns_where(columns: dict[str, list], is_wanted: np.ndarray) -> dict[str, 
     return {name: [column[row] for row in rows] for name, column in columns.items()}
 
 
-def with_contexts(columns: dict[str, list]) -> dict[str, list]:
-    """Returns the columns of prompts that get completions, with the prompts that these continue.
+def up_to_completions(columns: dict[str, list]) -> dict[str, list]:
+    """Returns the columns of prompts that the data answer, each cut to where its completion begins.
 
-    A completion may follow only the beginning of its prompt, see `tokens.Answer`. Example:
+    A template may end a prompt differently once the answer is known, see `tokens.Answer`:
 
-        prompt, as the student reads it to answer     <user>Hi<bot><think>
-        prompt and completion in one text             <user>Hi<bot>Hello.<end>
-        prompt that is returned                       <user>Hi<bot>
+        the student is asked                  <user>Hi<bot><think>
+        prompt and completion in one text     <user>Hi<bot>Hello.<end>
+        so the prompt becomes                 <user>Hi<bot>
+
+    The data have these prompts as `context_ids`, and the teacher's as `teacher_context_ids`.
     """
-    cut = dict(columns)
-    if "context_ids" in columns:
-        cut["prompt_ids"] = columns["context_ids"]
-    if "teacher_context_ids" in columns:
+    cut = {**columns, "prompt_ids": columns["context_ids"]}
+    if "teacher_prompt_ids" in columns:  # with --teacher_prompt
         cut["teacher_prompt_ids"] = columns["teacher_context_ids"]
     return cut
 
@@ -322,42 +321,43 @@ def completions_of(run: Run, columns: dict[str, list]) -> Samples:
     )
 
 
-def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_answered: int) -> Rollout:
+def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_own: int) -> Rollout:
     """Returns the rollout of some samples: adds who teaches each, and what that teacher reads.
 
     Args:
-        columns: the columns of their prompts, each once, in the order of the samples.
-        n_answered: how many of the prompts, from the first, the student has answered.
+        columns: of their prompts, each once, in the order of the samples.
+        n_own: how many of the prompts the student has answered; these come first.
     """
-
-    def of_samples(of_prompts: list) -> list:  # a prompt's value, once for each of its samples
-        return generation.repeat_each(of_prompts, samples.per_prompt)
-
-    one_teacher = [teachers.ONLY] * len(columns["row"])
-    names = of_samples(columns.get("teacher", one_teacher))
-    # Without --teacher_prompt it reads what the student reads.
-    teacher_prompts = of_samples(columns.get("teacher_prompt_ids", columns["prompt_ids"]))
+    per_prompt = samples.per_prompt
+    names = columns.get("teacher", [teachers.ONLY] * len(columns["row"]))
+    # Without --teacher_prompt a teacher reads what the student reads.
+    teacher_prompts = columns.get("teacher_prompt_ids", columns["prompt_ids"])
+    # From here on a value for each sample, no longer for each prompt.
+    names = generation.repeat_each(names, per_prompt)
+    teacher_prompts = generation.repeat_each(teacher_prompts, per_prompt)
     numbers = teachers.numbers(run.args)
-    is_own = torch.arange(len(samples)) < n_answered * samples.per_prompt  # the student's are first
+    is_own = torch.arange(len(samples)) < n_own * per_prompt
     return Rollout(
         samples=samples,
-        teachers=names,  # for `lessons_of`
+        teachers=names,
         teacher_prompts=teacher_prompts,
         tokens={
             "mask": samples.mask,
             "is_own": is_own[:, None],
-            "teacher": torch.tensor([[numbers[name]] for name in names]),  # for metrics
+            "teacher": torch.tensor([[numbers[name]] for name in names]),
             "sampler_logps": samples.padded_sampler_logps,
         },
         started_at=run.progress.global_step,
     )
 
 
-def compute_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer) -> torch.Tensor:
+def compute_logps(
+    run: Run, rollout: Rollout, all_teachers: Teachers, packer: Packer
+) -> torch.Tensor:
     """Returns the student's log-probs of response tokens before a rollout's first update.
 
-    The teachers run, too, although nothing of theirs is kept: a student that is compared with them
-    computes its logits in fp32, as in training, and alone it would round them to half precision.
+    The teachers run, too, although nothing of theirs is kept, so that the rounding is that of
+    training: beside them the student computes its logits in fp32, alone in half precision.
     Micro-batches are cut differently than in training, so rounding may still differ.
 
     Returns:
@@ -365,9 +365,9 @@ def compute_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packe
         the same on every process.
     """
     collected = Collected(run.accelerator)
-    for rows, weights, old, output in forward_passes(run, rollout, taught_by, packer):
-        # A padding row is a micro-batch of its own, and is not kept.
-        collected.add(rows if weights.any() else [], old["mask"], logps=output["logps"])
+    for rows, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
+        is_padding = not weights.any()  # a padding row is a micro-batch of its own
+        collected.add([] if is_padding else rows, old["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
     rollout.samples.check_finite(run, logps=logps)
     return logps
@@ -375,7 +375,7 @@ def compute_logps(run: Run, rollout: Rollout, taught_by: Teachers, packer: Packe
 
 @torch.no_grad()
 def forward_passes(
-    run: Run, rollout: Rollout, taught_by: Teachers, packer: Packer
+    run: Run, rollout: Rollout, all_teachers: Teachers, packer: Packer
 ) -> Iterator[tuple[list[int], torch.Tensor, dict, dict]]:
     """Runs the student and its teachers over a rollout, without gradients.
 
@@ -389,7 +389,7 @@ def forward_passes(
             rows = micro_batch.rows
             weights = batches.send(micro_batch.weights, run.device)
             batch, old = rollout.samples.collate(rows, rollout.tokens, packer)
-            lessons = lessons_of(taught_by, rollout, rows, batch=batch, packer=packer)
+            lessons = lessons_of(all_teachers, rollout, rows, batch=batch, packer=packer)
             output = run.model(batch, run.args.temperature, lessons=lessons, beta=beta_of(run.args))
             yield rows, weights, old, output
 
@@ -420,27 +420,26 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
     """Returns which samples of the rollout form its next update, in a seeded order.
 
     Updates of a pass differ by at most one sample, because a small leftover would be a whole
-    optimizer step, too. The samples of a prompt are side by side, so
-    that most of them are in the same update and can share the prompt.
+    optimizer step, too. The samples of a prompt may be split.
     """
     n_updates = updates_per_pass(rollout, args)
     pass_number, update_of_pass = divmod(position.update, n_updates)
-    group_size = rollout.samples.per_prompt
-    n_groups = len(rollout.samples) // group_size
-    groups = batches.epoch_order(n_groups, position.order_seed(args), pass_number)
-    rows = (groups[:, None] * group_size + np.arange(group_size)).flatten()
+    rows = position.order_of_groups(args, rollout.samples, pass_number)
     return np.array_split(rows, n_updates)[update_of_pass]
 
 
 def lessons_of(
-    taught_by: Teachers, rollout: Rollout, rows: list[int], *, batch: dict, packer: Packer
+    all_teachers: Teachers, rollout: Rollout, rows: list[int], *, batch: dict, packer: Packer
 ) -> list[Lesson]:
-    """Returns what the teachers say of some samples, see `Teachers.lessons`.
+    """Returns what the student is compared with, for some samples; see `Teachers.lessons`.
+
+    A `Lesson` is one teacher's hidden state at each response token and its output layer, from which
+    logits are made by chunks.
 
     Args:
-        batch: of these samples, as the student reads them.
+        batch: these samples, as the student reads them.
     """
-    return taught_by.lessons(
+    return all_teachers.lessons(
         batch,
         prompts=[rollout.teacher_prompts[row] for row in rows],
         answers=[rollout.samples.responses[row] for row in rows],
@@ -450,10 +449,7 @@ def lessons_of(
 
 
 def beta_of(args: Args) -> float | None:
-    """Returns `--beta`; None with `--loss_type sampled`.
-
-    None makes the student return log-probs with a gradient in place of a divergence.
-    """
+    """Returns what `DistillModel` takes as `beta`. None asks for log-probs, not a divergence."""
     return None if args.loss_type == "sampled" else args.beta
 
 
@@ -543,8 +539,8 @@ def main():
     vllm.connect(run)  # does nothing without --vllm_url
 
     # ============================================================ teachers
-    taught_by = Teachers(run)
-    packer = checks.make_packer(run, [model, *taught_by.models], args.share_prompts)
+    all_teachers = Teachers(run)
+    packer = checks.make_packer(run, [model, *all_teachers.models], args.share_prompts)
 
     # ============================================================ the loop
     checkpoint.begin(run)
@@ -557,41 +553,42 @@ def main():
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra  # after `checkpoint.begin`, which may replace it
     if progress.updates_seen == 0:
-        evaluate(run, taught_by, packer)
+        evaluate(run, all_teachers, packer)
     while not progress.finished:
         if state.rollout is None:
-            state.rollout = make_rollout(run, taught_by, packer)
+            state.rollout = make_rollout(run, all_teachers, packer)
         rollout = state.rollout
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        # `split_update` sorts by these: samples that can share a prompt stay together.
-        lengths = rollout.samples.lengths_for_split(packer)
-        micro_batches = batches.split_update(run, update_rows, lengths)
+        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
+        # Long samples come first, and those that can share a prompt stay together.
+        sort_lengths = rollout.samples.lengths_for_split(packer)
+        micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        # Before the rollout's first applied update the student is still the old one: its own pass
-        # then gives the old log-probs, and all ratios are exactly 1.
-        student_has_moved = progress.global_step > rollout.started_at
+        student_has_moved = progress.global_step > rollout.started_at  # an update was applied since
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
                 weights = batches.send(micro_batch.weights, run.device)
                 batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
-            with metrics.timed("teacher"):  # what the teachers say of each place, without gradient
+            with metrics.timed("teacher"):  # forward passes of the teachers, without gradient
                 lessons = lessons_of(
-                    taught_by, rollout, micro_batch.rows, batch=batch, packer=packer
+                    all_teachers, rollout, micro_batch.rows, batch=batch, packer=packer
                 )
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
                 if not student_has_moved:
+                    # It is still the old student, so its own pass gives the old log-probs: all
+                    # ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
-                    drawn = old["mask"] * old["is_own"] * weights[:, None]  # not those of the data
-                    metrics.pending.add(correction.sampler_differences(output, old, drawn))
+                    own_weights = old["mask"] * old["is_own"] * weights[:, None]
+                    metrics.pending.add(correction.sampler_differences(output, old, own_weights))
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
                 # The loss is the mean over the update's response tokens. The engine itself divides
@@ -605,17 +602,16 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        advance_rollout(run)  # a skipped update has used up its samples, too
         applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
-        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
         )
         if applied:
             scheduler.step()
+        advance_rollout(run)  # a skipped update has used up its samples, too
 
-        log_evaluate_save(run, taught_by, packer)
+        log_evaluate_save(run, all_teachers, packer)
 
     actor.publish(run)
     metrics.close()
@@ -623,13 +619,13 @@ def main():
     hub.push(run)
 
 
-def log_evaluate_save(run: Run, taught_by: Teachers, packer: Packer) -> None:
+def log_evaluate_save(run: Run, all_teachers: Teachers, packer: Packer) -> None:
     """Logs, evaluates and saves what is due, and ends the run if a signal asks for it."""
     args = run.args
     if run.progress.log_due(args.logging_steps):
         run.metrics.log()
     if run.progress.evaluation_due(args.eval_steps):
-        evaluate(run, taught_by, packer)
+        evaluate(run, all_teachers, packer)
     if run.progress.due(args.save_steps):
         checkpoint.save(run)
     if run.progress.due(args.save_actor_steps):
@@ -638,23 +634,23 @@ def log_evaluate_save(run: Run, taught_by: Teachers, packer: Packer) -> None:
 
 
 # ============================================================ evaluation
-def evaluate(run: Run, taught_by: Teachers, packer: Packer) -> None:
-    """Logs how the student answers held-out prompts, and how far its teachers are from it."""
+def evaluate(run: Run, all_teachers: Teachers, packer: Packer) -> None:
+    """Logs how the student answers held-out prompts, and how far it is from its teachers."""
     line = {}
     examples = []
     with run.metrics.timed("paused"):
         for prefix, eval_set in run.data.eval_sets.items():
             samples = evaluation.sample_held_out(run, eval_set)
-            rollout = rollout_of(run, samples, eval_set[:], n_answered=len(eval_set))
+            rollout = rollout_of(run, samples, eval_set[:], n_own=len(eval_set))
+            del rollout.tokens["sampler_logps"]  # an evaluation is not corrected for the sampler
             token_means = Means(run.accelerator)
-            for _, weights, old, output in forward_passes(run, rollout, taught_by, packer):
-                old["logps"] = output["logps"]  # the student has not moved: all ratios are 1
-                del old["sampler_logps"]  # an evaluation is not corrected for the sampler
+            for _, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
+                old = {**old, "logps": output["logps"]}  # it has not moved: all ratios are 1
                 _, _, logged = losses_and_metrics(output, old, weights, run.args)
                 token_means.add(logged)
             line |= {prefix + name: value for name, value in token_means.reduce().items()}
-            values = evaluation.of_responses(run, samples, eval_set)
-            line |= evaluation.means(values, prefix)
+            of_responses = evaluation.of_responses(run, samples, eval_set)  # lengths, right or not
+            line |= evaluation.means(of_responses, prefix)
             examples += samples.examples(run.tokenizer, None, prefix.rstrip("/"))
     run.metrics.log_evaluation(line, examples)
     actor.keep_best(run, line)

@@ -71,7 +71,7 @@ class Args(SharedArgs):
     )
     beta: float = arg(default=0.1, above=0, help="strength of the pull towards the reference")
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = arg(
-        default="sigmoid", help="see preference_loss"
+        default="sigmoid", help="sigmoid is DPO's own; for the others see docs/dpo.md"
     )
     label_smoothing: float = arg(
         default=0.0,

@@ -89,8 +89,8 @@ class Args(RewardArgs):
     )
     advantage_std: Literal["batch", "group", "mean", "none"] = arg(
         default="batch",
-        help="advantages are divided by their standard deviation over the rollout, over the group, "
-        "by the group's mean score, or not",
+        help="what advantages are divided by: their standard deviation over the rollout, that over "
+        "the group, the group's mean score, or nothing",
     )
     loss_type: Literal["clip", "cispo", "dppo_tv", "dppo_kl"] = arg(
         default="clip",
@@ -120,7 +120,9 @@ class Args(RewardArgs):
     kl_coef: float = arg(
         default=0.0, at_least=0, help="weight of the KL to the reference in the loss"
     )
-    kl_estimator: Literal["k3", "k2"] = arg(default="k3", help="see kl_losses")
+    kl_estimator: Literal["k3", "k2"] = arg(
+        default="k3", help="how the KL is estimated from the sampled tokens: docs/grpo.md"
+    )
     drop_equal_groups: bool = arg(
         default=True,
         help="drop groups whose advantages, before the penalty for length, are all zero; with "
@@ -162,7 +164,8 @@ class Args(RewardArgs):
 # ============================================================ the algorithm
 # Added to a standard deviation before dividing by it.
 EPSILON = 1e-4
-# DPPO's ratios are cut off here, and their logarithms so far from 0 that all stays finite.
+# DPPO: a ratio counts as this at most. Its logarithm is clamped first, to plus and minus the second
+# number, so that nothing overflows.
 LARGEST_RATIO = 20
 LARGEST_LOG_RATIO = 20
 
@@ -175,7 +178,7 @@ def final_scores(
     buffer: int,
     penalty: float,
 ) -> torch.Tensor:
-    """Subtracts a penalty for length from the scores `[samples]`; nothing if the buffer is 0.
+    """Returns the scores `[samples]` less a penalty for length. There is none if the buffer is 0.
 
     The penalty grows from 0 to `penalty` over the last `buffer` tokens of `max_new_tokens`. If
     these are 20 of 100, a response of 90 tokens loses half of it. Source: DAPO, arXiv:2503.14476
@@ -190,8 +193,9 @@ def final_scores(
 def groups_to_keep(scores: torch.Tensor, args: Args) -> torch.Tensor:
     """Returns which groups of a rollout are kept, bool `[groups]`.
 
-    A group is left out if its advantages are all zero, unless the loss has a KL: that has a
-    gradient in every group. Source: DAPO, arXiv:2503.14476 section 3.2.
+    With `--drop_equal_groups` a group is left out if its advantages are all zero. None is left out
+    if the loss has a KL, which has a gradient in every group. Source: DAPO, arXiv:2503.14476
+    section 3.2.
 
     Args:
         scores: `[samples]`, without the penalty for length: a group whose responses are all right,
@@ -209,8 +213,10 @@ def groups_with_advantages(
 ) -> torch.Tensor:
     """Returns which groups can have an advantage other than zero, bool `[groups]`.
 
-    With a baseline, a group of equal scores has none. Without one, a group of zeros has none,
-    unless its scores are compared with those of the whole rollout.
+    baseline      advantage_std    groups without one
+    group, rloo   any              those of equal scores
+    none          batch            cannot be known: the mean of the rollout is subtracted
+    none          another          those of zeros
     """
     groups = scores.reshape(-1, group_size)
     if baseline != "none":
@@ -229,22 +235,26 @@ def estimate_advantages(
 ) -> torch.Tensor:
     """Returns the advantage of each response, `[samples]`; it is the same for all its tokens.
 
-    `batch` means all trained samples of the rollout, not of an update. With `--advantage_std batch`
-    and no baseline their mean is subtracted, too. With a baseline it is not: the mean of each group
-    is 0 already, unless `--mask_truncated` leaves out some of it.
+    A baseline is subtracted from each score, and the difference is divided:
+
+        advantage_std   divided by
+        batch           the standard deviation over the trained samples of the rollout; if there is
+                        no baseline, their mean is subtracted first
+        group           the standard deviation of the response's group
+        mean            the mean score of the group
+        none            nothing
 
     Sources: mean and standard deviation of the group, arXiv:2402.03300 section 4.1.2; no standard
     deviation, Dr. GRPO, arXiv:2503.20783; rloo, arXiv:2402.14740; standard deviation of the whole
     batch, REINFORCE++, arXiv:2501.03262; the group's mean, MaxRL, arXiv:2602.02710.
 
     Args:
-        scores: `[samples]`, those of a group side by side. NaN: none, since an environment failed;
-            such a sample is in no baseline, and its advantage is 0.
-        is_trained: bool `[samples]`, None: all that have a score. The others count in what is
-            computed of their group, but not in the mean and standard deviation of the batch. A
-            single trained sample has no standard deviation: its advantage is left as it is.
+        scores: `[samples]`, those of a group side by side. NaN: none, since an environment failed.
+            Such a sample counts nowhere, and its advantage is 0.
+        is_trained: bool `[samples]`; None: all that have a score. A sample that is not trained on
+            still counts in its group, but not in `batch`.
     """
-    grouped = scores.double().reshape(-1, group_size)  # NaN counts nowhere; last line: advantage 0
+    grouped = scores.double().reshape(-1, group_size)
     is_scored = grouped.isfinite()
     if is_trained is None:
         is_trained = is_scored.flatten()
@@ -255,12 +265,14 @@ def estimate_advantages(
         advantages = advantages / (std_of_groups(advantages) + EPSILON)
     elif advantage_std == "mean":
         advantages = torch.where(means > 0, advantages / means, 0.0)  # 0: a group of zeros
-    elif advantage_std == "batch" and is_trained.sum() > 1:
+    elif advantage_std == "batch":
         trained = advantages.flatten()[is_trained]
-        if baseline == "none":
-            advantages = advantages - trained.mean()
-        advantages = advantages / (trained.std() + EPSILON)
-    return advantages.where(is_scored, 0.0).flatten().to(scores.dtype)
+        if len(trained) > 1:  # a single one has no standard deviation, and stays as it is
+            if baseline == "none":
+                advantages = advantages - trained.mean()
+            advantages = advantages / (trained.std() + EPSILON)
+    advantages = advantages.where(is_scored, 0.0)  # those without a score were NaN up to here
+    return advantages.flatten().to(scores.dtype)
 
 
 def baselines(grouped: torch.Tensor, means: torch.Tensor, baseline: str) -> torch.Tensor:
@@ -277,7 +289,8 @@ def baselines(grouped: torch.Tensor, means: torch.Tensor, baseline: str) -> torc
     # rloo: the mean of the others that have a score.
     n_others = grouped.isfinite().sum(1, keepdim=True) - 1
     mean_of_others = (grouped.nansum(1, keepdim=True) - grouped) / n_others
-    return mean_of_others.where(n_others > 0, grouped)  # alone in its group: the advantage is 0
+    # Alone in its group, a response has no others. Its own score makes its advantage 0.
+    return mean_of_others.where(n_others > 0, grouped)
 
 
 def std_of_groups(groups: torch.Tensor) -> torch.Tensor:
@@ -328,7 +341,7 @@ def policy_losses(
     clip: `-min(r A, clip(r, 1 - low, 1 + high) A)`. A clipped token has no gradient.
     cispo: `-min(r, 1 + high) A log pi`, the first factor a constant. Every token has a gradient.
 
-    Sources: clip, arXiv:2402.03300 eq. 3; another range above 1, DAPO, arXiv:2503.14476 section
+    Sources: clip, arXiv:2402.03300 eq. 3; a wider range above 1, DAPO, arXiv:2503.14476 section
     3.1; cispo, arXiv:2506.13585 eq. 4 and 5.
 
     Args:
@@ -357,9 +370,9 @@ def divergence_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the loss of each token, and whether it was masked as too unlikely, or too likely.
 
-    The loss is `-A min(r, LARGEST_RATIO) log pi`, where r = p/q has no gradient. Here p is the
-    token's probability under the policy, and q under the policy that sampled it. A token has no
-    loss if p is already too far from q and the update would move it further away. The distance is
+    With p the probability of a token under the policy, q that under the policy that sampled it, and
+    their ratio r = p/q a constant, the loss is `-A min(r, LARGEST_RATIO) log p`. It is 0 where p is
+    too far from q already and the update would move it further away. The distance is
 
         dppo_tv: |p - q|, the total variation between "this token" and "any other";
         dppo_kl: the KL of the same two outcomes, q log(q/p) + (1 - q) log((1 - q)/(1 - p)).
@@ -370,8 +383,8 @@ def divergence_losses(
     Args:
         logps, sampler_logps: `[samples, length]`.
         advantages: `[samples, 1]`.
-        low, high: the largest distance of a token with a negative advantage that has become less
-            likely, and of one with a positive advantage that has become more likely.
+        low: the largest distance of a token that has become less likely, at a negative advantage.
+        high: that of a token that has become more likely, at a positive advantage.
     """
     log_ratios = (logps - sampler_logps).detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     p = logps.detach().exp()
@@ -389,11 +402,17 @@ def divergence_losses(
 def kl_losses(
     logps: torch.Tensor, ref_logps: torch.Tensor, ratios: torch.Tensor, estimator: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
+    """Returns the estimated KL(policy || reference) of each token, and what `kl_coef` multiplies.
 
-    The old policy sampled the tokens, so the term is weighted by the ratio. In expectation its
-    gradient is that of the KL between both distributions of the next token. Sources: Schulman 2020,
-    http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556 eq. 7.
+    The old policy sampled the tokens, so the latter is weighted by the ratio. Its expected gradient
+    is that of the KL between the two distributions of the next token:
+
+        k2: its own gradient estimates that of the KL, so the ratio is a constant weight.
+        k3: only its value estimates the KL. So the ratio is differentiated, too: the mean of
+            ratio * k3 over samples of the old policy is the KL of the new one.
+
+    Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
+    eq. 7.
 
     Args:
         ratios: of each token, `[samples, length]`.
@@ -401,11 +420,8 @@ def kl_losses(
     difference = logps - ref_logps
     if estimator == "k2":
         kl = difference**2 / 2
-        # The gradient of k2 already estimates that of the KL, so the ratio is a constant weight.
         return kl, kl * ratios.detach()
     kl = torch.exp(-difference) - 1 + difference
-    # k3 estimates only the value, not its gradient: the mean of ratio * k3 over samples of the old
-    # policy is the KL, so the ratio must be differentiated, too.
     return kl, kl * ratios
 
 
@@ -462,29 +478,31 @@ def losses_and_metrics(
         token_losses, clipped_low, clipped_high = policy_losses(
             logps, ratios, advantages, args.loss_type, **limits
         )
+    token_weights = mask * weights[:, None]
+    sampler_metrics = []
+    if args.vllm_url and not is_dppo:
+        # A server's log-probs differ from those of training, so the policy's losses are weighted.
+        # The KL below is not: it should be small on these tokens, whoever sampled them.
+        corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
+        token_losses = token_losses * corrections
+    kl_metrics = {}
+    if args.kl_coef:
+        # Each token's own ratio, even if one ratio of the whole response weights the policy loss.
+        token_ratios = ratios_to_old(logps, old["logps"], mask, "token")
+        kl, kl_terms = kl_losses(logps, old["ref_logps"], token_ratios, args.kl_estimator)
+        token_losses = token_losses + args.kl_coef * kl_terms
+        kl_metrics["kl"] = kl
+    losses, weights_in_mean = average_tokens(token_losses, mask, args.average, args.max_new_tokens)
+    sample_weights = weights_in_mean * weights
+
     per_token = {
         "clip_ratio/low_mean": clipped_low.expand_as(mask).float(),
         "clip_ratio/high_mean": clipped_high.expand_as(mask).float(),
         "entropy": output["entropy"],
         "policy/approxkl_avg": (logps - old["logps"]) ** 2 / 2,
         "val/ratio": ratios.expand_as(logps),
+        **kl_metrics,
     }
-    token_weights = mask * weights[:, None]
-    sampler_metrics = []
-    if args.vllm_url and not is_dppo:
-        # A server's log-probs differ from those of training, so its tokens are weighted. The KL is
-        # not: it is a penalty that should be small on these tokens, whoever sampled them.
-        corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
-        token_losses = token_losses * corrections
-    if args.kl_coef:
-        # Each token's own ratio, even if one ratio of the whole response weights the policy loss.
-        token_ratios = ratios_to_old(logps, old["logps"], mask, "token")
-        kl, kl_loss = kl_losses(logps, old["ref_logps"], token_ratios, args.kl_estimator)
-        token_losses = token_losses + args.kl_coef * kl_loss
-        per_token["kl"] = kl
-
-    losses, weights_in_mean = average_tokens(token_losses, mask, args.average, args.max_new_tokens)
-    sample_weights = weights_in_mean * weights
     logged = [Logged({"loss": losses}, sample_weights), Logged(per_token, token_weights)]
     return losses, sample_weights, logged + sampler_metrics
 
@@ -522,7 +540,8 @@ class State:
     Attributes:
         position: where the run is in its prompts and rollouts.
         rollout: the one whose updates are being made; None: the next one is due.
-        prompts_seen_at_update: `position.prompts_seen` when a rollout last led to an update.
+        prompts_seen_at_update: `position.prompts_seen` as it was when a rollout last had something
+            to train on.
     """
 
     position: Position
@@ -573,6 +592,13 @@ def make_rollout(
     return rollout
 
 
+def refuse_negative(scores: torch.Tensor, args: Args) -> None:
+    """Refuses negative scores where they are divided by the mean of their group."""
+    negative = scores[scores < 0]
+    if args.advantage_std == "mean" and len(negative):
+        sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {negative.min():g}")
+
+
 def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torch.Tensor]:
     """Samples a group of responses to each prompt, scores them, and keeps groups worth training on.
 
@@ -590,24 +616,21 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     for round_number in range(1 + args.refill_rounds):
         prompts_of_round = position.take_prompts(run, prompts_missing)
         with run.metrics.timed("generate"):
-            # One uniform random number per token (inverse-CDF sampling), from which a server takes
-            # its seeds: responses do not depend on the number of processes.
             uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
             samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
-            if args.rollouts_ahead:  # there is one round only, see `check_refills`
-                vllm.sample_ahead(run)
+            vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
         samples.check_finite(run)
         with run.metrics.timed("score"):
-            scores = judge.score(run, samples, packer)
-        penalised = with_penalty(scores, samples, args)
+            unpenalised = judge.score(run, samples, packer)
+        scores = with_penalty(unpenalised, samples, args)
 
-        group_is_kept = groups_to_keep(scores.total, args)  # judged without the penalty
-        log_rollout(run, samples, penalised, group_is_kept)
+        # Without the penalty: responses that are all right, or all wrong, teach nothing.
+        group_is_kept = groups_to_keep(unpenalised.total, args)
+        log_rollout(run, samples, scores, group_is_kept)
         sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
         kept_samples.append(samples.select(sample_is_kept))
-        kept_scores.append(penalised.total[sample_is_kept])
+        kept_scores.append(scores.total[sample_is_kept])
         prompts_missing -= int(group_is_kept.sum())
-        # A rollout ends with its epoch. `take_prompts` has counted the prompts of this round.
         at_end_of_epoch = position.prompts_seen % run.data.mixture.samples == 0
         if prompts_missing == 0 or at_end_of_epoch:
             break
@@ -632,9 +655,9 @@ def compute_logps(
 ) -> dict[str, torch.Tensor]:
     """Returns the log-probs of response tokens that a rollout's updates need, by name.
 
-    `logps`, of the policy before the first update, if the rollout makes several updates. The loop
-    uses them once an update has been applied. Before that, its own forward pass gives them, so that
-    ratios are exactly 1. `ref_logps`, if there is a reference.
+        logps       of the policy before the first update, if the rollout makes several updates;
+                    the loop uses them once an update has been applied
+        ref_logps   of the reference, if there is one
 
     Returns:
         `[samples, longest response]` each, zero past the end of each response,
@@ -674,11 +697,13 @@ def log_rollout(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     }
     for name, part in scores.parts.items():
         logged[f"rewards/{name}/mean"] = part
-    groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
-    logged["frac_reward_zero_std"] = ~scores_differ(groups)
     logged["frac_groups_dropped"] = ~is_kept
     if run.args.n_samples_per_prompt > 1:
-        logged["reward_std"] = std_of_groups(groups)
+        groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
+        has_two = groups.isfinite().sum(1) > 1  # else failures left nothing to compare: NaN
+        equal = (~scores_differ(groups)).double()
+        logged["frac_reward_zero_std"] = equal.where(has_two, math.nan)
+        logged["reward_std"] = std_of_groups(groups).flatten().where(has_two, math.nan)
     run.metrics.add_rollout(logged)
     run.metrics.add_rollout({"completions/min_length": response_lengths}, reduce="min")
     run.metrics.add_rollout({"completions/max_length": response_lengths}, reduce="max")
@@ -695,9 +720,9 @@ def note_dropped_groups(run: Run, is_kept: torch.Tensor) -> None:
             "dropped groups",
             f"{n_dropped} of {n_groups} groups ({n_dropped / n_groups:.0%}) have advantages of "
             "zero, such as those whose responses all score alike, and are dropped. So updates "
-            "have fewer samples, at the same learning rate: --refill_rounds 3 samples other "
-            "prompts in their place. Easier or harder prompts, or a reward of more than two "
-            "values, help as well",
+            "have fewer samples, at the same learning rate. Easier or harder prompts help, and a "
+            "reward of more than two values; --refill_rounds 3 samples other prompts in their "
+            "place (not with --rollouts_ahead 1)",
         )
 
 
@@ -720,27 +745,13 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
     """
     n_updates = updates_per_pass(rollout, args)
     pass_number, update_of_pass = divmod(position.update, n_updates)
-    rows = order_of_samples(rollout, position.order_seed(args), pass_number)
-    return np.array_split(rows, n_updates)[update_of_pass]
-
-
-def order_of_samples(rollout: Rollout, order_seed: tuple, pass_number: int) -> np.ndarray:
-    """Returns the rollout's samples that are trained on, by number, in the order of one pass.
-
-    Groups come in a seeded order. The samples of a group are side by side, so that most of them are
-    in the same update and can share the prompt.
-    """
-    group_size = rollout.samples.per_prompt
-    groups = batches.epoch_order(len(rollout.samples) // group_size, order_seed, pass_number)
-    rows = (groups[:, None] * group_size + np.arange(group_size)).flatten()
-    return rows[rollout.is_trained[rows].numpy()]
+    rows = position.order_of_groups(args, rollout.samples, pass_number)
+    trained = rows[rollout.is_trained[rows].numpy()]
+    return np.array_split(trained, n_updates)[update_of_pass]
 
 
 def advance_rollout(run: Run) -> None:
-    """Counts an update of the rollout. After the last one, the next rollout is due.
-
-    Then the data may have ended, of which `progress` is told.
-    """
+    """Counts an update. After the last one of its rollout, the next rollout is due."""
     state: State = run.extra
     state.position.update += 1
     if state.position.update == updates_of(state.rollout, run.args):
@@ -839,31 +850,30 @@ def main():
     guard = guards.FiniteLosses(run)
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra  # after `checkpoint.begin`, which may replace it
-    # A new run has taken no prompt. One without an update may be a resumed one.
+    # Not `updates_seen`: a resumed run may have taken prompts without making an update.
     if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
-    update_data_position(run)  # `progress` gets it from `state`, which a checkpoint holds
+    update_data_position(run)
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
-        if state.rollout is None:  # it left no response to train on
-            skip_rollout(run)  # which may end the run
-            log_evaluate_save(run, judge, packer)
-            continue
+            if state.rollout is None:  # no response is left to train on
+                skip_rollout(run)  # exits if a whole epoch led to no update
+                log_evaluate_save(run, judge, packer)
+                continue
         rollout = state.rollout
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        # `split_update` sorts by these: samples that can share a prompt stay together.
-        lengths = rollout.samples.lengths_for_split(packer)
-        micro_batches = batches.split_update(run, update_rows, lengths)
+        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
+        # Long samples come first, and those that can share a prompt stay together.
+        sort_lengths = rollout.samples.lengths_for_split(packer)
+        micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        # Before the rollout's first applied update the policy is still the old one: its own pass
-        # then gives the old log-probs, and all ratios are exactly 1.
-        policy_has_moved = progress.global_step > rollout.started_at
+        policy_has_moved = progress.global_step > rollout.started_at  # an update was applied since
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
@@ -874,9 +884,11 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
+                    # It is still the old policy, so its own pass gives the old log-probs: all
+                    # ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
-                    drawn = old["mask"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, old, drawn))
+                    token_weights = old["mask"] * weights[:, None]
+                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
                 # The loss is the weighted mean over the update's samples. The engine itself divides
@@ -890,15 +902,14 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        advance_rollout(run)  # a skipped update has used up its samples, too
         applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
-        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(
             applied, grad_norm=grad_norm, learning_rate=learning_rate, loss_scale=loss_scale
         )
         if applied:
             scheduler.step()
+        advance_rollout(run)  # a skipped update has used up its samples, too
 
         log_evaluate_save(run, judge, packer)
 
@@ -923,17 +934,17 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
 
 
 def update_data_position(run: Run) -> None:
-    """Tells `progress` how many prompts were taken, and whether the data have ended.
+    """Tells `progress` how many prompts were taken, and whether the run is through its data.
 
     `progress` cannot tell by counting updates: rollouts lose groups, and then make fewer.
     """
     state: State = run.extra
     run.progress.rows_seen = state.position.prompts_seen
-    if run.args.max_steps:  # the prompts start again, so the data never end
-        return
-    prompts_in_all = run.args.max_epochs * run.data.mixture.samples
-    all_are_taken = state.position.prompts_seen >= prompts_in_all
-    run.progress.data_ended = all_are_taken and state.rollout is None  # and trained on
+    if not run.args.max_steps:  # with it, the prompts start again as often as it takes
+        prompts_of_run = run.args.max_epochs * run.data.mixture.samples
+        all_are_taken = state.position.prompts_seen >= prompts_of_run
+        all_are_trained_on = state.rollout is None
+        run.progress.data_ended = all_are_taken and all_are_trained_on
 
 
 def skip_rollout(run: Run) -> None:
@@ -944,14 +955,16 @@ def skip_rollout(run: Run) -> None:
     """
     position = run.extra.position
     position.end_rollout()
-    prompts_without_update = position.prompts_seen - run.extra.prompts_seen_at_update
     run.progress.idle = True  # the model has not changed: it is not evaluated or saved again
     update_data_position(run)
+
     reason = (
         f"no update from rollout {position.rollouts_seen}: it has no response to train on "
         "(the advantages of all groups are zero, or all responses are truncated or failed)"
     )
-    if prompts_without_update >= run.data.mixture.samples and not run.progress.finished:
+    prompts_without_update = position.prompts_seen - run.extra.prompts_seen_at_update
+    was_whole_epoch = prompts_without_update >= run.data.mixture.samples
+    if was_whole_epoch and not run.progress.finished:
         run.metrics.log()  # the rewards of rollouts without an update
         sys.exit(
             f"{reason}, nor from any of the last {prompts_without_update} prompts, a whole epoch"
@@ -1003,19 +1016,15 @@ def check_groups(args: Args) -> None:
         )
 
 
-def refuse_negative(scores: torch.Tensor, args: Args) -> None:
-    """Refuses negative scores where they are divided by the mean of their group."""
-    negative = scores[scores < 0]
-    if args.advantage_std == "mean" and len(negative):
-        sys.exit(f"--advantage_std mean needs scores of 0 or more; one is {negative.min():g}")
-
-
 def check_dppo(args: Args) -> None:
     """Refuses settings that DPPO's losses would ignore."""
     if not args.loss_type.startswith("dppo"):
         return
     if args.ratio == "sequence":
-        sys.exit(f"--loss_type {args.loss_type} --ratio sequence: it masks single tokens")
+        sys.exit(
+            f"--loss_type {args.loss_type} --ratio sequence: this loss masks each token by itself"
+        )
+    # The default, which is ignored, and none are accepted.
     if args.sampler_correction not in ("sequence_mask", "none"):
         sys.exit(
             f"--loss_type {args.loss_type} --sampler_correction {args.sampler_correction}: its "
@@ -1024,7 +1033,7 @@ def check_dppo(args: Args) -> None:
 
 
 def check_mean_advantages(args: Args) -> None:
-    """Refuses `--advantage_std mean` where the mean score of a group could be 0 or negative."""
+    """Refuses `--advantage_std mean` with another baseline, or with a penalty for length."""
     if args.advantage_std == "mean" and (args.baseline != "group" or args.overlong_buffer):
         sys.exit(
             "--advantage_std mean divides by a group's mean score: it needs --baseline group and "

@@ -87,7 +87,9 @@ class Args(RewardArgs):
     kl_coef: float = arg(
         default=0.05, at_least=0, help="weight of the KL to the reference; 0: no reference"
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = arg(default="k1", help="see kl_estimate")
+    kl_estimator: Literal["k1", "k2", "k3"] = arg(
+        default="k1", help="how the KL is estimated from the sampled tokens: docs/ppo.md"
+    )
     kl_in: Literal["reward", "loss"] = arg(
         default="reward",
         help="reward: subtracted from each token's reward; loss: a term of the loss",
@@ -135,7 +137,8 @@ class Args(RewardArgs):
     max_length: int = arg(
         default=1024,
         at_least=2,
-        help="of prompt and response; prompts without room for --max_new_tokens are left out",
+        help="tokens of prompt and response together; prompts without room for --max_new_tokens "
+        "are left out",
     )
     learning_rate: float = arg(
         default=1e-6, with_lora=1e-5, at_least=0, help="peak learning rate of the actor"
@@ -392,33 +395,32 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     position = state.position
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
     with run.metrics.timed("generate"):
-        # One uniform random number per token (inverse-CDF sampling), from which a server takes
-        # its seeds: responses do not depend on the number of processes.
         uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
         samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
-        if args.rollouts_ahead:
-            vllm.sample_ahead(run)
+        vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
     with run.metrics.timed("score"):
         scores = score(run, judge, samples, packer)
-        old = compute_logps_and_values(run, samples, reference, packer)
+        computed = compute_logps_and_values(run, samples, reference, packer)
     # Checked now, because whitening would spread a single NaN to all samples.
-    samples.check_finite(run, scores=scores.total[:, None], **old)
+    samples.check_finite(run, scores=scores.total[:, None], **computed)
 
+    logps = computed["logps"]
+    values = computed["values"]
     mask = samples.mask
-    kl = torch.zeros_like(old["logps"])
+    kl = torch.zeros_like(logps)
     if reference is not None:
-        kl = kl_estimate(old["logps"], old["ref_logps"], args.kl_estimator).where(mask, 0.0)
+        kl = kl_estimate(logps, computed["ref_logps"], args.kl_estimator).where(mask, 0.0)
     # With --kl_in loss the KL is not part of the rewards.
     reward_kl_coef = state.kl_coef if args.kl_in == "reward" else 0.0
     per_token_rewards = token_rewards(scores.total, kl, mask, reward_kl_coef)
     advantages, returns = gae(
-        per_token_rewards, old["values"], mask, gamma=args.gamma, gae_lambda=args.gae_lambda
+        per_token_rewards, values, mask, gamma=args.gamma, gae_lambda=args.gae_lambda
     )
     rollout = Rollout(
         samples=samples,
         tokens={
             "mask": mask,
-            **old,
+            **computed,
             "sampler_logps": samples.padded_sampler_logps,
             "returns": returns,
             "advantages": whiten(advantages, mask),
@@ -428,7 +430,7 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
         started_at=run.progress.global_step,
     )
     log_rollout(run, rollout, scores, kl=kl, per_token_rewards=per_token_rewards)
-    # While only the critic learns, the actor stays: its KL says nothing about the coefficient.
+    # While only the critic learns, the actor does not move: its KL says nothing of the coefficient.
     if args.kl_target and rollout.actor_learns:
         adapt_kl_coef(state, args, kl.sum(1))
     return rollout
@@ -446,7 +448,7 @@ def adapt_kl_coef(state: State, args: Args, kl_of_samples: torch.Tensor) -> None
 
 
 def score(run: Run, judge: Judge, samples: Samples, packer: Packer) -> Scores:
-    """Returns the scores of responses, clipped, less the penalty if one does not end."""
+    """Returns the scores of responses, clipped, less the penalty of those that do not end."""
     args = run.args
     scores = judge.score(run, samples, packer)
     total = final_scores(scores.total, samples.ended, args.reward_clip, args.missing_eos_penalty)
@@ -547,8 +549,8 @@ def advance_rollout(run: Run) -> None:
 def set_learning_rates(run: Run, rollout: Rollout) -> dict[str, float]:
     """Sets the learning rates of actor and critic for the next update; returns them as metrics.
 
-    In the critic's warm-up the actor is held still. Its learning rate is 0, so its weights do not
-    decay either, and a hook keeps Adam from counting its steps.
+    In the critic's warm-up the actor is held still: its learning rate is 0, so its weights do not
+    decay either, and `optim.hold_step_counts` keeps Adam from counting its steps.
     """
     held = [] if rollout.actor_learns else ["actor"]
     rates = optim.set_learning_rates(run, held)
@@ -558,8 +560,8 @@ def set_learning_rates(run: Run, rollout: Rollout) -> dict[str, float]:
 def note_joint_clipping(run: Run, grad_norm: float) -> None:
     """Prints once that the joint norm of actor and critic is far above `--max_grad_norm`.
 
-    Then clipping shrinks the actor's gradient as much. DeepSpeed can only clip by the joint norm of
-    all parameters, so all engines do.
+    Clipping then divides the actor's gradient by as much as the critic's. DeepSpeed can only clip
+    by the joint norm of all parameters, so every engine does here.
     """
     args = run.args
     if args.max_grad_norm and grad_norm > 10 * args.max_grad_norm:
@@ -697,14 +699,13 @@ def main():
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
-        lengths = rollout.samples.lengths  # prompt and response; no groups, unlike in GRPO
-        micro_batches = batches.split_update(run, update_rows, lengths)
+        update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
+        micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rates = set_learning_rates(run, rollout)
-        # Before the rollout's first applied update, the policy is still the old one.
-        policy_has_moved = progress.global_step > rollout.started_at
+        policy_has_moved = progress.global_step > rollout.started_at  # an update was applied since
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
@@ -715,10 +716,11 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
-                    drawn = old["mask"] * weights[:, None]
-                    metrics.pending.add(ratio_rounding(output, old, drawn))  # before `old` changes
-                    metrics.pending.add(correction.sampler_differences(output, old, drawn))
-                    # The policy itself is the old one, so all ratios are exactly 1.
+                    token_weights = old["mask"] * weights[:, None]
+                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
+                    metrics.pending.add(ratio_rounding(output, old, token_weights))
+                    # It is still the old policy. From here on its own pass gives the old log-probs,
+                    # so all ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(
                     output,
@@ -740,14 +742,13 @@ def main():
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
 
-        advance_rollout(run)  # a skipped update has used up its samples, too
         applied = not accelerator.optimizer_step_was_skipped  # skipped: gradients overflowed
-        update_tokens = int(lengths[update_rows].sum())  # prompts and responses
         progress.update_done(applied, samples=len(update_rows), tokens=update_tokens)
         metrics.update_done(applied, grad_norm=grad_norm, **learning_rates, loss_scale=loss_scale)
         if applied:
             scheduler.step()
             note_joint_clipping(run, float(grad_norm))
+        advance_rollout(run)  # a skipped update has used up its samples, too
 
         log_evaluate_save(run, judge, packer)
 
@@ -802,13 +803,13 @@ def describe_rollout(args: Args) -> str:
 
 def check_rollout_size(args: Args) -> None:
     """Refuses a rollout that is no whole number of updates, and names the nearest valid sizes."""
-    # The fewest prompts whose samples are a multiple of `--train_batch_size`.
-    fewest_samples = math.lcm(args.train_batch_size, args.n_samples_per_prompt)
-    fewest = fewest_samples // args.n_samples_per_prompt
-    if args.rollout_batch_size % fewest == 0:
+    # Valid sizes are the multiples of the fewest prompts whose samples make whole updates.
+    samples_of_fewest = math.lcm(args.train_batch_size, args.n_samples_per_prompt)
+    fewest_prompts = samples_of_fewest // args.n_samples_per_prompt
+    if args.rollout_batch_size % fewest_prompts == 0:
         return
-    below = args.rollout_batch_size // fewest * fewest
-    nearest = " or ".join(str(size) for size in (below, below + fewest) if size)
+    below = args.rollout_batch_size // fewest_prompts * fewest_prompts
+    nearest = " or ".join(str(size) for size in (below, below + fewest_prompts) if size)
     sys.exit(
         f"{describe_rollout(args)} are not a multiple of --train_batch_size "
         f"{args.train_batch_size}. Nearest valid sizes: --rollout_batch_size {nearest}."

@@ -795,11 +795,11 @@ ROLLOUTS = [
     Fault(
         "grpo_groups_apart",
         "a pass over GRPO's rollout forgets the samples of each group but the first",
-        "recipes/grpo.py",
+        "common/rollout/schedule.py",
         replace(
-            "order_of_samples",
-            "np.arange(group_size)",
-            by="np.zeros(group_size, dtype=int)",
+            "order_of_groups",
+            "np.arange(samples.per_prompt)",
+            by="np.zeros(samples.per_prompt, dtype=int)",
         ),
         "rollout/test_grpo.py::test_each_pass_over_a_rollout_takes_every_sample_once_and_keeps_groups_together",
     ),

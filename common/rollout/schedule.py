@@ -7,6 +7,7 @@ import numpy as np
 
 from common import batches, counted
 from common.checkpoint import carried
+from common.rollout.samples import Samples
 from common.run import Run
 
 # Random numbers are drawn from [seed, rollout, stream, ...]. Each purpose has a stream of its own:
@@ -56,6 +57,16 @@ class Position:
             [args.seed, self.rollouts_seen, SAMPLING_STREAM, round_number]
         )
         return draws.random((n_prompts, args.n_samples_per_prompt, args.max_new_tokens))
+
+    def order_of_groups(self, args, samples: Samples, pass_number: int) -> np.ndarray:
+        """Returns the samples of the rollout, by number, in the order of one pass over them.
+
+        The groups come in a seeded order. The samples of a group are side by side, so that most of
+        them are in the same update and can share the prompt.
+        """
+        n_groups = len(samples) // samples.per_prompt
+        groups = batches.epoch_order(n_groups, self.order_seed(args), pass_number)
+        return (groups[:, None] * samples.per_prompt + np.arange(samples.per_prompt)).flatten()
 
     def order_seed(self, args) -> tuple[int, ...]:
         """Returns what seeds the order of the rollout's samples, see `batches.epoch_order`."""

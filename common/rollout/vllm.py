@@ -91,12 +91,15 @@ def sample_ahead(run: Run) -> None:
     """Lets the servers begin with the responses of the next rollout, with the weights of now.
 
     They answer while the rollout that was just sampled is trained on. All processes must call it,
-    after `generation.sample` and before an update. Does nothing if the run may end before.
+    after `generation.sample` and before an update. Does nothing without `--rollouts_ahead`, nor if
+    the run may end before.
 
     Args:
         run: its `extra` has the `Position` in the data as `position`.
     """
     args = run.args
+    if not args.rollouts_ahead:
+        return
     position = dataclasses.replace(run.extra.position)  # the run's own stays where it is
     updates = RolloutSchedule.of(args, run.data.mixture.samples).updates_per_rollout
     at_end_of_run = run.progress.updates_seen + updates >= run.progress.total_steps
