@@ -183,8 +183,10 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
 
     chosen = as_messages(chosen, "assistant")
     rejected = as_messages(rejected, "assistant")
-    begins_with_answer = not chosen or chosen[0]["role"] == "assistant"
-    if prompt is not None and begins_with_answer:
+    are_answers = all(
+        not messages or messages[0]["role"] == "assistant" for messages in (chosen, rejected)
+    )
+    if prompt is not None and are_answers:
         return as_messages(prompt, "user"), chosen, rejected
     return with_prompt_once(prompt, chosen, rejected)
 

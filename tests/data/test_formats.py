@@ -564,3 +564,13 @@ def test_a_set_has_the_roles_of_its_rows(accelerator, tokenizer, tmp_path):
     rows = [{"messages": [message("user", "a")]}, {"messages": chat}, {"text": "c"}]
     data = load(accelerator, tokenizer, write_jsonl(tmp_path / "rows.jsonl", rows))
     assert data["row"][:] == [2, 3] and data["roles"][:] == ["user assistant", ""]
+
+
+@pytest.mark.parametrize("bare, whole", [("chosen", "rejected"), ("rejected", "chosen")])
+def test_one_answer_that_repeats_the_prompt_and_one_that_does_not_are_refused(bare, whole):
+    """Else the user's message would be learned, or rejected, as part of an answer."""
+    row = {"prompt": [QUESTION], bare: [YES], whole: [QUESTION, NO]}
+    with pytest.raises(BadRow, match="do not begin with the same prompt"):
+        formats.preference(row)
+    answers = {**row, whole: [NO]}
+    assert formats.preference(answers)[0] == [QUESTION]
