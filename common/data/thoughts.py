@@ -39,14 +39,16 @@ def without_thought(content: str) -> str:
 
 
 def with_markers(tokenizer, message: dict) -> str:
-    r"""Returns an answer with its thinking as one text, also where a field has the thinking.
+    r"""Returns the thinking of an answer as a text that its content follows.
 
-    The markers are those that the chat template knows, or else `<think>`. Example: the content
-    `Yes` and the field `reasoning_content` `Why` become `<think>\nWhy\n</think>\n\nYes`.
+    The markers are those that the user wrote, or that the chat template knows, or else `<think>`.
+    Example: the content `Yes` and the field `reasoning_content` `Why` give
+    `<think>\nWhy\n</think>\n\n`.
     """
     content = message["content"]
-    if without_thought(content) != content:
-        return content
+    after_thought = without_thought(content)
+    if after_thought != content:
+        return content.removesuffix(after_thought)
     template = str(tokenizer.chat_template)
     opener, closer = MARKERS[0]
     for known_opener, known_closer in MARKERS:
@@ -55,7 +57,7 @@ def with_markers(tokenizer, message: dict) -> str:
             closer = known_closer
             break
     gap = "" if closer == "<channel|>" else "\n\n"
-    return f"{opener}\n{of_message(message)}\n{closer}{gap}{content}"
+    return f"{opener}\n{of_message(message)}\n{closer}{gap}"
 
 
 def is_whole_thought(text: str) -> bool:

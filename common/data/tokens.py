@@ -149,6 +149,8 @@ def encode_answer(
     # Some templates drop the thinking of answers.
     thought = thoughts.of_message(answer[-1])
     drops_thought = bool(thought) and thought not in turn.only_in_answer
+    if drops_thought and len(answer) > 1:
+        return encode_last_as_given(tokenizer, prompt, history, answer, tools)
     if drops_thought:
         notes.append(DROPS_THOUGHT)
         context, ids = encode_as_given(tokenizer, turn, answer[-1])
@@ -224,70 +226,79 @@ def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[i
 
 
 # ============================================================ an answer whose thinking is dropped
-def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], list[int]]:
-    """Returns the token ids of an answer's context, and of the answer with its thinking.
+def encode_last_as_given(
+    tokenizer, prompt: Beginning, history: list[dict], answer: list[dict], tools=None
+) -> Answer:
+    """Returns an answer of several messages, with the thinking of the last one.
 
     Args:
-        answer: the message.
+        prompt: what `encode_prompt` returns for the history.
+        answer: messages, of which the template drops the thinking of the last one.
     """
-    context, text = as_given(tokenizer, turn, answer)
-    end = templates.conventions(tokenizer).end_of_answer
-    return context.ids, encode_after(tokenizer, context, text) + end
+    last = encode_answer(tokenizer, history + answer[:-1], answer[-1:], tools)
+    n = n_shared(prompt.ids, last.context)
+    return Answer(prompt.ids, prompt.ids[:n], ids=last.context[n:] + last.ids, notes=last.notes)
 
 
-def as_given(tokenizer, turn: Turn, answer: dict) -> tuple[Beginning, str]:
-    r"""Returns an answer's context, and the text of the answer with its thinking.
+def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], list[int]]:
+    r"""Returns the token ids of an answer's context, and of the answer with its thinking.
 
-    Examples, where the user gave `<think>Why</think>Yes`, and the template writes `Yes`. What the
-    prompt ends with, after `<bot>`, decides:
+    The thinking is put in front of the content, in what the template writes. Examples, where the
+    user gave `<think>Why</think>Yes`, and the template writes `Yes`. What the prompt ends with,
+    after `<bot>`, decides:
 
         after <bot>       context           answer
         nothing           <bot>             <think>Why</think>Yes
         <think></think>   <bot>             <think>Why</think>Yes    no thought: taken back
         <think>\n         <bot><think>\n    Why</think>Yes           opened already
         anything else     all of it         <think>Why</think>Yes
-    """
-    prompt = turn.prompt
-    end_of_prompt = turn.only_in_prompt
-    given = thoughts.with_markers(tokenizer, answer)
-    if not end_of_prompt:
-        # First line of the table: the template writes the answer right after the prompt.
-        return prompt, text_before_answer(answer, turn.only_in_answer) + given
-    if thoughts.is_whole_thought(end_of_prompt):
-        # Second line: the prompt says that nothing was thought, and something was.
-        return encode_beginning(tokenizer, prompt.text.removesuffix(end_of_prompt)), given
-    opening = end_of_prompt.strip()
-    if opening and given.lstrip().startswith(opening):
-        # Third line. The whitespace after the marker may differ: only what both have is left out.
-        n_in_both = n_shared(given.lstrip(), end_of_prompt.lstrip())  # characters
-        return prompt, given.lstrip()[n_in_both:]
-    return prompt, given
-
-
-def text_before_answer(message: dict, written: str) -> str:
-    """Returns what the template itself puts between its prompt and the content of an answer.
-
-    LLaVA's, for example, puts a space there. Whitespace that the content begins with is the user's,
-    and a thought that the template puts there is replaced by the given one: neither is returned.
-    Examples, with _ for a space:
-
-        content    written               returned
-        Yes        _Yes                  _
-        _Yes       __Yes                 _
-        Yes        <think></think>Yes    nothing
 
     Args:
-        written: the answer as the template writes it, without the thinking.
+        answer: the message.
+    """
+    context = turn.prompt
+    end_of_prompt = turn.only_in_prompt
+    opening = end_of_prompt.strip()
+    before, after = around_thought(turn.only_in_answer, answer)
+    text = thoughts.with_markers(tokenizer, answer) + after
+    if not end_of_prompt:
+        # First line of the table: the template writes the answer right after the prompt.
+        text = before + text
+    elif thoughts.is_whole_thought(end_of_prompt):
+        # Second line: the prompt says that nothing was thought, and something was.
+        context = encode_beginning(tokenizer, context.text.removesuffix(end_of_prompt))
+    elif opening and text.lstrip().startswith(opening):
+        # Third line. The whitespace after the marker may differ: only what both have is left out.
+        n_in_both = n_shared(text.lstrip(), end_of_prompt.lstrip())  # characters
+        text = text.lstrip()[n_in_both:]
+    return context.ids, up_to_end(tokenizer, encode_after(tokenizer, context, text))
+
+
+def around_thought(written: str, message: dict) -> tuple[str, str]:
+    """Returns what a template writes of an answer, cut where the thinking that it drops belongs.
+
+    That is in front of the content, and of the whitespace that this begins with. A thought that the
+    template itself writes there is left out. Examples, with _ for a space:
+
+        content    written                    returned
+        Yes        Yes<end>                   nothing    Yes<end>
+        Yes        _Yes<end>                  _          Yes<end>     as LLaVA's template
+        _Yes       __Yes<end>                 _          _Yes<end>
+        Yes        <think></think>Yes<end>    nothing    Yes<end>
+        nothing    <call>                     nothing    <call>
+
+    Args:
+        written: the answer as the template writes it, and what follows it.
     """
     content = thoughts.without_thought(message["content"])
-    start = written.find(content.strip())
-    if start < 0:
-        return ""
+    start = max(written.find(content.strip()), 0)  # 0 if the template rewrites the content
+    if not content.strip():
+        start = len(written) - len(written.lstrip())
     before = written[:start]
     if any(closer in before for _, closer in thoughts.MARKERS):
-        return ""
-    space_of_user = content.removesuffix(content.lstrip())
-    return before.removesuffix(space_of_user)
+        return "", written[start:]
+    before = before.removesuffix(content.removesuffix(content.lstrip()))
+    return before, written[len(before) :]
 
 
 # ============================================================ where an answer ends

@@ -256,6 +256,49 @@ def test_thinking_in_a_field_is_learned_whole(name):
     assert is_dropped == ("one two" not in written)
 
 
+@pytest.mark.parametrize(
+    "name, content",
+    [("qwen2_5", ""), ("lfm2_v2", ""), ("llama3_2", ""), ("qwen2_5", "So."), ("lfm2_v2", "So.")],
+)
+def test_a_tool_call_is_learned_with_the_thinking_that_the_template_drops(name, content):
+    """The call is what the answer is for: `as given` is not the thinking and the content alone."""
+    tokenizer = templates.tokenizer(name)
+    call = {**CALL, "content": content}
+    thinks = {**call, "reasoning_content": "one two"}
+    texts = []
+    for answer in (call, thinks):
+        row = sft_row(
+            {"messages": [message("user", "five"), answer]}, tokenizer, 10_000, "assistant"
+        )
+        ((before, ids),) = learned(row)
+        assert before == inference_ids(name, [message("user", "five")])
+        texts.append(tokenizer.decode(ids))
+    assert texts[1] == THOUGHT.removesuffix("three four.") + texts[0]
+    assert "add" in texts[1]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3", "llama3"])
+def test_all_messages_of_an_answer_are_learned_where_the_last_ones_thinking_is_dropped(name):
+    tokenizer = templates.tokenizer(name)
+    history = [message("user", "five")]
+    others = [message("assistant", "three four."), message("user", "six")]
+    last = message("assistant", "three four.", reasoning_content="one two")
+    answer = tokens.encode_answer(tokenizer, history, [*others, last])
+    text = tokenizer.decode(answer.context + answer.ids)
+    # As the template writes it, with the thinking in front of the last content.
+    written = tokenizer.apply_chat_template([*history, *others, last], tokenize=False)
+    before, content, _ = written.rpartition("three four.")
+    end = templates.end_of(name)
+    assert "one two" not in written and written.count("three four.") == 2
+    assert text in (
+        f"{before}<think>\none two\n</think>\n\n{content}{end}",
+        f"{before.removesuffix('<think>')}<think>\none two\n</think>\n\n{content}{end}",
+    )
+    n_context = len(tokenizer.decode(answer.context))
+    assert "five" in text[:n_context] and text[n_context:].count("three four.") == 2
+    assert any("drops the thinking" in note for note in answer.notes)
+
+
 CALL = message(
     "assistant",
     "",
@@ -652,9 +695,9 @@ def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expect
 def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
     tokenizer = types.SimpleNamespace(chat_template="... </think> ... [/THINK] ...")
     message = {"content": "yes", "reasoning_content": "why"}
-    assert thoughts.with_markers(tokenizer, message) == "<think>\nwhy\n</think>\n\nyes"
+    assert thoughts.with_markers(tokenizer, message) == "<think>\nwhy\n</think>\n\n"
     whole = {**message, "content": "<think>why</think>yes"}
-    assert thoughts.with_markers(tokenizer, whole) == whole["content"]
+    assert thoughts.with_markers(tokenizer, whole) == "<think>why</think>"
 
 
 def test_one_answer_of_a_pair_thinks():
