@@ -106,7 +106,8 @@ def find_checkpoint(run: Run) -> Path | None:
     process.
 
     Raises:
-        SystemExit: there are checkpoints but none is whole; the run has ended and left none.
+        SystemExit: there are checkpoints but none is whole; one is whole, but another version of
+            `common` wrote it; the run has ended and left none.
     """
     if run.args.resume == "never":
         return None
@@ -120,9 +121,18 @@ def find_checkpoint(run: Run) -> Path | None:
         if fault is None:
             return path
         run.accelerator.print(f"passed over {path}: {fault}")
+    refuse_unless_new(run, candidates)
+    run.accelerator.print(f"no checkpoint in {run.checkpoints}: starting from the beginning")
+    return None
 
+
+def refuse_unless_new(run: Run, passed_over: list[Path]) -> None:
+    """Ends the program if a run that finds no whole checkpoint has been here before.
+
+    It would begin at 0 over its own results.
+    """
     # A copy under another name is not taken, but it shows that this run is not new.
-    found = candidates or list(run.checkpoints.glob("global_step_*"))
+    found = passed_over or list(run.checkpoints.glob("global_step_*"))
     if found:
         sys.exit(
             f"--resume {run.args.resume}: none of the {len(found)} checkpoints is whole and named "
@@ -130,8 +140,6 @@ def find_checkpoint(run: Run) -> Path | None:
         )
     if (run.output_dir / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.output_dir} has ended and left no checkpoint")
-    run.accelerator.print(f"no checkpoint in {run.checkpoints}: starting from the beginning")
-    return None
 
 
 def remove_half_written(run: Run) -> None:
@@ -167,11 +175,12 @@ def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
 
     A run keeps `--save_total_limit` of them, and needs room for one more while it writes it. What
     it already has is subtracted, up to the one that it resumes from. Example, where it keeps 3 and
-    resumes from update 20: of 10, 20 and 30 two count, and the disk must have room for 2 more. Of a
-    run that keeps all, `--save_total_limit 0`, only the next one counts.
+    resumes from update 20: of 10, 20 and 30 two count, and the disk must have room for 2 more.
     """
+    if run.args.save_total_limit == 0:  # all are kept: how many will come is not known here
+        return 1
     kept = folders.by_step(run.checkpoints)
-    if resumes_from:
+    if resumes_from:  # later ones are moved aside
         step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
         kept = [path for path in kept if folders.step_of(path) <= step]
     return max(run.args.save_total_limit + 1 - len(kept), 1)
@@ -189,7 +198,7 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
         path, state: the checkpoint that the run resumes from; None if it begins at 0.
 
     Returns:
-        Whether log lines from before that point are lost.
+        Whether log lines up to that point are lost.
     """
     step = None
     log_bytes = {}
@@ -203,15 +212,18 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
 
 
 def save_again_if_needed(run: Run, path: Path, lines_are_lost: bool) -> None:
-    """Saves what the run resumed from, unless its own folder has it as it would save it now."""
-    is_in_own_folder = is_own(run, path)
-    if is_in_own_folder and not lines_are_lost:
-        run.last_saved = run.progress.global_step
-        return
-    # In its own folder, the `log_bytes` of the old one count lines that are gone. In another one, a
-    # kill before the first save would send `--resume auto` to the beginning.
-    if is_in_own_folder or run.args.save_steps:
+    """Saves what the run resumed from, where the next resume could not use it as it is.
+
+    From another folder that is always so: killed before its first save, the run would begin at 0.
+    In its own folder it is so if lines are lost, since the checkpoint's `log_bytes` count them.
+    """
+    if not is_own(run, path):
+        if run.args.save_steps:
+            save(run)
+    elif lines_are_lost:
         save(run)
+    else:
+        run.last_saved = run.progress.global_step
 
 
 def is_own(run: Run, path: Path) -> bool:
@@ -228,13 +240,13 @@ def save(run: Run) -> None:
     All processes must call it.
 
     Raises:
-        SystemExit: it could not be written, for example because the disk is full. What was written
-            of it is removed; the checkpoints before it are untouched.
+        SystemExit: it could not be written, for example because the disk is full. The next resume
+            removes what was written of it; the checkpoints before it are untouched.
     """
     step = run.progress.global_step
     if run.last_saved == step:
         # This step is saved already, for example when a signal arrives right after. Updates that
-        # were skipped since are not in it: the resumed run skips them again.
+        # were skipped since then are not in it. The resumed run makes them again, and skips them.
         return
     final = run.checkpoints / f"global_step_{step:06d}"
     temporary = run.checkpoints / f".{final.name}.writing"
@@ -306,14 +318,16 @@ def per_process_file(folder: Path, process_index: int) -> Path:
 def stop_if_asked(run: Run) -> None:
     """Saves a checkpoint and ends the run if any process got a signal, or has lost its launcher.
 
-    All processes must call it, after each update; after the last one see `save_at_end`.
+    Without a signal, it saves only after the last update, and only where `save_at_end` says so. All
+    processes must call it, after each update.
 
     Raises:
         SystemExit: with 128 plus the signal's number, or that of SIGHUP if the launcher is gone.
     """
     number = stopping.signal_of_any(run)
     if number == 0:
-        save_at_end(run)
+        if run.progress.finished:
+            save_at_end(run)
         return
     save(run)
     run.metrics.bar.close()
@@ -325,11 +339,13 @@ def stop_if_asked(run: Run) -> None:
 
 
 def save_at_end(run: Run) -> None:
-    """Saves a run that has ended, if it has a checkpoint without making any by `--save_steps`.
+    """Saves a finished run without `--save_steps` that once was ended by a signal, and resumed.
 
-    For example a signal left that one. Resumed from it, the run would repeat what followed.
+    The checkpoint that the signal left is its only one. `--resume auto` would go back to it and
+    repeat all updates since then.
     """
-    if run.progress.finished and run.last_saved is not None and not run.args.save_steps:
+    was_saved_by_signal = run.last_saved is not None and not run.args.save_steps
+    if was_saved_by_signal:
         save(run)
 
 
@@ -357,14 +373,8 @@ def state_besides_engine(run: Run) -> dict:
 def identity_of(run: Run) -> dict:
     """Returns what must be the same in a run and in the checkpoint that it resumes from.
 
-    Arguments that may change are in it, too; `refuse_another_run` skips them. `world` is the
-    precision or, where the engine shards its state, engine, precision, device and number of
-    processes, since these shards fit no other.
+    Arguments that may change are in it, too; `refuse_another_run` skips them.
     """
-    accelerator = run.accelerator
-    world = accelerator.mixed_precision
-    if engine.is_sharded(accelerator):
-        world = f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
     template = str(getattr(run.tokenizer, "chat_template", None)).encode()
     return {
         **vars(run.args),
@@ -373,8 +383,19 @@ def identity_of(run: Run) -> dict:
         "chat_template": hashlib.sha256(template).hexdigest()[:16],
         "date": getattr(run.tokenizer, "chat_date", None),
         "data": run.data.fingerprint,
-        "world": world,
+        "world": world_of(run.accelerator),
     }
+
+
+def world_of(accelerator) -> str:
+    """Returns what the engine's state in a checkpoint depends on.
+
+    The precision, such as `bf16`. Where the state is in shards, which fit no other number of
+    processes, more: `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`.
+    """
+    if not engine.is_sharded(accelerator):
+        return accelerator.mixed_precision
+    return f"{engine.describe(accelerator)} with {accelerator.num_processes} processes"
 
 
 def size_of(file: Path) -> int:
@@ -385,7 +406,7 @@ def size_of(file: Path) -> int:
 def fault_of_state(path: Path) -> str | None:
     """Returns what keeps a checkpoint's `state.json` from being used; None if nothing does.
 
-    A whole manifest does not show this: whoever changed the file may have written both.
+    The manifest's checksum does not show it if whoever changed the file wrote that anew, too.
 
     Raises:
         SystemExit: another version of `common` wrote it.
@@ -413,24 +434,29 @@ def read_state(path: Path) -> dict:
 
 def check_state(state: dict) -> None:
     """Raises an error, of any type, if `load` could not use this state."""
-    scheduler = state["scheduler"]
     settings = state["arguments"]
-    require_counts("counters", [state["progress"][name] for name in COUNTERS])
-    require_counts("schedule", [scheduler["last_epoch"]])
-    require_counts("bytes of logs", state["log_bytes"].values())
-    require_numbers("last update", state["last_update"].values())
+    if not settings.keys() >= {"data", "world"}:
+        raise ValueError("its arguments are not those of a run")
     require_counts("length of the run", [settings["max_steps"], settings["max_epochs"]])
+
+    require_counts("counters", [state["progress"][name] for name in COUNTERS])
+    best.Best(**state["best"])  # a TypeError if it has other fields
+    require_numbers("last update", state["last_update"].values())
+    require_counts("bytes of logs", state["log_bytes"].values())
+
+    scheduler = state["scheduler"]
+    require_counts("schedule", [scheduler["last_epoch"]])
     require_numbers("learning rates", [*scheduler["base_lrs"], *scheduler["_last_lr"]])
+    if not scheduler["lr_lambdas"] or not scheduler["_last_lr"]:
+        raise ValueError("it has no schedule")
+
+    if not state["open_sums"]:
+        raise ValueError("it holds the sums of no process")
     for sums in state["open_sums"]:  # of each process, see `Means.state`
         for reduce, number, count in sums.values():
             if reduce not in NOTHING:
                 raise ValueError(f"it reduces a metric by {reduce!r}")
             require_numbers("metrics", [number, count])
-    if not state["open_sums"] or not scheduler["lr_lambdas"] or not scheduler["_last_lr"]:
-        raise ValueError("it holds the sums of no process or has no schedule")
-    if not settings.keys() >= {"data", "world"}:
-        raise ValueError("its arguments are not those of a run")
-    best.Best(**state.get("best", {}))  # a TypeError if it has other fields
 
 
 def require_counts(what: str, values: Iterable) -> None:
@@ -458,15 +484,16 @@ def load(run: Run, path: Path) -> dict:
     state = read_state(path)
     refuse_another_run(run, path, state["arguments"])
     engine_state.load(run, path / "engine")
-    # Random states belong to processes: with another number of them not all are there.
-    if len(state["open_sums"]) == run.accelerator.num_processes:
+    processes_before = len(state["open_sums"])
+    if processes_before == run.accelerator.num_processes:
+        # Each process loads its own random state. If one cannot, all exit.
         restore = partial(engine_state.load_random_states, run, path / "engine")
-        distributed.all_or_none(run.accelerator, True, restore)  # if one process fails, all exit
+        distributed.all_or_none(run.accelerator, True, restore)
     load_schedule(run, state["scheduler"])
     note_new_horizon(run, state)
     for name in COUNTERS:
         setattr(run.progress, name, state["progress"][name])
-    run.best = best.Best(**state.get("best", {}))
+    run.best = best.Best(**state["best"])
     run.metrics.last_update = state["last_update"]
     run.extra = read_tensors(run, path / "extra.pt")
     if run.servers is not None and (path / AHEAD).exists():
@@ -495,7 +522,8 @@ def load_per_process(run: Run, path: Path) -> None:
     """Reads the state of this process, see `Run.per_process`.
 
     Raises:
-        SystemExit: the checkpoint has no such state, or has shards of another number of processes.
+        SystemExit: the checkpoint has no such state, or that of another number of processes, whose
+            shards differ.
     """
     if run.per_process is None:
         return
@@ -503,17 +531,17 @@ def load_per_process(run: Run, path: Path) -> None:
     files = list(path.glob("own_*.pt"))
     if not files:
         sys.exit(
-            f"--resume: {path} holds no running values of each process, which this recipe needs"
+            f"--resume: {path} holds no state of each process (Run.per_process), which this recipe "
+            "needs"
         )
-    index = accelerator.process_index
-    if len(files) != accelerator.num_processes:
-        if engine.is_sharded(accelerator):
-            sys.exit(
-                f"--resume: {path} holds the running values of {len(files)} processes, now there "
-                f"are {accelerator.num_processes}, and {engine.describe(accelerator)} would cut "
-                "them differently"
-            )
-        index = 0  # where nothing is sharded all have the same
+    same_number = len(files) == accelerator.num_processes
+    if not same_number and engine.is_sharded(accelerator):
+        sys.exit(
+            f"--resume: {path} holds the state of {len(files)} processes (Run.per_process), now "
+            f"there are {accelerator.num_processes}, and {engine.describe(accelerator)} would "
+            "shard it differently"
+        )
+    index = accelerator.process_index if same_number else 0  # unsharded, all have the same
     run.per_process = read_tensors(run, per_process_file(path, index))
 
 
@@ -561,13 +589,13 @@ def load_schedule(run: Run, state: dict) -> None:
     """
     scheduler = run.scheduler
     groups = run.optimizer.param_groups
-    # DeepSpeed's Adam for CPUs has new groups after loading. The scheduler still has the old ones.
+    # DeepSpeed's Adam for CPUs makes new groups when it loads: the scheduler must know them.
     scheduler.optimizer.param_groups = groups
-    scheduler.load_state_dict(state)  # its counters; the factors stay those of this run
-    n_applied = scheduler.last_epoch
+    scheduler.load_state_dict(state)  # its counters; the functions in `lr_lambdas` stay this run's
+    updates_applied = scheduler.last_epoch
     learning_rates = [
-        base_rate * factor(n_applied)
-        for base_rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
+        base_rate * share_of_peak(updates_applied)
+        for base_rate, share_of_peak in zip(scheduler.base_lrs, scheduler.lr_lambdas)
     ]
     scheduler._last_lr = learning_rates  # what `get_last_lr` returns
     for group, learning_rate in zip(groups, learning_rates):
@@ -605,6 +633,6 @@ def load_open_sums(run: Run, sums_by_process: list[dict[str, list]]) -> None:
         run.metrics.open.load_state(sums, mine=accelerator.process_index == reader)
     if not same_number:
         accelerator.print(
-            f"note: {processes_before} processes before, {accelerator.num_processes} now: "
+            f"NOTE: {processes_before} processes before, {accelerator.num_processes} now: "
             "dropout, if any, is drawn again"
         )

@@ -101,7 +101,7 @@ class Means:
         other.sums = {}
 
     def reduce(self) -> dict[str, float]:
-        """Returns the values over all processes, by one collective, and forgets the sums.
+        """Returns the values over all processes, by one collective, and empties the sums.
 
         A tag under which nothing counted is left out. All processes must call it.
         """
@@ -110,20 +110,16 @@ class Means:
         sums = self.sums
         self.sums = {}
         mine = torch.stack([of_tag.numbers for of_tag in sums.values()])[None]
-        everyone = self.accelerator.gather(mine)  # [processes, tags, 2]
-        reductions = torch.stack([everyone.sum(0), everyone.amin(0), everyone.amax(0)])
-        added, smallest, largest = reductions.tolist()  # one reading, because a GPU waits at each
+        numbers, counts = self.accelerator.gather(mine).unbind(-1)  # [processes, tags] each
+        count = counts.sum(0)
+        by_kind = {"mean": numbers.sum(0) / count, "min": numbers.amin(0), "max": numbers.amax(0)}
+        # Read at once, because a GPU waits at each reading.
+        rows = torch.stack([count, *by_kind.values()], 1).tolist()
 
         values = {}
-        for place, (name, of_tag) in enumerate(sums.items()):
-            total, count = added[place]
-            if count > 0:
-                by_kind = {
-                    "mean": total / count,
-                    "min": smallest[place][0],
-                    "max": largest[place][0],
-                }
-                values[name] = by_kind[of_tag.reduce]
+        for (name, of_tag), (n_counted, *of_kinds) in zip(sums.items(), rows):
+            if n_counted > 0:
+                values[name] = dict(zip(by_kind, of_kinds))[of_tag.reduce]
         return values
 
     def state(self) -> dict[str, list]:
@@ -258,8 +254,8 @@ class Metrics:
 
         Args:
             of_update: values of this update only: `grad_norm`, `learning_rate`, `loss_scale` and
-                those of the recipe. None is left out. Of a skipped update only `loss_scale` is
-                read, and must be given.
+                those of the recipe. A value of None is left out. Of a skipped update only
+                `loss_scale` is read.
         """
         if applied:
             self.last_update = {
@@ -314,11 +310,10 @@ class Metrics:
     def add_flop(self) -> None:
         """Adds this process's operations to the open means, under a tag that is not logged.
 
-        So the one collective of the line averages them over the processes, too.
+        So they are averaged over the processes by the collective that the line needs anyway.
         """
-        like = self.open.sums["loss"].numbers
-        # Filled on the device: a copy from the host would wait.
-        flop = torch.full((1,), self.speed.flop, dtype=like.dtype, device=like.device)
+        of_loss = self.open.sums["loss"].numbers
+        flop = of_loss.new_full((1,), self.speed.flop)  # a copy from the host would make a GPU wait
         self.open.add([Logged({FLOP: flop}, weights=torch.ones_like(flop))])
 
     def add_rollout(

@@ -1,12 +1,12 @@
 """Parameter groups, AdamW, the warm-up, the schedule in words, and step counts held at zero."""
 
-import math
 from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from common import counted
+from common.progress import share_of
 from common.run import Run
 
 
@@ -76,7 +76,7 @@ def warmup_updates(warmup_steps: float, total_updates: int) -> int:
         return 0
     if warmup_steps >= 1:
         return int(warmup_steps)
-    return math.ceil(warmup_steps * total_updates)
+    return share_of(total_updates, warmup_steps)
 
 
 def scheduler(optimizer: torch.optim.Optimizer, args, total_updates: int):

@@ -14,6 +14,8 @@ class Progress:
     """The counters of a run. A checkpoint holds those of `checkpoint.COUNTERS`.
 
     Attributes:
+        n_rows: of the training data; in GRPO, PPO and distillation, prompts.
+        train_batch_size, max_epochs, max_steps: those of the run.
         updates_per_epoch: by default `n_rows / train_batch_size`, rounded up.
         global_step: updates applied; the one x-axis.
         skipped_steps: updates that the engine skipped because of an fp16 overflow.
@@ -22,11 +24,10 @@ class Progress:
             twice), padding excluded, in applied updates.
         counts_sequences: whether a sample may hold several sequences, so that they are logged.
         sequences: trained on so far, in applied updates.
-        rows_seen: rows of the data used so far, where the number of updates does not determine them
-            (GRPO leaves groups out, so that a rollout may hold fewer updates than it could); else
-            None.
+        rows_seen: rows of the data used so far, in a recipe that sets it; None: the updates tell.
+            In GRPO they do not: a rollout that leaves groups out makes fewer.
+        data_ended: in a recipe that sets `rows_seen`, whether all rows are trained on.
         stopped_early: whether `--stop_after` ends the run.
-        data_ended: set by a recipe that counts `rows_seen`, once all its rows are trained on.
         idle: whether rows were used up since the latest update without leading to one.
         consecutive_skips: how many of the latest updates were skipped since the last applied one.
         recent_skips: which of the latest `RECENT_UPDATES` updates were skipped, counted from 1.
@@ -115,7 +116,7 @@ class Progress:
         """Whether an update was applied last: none was skipped and no rollout was idle since."""
         return self.consecutive_skips == 0 and not self.idle
 
-    def due(self, interval: float) -> bool:
+    def save_due(self, interval: float) -> bool:
         """Whether to save now: after every `interval` applied updates, and at the end.
 
         Args:
@@ -125,22 +126,21 @@ class Progress:
 
     def updates_in(self, interval: float) -> int:
         """Returns an interval in updates: below 1 it is a share of all, rounded up."""
-        return math.ceil(interval * self.total_steps) if 0 < interval < 1 else int(interval)
+        return share_of(self.total_steps, interval) if 0 < interval < 1 else int(interval)
 
     def evaluation_due(self, interval: float) -> bool:
         """Whether to evaluate now: after every `interval` applied updates, and at the end.
 
         Args:
-            interval: as in `due`, but 0: at the end alone.
+            interval: as in `save_due`, but 0: at the end alone.
         """
         every = self.updates_in(interval)
         at_multiple = every > 0 and self.global_step % every == 0
         if self.was_just_applied:
             return at_multiple or self.finished
-        # The model is as it was after its last applied update. At a multiple, and at update 0, it
-        # has been evaluated already.
-        evaluated_already = at_multiple or self.global_step == 0
-        return self.finished and not evaluated_already
+        # The model has not changed since its last applied update. The end is evaluated, unless that
+        # was done then, at a multiple, or before the first update.
+        return self.finished and not at_multiple and self.global_step > 0
 
     def log_due(self, interval: float) -> bool:
         """Whether to log now: when an evaluation would be due, and after the first update."""
@@ -156,3 +156,8 @@ class Progress:
             f"the last of {counted(last_of_epoch, 'sample')}; "
             f"{counted(self.total_steps, 'update')} in all"
         )
+
+
+def share_of(updates: int, share: float) -> int:
+    """Returns a share of updates, rounded up: 7 for 0.07 of 100, which is 7.000000000000001."""
+    return math.ceil(round(updates * share, 6))

@@ -626,9 +626,9 @@ def log_evaluate_save(run: Run, all_teachers: Teachers, packer: Packer) -> None:
         run.metrics.log()
     if run.progress.evaluation_due(args.eval_steps):
         evaluate(run, all_teachers, packer)
-    if run.progress.due(args.save_steps):
+    if run.progress.save_due(args.save_steps):
         checkpoint.save(run)
-    if run.progress.due(args.save_actor_steps):
+    if run.progress.save_due(args.save_actor_steps):
         actor.publish_step(run)
     checkpoint.stop_if_asked(run)
 

@@ -765,9 +765,9 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
         run.metrics.log()
     if run.progress.evaluation_due(args.eval_steps):
         evaluate(run, judge, packer)
-    if run.progress.due(args.save_steps):
+    if run.progress.save_due(args.save_steps):
         checkpoint.save(run)
-    if run.progress.due(args.save_actor_steps):
+    if run.progress.save_due(args.save_actor_steps):
         actor.publish_step(run)
     checkpoint.stop_if_asked(run)
 

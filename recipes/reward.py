@@ -280,9 +280,9 @@ def main():
             metrics.log()
         if progress.evaluation_due(args.eval_steps):
             evaluate(run, packer)
-        if progress.due(args.save_steps):
+        if progress.save_due(args.save_steps):
             checkpoint.save(run)
-        if progress.due(args.save_actor_steps):
+        if progress.save_due(args.save_actor_steps):
             actor.publish_step(run)
         checkpoint.stop_if_asked(run)
 

@@ -159,9 +159,8 @@ FAULTS = [
         "common/metrics.py",
         replace(
             "Means.reduce",
-            "everyone.sum(0)",
-            by="torch.stack([(everyone[..., 0] / everyone[..., 1].clamp(min=1)).mean(0), "
-            "(everyone[..., 1].sum(0) > 0).double()], -1)",
+            "numbers.sum(0) / count",
+            by="(numbers / counts.clamp(min=1)).mean(0)",
         ),
         TOKEN_MEANS,
     ),

@@ -68,7 +68,7 @@ def require(row: dict, *columns: str, expected: str) -> None:
     """Raises `BadRow` unless every column is there and holds a string, a message or several.
 
     Args:
-        expected: the columns that the format needs, for the message.
+        expected: the columns that the format needs, which the error names.
     """
     for column in columns:
         value = row.get(column)
@@ -87,11 +87,10 @@ def refuse_media_and_kto(row: dict) -> None:
     for column in MEDIA_COLUMNS:
         if row.get(column):
             raise BadRow(f"column {column!r} is not empty: only text is supported")
-    is_kto_label = str(row.get("label")).lower() in ("true", "false")
-    # Pairs and texts are learned whatever their label says: a text with a label comes from a
-    # classification data set.
-    has_pair = row.get("chosen") is not None and row.get("rejected") is not None
-    if is_kto_label and not has_pair and row.get("text") is None:
+    has_label = str(row.get("label")).lower() in ("true", "false")
+    is_pair = row.get("chosen") is not None and row.get("rejected") is not None
+    is_text = row.get("text") is not None  # then the label is that of a classification data set
+    if has_label and not (is_pair or is_text):
         raise BadRow(IS_KTO)
 
 
@@ -204,7 +203,7 @@ def with_prompt_once(
     """
     prompt, chosen_answer, rejected_answer = split_conversations(chosen, rejected)
     if prompt and stated:
-        prompt = join_prompts(as_messages(stated, "user"), prompt)
+        prompt = join_prompts(as_messages(stated, "user"), prompt)  # [] if they contradict
     if not prompt:
         raise BadRow(
             "'chosen' and 'rejected' do not begin with the same prompt, "
@@ -251,8 +250,10 @@ def split_conversations(
         if message != other:
             break
         end += 1
-    while end > 0 and not chosen[end]["role"] == rejected[end]["role"] == "assistant":
+    roles_at_end = {chosen[end]["role"], rejected[end]["role"]}
+    while end > 0 and roles_at_end != {"assistant"}:
         end -= 1
+        roles_at_end = {chosen[end]["role"], rejected[end]["role"]}
     return chosen[:end], chosen[end:], rejected[end:]
 
 
@@ -272,13 +273,15 @@ def join_prompts(stated: list[dict], repeated: list[dict]) -> list[dict]:
         stated: column `prompt`.
         repeated: what both answers begin with.
     """
-    stated_texts = [message["content"].strip() for message in stated]
-    repeated_texts = [message["content"].strip() for message in repeated]
-    if is_in_order(stated_texts, repeated_texts):  # maybe after a system message
-        return repeated  # the answers repeat the whole prompt
+    of_column = [message["content"].strip() for message in stated]
+    of_answers = [message["content"].strip() for message in repeated]
+    # First line of the table: the answers repeat the whole prompt, maybe with more around it.
+    if is_in_order(of_column, of_answers):
+        return repeated
+    # Second line: they repeat only its end.
     for length in range(min(len(stated), len(repeated)), 0, -1):
-        if stated_texts[-length:] == repeated_texts[:length]:
-            return stated[:-length] + repeated  # they repeat its end
+        if of_column[-length:] == of_answers[:length]:
+            return stated[:-length] + repeated
     return []
 
 
@@ -289,15 +292,14 @@ def is_in_order(parts: list[str], whole: list[str]) -> bool:
 
 
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
-    """Returns the roles that a row's messages have, each once, for an error that names them.
+    """Returns the roles that appear in a row, each once. A message about a bad row lists them.
 
-    A row of strings has none, or user and assistant if `strings_as_messages` makes turns of them.
+    Strings have no role; `strings_as_messages` makes turns of user and assistant of them.
     """
     roles = []
     for name in ("messages", "prompt", "completion", "chosen", "rejected"):
-        value = row.get(name)
+        value = row.get(name)  # anything: nothing is checked yet
         messages = value if isinstance(value, list) else [value]
-        # Nothing is checked yet: the value may be a string, or anything else.
         roles += [role_of(message) for message in messages if isinstance(message, dict)]
     if not roles and strings_as_messages and is_plain_text(row):
         roles = ["user", "assistant"]
@@ -328,7 +330,8 @@ def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
         "\n\nHuman: Why?\n\nAssistant:"        " So."    ->  [U]        [A]
         ""                                     "So."     ->  ""         "So."
     """
-    if not isinstance(prompt, str) or (answers and not prompt):
+    is_answer_alone = bool(answers) and not prompt
+    if isinstance(prompt, list) or is_answer_alone:
         return prompt, *answers
     turns = transcript_turns(prompt)
     if turns is None:

@@ -140,13 +140,11 @@ def encode_answer(
         prompt = encode_prompt(tokenizer, history, tools)
     conversation = templates.Conversation(tokenizer, history + answer, tools)
     turn = compare_with_prompt(tokenizer, prompt, conversation.text)
-    # "" if the template writes the answer.
-    reason = templates.why_unwritten(conversation, len(history), turn.only_in_answer)
-    if reason:
-        return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
+    why_unwritten = templates.why_unwritten(conversation, len(history), turn.only_in_answer)
+    if why_unwritten:  # "" if the template writes the answer
+        return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[why_unwritten])
 
     notes = []
-    # Some templates drop the thinking of answers.
     thought = thoughts.of_message(answer[-1])
     drops_thought = bool(thought) and thought not in turn.only_in_answer
     if drops_thought and len(answer) > 1:
@@ -155,9 +153,9 @@ def encode_answer(
         notes.append(DROPS_THOUGHT)
         context, ids = encode_as_given(tokenizer, turn, answer[-1])
     else:
-        context, ids = split_turn(tokenizer, turn)
-        ids = up_to_end(tokenizer, ids)
-        if len(context) < len(prompt.ids):
+        context, answer_and_rest = split_turn(tokenizer, turn)
+        ids = up_to_end(tokenizer, answer_and_rest)
+        if context != prompt.ids:  # the answer follows only its beginning
             notes.append(note_on_mismatch(tokenizer, turn))
     if not has_end(tokenizer, ids):
         notes.append(APPENDS_EOS)
@@ -199,23 +197,25 @@ def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
         # Second line: a token spans the border. At inference the prompt is tokenised alone, and so
         # is what the model generates.
         return prompt_ids, encode_text(tokenizer, turn.text_with_answer[len(turn.prompt.text) :])
-    if turn.only_in_prompt.strip() and not thoughts.is_whole_thought(turn.only_in_prompt):
-        # Third line: no model would give this answer after the rest of the prompt, such as an open
-        # thought.
-        return turn.ids_with_answer[: turn.n_shared], answer_ids
-    # The last two lines: after a closed thought or whitespace a model would give this answer.
-    return prompt_ids, without_whitespace(tokenizer, answer_ids, turn.only_in_prompt)
+    is_whitespace = turn.only_in_prompt.strip() == ""
+    if is_whitespace or thoughts.is_whole_thought(turn.only_in_prompt):
+        # The last two lines: a model would give this answer after the whole prompt.
+        return prompt_ids, without_whitespace(tokenizer, answer_ids, turn.only_in_prompt)
+    # Third line: after the rest of the prompt, such as an open thought, it would not.
+    return turn.ids_with_answer[: turn.n_shared], answer_ids
 
 
 def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[int]:
     r"""Returns an answer without the whitespace at its start that the prompt has written already.
 
-    It may be other tokens there, such as one for two newlines, so texts are compared. Examples,
-    with a space between tokens:
+    It may be other tokens there, such as one for two newlines, so texts are compared. If the prompt
+    has a whole thought there, it has no whitespace that the answer repeats. Examples, with a space
+    between tokens:
 
-        answer      only_in_prompt    returned
-        \n Yes      \n\n              Yes
-        \n\n Yes    \n                \n Yes
+        answer      only_in_prompt     returned
+        \n Yes      \n\n               Yes
+        \n\n Yes    \n                 \n Yes
+        \n Yes      <think></think>    \n Yes
     """
     space_ids = list(itertools.takewhile(lambda token: decode(tokenizer, [token]).isspace(), ids))
     space = decode(tokenizer, space_ids)
@@ -340,16 +340,20 @@ def ends_with(ids: list[int], ending: list[int]) -> bool:
 def without_trailing_space(tokenizer, ids: list[int]) -> list[int]:
     r"""Returns an answer without the whitespace that the template writes after every answer.
 
-    It has tokens of its own, as in `Yes` `\n\n`, or is part of the last one, as in `Yes` `.\n\n`.
+    Two cases, with a space between tokens, where the template writes `\n\n`:
+
+        Yes \n\n     tokens of its own, which are dropped
+        Yes .\n\n    the end of a token, whose rest is tokenised again
     """
     conventions = templates.conventions(tokenizer)
     ending = list(conventions.ending)
-    if ends_with(ids, ending) and decode(tokenizer, ending).strip() == "":
+    is_white = decode(tokenizer, ending).strip() == ""
+    if is_white and ends_with(ids, ending):
         return ids[: -len(ending)]
     white = conventions.white_ending
-    last_text = decode(tokenizer, ids[-1:])
-    if white and last_text.endswith(white):
-        return ids[:-1] + encode_text(tokenizer, last_text.removesuffix(white))
+    last_token = decode(tokenizer, ids[-1:])
+    if white and last_token.endswith(white):
+        return ids[:-1] + encode_text(tokenizer, last_token.removesuffix(white))
     return ids
 
 
@@ -370,20 +374,20 @@ def has_end(tokenizer, ids: list[int]) -> bool:
 def turn_length(tokenizer, ids: list[int]) -> int:
     r"""Returns how many tokens a turn has, up to and including its end token; 0 if it has none.
 
-    The last EOS ends a turn. Where the template writes none, as that of gpt-oss for a tool call,
-    the turn's last token does if it is special, or the one before if a token such as a newline
-    follows it. What follows the end is never generated, so it is not learned. Examples, with a
-    space between tokens:
+    The end token is the last EOS. A turn without one, such as a tool call of gpt-oss, ends with a
+    special token: its last token, or the last but one, which a newline may follow. What follows the
+    end is never generated, so it is not learned. Examples, with a space between tokens:
 
         Yes <eos> \n          2
         call <call> \n        2
         Yes                   0
     """
-    eos = tokenizer.eos_token_id  # a property that searches each time
+    eos = tokenizer.eos_token_id
     if eos in ids:
-        return len(ids) - ids[::-1].index(eos)
+        n_after_eos = ids[::-1].index(eos)
+        return len(ids) - n_after_eos
     special = {number for number, token in added_tokens(tokenizer).items() if token.special}
-    for length in (len(ids), len(ids) - 1):  # one token, such as a newline, may follow the end
+    for length in (len(ids), len(ids) - 1):
         if length > 0 and ids[length - 1] in special:
             return length
     return 0
@@ -392,9 +396,9 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
     """Counts the prompt tokens that are new since an earlier answer: those after its end token.
 
-    For a conversation whose template rewrites earlier turns, so that the ids of two prompts cannot
-    be compared. The template is rendered with two different answers there: what both prompts end
-    with is what follows the answer. Example: of
+    It serves conversations whose template rewrites earlier turns, so that the ids of two prompts
+    cannot be compared. The template is rendered with two different answers at that place: what both
+    prompts end with is what follows the answer. Example: of
 
         <user> One <bot> a <end> <user> Two <bot>
         <user> One <bot> b <end> <user> Two <bot>
@@ -413,11 +417,11 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
         text = templates.render(tokenizer, changed, tools, add_generation_prompt=True)
         prompts.append(encode_text(tokenizer, text))
     first, second = prompts
-    n_equal = n_shared_at_end(first, second)
-    after_answer = first[len(first) - n_equal :]
-    template_has_stop = templates.conventions(tokenizer).stop is not None
-    ends_answer = template_has_stop and is_marker(tokenizer, after_answer[0])
-    return n_equal - 1 if ends_answer else n_equal
+    n_after_text = n_shared_at_end(first, second)
+    after_text = first[len(first) - n_after_text :]
+    has_end_token = templates.conventions(tokenizer).stop is not None
+    begins_with_end = has_end_token and is_marker(tokenizer, after_text[0])
+    return n_after_text - 1 if begins_with_end else n_after_text
 
 
 # ============================================================ preferences

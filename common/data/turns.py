@@ -31,13 +31,17 @@ def check(tokenizer, tools: list[dict] | None = None) -> None:
         BadRow: it leaves out what comes back, or the tools; or see `refuse_rewritten_answers`.
     """
     refuse_rewritten_answers(tokenizer)
-    names = [tool["function"]["name"] for tool in tools or []]
+
     prompt = templates.render(tokenizer, [QUESTION], tools, add_generation_prompt=True)
+    names = [tool["function"]["name"] for tool in tools or []]
     if not all(name in prompt for name in names):
         raise BadRow(f"the tokenizer's chat template does not write the tools {', '.join(names)}")
+
     role = "tool" if tools else "user"
+    # The name is that of a tool; templates ignore it in a message of a user.
     reply = {"role": role, "name": CALL["function"]["name"], "content": REPLY}
-    if REPLY not in decode(tokenizer, ids_after_answer(tokenizer, [reply], tools)):
+    written = decode(tokenizer, ids_after_answer(tokenizer, [reply], tools))
+    if REPLY not in written:
         raise BadRow(f"the tokenizer's chat template leaves out messages of role {role!r}")
 
 
@@ -47,16 +51,17 @@ def refuse_rewritten_answers(tokenizer) -> None:
     Example of one that does: its generation prompt ends with `<bot><think>`, and it writes an
     earlier answer as `<bot>Yes`.
     """
-    text, place = rendered(tokenizer, ANSWER, [QUESTION], None)
     prompt = templates.render(tokenizer, [QUESTION], add_generation_prompt=True)
-    end = decode(tokenizer, templates.conventions(tokenizer).end_of_answer)
+    text, end_of_answer = render_beyond_answer(tokenizer, ANSWER, [QUESTION], None)
+    up_to_answer = text[:end_of_answer]
+    end_token = decode(tokenizer, templates.conventions(tokenizer).end_of_answer)
     # Whitespace around the answer is the model's own.
-    written = text[len(prompt) : place].removesuffix(end).strip()
-    if not text.startswith(prompt) or written != ANSWER["content"]:
+    answer = up_to_answer.removeprefix(prompt).removesuffix(end_token).strip()
+    if not up_to_answer.startswith(prompt) or answer != ANSWER["content"]:
         raise BadRow(
             "the tokenizer's chat template writes an answer differently once it is followed: its "
-            f"generation prompt ends with {prompt[-40:]!r}, a later answer with "
-            f"{text[:place][-40:]!r}. So no turn can be appended to what was sampled: give another "
+            f"generation prompt ends with {prompt[-40:]!r}, an earlier answer with "
+            f"{up_to_answer[-40:]!r}. So no turn can be appended to what was sampled: give another "
             "template by --chat_template FILE, or switch off thinking by --chat_template_kwargs"
         )
 
@@ -78,35 +83,40 @@ def ids_after_answer(tokenizer, messages: list[dict], tools: list[dict] | None =
     """
     answer = ANSWER_WITH_CALL if messages[0]["role"] == "tool" else ANSWER
     messages = [harmless(tokenizer, message) for message in messages]
-    text, place = rendered(tokenizer, answer, messages, tools)
-    return encode_after(tokenizer, encode_beginning(tokenizer, text[:place]), text[place:])
+    text, end_of_answer = render_beyond_answer(tokenizer, answer, messages, tools)
+    beginning = encode_beginning(tokenizer, text[:end_of_answer])
+    return encode_after(tokenizer, beginning, text[end_of_answer:])
 
 
-def rendered(
+def render_beyond_answer(
     tokenizer, answer: dict, messages: list[dict], tools: list[dict] | None
 ) -> tuple[str, int]:
-    r"""Returns a conversation that continues after an answer, and where the answer ends.
+    r"""Renders a conversation that goes on after an answer; also returns where the answer ends.
 
-    Example, with ChatML: the answer to `zqz` is `zqa`, and ends before the second line.
+    Example, with ChatML. The answer is `zqa`, and ends with the first line:
 
         <|im_start|>user\nzqz<|im_end|>\n<|im_start|>assistant\nzqa<|im_end|>
         \n<|im_start|>user\nToo high.<|im_end|>\n<|im_start|>assistant\n
 
     Raises:
-        BadRow: the template refuses the messages, or does not write the answer.
+        BadRow: the template refuses the messages, leaves out the answer, or ends it differently
+            once it is followed.
     """
     text = templates.render(
         tokenizer, [QUESTION, answer, *messages], tools, add_generation_prompt=True
     )
-    end = decode(tokenizer, templates.conventions(tokenizer).end_of_answer)  # maybe ""
+    end_token = decode(tokenizer, templates.conventions(tokenizer).end_of_answer)  # maybe ""
+    # By what an answer is found: its content or, in templates that drop that of a call, the call.
     words = [answer["content"]]
-    # Some templates write only the call of an answer that has one.
     words += [call["function"]["name"] for call in answer.get("tool_calls", [])]
     for word in words:
-        place = place_after(text, [QUESTION["content"], word, end])
+        place = place_after(text, [QUESTION["content"], word, end_token])
         if place is not None:
             return text, place
-    raise BadRow("the tokenizer's chat template does not write an answer once it is followed")
+    raise BadRow(
+        "the tokenizer's chat template leaves out an answer, or ends it differently, once it is "
+        "followed"
+    )
 
 
 def place_after(text: str, words: list[str]) -> int | None:

@@ -7,7 +7,7 @@ import types
 import pytest
 import yaml
 
-from common import arguments, batches, counted
+from common import arguments, batches, counted, optim
 from common.progress import Progress
 from runs import PYTHON, REPOSITORY, launch, recipe, tiny_llama, training_lines, write_jsonl
 
@@ -27,6 +27,14 @@ def test_log_lines_stand_at_the_first_the_multiples_and_the_last(interval, every
     progress = Progress(60_000, 192, max_epochs=1, max_steps=0)
     expected = sorted({1, 313} | set(range(every, 314, every)))
     assert steps_logged(progress, interval) == expected
+
+
+@pytest.mark.parametrize("share, of_100", [(0.07, 7), (0.29, 29), (0.56, 56), (0.071, 8)])
+def test_a_share_of_updates_is_rounded_up_only_if_it_is_no_whole_number(share, of_100):
+    """0.07 * 100 is 7.000000000000001."""
+    progress = Progress(100, 1, max_epochs=1, max_steps=0)
+    assert steps_logged(progress, share)[1] == of_100
+    assert optim.warmup_updates(share, 100) == of_100
 
 
 def test_a_rollout_without_updates_is_not_logged_as_the_first_update_again():
@@ -77,7 +85,7 @@ def test_the_end_is_evaluated_once_whether_or_not_its_update_is_skipped():
         for index in range(5):
             progress.update_done(index not in skipped, 1, 1)
             due += [progress.global_step] * progress.evaluation_due(interval)
-            saves = progress.due(interval)
+            saves = progress.save_due(interval)
             assert saves == (interval > 0 and progress.evaluation_due(interval))
         assert due == expected, (skipped, interval)
 

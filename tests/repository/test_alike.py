@@ -101,9 +101,9 @@ if progress.log_due(args.logging_steps):
 metrics.log()
 if progress.evaluation_due(args.eval_steps):
 EVALUATE
-if progress.due(args.save_steps):
+if progress.save_due(args.save_steps):
 checkpoint.save(run)
-if progress.due(args.save_actor_steps):
+if progress.save_due(args.save_actor_steps):
 actor.publish_step(run)
 checkpoint.stop_if_asked(run)
 """

@@ -552,10 +552,10 @@ def test_progress_counts_rows_where_updates_do_not_tell_them():
     progress.update_done(True, samples=4, tokens=9)
     progress.idle = True
     # It was due when the update was made.
-    assert not progress.due(1) and not progress.evaluation_due(0)
+    assert not progress.save_due(1) and not progress.evaluation_due(0)
     progress.data_ended = True
-    assert progress.finished and not progress.due(1)
-    assert progress.evaluation_due(0) and progress.due(7) and not progress.due(0)
+    assert progress.finished and not progress.save_due(1)
+    assert progress.evaluation_due(0) and progress.save_due(7) and not progress.save_due(0)
 
 
 @pytest.mark.parametrize("settings, parts", [

@@ -477,8 +477,8 @@ with torch.no_grad():
         "recipes/sft.py",
         replace(
             "main",
-            "progress.due(args.save_steps)",
-            by="progress.due(args.save_steps) and progress.samples % args.train_batch_size == 0",
+            "progress.save_due(args.save_steps)",
+            by="progress.save_due(args.save_steps) and progress.samples % args.train_batch_size == 0",
         ),
     ),
     "nothing is evaluated at the end": Fault(
@@ -497,7 +497,7 @@ with torch.no_grad():
         "recipes/dpo.py",
         replace(
             "main",
-            "progress.due(args.save_steps)",
+            "progress.save_due(args.save_steps)",
             by="args.save_steps and progress.global_step % args.save_steps == 0",
         ),
     ),
