@@ -14,6 +14,7 @@ LATER_LOSS = 3e-6  # of weights that may already differ by 1e-5
 METRIC = 1e-5
 WEIGHTS = 1e-5
 LEARNING_RATE = 1e-9
+SCHEDULE = 1e-6  # of the peak learning rate
 # Gradients that sum up to a smaller norm are themselves larger, and round as larger ones do.
 SMALL_NORM = 1e-2
 # What must differ, such as another seed's lines, differs by this much.

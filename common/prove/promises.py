@@ -280,23 +280,27 @@ def saved_steps(run: Finished, folder: str) -> list[int]:
 def linear_schedule(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
     """Whether each line logs the learning rate that its own update was made with.
 
-    The first update has the peak rate, and one update after the last the rate would be 0. Only the
-    shape is checked, since a fork may give its groups rates of their own.
+    The first update has the peak rate. The rates fall in equal steps, which would reach 0 one
+    update after the last. Only this shape is checked, since a fork may give its groups rates of
+    their own.
     """
     rates = [line.get("learning_rate") for line in run.training]
-    if not bench.has("lr_scheduler_type", "warmup_steps") or None in rates or not rates[0]:
+    if not bench.has("lr_scheduler_type", "warmup_steps") or None in rates:
         return
+    title = f"lr_scheduler_type linear, {what}"
     peak = rates[0]
+    if peak == 0:
+        yield Check(title, compare.faults(["learning_rate, update 1: 0, expected the peak rate"]))
+        return
     differences = []
     for line, rate in zip(run.training, rates):
         step = line["global_step"]
         updates_left = run.last_step + 1 - step  # the line's own update is among them
         expected = peak * updates_left / run.last_step
         where = f"learning_rate, update {step}: {rate:.6g}, expected {expected:.6g}"
-        off_by = abs(rate / peak - expected / peak)
-        differences.append(Difference(off_by, 1e-6, where))
-    nearest = compare.first_or_nearest(differences)
-    yield Check(f"lr_scheduler_type linear, {what}", nearest)
+        off_by = abs(rate - expected) / peak
+        differences.append(Difference(off_by, compare.SCHEDULE, where))
+    yield Check(title, compare.first_or_nearest(differences))
 
 
 def counts_of_epochs(run: Finished) -> Difference:

@@ -980,6 +980,7 @@ def test_the_first_line_and_metric_beyond_its_bound_is_named():
         ([0.3, 0.2, 0.1], True),
         ([0.2, 0.1, 0.0], False),  # those of the next update
         ([0.3, 0.25, 0.2], False),  # of twice as many updates
+        ([0.0, 0.3, 0.2], False),  # a warm-up that no flag asks for
     ],
 )
 def test_learning_rates_of_a_linear_schedule(tmp_path, rates, green):
