@@ -1166,6 +1166,45 @@ def test_two_runs_without_a_model_are_not_equal(tmp_path):
     assert not found.green and found.where.endswith("neither run has saved a model")
 
 
+@pytest.mark.parametrize(
+    "some, others",
+    [
+        ([], []),
+        ([{"loss": 1.0}], []),
+        ([{"loss": 1.0}], [{"grad_norm": 2.0}]),
+        # What says where a line is, and how far the schedule, is no metric.
+        ([{"samples": 16, "learning_rate": 0.1}], [{"samples": 32, "learning_rate": 0.2}]),
+    ],
+)
+def test_without_a_common_metric_nothing_differs(some, others):
+    found = compare.unlike(some, others)
+    assert not found.green and found.where == "the log: the two runs have no metric in common"
+
+
+def test_an_actor_that_is_never_evaluated_is_checked_otherwise(tmp_path, monkeypatch):
+    """Under every engine, and with another reference, before it is told what is not checked."""
+    made = bench_of(tmp_path, ref_model_name_or_path=None)
+    made.quick = False
+    run = finished(tmp_path / "run", {"global_step": 1, "loss": 1.0})
+    (run.folder / "actor").mkdir()
+    other = finished(tmp_path / "other", {"global_step": 1, "loss": 2.0})
+    monkeypatch.setattr(runs, "one_process", lambda _: run)
+    monkeypatch.setattr(runs, "on_engine", lambda *_: run)
+    monkeypatch.setattr(made, "run_script", lambda *_: "{}")
+    monkeypatch.setattr(made, "run", lambda name, **_: other if name == "reference-itself" else run)
+    checks = []
+    with pytest.raises(bench.Unchecked, match=r"a new run on the actor: .* logs no evaluation"):
+        for check in promises.check_actor(made):
+            checks.append(check)
+    assert all(check.difference.green for check in checks)
+    assert [check.what for check in checks] == [
+        "1 process: plain transformers loads it",
+        "another reference: unlike",
+        "ZeRO-3: plain transformers loads it",
+        "FSDP2: plain transformers loads it",
+    ]
+
+
 def test_means_without_evaluations_are_not_all_checked(tmp_path, monkeypatch):
     lines = [{"global_step": step, "loss": float(step)} for step in (1, 2, 3)]
     run = finished(tmp_path / "run", *lines)
