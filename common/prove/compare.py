@@ -14,6 +14,7 @@ LATER_LOSS = 3e-6  # of weights that may already differ by 1e-5
 METRIC = 1e-5
 WEIGHTS = 1e-5
 LEARNING_RATE = 1e-9
+SCHEDULE = 1e-6  # of the peak learning rate
 # Gradients that sum up to a smaller norm are themselves larger, and round as larger ones do.
 SMALL_NORM = 1e-2
 # What must differ, such as another seed's lines, differs by this much.
@@ -154,7 +155,8 @@ def is_rounding(tag: str, line: dict) -> bool:
 def unlike(some: list[dict], others: list[dict]) -> Difference:
     """Returns whether log lines differ in one metric at least, as they must.
 
-    Differences of large values count as a share of them.
+    Differences of large values count as a share of them. Without a metric in common nothing is
+    known, which is a fault.
     """
     apart = [
         abs(line[tag] - value) / max(1.0, abs(value))
@@ -162,7 +164,9 @@ def unlike(some: list[dict], others: list[dict]) -> Difference:
         for tag, value in other.items()
         if tag in line and tag not in EXACT and not tag.endswith("learning_rate")
     ]
-    largest = max(apart, default=math.inf)
+    if not apart:
+        return Difference(math.inf, 0, "the log: the two runs have no metric in common")
+    largest = max(apart)
     if largest >= UNLIKE:
         return Difference(0, 0, f"{largest:.3g}")
     where = f"all metrics: they differ by {largest:.3g} at most, expected at least {UNLIKE:g}"

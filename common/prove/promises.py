@@ -1,4 +1,6 @@
-"""What each promise means: the runs it looks at, what it measures, and the bound.
+"""What each promise means: the runs it looks at, and what it compares.
+
+The bounds are in `compare.py`, those of fp16 in `overflow.py`.
 
 Only what users script against is used: flags, log lines and their tags, files, and of the console
 how many rows the data have. So a changed loss, metric or data function needs no change here.
@@ -118,24 +120,23 @@ def same_run(bench: Bench, what: str, found: Finished) -> Iterator[Check]:
 
 
 def check_last_update(bench: Bench) -> Iterator[Check]:
-    """An update that is short of `--train_batch_size` is that of a run whose size it has.
+    """A last, short update of n samples weighs each 1/n, not 1 / `--train_batch_size`.
 
-    Both runs have one update, of 6 samples; where a recipe samples, of those of 6 prompts.
+    Two runs make one update of the same 6 rows. They fill the `--train_batch_size` of one run, and
+    fall short of that of the other. Where a recipe samples, the rows are 6 prompts.
     """
     bench.need("train_batch_size")
-
-    def size(rows: int) -> Changes:
-        if bench.generates:
-            return {"train_batch_size": rows * RESPONSES, "rollout_batch_size": rows}
-        return {"train_batch_size": rows}
-
     n_rows = 6
-    own = size(n_rows)
-    larger = size(ROLLOUT if bench.generates else BATCH)
-    same: Changes = {"n_rows": n_rows, "max_steps": 0, "max_epochs": 1, **runs.SAVED_AT_END}
-    expected = bench.run("full-update", micro_train_batch_size=2, **same, **own)
-    # The samples, 6 or 18, are no whole number of micro-batches here.
-    found = bench.run("short-update", micro_train_batch_size=4, **same, **larger)
+    if bench.generates:
+        full: Changes = {"train_batch_size": n_rows * RESPONSES, "rollout_batch_size": n_rows}
+        short: Changes = {"train_batch_size": ROLLOUT * RESPONSES, "rollout_batch_size": ROLLOUT}
+    else:
+        full = {"train_batch_size": n_rows}
+        short = {"train_batch_size": BATCH}
+    one_epoch: Changes = {"n_rows": n_rows, "max_steps": 0, "max_epochs": 1, **runs.SAVED_AT_END}
+    expected = bench.run("full-update", micro_train_batch_size=2, **one_epoch, **full)
+    # The last micro-batch is short, too: 4 divides neither 6 samples nor 18.
+    found = bench.run("short-update", micro_train_batch_size=4, **one_epoch, **short)
     only = {"loss", "grad_norm", "samples"}
     yield Check("log lines", compare.lines(expected.training, found.training, only))
     yield Check("weights", compare.models(expected, found))
@@ -147,24 +148,18 @@ def check_means(bench: Bench) -> Iterator[Check]:
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
     unchecked = []
-
-    # Update 1 has a line of its own, so the line that ends the first pass lacks it. Only the line
-    # that ends the second one is over a whole pass.
-    if in_parts.last_step >= 2 * runs.updates_of_a_pass(bench):
+    # The line at the end of the first pass is not over all of it: update 1 has a line of its own.
+    has_second_pass = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
+    if has_second_pass:
         yield from means_of_a_pass(at_once, in_parts)
     else:
-        unchecked.append(
-            "the recipe makes one pass over the data, a line over a whole one needs two"
-        )
+        unchecked.append("a line over a whole pass: the recipe makes one pass over the data")
     if bench.has("max_grad_norm"):
-        clipped = runs.one_process(bench).training[:1]
-        unclipped = runs.unclipped(bench).training[:1]
-        norm = compare.lines(clipped, unclipped, only={"grad_norm"})
-        yield Check("grad_norm before clipping", norm)
+        yield norm_before_clipping(bench)
     if at_once.evaluations or in_parts.evaluations:
         yield from means_of_evaluations(bench, at_once, in_parts)
     else:
-        unchecked.append("the recipe logs no evaluation")
+        unchecked.append("means of an evaluation: the recipe logs no evaluation")
     if unchecked:
         raise Unchecked("; ".join(unchecked))
 
@@ -175,16 +170,33 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
     `at_once` has one update a pass, and a line for each: all its lines are over a whole pass.
     `in_parts` has several updates a pass, and a line at update 1 and at the end of each pass.
     """
-    # `compare.lines` wants equal steps. The two end at different ones, so both get the same.
+    # The runs end at different updates. That is no fault here, so both lines get the same step.
     step = {"global_step": in_parts.last_step}
-    whole = {**step, **means_of_last_line(at_once)}
-    joined = {**step, **means_of_last_line(in_parts)}
-    yield Check("training lines", compare.lines([whole], [joined]))
+    expected = {**means_of_last_line(at_once), **step}
+    found = {**means_of_last_line(in_parts), **step}
+    yield Check("training lines", compare.lines([expected], [found]))
     if len(in_parts.training) > 2:
         # The line that ends the first pass lacks update 1. If it still equals a whole pass in every
         # metric, the sums are not emptied after a line.
         end_of_first_pass = in_parts.training[1]
-        yield Check("since the last line alone", compare.unlike([end_of_first_pass], [whole]))
+        yield Check("since the last line alone", compare.unlike([end_of_first_pass], [expected]))
+
+
+def means_of_last_line(run: Finished) -> dict:
+    """Returns the means that a run's last line logs, and those of its rollout if it samples.
+
+    Such a run has one rollout here. Its means are logged once, in the first line.
+    """
+    line = {**run.training[0], **run.training[-1]}
+    return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}
+
+
+def norm_before_clipping(bench: Bench) -> Check:
+    """Whether a run that clips its gradients logs the norm that they had before."""
+    clipped = runs.one_process(bench).training[:1]
+    unclipped = runs.unclipped(bench).training[:1]
+    same = compare.lines(clipped, unclipped, only={"grad_norm"})
+    return Check("grad_norm before clipping", same)
 
 
 def means_of_evaluations(bench: Bench, at_once: Finished, in_parts: Finished) -> Iterator[Check]:
@@ -195,15 +207,6 @@ def means_of_evaluations(bench: Bench, at_once: Finished, in_parts: Finished) ->
     alone = runs.one_process(bench).evaluations[:1]
     in_ones = runs.two_processes(bench).evaluations[:1]
     yield Check("evaluations, a row at a time", compare.lines(alone, in_ones))
-
-
-def means_of_last_line(run: Finished) -> dict:
-    """Returns the metrics of a run's last line that are means.
-
-    Those of its one rollout are in the first line only, and are taken from there.
-    """
-    line = {**run.training[0], **run.training[-1]}
-    return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}
 
 
 def check_log_lines(bench: Bench) -> Iterator[Check]:
@@ -235,41 +238,43 @@ def due(interval: int, last: int, also: int | None = None) -> list[int]:
 
 
 def every_interval_logged(bench: Bench) -> Iterator[Check]:
-    """Looks at the lines of runs with different `logging_steps`."""
-    yield logged_where_due("1, one process", runs.one_process(bench), 1)
-    yield logged_where_due("1, two processes", runs.two_processes(bench), 1)
-    yield logged_where_due("4", runs.uninterrupted(bench), 4)
+    """Checks where the log lines are in runs of different `logging_steps`."""
+    yield logged_where_due("logging_steps 1, one process", runs.one_process(bench), 1)
+    yield logged_where_due("logging_steps 1, two processes", runs.two_processes(bench), 1)
+    yield logged_where_due("logging_steps 4", runs.uninterrupted(bench), 4)
     interval = runs.updates_of_a_pass(bench)
-    yield logged_where_due(f"{interval}", runs.pass_in_parts(bench), interval)
+    yield logged_where_due(f"logging_steps {interval}", runs.pass_in_parts(bench), interval)
     if not bench.has("seed"):
         return
     other = runs.other_seed(bench)
     if bench.generates:
-        yield logged_where_due("2", other, 2)
+        yield logged_where_due("logging_steps 2", other, 2)
     else:
-        yield logged_where_due("half of all", other, math.ceil(0.5 * other.last_step))
+        half = math.ceil(0.5 * other.last_step)
+        yield logged_where_due("logging_steps half of all", other, half)
 
 
-def logged_where_due(what: str, run: Finished, interval: int) -> Check:
+def logged_where_due(title: str, run: Finished, interval: int) -> Check:
     """Whether lines are at the first update, at every multiple of `interval`, and at the last."""
     expected = due(interval, run.last_step, also=1)
     found = [line["global_step"] for line in run.training]
-    return Check(f"logging_steps {what}", compare.lists(expected, found, "lines"))
+    return Check(title, compare.lists(expected, found, "lines"))
 
 
 def saved_where_due(bench: Bench) -> Iterator[Check]:
     """Whether checkpoints and actors are where the flags say, and no more than are to be kept."""
-    keeps_all = runs.pass_in_parts(bench)  # `save_total_limit` 0
-    keeps_one = runs.uninterrupted(bench)  # `save_total_limit` 1
-    interval = runs.updates_of_a_pass(bench) + 1  # `save_steps` of `keeps_all`, and of its actors
-    expected = due(interval, keeps_all.last_step)
+    # One run keeps all that it saves, the other one only the last. Their flags are in `runs.py`.
+    keeps_all = runs.pass_in_parts(bench)
+    keeps_last = runs.uninterrupted(bench)
+    interval = runs.updates_of_a_pass(bench) + 1  # of `keeps_all`, for checkpoints and for actors
+    steps = due(interval, keeps_all.last_step)
     for folder, (interval_flag, limit_flag) in SAVED.items():
         if bench.has(interval_flag):
             saved = saved_steps(keeps_all, folder)
-            yield Check(f"{interval_flag} {interval}", compare.lists(expected, saved, folder))
+            yield Check(f"{interval_flag} {interval}", compare.lists(steps, saved, folder))
         if bench.has(interval_flag, limit_flag):
-            saved = saved_steps(keeps_one, folder)
-            yield Check(f"{limit_flag} 1", compare.lists([keeps_one.last_step], saved, folder))
+            saved = saved_steps(keeps_last, folder)
+            yield Check(f"{limit_flag} 1", compare.lists([keeps_last.last_step], saved, folder))
 
 
 def saved_steps(run: Finished, folder: str) -> list[int]:
@@ -280,33 +285,32 @@ def saved_steps(run: Finished, folder: str) -> list[int]:
 def linear_schedule(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
     """Whether each line logs the learning rate that its own update was made with.
 
-    The first update has the peak rate, and one update after the last the rate would be 0. Only the
-    shape is checked, since a fork may give its groups rates of their own.
+    The first update has the peak rate. The rates fall in equal steps, which would reach 0 one
+    update after the last. Only this shape is checked, since a fork may give its groups rates of
+    their own.
     """
     rates = [line.get("learning_rate") for line in run.training]
-    if not bench.has("lr_scheduler_type", "warmup_steps") or None in rates or not rates[0]:
-        return
+    if not bench.has("lr_scheduler_type", "warmup_steps") or None in rates:
+        return  # a fork with a schedule of its own
+    title = f"lr_scheduler_type linear, {what}"
     peak = rates[0]
+    if peak == 0:
+        yield Check(title, compare.faults(["learning_rate, update 1: 0, expected the peak rate"]))
+        return
     differences = []
     for line, rate in zip(run.training, rates):
         step = line["global_step"]
         updates_left = run.last_step + 1 - step  # the line's own update is among them
         expected = peak * updates_left / run.last_step
         where = f"learning_rate, update {step}: {rate:.6g}, expected {expected:.6g}"
-        off_by = abs(rate / peak - expected / peak)
-        differences.append(Difference(off_by, 1e-6, where))
-    nearest = compare.first_or_nearest(differences)
-    yield Check(f"lr_scheduler_type linear, {what}", nearest)
+        off_by = abs(rate - expected) / peak
+        differences.append(Difference(off_by, compare.SCHEDULE, where))
+    yield Check(title, compare.first_or_nearest(differences))
 
 
 def counts_of_epochs(run: Finished) -> Difference:
     """Compares updates and samples of a run of two epochs with twice the usable rows."""
-    rows = 0
-    for name, usable in re.findall(r"^data (.*): (\d+) usable rows", run.console, re.M):
-        if Path(name).name.startswith("train_"):  # the held-out rows have such a line, too
-            rows += int(usable)
-    if rows == 0:
-        raise Unchecked("the recipe prints no line `data NAME: N usable rows`")
+    rows = usable_training_rows(run)
     expected_samples = 2 * rows
     expected_updates = 2 * updates_in(rows)
     samples = run.training[-1].get("samples", expected_samples)
@@ -315,21 +319,37 @@ def counts_of_epochs(run: Finished) -> Difference:
     return Difference(wrong, 0, f"{found}, expected {expected_updates} of {expected_samples}")
 
 
+def usable_training_rows(run: Finished) -> int:
+    """Returns how many rows a run trains on in an epoch, as its console says.
+
+    A line for each file reads `data /x/train_33_0.jsonl: 20 usable rows`. Files of held-out rows
+    have such lines, too, and other names.
+    """
+    rows = 0
+    for file, usable in re.findall(r"^data (.*): (\d+) usable rows", run.console, re.M):
+        if Path(file).name.startswith("train_"):
+            rows += int(usable)
+    if rows == 0:
+        raise Unchecked("the recipe prints no line `data NAME: N usable rows`")
+    return rows
+
+
 def check_evaluation(bench: Bench) -> Iterator[Check]:
     """An evaluation has no dropout, and the training goes on as if there had been none."""
     bench.need("eval_steps")
-    often = runs.uninterrupted(bench)
+    often = runs.uninterrupted(bench)  # with dropout, if the model can have it
     if not often.evaluations:
         raise Unchecked("the recipe logs no evaluation")
-    if bench.has_dropout:
-        without_dropout = runs.two_processes(bench).evaluations[:1]
-        yield Check("without dropout", compare.lines(without_dropout, often.evaluations[:1]))
-    seldom = bench.run("seldom-evaluated", "ddp", **{**runs.INTERRUPTED, "eval_steps": 0})
+    at_ends: Changes = {**runs.INTERRUPTED, "eval_steps": 0}
+    seldom = bench.run("seldom-evaluated", "ddp", **at_ends)
     of_lines = compare.lines(seldom.training, often.training, exact=True)
     yield Check("log lines of training", of_lines)
     yield Check("weights", compare.models(seldom, often, exact=True))
     if not bench.has_dropout:
         raise Unchecked(f"evaluations without dropout: {NO_DROPOUT}")
+    # The first evaluation, before any update, of a run that has no dropout at all.
+    without_dropout = runs.two_processes(bench).evaluations[:1]
+    yield Check("without dropout", compare.lines(without_dropout, often.evaluations[:1]))
 
 
 # ============================================================ interrupted, repeated
@@ -341,7 +361,9 @@ def check_resume(bench: Bench) -> Iterator[Check]:
         for launcher, what in (("plain", "1 process"), ("zero3", "ZeRO-3")):
             expected = bench.run(f"uninterrupted-{launcher}", launcher, **runs.INTERRUPTED)
             yield from interrupted.resumed(bench, what, launcher, expected)
-    if not bench.generates and not bench.has_dropout:
+    # Dropout draws from the random states, and so does the sampling of responses.
+    needs_random_states = bench.has_dropout or bench.generates
+    if not needs_random_states:
         raise Unchecked(f"random states: {NO_DROPOUT}")
 
 
@@ -353,31 +375,27 @@ def check_seed(bench: Bench) -> Iterator[Check]:
     yield Check("twice: log lines", compare.lines(once.lines, again.lines, exact=True))
     yield Check("twice: weights", compare.models(once, again, exact=True))
     other = runs.other_seed(bench)
-    # An epoch of one update has the same rows in any order.
-    if bench.generates or runs.updates_of_a_pass(bench) > 1:
-        unlike = compare.unlike(runs.one_process(bench).training[:1], other.training[:1])
-        yield Check("another: unlike in the first line", unlike)
-    if bench.has("learning_rate") and not bench.generates:
+    # If an epoch is one update, the order of its rows does not show in the log. Responses do.
+    seed_shows = bench.generates or runs.updates_of_a_pass(bench) > 1
+    if not seed_shows:
+        return
+    unlike = compare.unlike(runs.one_process(bench).training[:1], other.training[:1])
+    yield Check("another: unlike in the first line", unlike)
+    if not bench.generates:
         bench.need("max_epochs")
-        # It is a run at learning rate 0 that logs every update.
-        yield from order_of_epochs(runs.unclipped(bench), runs.updates_of_a_pass(bench))
+        yield order_of_epochs(runs.unclipped(bench), runs.updates_of_a_pass(bench))
 
 
-def order_of_epochs(run: Finished, per_epoch: int) -> Iterator[Check]:
-    """Checks that two epochs differ in order: at learning rate 0 the same order logs the same.
-
-    Checks nothing where an epoch is one update, which has the same rows in any order.
+def order_of_epochs(run: Finished, per_epoch: int) -> Check:
+    """Whether the second epoch has another order: at learning rate 0 the same one logs the same.
 
     Args:
-        run: two epochs, a line for each update.
-        per_epoch: the updates of an epoch.
+        run: two epochs at learning rate 0, with a line for each update.
+        per_epoch: the updates of an epoch, at least two.
     """
-    if per_epoch < 2:
-        return
     first = run.training[:per_epoch]
     second = run.training[per_epoch : 2 * per_epoch]
-    unlike = compare.unlike(first, second)
-    yield Check("another epoch: another order", unlike)
+    return Check("another epoch: another order", compare.unlike(first, second))
 
 
 # ============================================================ what is saved
@@ -394,44 +412,63 @@ def check_nothing_moves(bench: Bench) -> Iterator[Check]:
 
 
 def distance_moved(bench: Bench, run: Finished) -> Difference:
-    """Compares weights that must not have moved: last checkpoint with first, actor with start."""
-    differences = []
-    saved = folders.by_step(run.folder / "checkpoints")
-    for name in ("actor", "critic"):
-        if len(saved) > 1 and (saved[0] / name).is_dir():
-            first = weights_of(saved[0] / name)
-            last = weights_of(saved[-1] / name)
-            differences.append(compare.weights(first, last, name, exact=True))
-    start = weights_of(bench.model_folder())
-    actor = weights_of(run.folder / "actor")
-    names = actor.keys() & start.keys()  # none of an adapter
-    if names:
-        # In fp32: a model may be stored in another dtype than it was loaded from.
-        at_start = {name: start[name].float() for name in names}
-        at_end = {name: actor[name].float() for name in names}
-        differences.append(compare.weights(at_start, at_end, "actor", exact=True))
+    """Compares the weights of a run in which nothing may move, in all ways that it allows."""
+    differences = [*between_checkpoints(run), *since_start(bench, run)]
     if not differences:
         raise Unchecked("the recipe saves no model to compare with its start, nor two checkpoints")
     return compare.first_or_nearest(differences)
 
 
+def between_checkpoints(run: Finished) -> Iterator[Difference]:
+    """Compares the last checkpoint with the first: the actor, and the critic if there is one."""
+    saved = folders.by_step(run.folder / "checkpoints")
+    if len(saved) < 2:
+        return
+    for name in ("actor", "critic"):
+        if (saved[0] / name).is_dir():
+            first = weights_of(saved[0] / name)
+            last = weights_of(saved[-1] / name)
+            yield compare.weights(first, last, name, exact=True)
+
+
+def since_start(bench: Bench, run: Finished) -> Iterator[Difference]:
+    """Compares the saved actor with the model that the run began with.
+
+    Yields nothing for a new adapter, which has none of the model's tensors.
+    """
+    start = weights_of(bench.model_folder())
+    actor = weights_of(run.folder / "actor")
+    names = actor.keys() & start.keys()
+    if names:
+        # In fp32: a model may be stored in another dtype than it was loaded from.
+        at_start = {name: start[name].float() for name in names}
+        at_end = {name: actor[name].float() for name in names}
+        yield compare.weights(at_start, at_end, "actor", exact=True)
+
+
 def check_actor(bench: Bench) -> Iterator[Check]:
     """The saved actor is the trained one, and loads anywhere."""
-    yield from saved_actor(bench, "1 process", runs.one_process(bench))
-    yield from reference_counts(bench, runs.one_process(bench))
+    one_process = runs.one_process(bench)
+    if not (one_process.folder / "actor").is_dir():
+        raise Unchecked("the recipe saves no actor")
+    yield from saved_actor(bench, "1 process", one_process)
+    yield from another_reference_differs(bench, one_process)
+    made = [one_process]
     if not bench.quick:
         for name in ("zero3", "fsdp2"):
             run = runs.on_engine(bench, name)
             yield from saved_actor(bench, runs.ENGINES[name].what, run)
+            made.append(run)
+    if not all(run.evaluations for run in made):
+        raise Unchecked("a new run on the actor: the recipe logs no evaluation")
 
 
 def saved_actor(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
-    """Checks the actor that a run has saved, in three ways."""
-    if not (run.folder / "actor").is_dir():
-        raise Unchecked("the recipe saves no actor")
+    """Checks the actor that a run has saved, in three ways as far as the run allows it."""
     yield from loads_in_plain_transformers(bench, what, run)
     yield from equals_last_checkpoint(what, run)
-    yield from new_run_logs_the_same(bench, what, run)
+    if run.evaluations:
+        yield new_run_logs_the_same(bench, what, run)
 
 
 def loads_in_plain_transformers(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
@@ -456,10 +493,8 @@ def equals_last_checkpoint(what: str, run: Finished) -> Iterator[Check]:
     yield Check(f"{what}: it is that of the last checkpoint", same)
 
 
-def new_run_logs_the_same(bench: Bench, what: str, run: Finished) -> Iterator[Check]:
-    """Whether a new run that begins on the actor first logs the old one's last evaluation."""
-    if not run.evaluations:
-        raise Unchecked("the recipe logs no evaluation")
+def new_run_logs_the_same(bench: Bench, what: str, run: Finished) -> Check:
+    """Whether a new run on the actor starts with the evaluation that the old run ended with."""
     first_line = bench.run_to_first_line(
         f"on-actor-{run.name}",
         model_name_or_path=run.folder / "actor",
@@ -467,38 +502,43 @@ def new_run_logs_the_same(bench: Bench, what: str, run: Finished) -> Iterator[Ch
     )
     expected = {**run.evaluations[-1], "global_step": 0}
     same = compare.lines([expected], [first_line])
-    yield Check(f"{what}: a new run on it logs the last eval/*", same)
+    return Check(f"{what}: a new run on it logs the last eval/*", same)
 
 
-def reference_counts(bench: Bench, run: Finished) -> Iterator[Check]:
-    """Whether a run with another reference logs something else; yields nothing without one."""
+def another_reference_differs(bench: Bench, run: Finished) -> Iterator[Check]:
+    """Whether another reference changes what is logged; yields nothing without a reference.
+
+    Two runs start on the actor. One has the reference that it was trained with, the other has the
+    actor itself as its reference.
+    """
     reference = reference_of(bench)
     if not reference:
         return
     actor = run.folder / "actor"
     one_update: Changes = {"model_name_or_path": actor, "max_steps": 1}
-    to_start = bench.run("reference-start", **one_update, **reference)
-    to_itself = bench.run("reference-itself", **one_update, ref_model_name_or_path=actor)
-    yield Check("another reference: unlike", compare.unlike(to_start.lines, to_itself.lines))
+    first = bench.run("reference-start", **one_update, **reference)
+    other = bench.run("reference-itself", **one_update, ref_model_name_or_path=actor)
+    yield Check("another reference: unlike", compare.unlike(first.lines, other.lines))
 
 
 def reference_of(bench: Bench) -> Changes:
-    """Returns the flag that gives a run on a saved actor the first run's reference.
+    """Returns the flag that gives a run on a saved actor the reference of the first run.
 
-    It is {} if the recipe loads none, as with `--kl_coef 0`.
+    It is {} if the recipe has no reference, or loads none because of `--kl_coef 0`.
     """
     asked = bench.arguments
-    has_reference = "ref_model_name_or_path" in asked and asked.get("kl_coef", 1) != 0
-    if not has_reference:
+    if "ref_model_name_or_path" not in asked or asked.get("kl_coef", 1) == 0:
         return {}
-    return {"ref_model_name_or_path": asked["ref_model_name_or_path"] or bench.model_folder()}
+    # By default the reference is the model that the first run started from.
+    reference = asked["ref_model_name_or_path"] or bench.model_folder()
+    return {"ref_model_name_or_path": reference}
 
 
 PROMISES = [
     Promise("split", "the same update however its samples are split", check_split),
     Promise("engines", "the same update under every engine", check_engines),
     Promise("packed", "the same update with rows packed or prompts shared", check_packed),
-    Promise("means", "a logged metric is the exact mean over both processes", check_means),
+    Promise("means", "a logged metric is the exact mean over all samples", check_means),
     Promise(
         "evaluation",
         "an evaluation has no dropout and leaves no trace in the training",

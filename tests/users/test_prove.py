@@ -980,6 +980,7 @@ def test_the_first_line_and_metric_beyond_its_bound_is_named():
         ([0.3, 0.2, 0.1], True),
         ([0.2, 0.1, 0.0], False),  # those of the next update
         ([0.3, 0.25, 0.2], False),  # of twice as many updates
+        ([0.0, 0.3, 0.2], False),  # a warm-up that no flag asks for
     ],
 )
 def test_learning_rates_of_a_linear_schedule(tmp_path, rates, green):
@@ -997,18 +998,13 @@ def test_learning_rates_of_a_linear_schedule(tmp_path, rates, green):
 
 
 @pytest.mark.parametrize(
-    "losses, expected",
-    [
-        ([1.0, 2.0, 2.0, 1.0], [True]),
-        ([1.0, 2.0, 1.0, 2.0], [False]),
-        ([1.0, 1.0], []),  # an epoch is one update
-    ],
+    "losses, green", [([1.0, 2.0, 2.0, 1.0], True), ([1.0, 2.0, 1.0, 2.0], False)]
 )
-def test_epochs_have_orders_of_their_own(tmp_path, losses, expected):
+def test_epochs_have_orders_of_their_own(tmp_path, losses, green):
     lines = [{"global_step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
     write_jsonl(tmp_path / "metrics.jsonl", lines)
-    checks = promises.order_of_epochs(bench.Finished("", tmp_path), len(losses) // 2)
-    assert [check.difference.green for check in checks] == expected
+    check = promises.order_of_epochs(bench.Finished("", tmp_path), 2)
+    assert check.difference.green == green
 
 
 def bench_of(folder: Path, **arguments) -> bench.Bench:
@@ -1165,6 +1161,45 @@ def test_two_runs_without_a_model_are_not_equal(tmp_path):
     assert not found.green and found.where.endswith("neither run has saved a model")
 
 
+@pytest.mark.parametrize(
+    "some, others",
+    [
+        ([], []),
+        ([{"loss": 1.0}], []),
+        ([{"loss": 1.0}], [{"grad_norm": 2.0}]),
+        # What says where a line is, and how far the schedule, is no metric.
+        ([{"samples": 16, "learning_rate": 0.1}], [{"samples": 32, "learning_rate": 0.2}]),
+    ],
+)
+def test_without_a_common_metric_nothing_differs(some, others):
+    found = compare.unlike(some, others)
+    assert not found.green and found.where == "the log: the two runs have no metric in common"
+
+
+def test_an_actor_that_is_never_evaluated_is_checked_otherwise(tmp_path, monkeypatch):
+    """Under every engine, and with another reference, before it is told what is not checked."""
+    made = bench_of(tmp_path, ref_model_name_or_path=None)
+    made.quick = False
+    run = finished(tmp_path / "run", {"global_step": 1, "loss": 1.0})
+    (run.folder / "actor").mkdir()
+    other = finished(tmp_path / "other", {"global_step": 1, "loss": 2.0})
+    monkeypatch.setattr(runs, "one_process", lambda _: run)
+    monkeypatch.setattr(runs, "on_engine", lambda *_: run)
+    monkeypatch.setattr(made, "run_script", lambda *_: "{}")
+    monkeypatch.setattr(made, "run", lambda name, **_: other if name == "reference-itself" else run)
+    checks = []
+    with pytest.raises(bench.Unchecked, match=r"a new run on the actor: .* logs no evaluation"):
+        for check in promises.check_actor(made):
+            checks.append(check)
+    assert all(check.difference.green for check in checks)
+    assert [check.what for check in checks] == [
+        "1 process: plain transformers loads it",
+        "another reference: unlike",
+        "ZeRO-3: plain transformers loads it",
+        "FSDP2: plain transformers loads it",
+    ]
+
+
 def test_means_without_evaluations_are_not_all_checked(tmp_path, monkeypatch):
     lines = [{"global_step": step, "loss": float(step)} for step in (1, 2, 3)]
     run = finished(tmp_path / "run", *lines)
@@ -1179,6 +1214,30 @@ def test_means_without_evaluations_are_not_all_checked(tmp_path, monkeypatch):
 def test_a_run_that_saves_nothing_may_have_moved(tmp_path):
     with pytest.raises(bench.Unchecked, match="saves no model"):
         promises.distance_moved(bench_of(tmp_path), finished(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    "asked, per_epoch, shown",
+    [
+        (
+            {"max_epochs": 2},
+            2,
+            ["another: unlike in the first line", "another epoch: another order"],
+        ),
+        # The rows of an only update are the same in any order.
+        ({"max_epochs": 2}, 1, []),
+        ({"rollout_batch_size": 4}, None, ["another: unlike in the first line"]),
+    ],
+)
+def test_another_order_is_looked_for_where_it_shows(tmp_path, monkeypatch, asked, per_epoch, shown):
+    run = finished(tmp_path / "run", {"global_step": 1, "loss": 1.0})
+    for name in ("uninterrupted", "other_seed", "one_process", "unclipped"):
+        monkeypatch.setattr(runs, name, lambda _: run)
+    monkeypatch.setattr(runs, "updates_of_a_pass", lambda _: per_epoch)
+    made = bench_of(tmp_path, **asked)
+    monkeypatch.setattr(made, "run", lambda *_, **__: run)
+    found = [check.what for check in promises.check_seed(made)]
+    assert found == ["twice: log lines", "twice: weights", *shown]
 
 
 @pytest.mark.parametrize("generates, unchecked", [(False, True), (True, False)])
