@@ -11,6 +11,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from transformers.hf_argparser import HfArg
 
+# The schedules of `transformers.get_scheduler` that need no further settings.
+Schedule = Literal[
+    "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
+]
+
 
 class Bounds(NamedTuple):
     """The range of an argument's values; None where there is no such bound."""
@@ -127,9 +132,7 @@ class UpdateArgs:
     max_epochs: int = arg(default=1, at_least=0, help="passes over the data")
     max_steps: int = arg(default=0, at_least=0, help="updates; 0: as many as the epochs hold")
     learning_rate: float = arg(default=1e-5, with_lora=1e-4, at_least=0, help="peak learning rate")
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
-    ] = arg(default="linear", help="see transformers.get_scheduler")
+    lr_scheduler_type: Schedule = arg(default="linear", help="see transformers.get_scheduler")
     warmup_steps: float = arg(
         default=0.03, at_least=0, help="updates of warm-up; below 1: a share of all"
     )
@@ -361,11 +364,11 @@ class RewardArgs(RolloutArgs):
 
 
 def refuse_changed(args, names: Iterable[str], why: str) -> None:
-    """Refuses arguments of `RewardArgs` that would be ignored, unless they have their defaults.
+    """Refuses arguments that would be ignored, unless they have their defaults.
 
     Raises:
         SystemExit: with the first of them, its value, and `why` it would be.
     """
     for name in names:
-        if getattr(args, name) != RewardArgs.__dataclass_fields__[name].default:
+        if getattr(args, name) != type(args).__dataclass_fields__[name].default:
             sys.exit(f"--{name} {getattr(args, name)}: {why}")

@@ -65,7 +65,7 @@ from common.rollout import correction, evaluation, generation, vllm
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
 from common.run import Run
-from common.shared_args import RolloutArgs, arg
+from common.shared_args import RolloutArgs, Schedule, arg
 
 
 # ============================================================ arguments
@@ -116,9 +116,9 @@ class Args(RolloutArgs):
         help="tokens of prompt and response together; prompts without room for --max_new_tokens "
         "are left out",
     )
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
-    ] = arg(default="constant_with_warmup", help="see transformers.get_scheduler")
+    lr_scheduler_type: Schedule = arg(
+        default="constant_with_warmup", help="see transformers.get_scheduler"
+    )
 
 
 # ============================================================ the algorithm

@@ -66,7 +66,7 @@ from common.rollout.rewards import Judge, Scores
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
 from common.run import Run
-from common.shared_args import RewardArgs, arg
+from common.shared_args import RewardArgs, Schedule, arg, refuse_changed
 
 
 # ============================================================ arguments
@@ -156,9 +156,9 @@ class Args(RewardArgs):
         "are left out",
     )
     learning_rate: float = arg(default=1e-6, with_lora=1e-5, at_least=0, help="peak learning rate")
-    lr_scheduler_type: Literal[
-        "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
-    ] = arg(default="constant_with_warmup", help="see transformers.get_scheduler")
+    lr_scheduler_type: Schedule = arg(
+        default="constant_with_warmup", help="see transformers.get_scheduler"
+    )
 
 
 # ============================================================ the algorithm
@@ -988,6 +988,7 @@ def check_settings(args: Args) -> None:
     rewards.check_settings(args)
     evaluation.check_settings(args)
     vllm.check_settings(args)
+    check_unused(args)
     check_groups(args)
     check_dppo(args)
     check_mean_advantages(args)
@@ -998,8 +999,17 @@ def check_settings(args: Args) -> None:
             f"--overlong_buffer {args.overlong_buffer}: longer than "
             f"--max_new_tokens {args.max_new_tokens}"
         )
-    if args.ref_model_name_or_path and args.kl_coef == 0:
-        sys.exit("--ref_model_name_or_path would not be used: give --kl_coef above 0, too")
+
+
+def check_unused(args: Args) -> None:
+    """Refuses settings that are given, and that other settings make useless."""
+    if args.kl_coef == 0:
+        of_kl = ["ref_model_name_or_path", "kl_estimator"]
+        refuse_changed(args, of_kl, "not used, since there is no KL: give --kl_coef above 0, too")
+    if args.overlong_buffer == 0:
+        refuse_changed(args, ["overlong_penalty"], "not used: give --overlong_buffer above 0, too")
+    if args.loss_type == "cispo":
+        refuse_changed(args, ["clip_range"], "not used: --loss_type cispo clips above 1 alone")
 
 
 def check_groups(args: Args) -> None:

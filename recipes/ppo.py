@@ -66,7 +66,7 @@ from common.rollout.rewards import Judge, Scores
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
 from common.run import Run
-from common.shared_args import RewardArgs, arg
+from common.shared_args import RewardArgs, arg, refuse_changed
 
 
 # ============================================================ arguments
@@ -818,11 +818,11 @@ def check_rollout_size(args: Args) -> None:
 
 def check_kl(args: Args) -> None:
     """Refuses settings of the KL that would be ignored or cannot work."""
-    if args.kl_coef == 0 and args.ref_model_name_or_path:
-        sys.exit(
-            f"--ref_model_name_or_path {args.ref_model_name_or_path}: at --kl_coef 0 there is no "
-            "reference, so it would be ignored"
-        )
+    if args.kl_coef == 0:
+        of_kl = ["ref_model_name_or_path", "kl_estimator", "kl_in"]
+        refuse_changed(args, of_kl, "not used, since there is no KL: give --kl_coef above 0, too")
+    if args.kl_target == 0:
+        refuse_changed(args, ["kl_horizon"], "not used: give --kl_target above 0, too")
     if args.kl_in == "loss" and args.kl_estimator == "k1":
         sys.exit("--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3")
     if args.kl_target and args.kl_coef <= 0:
