@@ -505,16 +505,30 @@ def unsharded(prepared, model):
     Whatever else `prepared` holds, such as PPO's critic, stays in shards.
     """
     modules_that_generate = {prepared, *model.modules()}
+    fsdp_modules = [module for module in prepared.modules() if isinstance(module, FSDPModule)]
+    reshards_in_training = {module: reshards_after_forward(module) for module in fsdp_modules}
     prepared.set_reshard_after_forward(False)
     try:
-        for module in prepared.modules():
-            if isinstance(module, FSDPModule) and module in modules_that_generate:
+        for module in fsdp_modules:
+            if module in modules_that_generate:
                 module.unshard()
         yield
     finally:
-        prepared.set_reshard_after_forward(True)
+        for module, reshards in reshards_in_training.items():
+            module.set_reshard_after_forward(reshards, recurse=False)
         engine.reshard(prepared)
         # FSDP2 records the order of forward passes, and gathers weights ahead in that order. A
         # process that generated nothing has recorded another one, and the next update would hang.
         if hasattr(prepared, "reset_iter_state"):  # torch 2.13
             prepared.reset_iter_state()
+
+
+def reshards_after_forward(module: FSDPModule) -> bool:
+    """Whether FSDP2 shards a module's weights again after its forward pass.
+
+    The launch config's `fsdp_reshard_after_forward` decides it for most. Others, such as the root,
+    accelerate always leaves whole until their backward pass.
+    """
+    # torch has a public method to set it, and none to read it.
+    weights = module._get_fsdp_state()._fsdp_param_group
+    return weights is not None and weights.post_forward_mesh_info is not None
