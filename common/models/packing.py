@@ -368,9 +368,9 @@ def varlen_inputs(row: Row, device) -> dict:
     }
 
 
-def of_targets(values: Sequence[Sequence[int]], scored: Sequence[Sequence]) -> list[int]:
-    """Returns the values that belong to targets, answer after answer."""
+def of_targets(values: Sequence[Sequence[int]], scored: Sequence[Sequence]) -> np.ndarray:
+    """Returns the values that belong to targets, answer after answer, int64 `[targets]`."""
     chosen: list[int] = []
     for values_of_answer, flags in zip(values, scored):
         chosen += itertools.compress(values_of_answer, flags)
-    return chosen
+    return np.array(chosen, dtype=np.int64)  # also where there is no target to tell the type by
