@@ -121,8 +121,8 @@ class Samples:
         """Returns some of the samples as models read them."""
         prompts = [self.prompts[row] for row in rows]
         responses = [self.responses[row] for row in rows]
-        scored = [self.is_sampled[row] for row in rows] if self.is_sampled else None
-        return packer.make_batch(prompts, responses, scored)
+        is_target = [self.is_sampled[row] for row in rows] if self.is_sampled else None
+        return packer.make_batch(prompts, responses, is_target)
 
     def collate(
         self, rows: list[int], tokens: dict[str, torch.Tensor], packer: Packer
