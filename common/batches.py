@@ -1,5 +1,6 @@
 """The rows of an update, cut into micro-batches of like length; the batches of an evaluation."""
 
+import bisect
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -47,7 +48,7 @@ def rows_of_update(
 def rows_from(mixture: Mixture, seed: int, start: int, most: int) -> np.ndarray:
     """Returns the rows of the data order from place `start` on, at most to the end of its epoch.
 
-    Read from 0 on, `train_batch_size` at a time, they are the rows of `rows_of_update`.
+    The order is that of `rows_of_update`. Here the rows used so far are counted, not the updates.
 
     Args:
         start: rows used so far, over the whole run.
@@ -116,7 +117,7 @@ def split(
         steps = math.ceil(len(rows) / (micro_batch_size * processes))
         parts = np.array_split(longest_first, steps * processes)
 
-    # Neighbouring parts are about as long. They run at the same time, each on another process,
+    # Neighbouring parts are about equally long. They run at the same time, each on another process,
     # so no process waits long for the others.
     mine = parts[accelerator.process_index :: processes]
     return [micro_batch_of(part, padding_row=longest_first[-1:]) for part in mine]
@@ -158,22 +159,19 @@ def split_by_tokens(
 def smallest_limit(lengths: list[int], micro_batches_wanted: int, most: int) -> int:
     """Returns the smallest limit that needs at most `micro_batches_wanted` micro-batches.
 
-    A limit is the most tokens that a micro-batch may hold. A higher one never needs more
-    micro-batches, so the smallest is found by halving the range that it must lie in.
+    A limit is the most tokens that a micro-batch may hold, unless its one row is longer.
 
     Args:
         lengths: tokens of the rows, the longest first.
-        most: a limit at which the rows fit.
+        most: a limit that needs no more than so many.
     """
-    low = 0
-    high = most
-    while low < high:
-        middle = (low + high) // 2
-        if len(starts_by_tokens(lengths, middle)) <= micro_batches_wanted:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+
+    def is_enough(limit: int) -> bool:
+        return len(starts_by_tokens(lengths, limit)) <= micro_batches_wanted
+
+    # A higher limit never needs more micro-batches, so `is_enough` is false up to some limit and
+    # true from there on: that one is found by halving the range.
+    return bisect.bisect_left(range(most), True, key=is_enough)
 
 
 def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
@@ -183,9 +181,11 @@ def starts_by_tokens(lengths: list[int], max_tokens: int) -> list[int]:
         lengths: tokens of the rows, the longest first: the first row of a micro-batch decides how
             far the others are padded.
     """
-    starts = []
-    for index in range(len(lengths)):
-        if not starts or (index + 1 - starts[-1]) * lengths[starts[-1]] > max_tokens:
+    starts = [0]
+    for index in range(1, len(lengths)):
+        start = starts[-1]
+        n_rows = index + 1 - start  # with this one
+        if n_rows * lengths[start] > max_tokens:
             starts.append(index)
     return starts
 
@@ -206,10 +206,11 @@ def pad(sequences: Sequence[Sequence[int]], value: int, device, left: bool = Fal
 
 
 def send(array: np.ndarray | torch.Tensor | list, device) -> torch.Tensor:
-    """Copies an array, a list or a tensor of the host to the device, without waiting for it.
+    """Returns an array, a list or a tensor of the host on the device, without waiting for it.
 
-    Only copies from pinned memory are asynchronous. For others the host would wait until all work
-    that was queued before is done.
+    On a CPU an array or a tensor is not copied. To a GPU it is copied from pinned memory: only such
+    copies are asynchronous. For others the host would wait until all work that was queued before is
+    done.
     """
     tensor = torch.as_tensor(array)
     if torch.device(device).type != "cpu":

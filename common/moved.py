@@ -1,7 +1,7 @@
 """How many weights an update moves, in the precision in which the forward pass reads them.
 
 Half precision rounds each weight to a grid. A step that is smaller than half a cell of the grid
-changes an fp32 weight, but not what the forward pass reads: see docs/precision.md.
+changes an fp32 weight, but usually not what the forward pass reads: see docs/precision.md.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ def watch(run: Run) -> None:
 
 
 class Watch:
-    """Compares a sample of the trained weights before and after each update.
+    """Compares some of the trained weights before and after each update.
 
-    Each sample is one tensor: an operation for each parameter would take a third of the time of an
-    update on a GPU. First come the weights that half precision rounds wherever they are used.
-    Autocast reads norms and embeddings in fp32; they are among the others:
+    The compared weights of all parameters are copied into one tensor. On a GPU, comparing each
+    parameter by itself would take a third of the time of an update. There are two such tensors:
 
-        read      [ rounded ........ | others .. ]    what the forward pass reads
-        masters   [ the same, or a part of it    ]    what the optimizer steps, in fp32
+        read      [ rounded | others ]    as the forward pass reads them
+        masters   [ rounded | others ]    as the optimizer steps them, in fp32
+
+    `rounded` are the weights that half precision rounds wherever they are used. `others` are read
+    in fp32 somewhere: under autocast norms and embeddings are.
 
     Made once the engine has prepared the model, and has loaded a checkpoint if there is one.
 
@@ -49,12 +51,13 @@ class Watch:
 
     Attributes:
         sampler, master_sampler: what takes `read` and `masters`.
-        read: `[sampled]`, as the forward pass reads them, after the last update.
-        masters: `[sampled]`, in fp32, as the optimizer steps them. Under ZeRO-1 and 2 a process has
-            all of `read`, and a part of these.
-        at_start: `[rounded]`, the beginning of `read` when the run started; gone once compared.
-        n_rounded: how many of `read`, from the first, half precision rounds in every use.
-        is_any_rounded: whether there are such weights, on any process.
+        read: `[sampled]`, after the last update.
+        masters: `[sampled]`, after the last update. Under ZeRO-1 and 2 a process has all of `read`,
+            but masters of only a part of these weights.
+        n_rounded: how many of `read` are `rounded`, on this process.
+        is_any_rounded: whether any are, on any process.
+        at_start: `[n_rounded]`, the rounded part of the first `read`; gone once it has served
+            `warn_if_still`.
     """
 
     def __init__(self, run: Run):
@@ -65,20 +68,22 @@ class Watch:
 
         engine.reshard(run.unwrapped)  # a forward pass may have left the weights whole
         rounded, others = by_rounding(run)
-        self.is_any_rounded = len(rounded) > 0
-        self.sampler = Sampler([*rounded, *others], shards.part_of)
-        self.master_sampler = Sampler([*rounded, *others], master_or_weight)
+        parameters = [*rounded, *others]
+        self.sampler = Sampler(parameters, shards.part_of)
+        self.master_sampler = Sampler(parameters, master_or_weight)
         self.n_rounded = sum(self.sampler.lengths[: len(rounded)])
+        self.is_any_rounded = len(rounded) > 0
 
         self.read, self.masters = self.take_samples()
-        self.at_start = self.read[: self.n_rounded]  # a view: `read` is replaced, never written to
+        # No copy is needed: each update makes another `read`, and writes nothing to this one.
+        self.at_start = self.read[: self.n_rounded]
 
     def take_samples(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `read` and `masters` of the weights as they are now."""
         engine.reshard(self.run.unwrapped)
         read = self.sampler.take()
-        rounded = read[: self.n_rounded]
-        rounded.copy_(rounded.to(self.half))  # as the forward pass reads them
+        n = self.n_rounded
+        read[:n] = read[:n].to(self.half)  # as the forward pass reads them
         return read, self.master_sampler.take()
 
     def update_done(self) -> dict[str, float]:
@@ -95,18 +100,19 @@ class Watch:
         moved, read_norm = self.compare(read_before, self.read, self.sampler.counts)
         _, norm = self.compare(masters_before, self.masters, self.master_sampler.counts)
         self.updates += 1
-        if self.updates == UPDATES_TO_WARN and self.is_any_rounded:
-            self.warn_if_still()
+        if self.updates == UPDATES_TO_WARN:
+            if self.is_any_rounded:
+                self.warn_if_still()
+            del self.at_start
         return {"update/moved": moved, "update/norm": norm, "update/read_norm": read_norm}
 
     def warn_if_still(self) -> None:
-        """Warns if few of the weights that are rounded are read differently than at the start.
+        """Warns if few of the rounded weights are read differently than when the run started.
 
-        Autocast reads norms and embeddings in fp32, so these do not count.
+        One collective; all processes must call it.
         """
         n = self.n_rounded
         moved, _ = self.compare(self.at_start, self.read[:n], self.sampler.counts[:n])
-        del self.at_start
         if moved < SHARE_TO_WARN and self.run.accelerator.is_main_process:
             self.run.metrics.warn(self.advice(moved))
 
@@ -129,28 +135,35 @@ class Watch:
                 counts.sum(dtype=torch.float64),
             ]
         )
-        differ, squares, size = self.run.accelerator.reduce(sums.to(self.run.device)).tolist()
-        # Where processes hold the same weights, all three sums count these equally often.
-        return differ / size, math.sqrt(squares * self.n_trained / size)
+        of_all_processes = self.run.accelerator.reduce(sums.to(self.run.device))
+        n_differ, squares, n_counted = of_all_processes.tolist()
+        # Where several processes hold the same weights, all three sums count these equally often,
+        # so only their ratios mean something.
+        share = n_differ / n_counted
+        norm = math.sqrt(squares * self.n_trained / n_counted)
+        return share, norm
 
     def advice(self, moved: float) -> str:
         """Returns the warning that few weights are read differently than at the start."""
         magnitudes = self.read[: self.n_rounded].float().abs().cpu()
         median = magnitudes[magnitudes > 0].median().item()  # half of a new adapter is zero
-        # The grid of half precision has cells of this size at the median weight. A weight is read
-        # differently after half of one.
-        cell = 2 ** math.floor(math.log2(median)) * torch.finfo(self.half).eps
-        half_cell = cell / 2
         rate = self.run.args.learning_rate
+        updates = self.half_cell(median) / rate
         name = str(self.half).removeprefix("torch.")
         ways = [] if self.run.args.spread_masters else ["--spread_masters true"]
         ways += ["a higher rate", "fp16 or fp32" if self.half == torch.bfloat16 else "fp32"]
         return (
             f"{UPDATES_TO_WARN} updates changed {moved:.1%} of the weights that the forward pass "
             f"reads in {name}: most steps are too small for it. At --learning_rate {rate:g} a "
-            f"weight of median size, {median:.2g}, moves for some {half_cell / rate:,.0f} updates "
+            f"weight of median size, {median:.2g}, moves for some {updates:,.0f} updates "
             f"until {name} shows it. Sooner: {', '.join(ways)}. See docs/precision.md"
         )
+
+    def half_cell(self, weight: float) -> float:
+        """Returns how far a weight in the middle of its cell moves until it is read differently."""
+        power_of_two = 2 ** math.floor(math.log2(weight))  # the grid gets coarser at each
+        cell = power_of_two * torch.finfo(self.half).eps
+        return cell / 2
 
 
 def by_rounding(run: Run) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -163,7 +176,7 @@ def by_rounding(run: Run) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 class Sampler:
-    """Copies the same weights of some parameters again and again.
+    """Copies weights of some parameters, the same ones whenever it is asked.
 
     Args:
         parameters: at least one.
@@ -179,17 +192,22 @@ class Sampler:
     ):
         self.parameters = parameters
         self.held = held
-        sizes = torch.tensor([zero.without_padding(p, held(p)).numel() for p in parameters])
-        self.lengths = [len(evenly_spaced(p, held(p))) for p in parameters]
-        lengths = torch.tensor(self.lengths)
-        each = sizes / lengths.clamp(min=1)
-        self.counts = torch.repeat_interleave(each, lengths).to(self.take().device)
+        self.lengths = []
+        counts = []
+        for parameter in parameters:
+            part = held(parameter)
+            n_held = zero.without_padding(parameter, part).numel()
+            n_sampled = len(evenly_spaced(parameter, part))
+            self.lengths.append(n_sampled)
+            counts.append(torch.full((n_sampled,), float(n_held)) / n_sampled)
+        self.counts = torch.cat(counts).to(self.take().device)
 
     def take(self) -> torch.Tensor:
         """Returns a copy of the sampled weights as they are now, `[sampled]`."""
         parts = [evenly_spaced(parameter, self.held(parameter)) for parameter in self.parameters]
-        # DeepSpeed's empty parts are on the CPU.
-        return torch.cat([part for part in parts if len(part)] or parts[:1])
+        # DeepSpeed's empty parts are on the CPU, so they cannot be joined with others.
+        filled = [part for part in parts if len(part)]
+        return torch.cat(filled) if filled else parts[0].clone()
 
 
 def master_or_weight(parameter: nn.Parameter) -> torch.Tensor:

@@ -217,7 +217,7 @@ def sft_row(
 def collate(columns: dict, packer: Packer) -> dict:
     """Returns each row as an answer to an empty prompt, learned at its targets only."""
     no_prompts = [[]] * len(columns["input_ids"])
-    return packer.make_batch(no_prompts, columns["input_ids"], scored=columns["targets"])
+    return packer.make_batch(no_prompts, columns["input_ids"], is_target=columns["targets"])
 
 
 def losses_and_metrics(

@@ -9,7 +9,7 @@ import types
 import torch
 from torch.distributed.tensor import DTensor
 
-from common import launch, optim
+from common import engine, launch, optim
 from common.models import load, prepare
 from common.models.logprobs import LogProbModel
 from common.models.packing import Packer
@@ -43,6 +43,14 @@ def is_cut(module: torch.nn.Module) -> list[bool]:
     return [isinstance(parameter, DTensor) for parameter in module.parameters()]
 
 
+@torch.no_grad()
+def is_cut_after_forward(model: torch.nn.Module) -> list[bool]:
+    """Which weights FSDP2 has in shards again after a forward pass in evaluation."""
+    batch = Packer(next(model.parameters()).device).make_batch([[1]], [[2, 3]])
+    model(batch)
+    return is_cut(model)
+
+
 def main(folder: str, output_dir: str) -> None:
     args = argparse.Namespace(
         train_batch_size=2, micro_train_batch_size=1, micro_train_tokens=0, max_grad_norm=1.0, seed=5,
@@ -69,14 +77,21 @@ def main(folder: str, output_dir: str) -> None:
     held = {id(parameter) for parameter in model.parameters()}
     steps = [id(p) for group in optimizer.param_groups for p in group["params"]]
     run = types.SimpleNamespace(accelerator=accelerator, model=model, unwrapped=policy)
-    with torch.no_grad():  # as each run checks its log-probs first
-        model(Packer(accelerator.device).make_batch([[1]], [[2, 3]]))
+    in_training = is_cut_after_forward(model)  # as each run checks its log-probs first
     with generation.ready_to_generate(run):
         gathered = {"actor": is_cut(policy.model), "critic": is_cut(policy.critic)}
+    after_generation = is_cut_after_forward(model)
+
+    model.set_reshard_after_forward(False)  # as with `fsdp_reshard_after_forward: false`
+    with generation.ready_to_generate(run):
+        pass
+    without_resharding = is_cut_after_forward(model)
+    engine.reshard(model)
     found = {
         "loading": loading,
         "optimizer": sorted(steps) == sorted(held),
         "cut while it generates": {name: [any(cut), all(cut)] for name, cut in gathered.items()},
+        "cut after forward": [in_training, after_generation, without_resharding],
         "cut": [all(is_cut(policy)), all(is_cut(reference))],
         "saved buffers": [name for name in policy.state_dict() if name.endswith("saved")],
     }

@@ -10,7 +10,7 @@ import torch
 
 from common import batches
 
-# The most that the mask of packed rows may take, in bytes: one row of 16,384 tokens.
+# The most that the mask of packed rows may take, in bytes: 256 MiB, as of one row of 16,384 tokens.
 MOST_MASK = 2**28
 # A mask is computed in parts of about this many elements, since the comparisons double the memory.
 MASK_AT_ONCE = 2**24
@@ -41,26 +41,26 @@ Row = list[Group]
 class Layout:
     """The rows as arrays: where each token is, and to what it belongs.
 
-    Three words: a *place* is the index of a token in all rows, one row after the other. A *piece*
-    is a prompt or an answer: answer i is piece i, and the prompts are numbered after the answers. A
-    token's *predictor* is the token whose output predicts it: the one before it in its text.
+    Three words for that:
+
+        place       of a token: its index in all rows, written one after the other
+        piece       a prompt or an answer: answer i is piece i, and the prompts are numbered after
+                    the answers
+        predictor   of a token: the one before it in its text, whose output predicts it
 
     Example: answers 0 and 1, `4 5` and `6`, to the prompt `1 2`; answer 2, `7 8 9`, to the prompt
-    `3`. So the prompts are pieces 3 and 4. In two rows, the last place of which is padding:
+    `3`. The prompts are pieces 3 and 4. Here they are in two rows; the last place is padding:
 
-        ids         1  2  4  5  6        places      0  1  2  3  4
-                    3  7  8  9  0                    5  6  7  8  9
+                    row 0            row 1
+        places      0  1  2  3  4    5  6  7  8  9
+        ids         1  2  4  5  6    3  7  8  9  0
+        pieces      3  3  0  0  1    4  2  2  2 -1
+        prompts     3  3  3  3  3    4  4  4  4 -1
+        positions   0  1  2  3  2    0  1  2  3  0
 
-        pieces      3  3  0  0  1        prompts     3  3  3  3  3
-                    4  2  2  2 -1                    4  4  4  4 -1
-
-        positions   0  1  2  3  2
-                    0  1  2  3  0
-
-    For each answer, as places:
-
-        predictors  1  2 | 1 | 5  6  7   the tokens 2 4 | 2 | 3 7 8
-        last        3    | 4 | 8         the tokens 5   | 6 | 9
+        answer      0        1       2
+        predictors  1  2     1       5  6  7    the places of 2 4, of 2 and of 3 7 8
+        last        3        4       8          the places of 5, of 6 and of 9
 
     Attributes:
         ids, positions: the id and the position of each token, `[rows, row length]`.
@@ -68,6 +68,7 @@ class Layout:
         prompts: the prompt of that piece, `[rows, row length]`; of a prompt, the prompt itself.
         predictors: for each answer, the places of its tokens' predictors.
         last: for each answer, the place of its last token.
+        prompt_pieces: the piece numbers of the prompts that are still to be written.
     """
 
     def __init__(self, shape: tuple[int, int], n_answers: int):
@@ -75,25 +76,27 @@ class Layout:
         self.positions = np.zeros(shape, dtype=np.int64)
         self.pieces = np.full(shape, PADDING)
         self.prompts = np.full(shape, PADDING)
+        # `add` fills these in, in the order of the rows.
         self.predictors: list[list[int]] = [[] for _ in range(n_answers)]
         self.last = [0] * n_answers
         self.prompt_pieces = itertools.count(n_answers)
 
     def add(self, group: Group, place: int) -> int:
         """Writes a group, starting at `place`; returns the next free place."""
-        piece = next(self.prompt_pieces)
-        end = self.write(group.prompt, place, position=0, piece=piece, prompt=piece)
-        # An empty prompt has no last token, so this place means nothing. That is harmless:
-        # `refuse_unpredicted` refuses an answer whose first token needs it.
-        last_of_prompt = end - 1
+        prompt_piece = next(self.prompt_pieces)
+        start = self.write(group.prompt, place, position=0, piece=prompt_piece, prompt=prompt_piece)
+        # An empty prompt has none. Then no target needs this place: see `refuse_unpredicted`.
+        last_of_prompt = start - 1
+        after_prompt = len(group.prompt)  # each answer's first position, as if it followed directly
         for number, answer in group.answers.items():
-            start = end
-            position = len(group.prompt)  # as if the answer followed its prompt directly
-            end = self.write(answer, start, position=position, piece=number, prompt=piece)
+            end = self.write(
+                answer, start, position=after_prompt, piece=number, prompt=prompt_piece
+            )
             # The prompt's last token predicts the first one; each token of the answer the next.
             self.predictors[number] = [last_of_prompt, *range(start, end - 1)]
             self.last[number] = end - 1
-        return end
+            start = end
+        return start
 
     def write(self, ids: list[int], place: int, *, position: int, piece: int, prompt: int) -> int:
         """Writes a piece, starting at `place`; returns the next free place.
@@ -119,16 +122,18 @@ class Packer:
 
         share    varlen
         false    any       a row for each answer, after its prompt
-        true     false     a prompt once for all its answers, and several prompts in a row where
-                           they fit; or as above, if that costs less, see `pays`
+        true     false     a prompt once, before all its answers, and several such groups in a row
+                           where they fit
         true     true      one row of all answers without padding, each after its own prompt, as
                            flash attention's `varlen` takes it
+
+    The second gives way to the first in batches where it would cost more, see `pays`.
 
     Attributes:
         device: where the batches go.
         share, varlen: see above.
         attention_equals_rest: the row length at which attention costs as much as the rest of the
-            model, see `pays`. The default fits a hidden size of 340.
+            model; only `pays` reads it.
     """
 
     device: torch.device
@@ -140,18 +145,18 @@ class Packer:
         self,
         prompts: Sequence[list[int]],
         answers: Sequence[list[int]],
-        scored: Sequence[list] | None = None,
+        is_target: Sequence[list] | None = None,
     ) -> dict:
         """Returns answers to prompts as tensors that a model reads.
 
-        The answers in the table of `Layout`, if prompts may be shared and all tokens are targets:
+        The answers in the example of `Layout`, if prompts may be shared and all tokens are targets:
 
             make_batch([[1, 2], [1, 2], [3]], [[4, 5], [6], [7, 8, 9]])
 
             targets     4  5 | 6 | 7  8  9
-            predictors  1  2 | 1 | 5  6  7   places in the flattened `input_ids`
-            last        3    | 4 | 8         places of the last tokens there
-            cells       0  1 | 3 | 6  7  8   places in the flattened `mask`
+            predictors  1  2 | 1 | 5  6  7   places: indices into the flattened `input_ids`
+            last        3    | 4 | 8         places, too
+            cells       0  1 | 3 | 6  7  8   indices into the flattened `mask`
             mask        1  1  0
                         1  0  0
                         1  1  1
@@ -162,8 +167,8 @@ class Packer:
         Args:
             prompts: token ids, one prompt for each answer; may be empty.
             answers: token ids.
-            scored: which tokens of each answer are targets; by default all. If the prompt is empty
-                the first must be false: nothing predicts it.
+            is_target: of each token of each answer, whether its log-prob is wanted; by default of
+                all. If the prompt is empty the first must be false: nothing predicts it.
 
         Returns:
             inputs: what a `transformers` model takes: `input_ids` `[rows, row length]`, padded on
@@ -173,25 +178,25 @@ class Packer:
             targets: ids of the targets, answer after answer, `[targets]`.
             predictors: the place of the token that predicts each target, `[targets]`.
             last: the place of each answer's last token, `[answers]`.
-            mask: which tokens are targets, bool `[answers, longest answer]`.
-            cells: where each target is in the flattened mask, `[targets]`.
+            mask: `is_target`, padded on the right, bool `[answers, longest answer]`.
+            cells: the index of each target in the flattened mask, `[targets]`.
             tokens: how many tokens the rows hold, a shared prompt once and padding not at all.
 
         Raises:
             ValueError: the first token of an answer to an empty prompt is to be a target.
         """
-        if scored is None:
-            scored = [[True] * len(answer) for answer in answers]
-        refuse_unpredicted(prompts, scored)
+        if is_target is None:
+            is_target = [[True] * len(answer) for answer in answers]
+        refuse_unpredicted(prompts, is_target)
         rows = self.arrange(prompts, answers)
         layout = lay_out(rows)
-        mask = batches.pad(scored, False, "cpu").bool()
+        mask = batches.pad(is_target, False, "cpu").bool()
         # A GPU could find the cells, too, but the host would wait for their number.
         cells = mask.flatten().nonzero().squeeze(1)
         return {
             "inputs": self.inputs_of(rows, layout),
-            "targets": batches.send(of_targets(answers, scored), self.device),
-            "predictors": batches.send(of_targets(layout.predictors, scored), self.device),
+            "targets": batches.send(of_targets(answers, is_target), self.device),
+            "predictors": batches.send(of_targets(layout.predictors, is_target), self.device),
             "last": batches.send(layout.last, self.device),
             "mask": batches.send(mask, self.device),
             "cells": batches.send(cells, self.device),
@@ -213,7 +218,7 @@ class Packer:
         return packed if self.pays(packed, alone) else alone
 
     def pays(self, packed: list[Row], alone: list[Row]) -> bool:
-        """Returns whether packed rows cost no more than a row for each answer.
+        """Whether packed rows cost no more than a row for each answer, and fit the mask's limit.
 
         A row of length n costs about n * (n + e), where e is the length at which attention costs
         as much as the rest. Packed rows need a mask, which doubles attention: n * (2 n + e).
@@ -223,19 +228,21 @@ class Packer:
             alone     8 * 500 * (500 + 4096)        = 18.4 million
             packed    1 * 1200 * (2 * 1200 + 4096)  =  7.8 million
         """
+        mask_size = len(packed) * longest_of(packed) ** 2  # in bytes
+        if mask_size > MOST_MASK:
+            return False
 
         def cost(rows: list[Row], attention: int) -> int:
             length = longest_of(rows)
             return len(rows) * length * (attention * length + self.attention_equals_rest)
 
-        if len(packed) * longest_of(packed) ** 2 > MOST_MASK:
-            return False
         return cost(packed, attention=2) <= cost(alone, attention=1)
 
     def inputs_of(self, rows: list[Row], layout: Layout) -> dict:
         """Returns what a `transformers` model takes, see `make_batch`."""
         inputs = {"input_ids": batches.send(layout.ids, self.device)}
-        if len(rows) == len(layout.last):  # each answer has a row of its own
+        n_answers = len(layout.last)
+        if len(rows) == n_answers:  # each has a row of its own
             return inputs
         inputs["position_ids"] = batches.send(layout.positions, self.device)
         if self.varlen:
@@ -255,9 +262,9 @@ class Packer:
         return f"prompts are computed for each {each}"
 
 
-def refuse_unpredicted(prompts: Sequence[list[int]], scored: Sequence[list]) -> None:
+def refuse_unpredicted(prompts: Sequence[list[int]], is_target: Sequence[list]) -> None:
     """Raises `ValueError` if the first token of an answer to an empty prompt is a target."""
-    for number, (prompt, flags) in enumerate(zip(prompts, scored)):
+    for number, (prompt, flags) in enumerate(zip(prompts, is_target)):
         if not prompt and any(flags[:1]):
             raise ValueError(
                 f"answer {number} has an empty prompt, so nothing predicts its first token: "
@@ -267,16 +274,17 @@ def refuse_unpredicted(prompts: Sequence[list[int]], scored: Sequence[list]) -> 
 
 # ============================================================ groups and rows
 def share_prompts(groups: list[Group]) -> list[Group]:
-    """Joins groups that have the same prompt.
-
-    Empty prompts (SFT) are not joined: the group would be one long row that cannot be split.
-    """
-    joined: dict[object, Group] = {}
-    for number, group in enumerate(groups):
-        key = tuple(group.prompt) or number  # an empty prompt gets a key of its own
-        of_prompt = joined.setdefault(key, Group(group.prompt, {}))
-        of_prompt.answers.update(group.answers)
-    return list(joined.values())
+    """Joins groups that have the same prompt."""
+    joined: list[Group] = []
+    group_of: dict[tuple[int, ...], Group] = {}
+    for group in groups:
+        prompt = tuple(group.prompt)
+        # Empty prompts (SFT) are not joined: the group would be one long row that cannot be split.
+        if not prompt or prompt not in group_of:
+            group_of[prompt] = Group(group.prompt, {})
+            joined.append(group_of[prompt])
+        group_of[prompt].answers.update(group.answers)
+    return joined
 
 
 def longest_first(groups: list[Group]) -> list[Group]:
@@ -346,8 +354,9 @@ def attention_mask(pieces: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
         part = slice(start, start + queries_at_once)
         query = pieces[:, None, part, None]
         prompt_of_query = prompts[:, None, part, None]
-        # Row i of this part is token start + i, which sees no token to its right.
-        mask[:, :, part] = ((key == query) | (key == prompt_of_query)).tril(start)
+        is_related = (key == query) | (key == prompt_of_query)
+        # Query i of this part is token start + i, which sees no token to its right.
+        mask[:, :, part] = is_related.tril(start)
     return mask
 
 
@@ -368,9 +377,9 @@ def varlen_inputs(row: Row, device) -> dict:
     }
 
 
-def of_targets(values: Sequence[Sequence[int]], scored: Sequence[Sequence]) -> list[int]:
-    """Returns the values that belong to targets, answer after answer."""
+def of_targets(values: Sequence[Sequence[int]], is_target: Sequence[Sequence]) -> np.ndarray:
+    """Returns the values that belong to targets, answer after answer, int64 `[targets]`."""
     chosen: list[int] = []
-    for values_of_answer, flags in zip(values, scored):
+    for values_of_answer, flags in zip(values, is_target):
         chosen += itertools.compress(values_of_answer, flags)
-    return chosen
+    return np.array(chosen, dtype=np.int64)  # also where there is no target to tell the type by

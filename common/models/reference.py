@@ -22,7 +22,8 @@ class Reference:
 
     Attributes:
         model: reads batches as the policy does; None where all its log-probs are precomputed.
-        identity: what decides its log-probs to the last digit, besides what it reads.
+        identity: what tells its log-probs from those of another reference, and of other hardware or
+            software, which rounds otherwise.
         tables: its log-probs of the answers of whole data sets, `[rows, answers of a row]`, by the
             names of the sets.
     """
@@ -31,21 +32,22 @@ class Reference:
         """Loads what the arguments name, and adds its fingerprint to the run.
 
         Args:
-            settings: what the trained model's forward pass is always given as a reference.
+            settings: where the reference is the trained model, each of its forward passes gets
+                them, such as `with_values=False` of PPO's. A model of its own needs none.
         """
         args = run.args
         name = args.ref_model_name_or_path or args.model_name_or_path
-        if args.lora_r and args.ref_model_name_or_path is None:
+        is_trained_model = args.lora_r and args.ref_model_name_or_path is None
+        if is_trained_model:
+            module = run.unwrapped
             fingerprint = run.models["base model"]
-            unprepared = run.unwrapped
             self.model = lora.WithoutAdapters(run.model, **settings)
         else:
-            unprepared = LogProbModel(load.causal_lm(name, run.tokenizer, args, frozen=True))
-            fingerprint = load.fingerprint(run.accelerator, name, unprepared.config)
+            module = LogProbModel(load.causal_lm(name, run.tokenizer, args, frozen=True))
+            fingerprint = load.fingerprint(run.accelerator, name, module.config)
             run.models["reference model"] = fingerprint
-            self.model = prepare.frozen(run.accelerator, unprepared)
-        values = engine.decides_values(run.accelerator, unprepared)
-        self.identity = [name, fingerprint, values]
+            self.model = prepare.frozen(run.accelerator, module)
+        self.identity = [name, fingerprint, engine.decides_values(run.accelerator, module)]
         self.tables: dict[str, np.ndarray] = {}
 
     @torch.no_grad()
@@ -66,8 +68,9 @@ class Reference:
         """
         if name not in self.tables:
             return self.logps(batch).sum(1)
-        answers_in_order = self.tables[name][rows].T.reshape(-1)
-        return batches.send(answers_in_order, batch["mask"].device)
+        of_rows = self.tables[name][rows]  # [rows, answers of a row]
+        in_batch_order = of_rows.T.reshape(-1)  # the first answers, then the second ones
+        return batches.send(in_batch_order, batch["mask"].device)
 
     def precompute(
         self, run: Run, sets: dict, collate: Callable[[dict, Packer], dict], packer: Packer
@@ -81,7 +84,7 @@ class Reference:
             collate: makes the batch of some rows, as `answer_logps` takes it, from their columns.
         """
         for name, dataset in sets.items():
-            # Whether rows are shared changes rounding.
+            # Whether prompts are shared changes rounding.
             key = ["reference", *self.identity, packer.share, dataset._fingerprint]
             compute = partial(self.table_of, run, dataset, collate=collate, packer=packer)
             self.tables[name] = cache.array(run.accelerator, key, compute)

@@ -45,14 +45,14 @@ def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) ->
     """
     if run.stage is not None:
         return run.stage.play(run, prompts, uniforms, temperature)
-    _, per_prompt, max_new_tokens = uniforms.shape
+    _, per_prompt, max_new_tokens = uniforms.shape  # a number for each token of each response
     prompt_ids = repeat_each(prompts["prompt_ids"], per_prompt)
     if run.servers is not None:
         responses = run.servers.generate(run, prompts["prompt_ids"], uniforms, temperature)
     else:
-        draws = uniforms.reshape(-1, max_new_tokens)
+        of_responses = uniforms.reshape(-1, max_new_tokens)
         responses = generate(
-            run, prompt_ids, max_new_tokens, temperature=temperature, uniforms=draws
+            run, prompt_ids, max_new_tokens, temperature=temperature, uniforms=of_responses
         )
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     return Samples(
@@ -81,7 +81,7 @@ def speaking(run: Run) -> Iterator[Speaker]:
         run.servers.synchronise(run)  # they get the weights of now
         yield partial(run.servers.answers, run)
         return
-    # Before the model's generation config, which has some of them, is set aside.
+    # Read before `ready_to_generate` sets aside the model's generation config, which has some.
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     with torch.no_grad(), ready_to_generate(run), run.accelerator.autocast():
         yield partial(answers, run, stops)
@@ -96,15 +96,14 @@ def answers(
         As a `Speaker`.
     """
     max_new_tokens = uniforms.shape[1]
+    batch_size = run.args.generate_batch_size or responses_that_fit(run, prompts, max_new_tokens)
     lengths = np.array([len(prompt) for prompt in prompts])
-    longest = int(lengths.max()) + max_new_tokens
-    batch_size = run.args.generate_batch_size or responses_that_fit(run, longest)
     longest_first = np.argsort(-lengths, kind="stable")  # as `batches.split`
     n_batches = math.ceil(len(prompts) / batch_size)
     for numbers in np.array_split(longest_first, n_batches):
-        rows = rows_of(run, prompts, numbers, max_new_tokens, stops, temperature, uniforms)
-        for place, response in generate_batch(rows):
-            yield int(numbers[place]), response
+        yield from generate_some(
+            run, numbers.tolist(), prompts, max_new_tokens, stops, temperature, uniforms
+        )
 
 
 def repeat_each(values: list, times: int) -> list:
@@ -141,40 +140,27 @@ def generate(
         The responses in the order of the prompts, on every process.
     """
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
+    batch_size = (
+        batch_size
+        or run.args.generate_batch_size
+        or responses_that_fit(run, prompts, max_new_tokens)
+    )
     lengths = np.array([len(prompt) for prompt in prompts])
-    longest = int(lengths.max()) + max_new_tokens
-    batch_size = batch_size or run.args.generate_batch_size or responses_that_fit(run, longest)
     micro_batches = batches.split(run.accelerator, np.arange(len(prompts)), lengths, batch_size)
-    responses = {}
+    responses: dict[int, Response] = {}
     with ready_to_generate(run), run.accelerator.autocast():
         for micro_batch in micro_batches:
             if not micro_batch.weights.any():
                 continue  # only a padding row: there are fewer prompts than processes
-            numbers = micro_batch.rows
-            rows = rows_of(run, prompts, numbers, max_new_tokens, stops, temperature, uniforms)
-            responses |= {numbers[place]: response for place, response in generate_batch(rows)}
+            of_batch = generate_some(
+                run, micro_batch.rows, prompts, max_new_tokens, stops, temperature, uniforms
+            )
+            responses.update(of_batch)
     return distributed.gather_rows(responses)
 
 
-def rows_of(
-    run: Run,
-    prompts: list[list[int]],
-    numbers: Sequence[int],
-    max_new_tokens: int,
-    stops: set[int],
-    temperature: float,
-    uniforms: np.ndarray | None,
-) -> "Rows":
-    """Returns the prompts of these numbers as one batch, see `generate`."""
-    sampler = None
-    if temperature:
-        draws = torch.from_numpy(uniforms[numbers]).to(run.device)
-        sampler = SampleByUniform(draws, temperature)
-    return Rows(run, [prompts[number] for number in numbers], max_new_tokens, stops, sampler)
-
-
-def responses_that_fit(run: Run, longest: int) -> int:
-    """Returns how many rows of `longest` tokens a cache of `CACHE_BYTES` holds.
+def responses_that_fit(run: Run, prompts: list[list[int]], max_new_tokens: int) -> int:
+    """Returns how many responses a cache of `CACHE_BYTES` holds, each after the longest prompt.
 
     It is the same on every device, so that a resumed run generates the same wherever it runs.
     """
@@ -184,17 +170,45 @@ def responses_that_fit(run: Run, longest: int) -> int:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     bytes_of_number = 4 if run.accelerator.mixed_precision == "no" else 2
     numbers_of_token = 2 * config.num_hidden_layers * kv_heads * head_size  # keys and values
+    longest = max(map(len, prompts)) + max_new_tokens
     return max(1, CACHE_BYTES // (numbers_of_token * bytes_of_number * longest))
+
+
+def generate_some(
+    run: Run,
+    numbers: Sequence[int],
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    stops: set[int],
+    temperature: float,
+    uniforms: np.ndarray | None,
+) -> Iterator[tuple[int, Response]]:
+    """Generates responses to some of the prompts as one batch, on this process only.
+
+    Args:
+        numbers: which of the prompts; for the other arguments see `generate`.
+
+    Yields:
+        The number of a prompt, and its response, as soon as that has ended.
+    """
+    sampler = None
+    if temperature:
+        draws = torch.from_numpy(uniforms[numbers]).to(run.device)
+        sampler = SampleByUniform(draws, temperature)
+    rows = Rows(run, [prompts[number] for number in numbers], max_new_tokens, stops, sampler)
+    for place, response in generate_batch(rows):
+        yield numbers[place], response
 
 
 def generate_batch(rows: "Rows") -> Iterator[tuple[int, Response]]:
     """Generates one response to each prompt of a batch, on this process only.
 
     Yields:
-        The number of a prompt in the batch, and its response, as soon as that has ended.
+        The place of a prompt in the batch, and its response, as soon as that has ended.
 
-    Each round adds some tokens to all rows, and then drops the rows whose responses are finished.
-    For example, three prompts, four tokens at once, at most six, and the stop token 1:
+    Each round adds some tokens to all rows, and then drops the rows whose responses are finished,
+    so that the rows after them move up. For example, three prompts, four tokens at once, at most
+    six, and the stop token 1:
 
         prompt    four tokens       two more
         0         row 0: 7 7 7 7    row 0: 7 7 7 7 7 7    finished: six tokens
@@ -208,10 +222,10 @@ def generate_batch(rows: "Rows") -> Iterator[tuple[int, Response]]:
     while True:
         rows.extend(min(at_once, max_new_tokens - rows.n_new))
         unfinished = []
-        for row, (number, new_ids) in enumerate(zip(rows.numbers, rows.new_ids.tolist())):
+        for row, new_ids in enumerate(rows.new_ids.tolist()):
             ids = cut_after_stop(new_ids, rows.stops)
             if ids[-1] in rows.stops or len(ids) == max_new_tokens:
-                yield number, Response(ids, rows.logps_of(row)[: len(ids)])
+                yield rows.prompt_of_row[row], Response(ids, rows.logps_of(row)[: len(ids)])
             else:
                 unfinished.append(row)
         if not unfinished:
@@ -223,13 +237,16 @@ class Rows:
     """Rows of a batch that are generated together: a prompt each, and its response so far.
 
     Attributes:
-        numbers: which prompt of the batch each row has.
+        model, pad_token_id: of the run.
+        stops: tokens that end a response.
+        prompts: all of the batch, also those whose rows are dropped.
+        prompt_of_row: the place in `prompts` of the prompt of each row.
         ids: int64 `[rows, length]`, prompts padded on the left, then the new tokens.
         prompt_length: of `ids`, padding included: the new tokens begin there.
-        max_new_tokens: the length of the longest response.
+        max_new_tokens: the most new tokens that a row may have.
         padding: `[rows]`, how many places of a row are padding.
-        cache: keys and values of all tokens but each row's last; empty at first. None until
-            `extend` if its rows cannot be picked: then the model makes its own.
+        cache: keys and values of all tokens but each row's last; at first it is empty. Where rows
+            of the model's cache cannot be picked it is None at first: the model makes its own.
         sampler: draws the new tokens; None: they are chosen greedily.
         without_probability: tokens that are never chosen, see `LogProbModel.vocabulary`.
     """
@@ -245,14 +262,15 @@ class Rows:
         self.model = run.unwrapped.model
         self.pad_token_id = run.tokenizer.pad_token_id
         self.stops = stops
-        self.numbers = list(range(len(prompts)))
         self.prompts = prompts
+        self.prompt_of_row = list(range(len(prompts)))
         self.ids = batches.pad(prompts, self.pad_token_id, run.device, left=True)
         self.prompt_length = self.ids.shape[1]
         self.max_new_tokens = max_new_tokens
         self.padding = np.array([self.prompt_length - len(prompt) for prompt in prompts])
         self.cache: Any = None
         if can_pick_rows(self.model):
+            # Its layers get room for all tokens, so that a new one does not copy those before it.
             places = self.prompt_length + max_new_tokens
             self.cache = with_room(DynamicCache(config=self.model.config), places)
         self.sampler = sampler
@@ -282,15 +300,15 @@ class Rows:
 
         Does nothing if no prompt occurs twice, or if the model's cache cannot be repeated.
         """
-        first_row: dict[tuple, int] = {}
-        for row, prompt in enumerate(self.prompts):
-            first_row.setdefault(tuple(prompt), row)
+        row_of_prompt: dict[tuple, int] = {}
+        # For each row, the first row with the same prompt: for A A B A that is 0 0 2 0.
+        first_rows = [
+            row_of_prompt.setdefault(tuple(prompt), row) for row, prompt in enumerate(self.prompts)
+        ]
         length = self.prompt_length - 1
-        n_distinct = len(first_row)
-        is_any_shared = n_distinct < len(self.prompts)
+        is_any_shared = len(row_of_prompt) < len(self.prompts)
         if not is_any_shared or length == 0 or not can_pick_rows(self.model):
             return  # `extend` reads all prompts
-        first_rows = [first_row[tuple(prompt)] for prompt in self.prompts]  # of A A B A: 0 0 2 0
         read, copies = np.unique(first_rows, return_inverse=True)  # 0 2, and 0 0 1 0
         # `generate` must draw a token, which is not used.
         self.run_model(self.ids[read, :length], self.padding[read], n_new=1)
@@ -323,9 +341,9 @@ class Rows:
 
     def keep(self, rows: list[int]) -> None:
         """Drops all other rows."""
-        if len(rows) == len(self.numbers):
+        if len(rows) == len(self.prompt_of_row):
             return  # without a copy of the cache
-        self.numbers = [self.numbers[row] for row in rows]
+        self.prompt_of_row = [self.prompt_of_row[row] for row in rows]
         self.ids = self.ids[rows]
         self.padding = self.padding[rows]
         self.cache.reorder_cache(torch.tensor(rows))
@@ -365,7 +383,7 @@ class RoomyLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Keeps the rows of these numbers, in this order; a number may occur several times."""
-        if self.room is None:  # it never got keys: such a layer reads another's
+        if self.room is None:  # it has no keys of its own: it reads those of another layer
             return
         length = self.get_seq_length()
         rows = beam_idx.to(self.keys.device)
@@ -399,7 +417,7 @@ def mask_of(ids: torch.Tensor, padding: np.ndarray) -> torch.Tensor:
 
 
 def can_pick_rows(model) -> bool:
-    """Returns whether rows of the model's cache can be dropped and repeated."""
+    """Whether rows of the model's cache can be dropped and repeated."""
     return model._supports_default_dynamic_cache() and not model._is_stateful
 
 
@@ -430,7 +448,10 @@ class SampleByUniform(LogitsProcessor):
         self.n_drawn = 0
 
     def __call__(self, input_ids, scores):
-        """Returns logits that leave one token to the greedy choice that follows: the drawn one."""
+        """Draws a token for each row, and returns logits of -inf for all others.
+
+        So transformers, which then chooses greedily, can only choose the drawn one.
+        """
         scaled = scores.float() / self.temperature
         cumulative = scaled.softmax(-1).double().cumsum(-1)
         total = cumulative[:, -1:]  # 1 up to rounding
@@ -505,16 +526,30 @@ def unsharded(prepared, model):
     Whatever else `prepared` holds, such as PPO's critic, stays in shards.
     """
     modules_that_generate = {prepared, *model.modules()}
+    fsdp_modules = [module for module in prepared.modules() if isinstance(module, FSDPModule)]
+    reshards_in_training = {module: reshards_after_forward(module) for module in fsdp_modules}
     prepared.set_reshard_after_forward(False)
     try:
-        for module in prepared.modules():
-            if isinstance(module, FSDPModule) and module in modules_that_generate:
+        for module in fsdp_modules:
+            if module in modules_that_generate:
                 module.unshard()
         yield
     finally:
-        prepared.set_reshard_after_forward(True)
+        for module, reshards in reshards_in_training.items():
+            module.set_reshard_after_forward(reshards, recurse=False)
         engine.reshard(prepared)
         # FSDP2 records the order of forward passes, and gathers weights ahead in that order. A
         # process that generated nothing has recorded another one, and the next update would hang.
         if hasattr(prepared, "reset_iter_state"):  # torch 2.13
             prepared.reset_iter_state()
+
+
+def reshards_after_forward(module: FSDPModule) -> bool:
+    """Whether FSDP2 shards a module's weights again after its forward pass.
+
+    The launch config's `fsdp_reshard_after_forward` decides it for most. Others, such as the root,
+    accelerate always leaves whole until their backward pass.
+    """
+    # torch has a public method to set it, and none to read it.
+    weights = module._get_fsdp_state()._fsdp_param_group
+    return weights is not None and weights.post_forward_mesh_info is not None

@@ -71,13 +71,13 @@ class Samples:
 
     @property
     def failed(self) -> torch.Tensor:
-        """bool `[samples]`, whose environment failed: not scored, not trained on, in no mean."""
+        """bool `[samples]`, where an environment failed: not scored, not trained on, in no mean."""
         failed = self.of_episodes.get(FAILED)
         return torch.zeros(len(self), dtype=torch.bool) if failed is None else failed.bool()
 
     def nan_where_failed(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values of samples `[samples]`, NaN where `failed`: NaN counts in no mean."""
-        return values.float().masked_fill(self.failed, torch.nan) if self.failed.any() else values
+        """Returns values `[samples]` in fp32, with NaN where `failed`: NaN counts in no mean."""
+        return values.float().masked_fill(self.failed, torch.nan)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -121,8 +121,8 @@ class Samples:
         """Returns some of the samples as models read them."""
         prompts = [self.prompts[row] for row in rows]
         responses = [self.responses[row] for row in rows]
-        scored = [self.is_sampled[row] for row in rows] if self.is_sampled else None
-        return packer.make_batch(prompts, responses, scored)
+        is_target = [self.is_sampled[row] for row in rows] if self.is_sampled else None
+        return packer.make_batch(prompts, responses, is_target)
 
     def collate(
         self, rows: list[int], tokens: dict[str, torch.Tensor], packer: Packer
@@ -178,10 +178,11 @@ class Samples:
             FloatingPointError: see `guards.check_finite`.
         """
         tensors = {**values, "sampler_logps": self.padded_sampler_logps}
-        # One tensor is enough to find a row: a sum is finite only if all its parts are.
-        sums = sum(tensors.values())
-        of_batches = [(self.data_rows, sums, self.mask)]  # rows, values, which of these count
-        guards.check_finite(run, of_batches, tensors)
+        # A sum is finite only if all its parts are. The value of a whole sample is added to each of
+        # its tokens.
+        sums = sum(tensors.values())  # [samples, longest response]
+        weights = self.mask
+        guards.check_finite(run, [(self.data_rows, sums, weights)], tensors)
 
     def select(self, is_kept: torch.Tensor) -> "Samples":
         """Returns some of the samples, in the same order.
@@ -224,13 +225,13 @@ class Samples:
 
     def answers(self, tokenizer) -> list[str]:
         """Returns the text of each response, of an episode that of its last answer."""
-        ids = self.responses
+        answers = self.responses
         if self.is_sampled:
-            ids = [
-                response[len(is_sampled) - n_at_end(is_sampled) :]
-                for response, is_sampled in zip(ids, self.is_sampled)
+            answers = [
+                last_answer(response, is_sampled)
+                for response, is_sampled in zip(self.responses, self.is_sampled)
             ]
-        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return tokenizer.batch_decode(answers, skip_special_tokens=True)
 
     def examples(self, tokenizer, scores, source: str) -> list[dict]:
         """Returns all prompts and responses with their scores, see `common/transcript.py`.
@@ -274,9 +275,15 @@ def share_of_groups(accelerator, n_prompts: int, per_prompt: int) -> list[int]:
     return share.flatten().tolist()
 
 
-def n_at_end(flags: list[bool]) -> int:
-    """Returns how many of the last flags are true, one after the other."""
-    return next((n for n, flag in enumerate(flags[::-1]) if not flag), len(flags))
+def last_answer(response: list[int], is_sampled: list[bool]) -> list[int]:
+    """Returns the last answer of an episode: the tokens at its end that the model drew.
+
+    Of `5 6 7 8` these are `7 8`, if the model drew all but the 6.
+    """
+    start = len(response)
+    while start > 0 and is_sampled[start - 1]:
+        start -= 1
+    return response[start:]
 
 
 class Collected:
@@ -298,7 +305,8 @@ class Collected:
         self.names = list(values)
         stacked = torch.stack(list(values.values()), 2).cpu()
         for row, of_places, is_token in zip(rows, stacked, mask.cpu()):
-            # Up to the last token: what an environment wrote before it stays, with values of 0.
+            # What an environment wrote keeps its places, with values of 0. Only places after the
+            # last token of the model are left out.
             end = int(is_token.nonzero()[-1]) + 1
             self.of_sample[row] = torch.where(is_token[:end, None], of_places[:end], 0.0)
 

@@ -76,6 +76,16 @@ def test_only_the_actor_is_gathered_to_generate(loaded):
         assert cut == {"actor": [False, False], "critic": [True, True]}
 
 
+def test_after_generation_weights_are_sharded_when_they_were_before(loaded):
+    """After a forward pass: those of the layers, not the root's, or none, as the launch config says."""
+    _, found, _ = loaded
+    for rank in (0, 1):
+        in_training, after_generation, without_resharding = found[rank]["cut after forward"]
+        assert any(in_training) and not all(in_training)
+        assert after_generation == in_training
+        assert without_resharding == [False] * len(in_training)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["torn", "no head"])
 def test_what_the_main_process_cannot_load_ends_all(tmp_path, fault):

@@ -190,6 +190,15 @@ def test_the_first_token_after_an_empty_prompt_is_no_target():
     assert batch["targets"].tolist() == [6, 8]
 
 
+def test_without_any_target_there_are_log_probs_of_zero():
+    """Each episode may consist of what an environment wrote."""
+    batch = SHARED.make_batch([[5], [5]], [[6], [7, 8]], [[False], [False, False]])
+    assert [batch[name].dtype for name in ("targets", "predictors")] == [torch.int64] * 2
+    logps = LogProbModel(build("llama"))(batch)["logps"]
+    assert logps.tolist() == [[0, 0], [0, 0]]
+    logps.sum().backward()
+
+
 def changed_logits(change):
     """A model whose forward changes its logits once more."""
     model = build("llama")

@@ -455,7 +455,7 @@ def test_new_tokens_do_not_copy_the_cache(accelerator, tokenizer, monkeypatch):
                     rows.extend(1)
                     places.append(rows.cache.layers[0].keys.data_ptr())
                 if number in (1, 3):
-                    rows.keep([0, 2][: len(rows.numbers) - 1])
+                    rows.keep([0, 2][: len(rows.prompt_of_row) - 1])
         of_layers = [tensor for layer in rows.cache.layers for tensor in (layer.keys, layer.values)]
         found[is_roomy] = [rows.ids, sampler.logps, *of_layers]
         copies[is_roomy] = sum(one != other for one, other in itertools.pairwise(places))
