@@ -58,7 +58,8 @@ def rows_from(mixture: Mixture, seed: int, start: int, most: int) -> np.ndarray:
     return epoch_order(mixture, seed, epoch)[place : place + most]
 
 
-# PPO uses two orders in turn: that of the prompts and, within a rollout, that of its samples.
+# Recipes that sample use two orders in turn: that of the prompts and, within a rollout, that of its
+# samples.
 @functools.lru_cache(maxsize=2)
 def epoch_order(data: int | Mixture, seed: int | tuple[int, ...], epoch: int) -> np.ndarray:
     """Returns the seeded permutation of the rows of one epoch.
