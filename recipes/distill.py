@@ -65,7 +65,7 @@ from common.rollout import correction, evaluation, generation, vllm
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
 from common.run import Run
-from common.shared_args import RolloutArgs, Schedule, arg
+from common.shared_args import RolloutArgs, Schedule, arg, refuse_changed
 
 
 # ============================================================ arguments
@@ -241,15 +241,17 @@ def make_rollout(run: Run, all_teachers: Teachers, packer: Packer) -> Rollout:
     is_own = answered_by_student(prompts_of_rollout["row"], epoch, args)  # bool `[prompts]`
     own = columns_where(prompts_of_rollout, is_own)
     given = columns_where(prompts_of_rollout, ~is_own)
+    if not is_own.all():
+        given = up_to_completions(given)
 
+    # The student's samples come first, then those of the data. So do the columns of their prompts.
     parts = []
     if is_own.any():
         parts.append(sample_responses(run, own, is_own))
     if not is_own.all():
-        given = up_to_completions(given)
         parts.append(completions_of(run, given))
     samples = Samples.joined(parts)
-    columns = {name: own[name] + given[name] for name in own}  # in the order of the samples
+    columns = {name: own[name] + given[name] for name in own}
     rollout = rollout_of(run, samples, columns, n_own=int(is_own.sum()))
     if args.loss_type == "sampled" and updates_of(rollout, args) > 1:
         with run.metrics.timed("score"):
@@ -291,7 +293,7 @@ def columns_where(columns: dict[str, list], is_wanted: np.ndarray) -> dict[str, 
 
 
 def up_to_completions(columns: dict[str, list]) -> dict[str, list]:
-    """Returns the columns of prompts that the data answer, each cut to where its completion begins.
+    """Returns the columns of prompts that the data answers, each up to where its answer begins.
 
     A template may end a prompt differently once the answer is known, see `tokens.Answer`:
 
@@ -299,7 +301,7 @@ def up_to_completions(columns: dict[str, list]) -> dict[str, list]:
         prompt and completion in one text     <user>Hi<bot>Hello.<end>
         so the prompt becomes                 <user>Hi<bot>
 
-    The data have these prompts as `context_ids`, and the teacher's as `teacher_context_ids`.
+    The data has these prompts as `context_ids`, and the teacher's as `teacher_context_ids`.
     """
     cut = {**columns, "prompt_ids": columns["context_ids"]}
     if "teacher_prompt_ids" in columns:  # with --teacher_prompt
@@ -329,12 +331,13 @@ def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_own: int)
         n_own: how many of the prompts the student has answered; these come first.
     """
     per_prompt = samples.per_prompt
-    names = columns.get("teacher", [teachers.ONLY] * len(columns["row"]))
+    one_teacher = [teachers.ONLY] * len(columns["row"])
+    of_prompts = columns.get("teacher", one_teacher)
     # Without --teacher_prompt a teacher reads what the student reads.
-    teacher_prompts = columns.get("teacher_prompt_ids", columns["prompt_ids"])
-    # From here on a value for each sample, no longer for each prompt.
-    names = generation.repeat_each(names, per_prompt)
-    teacher_prompts = generation.repeat_each(teacher_prompts, per_prompt)
+    prompts_to_read = columns.get("teacher_prompt_ids", columns["prompt_ids"])
+    # A value for each prompt becomes one for each sample.
+    names = generation.repeat_each(of_prompts, per_prompt)
+    teacher_prompts = generation.repeat_each(prompts_to_read, per_prompt)
     numbers = teachers.numbers(run.args)
     is_own = torch.arange(len(samples)) < n_own * per_prompt
     return Rollout(
@@ -366,8 +369,9 @@ def compute_logps(
     """
     collected = Collected(run.accelerator)
     for rows, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
-        is_padding = not weights.any()  # a padding row is a micro-batch of its own
-        collected.add([] if is_padding else rows, old["mask"], logps=output["logps"])
+        if not weights.any():  # a padding row, which is a micro-batch of its own: nothing is kept
+            rows = []
+        collected.add(rows, old["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
     rollout.samples.check_finite(run, logps=logps)
     return logps
@@ -506,7 +510,7 @@ def main():
     # ============================================================ model and optimizer
     student = load.causal_lm(args.model_name_or_path, tokenizer, args)
     policy = DistillModel(student, teachers.shared_vocabulary(args, tokenizer, student))
-    prepare.disable_dropout(policy)  # the sampler has none
+    prepare.disable_dropout(policy)  # because responses are sampled without dropout
     prepare.choose_parameters(accelerator, policy, args)  # what is trained: all, or adapters
     optimizer = optim.adamw(accelerator, optim.parameter_groups(policy, args.weight_decay), args)
     scheduler = optim.scheduler(optimizer, args, progress.total_steps)
@@ -551,6 +555,7 @@ def main():
     )
     guard = guards.FiniteLosses(run)
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
+    beta = beta_of(args)
     state = run.extra  # after `checkpoint.begin`, which may replace it
     if progress.updates_seen == 0:
         evaluate(run, all_teachers, packer)
@@ -563,7 +568,7 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
-        # Long samples come first, and those that can share a prompt stay together.
+        # `split_update` sorts by these: of whole groups, where a group can share its prompt.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
@@ -582,13 +587,13 @@ def main():
                 )
 
             with accelerator.accumulate(model):
-                output = model(batch, args.temperature, lessons=lessons, beta=beta_of(args))
+                output = model(batch, args.temperature, lessons=lessons, beta=beta)
                 if not student_has_moved:
-                    # It is still the old student, so its own pass gives the old log-probs: all
-                    # ratios are exactly 1.
+                    # This pass is still the old student's: its log-probs are the old ones, which
+                    # --loss_type sampled reads, and all ratios exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
-                    own_weights = old["mask"] * old["is_own"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, old, own_weights))
+                    counted = old["mask"] * old["is_own"] * weights[:, None]  # what it has drawn
+                    metrics.pending.add(correction.sampler_differences(output, old, counted))
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
                 # The loss is the mean over the update's response tokens. The engine itself divides
@@ -642,14 +647,14 @@ def evaluate(run: Run, all_teachers: Teachers, packer: Packer) -> None:
         for prefix, eval_set in run.data.eval_sets.items():
             samples = evaluation.sample_held_out(run, eval_set)
             rollout = rollout_of(run, samples, eval_set[:], n_own=len(eval_set))
-            del rollout.tokens["sampler_logps"]  # an evaluation is not corrected for the sampler
+            del rollout.tokens["sampler_logps"]  # greedy responses have none: nothing is corrected
             token_means = Means(run.accelerator)
             for _, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
                 old = {**old, "logps": output["logps"]}  # it has not moved: all ratios are 1
                 _, _, logged = losses_and_metrics(output, old, weights, run.args)
                 token_means.add(logged)
             line |= {prefix + name: value for name, value in token_means.reduce().items()}
-            of_responses = evaluation.of_responses(run, samples, eval_set)  # lengths, right or not
+            of_responses = evaluation.of_responses(run, samples, eval_set)  # lengths, whether right
             line |= evaluation.means(of_responses, prefix)
             examples += samples.examples(run.tokenizer, None, prefix.rstrip("/"))
     run.metrics.log_evaluation(line, examples)
@@ -663,6 +668,9 @@ def check_settings(args: Args) -> None:
     evaluation.check_settings(args)
     vllm.check_settings(args)
     check_rollout_size(args)
+    if args.loss_type == "divergence":
+        of_correction = ["sampler_correction", "sampler_correction_max"]
+        refuse_changed(args, of_correction, "only --loss_type sampled is corrected")
     if args.loss_type == "sampled" and args.beta != 1:
         sys.exit(
             f"--beta {args.beta:g} --loss_type sampled: sampled tokens estimate the reverse KL "
@@ -695,7 +703,7 @@ def check_completions(args: Args, data: dataset.Data) -> None:
             if not completion:
                 sys.exit(
                     f"--on_policy_share {args.on_policy_share:g}: row {row} of the training data "
-                    "has no 'completion', but in some epochs the student does not answer it: "
+                    "has no 'completion', which is needed where the student does not answer it: "
                     "expected a string or a list of messages, as in recipes/sft.py"
                 )
 

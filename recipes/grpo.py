@@ -164,10 +164,10 @@ class Args(RewardArgs):
 # ============================================================ the algorithm
 # Added to a standard deviation before dividing by it.
 EPSILON = 1e-4
-# DPPO: a ratio counts as this at most. Its logarithm is clamped first, to plus and minus the second
-# number, so that nothing overflows.
-LARGEST_RATIO = 20
+# DPPO clamps the logarithm of a ratio to plus and minus the first, so that its exponential does not
+# overflow, and then the ratio to at most the second.
 LARGEST_LOG_RATIO = 20
+LARGEST_RATIO = 20
 
 
 def final_scores(
@@ -240,7 +240,7 @@ def estimate_advantages(
         advantage_std   divided by
         batch           the standard deviation over the trained samples of the rollout; if there is
                         no baseline, their mean is subtracted first
-        group           the standard deviation of the response's group
+        group           the standard deviation of these differences in the response's group
         mean            the mean score of the group
         none            nothing
 
@@ -308,7 +308,8 @@ def scores_differ(groups: torch.Tensor) -> torch.Tensor:
     """Returns which groups have two scores that are not equal, bool `[groups]`. NaN is no score."""
     is_scored = groups.isfinite()
     least = groups.where(is_scored, math.inf).amin(1)
-    return least < groups.where(is_scored, -math.inf).amax(1)
+    greatest = groups.where(is_scored, -math.inf).amax(1)
+    return least < greatest
 
 
 def ratios_to_old(
@@ -368,11 +369,14 @@ def divergence_losses(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the loss of each token, and whether it was masked as too unlikely, or too likely.
+    """Returns the loss of each token, and whether it is masked: become too unlikely, or too likely.
 
-    With p the probability of a token under the policy, q that under the policy that sampled it, and
-    their ratio r = p/q a constant, the loss is `-A min(r, LARGEST_RATIO) log p`. It is 0 where p is
-    too far from q already and the update would move it further away. The distance is
+    A token has probability p under the policy, and q under the policy that sampled it. Its loss is
+
+        -A min(p/q, LARGEST_RATIO) log p,    where the second factor is a constant;
+        0, where p is too far from q already and the update would move it further away.
+
+    The distance is
 
         dppo_tv: |p - q|, the total variation between "this token" and "any other";
         dppo_kl: the KL of the same two outcomes, q log(q/p) + (1 - q) log((1 - q)/(1 - p)).
@@ -402,13 +406,14 @@ def divergence_losses(
 def kl_losses(
     logps: torch.Tensor, ref_logps: torch.Tensor, ratios: torch.Tensor, estimator: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the estimated KL(policy || reference) of each token, and what `kl_coef` multiplies.
+    """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    The old policy sampled the tokens, so the latter is weighted by the ratio. Its expected gradient
-    is that of the KL between the two distributions of the next token:
+    The first is logged. `kl_coef` multiplies the second. That is the first times the ratio, because
+    the old policy sampled the tokens. Its expected gradient is the gradient of the KL between the
+    two distributions of the next token:
 
-        k2: its own gradient estimates that of the KL, so the ratio is a constant weight.
-        k3: only its value estimates the KL. So the ratio is differentiated, too: the mean of
+        k2: the gradient of k2 estimates the gradient of the KL. The ratio is a constant weight.
+        k3: only the value of k3 estimates the KL. So the ratio has a gradient, too: the mean of
             ratio * k3 over samples of the old policy is the KL of the new one.
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
@@ -540,13 +545,13 @@ class State:
     Attributes:
         position: where the run is in its prompts and rollouts.
         rollout: the one whose updates are being made; None: the next one is due.
-        prompts_seen_at_update: `position.prompts_seen` as it was when a rollout last had something
-            to train on.
+        prompts_seen_when_trainable: `position.prompts_seen` as it was when a rollout last had
+            something to train on.
     """
 
     position: Position
     rollout: Rollout | None = None
-    prompts_seen_at_update: int = 0
+    prompts_seen_when_trainable: int = 0
 
 
 def make_rollout(
@@ -588,7 +593,7 @@ def make_rollout(
     with run.metrics.timed("score"):
         rollout.tokens |= compute_logps(run, rollout, reference, packer)
     # `skip_rollout` counts prompts from the last rollout that had something to train on.
-    state.prompts_seen_at_update = state.position.prompts_seen
+    state.prompts_seen_when_trainable = state.position.prompts_seen
     return rollout
 
 
@@ -857,17 +862,17 @@ def main():
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
-            if state.rollout is None:  # no response is left to train on
-                skip_rollout(run)  # exits if a whole epoch led to no update
-                log_evaluate_save(run, judge, packer)
-                continue
+        if state.rollout is None:  # no response is left to train on
+            skip_rollout(run)  # exits if a whole epoch led to no update
+            log_evaluate_save(run, judge, packer)
+            continue
         rollout = state.rollout
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
-        # Long samples come first, and those that can share a prompt stay together.
+        # `split_update` sorts by these: of whole groups, where a group can share its prompt.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
@@ -884,11 +889,11 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
-                    # It is still the old policy, so its own pass gives the old log-probs: all
-                    # ratios are exactly 1.
+                    # This pass is still the old policy's: its log-probs are the old ones, and all
+                    # ratios exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
-                    token_weights = old["mask"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
+                    counted = old["mask"] * weights[:, None]
+                    metrics.pending.add(correction.sampler_differences(output, old, counted))
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
                 # The loss is the weighted mean over the update's samples. The engine itself divides
@@ -940,11 +945,12 @@ def update_data_position(run: Run) -> None:
     """
     state: State = run.extra
     run.progress.rows_seen = state.position.prompts_seen
-    if not run.args.max_steps:  # with it, the prompts start again as often as it takes
-        prompts_of_run = run.args.max_epochs * run.data.mixture.samples
-        all_are_taken = state.position.prompts_seen >= prompts_of_run
-        all_are_trained_on = state.rollout is None
-        run.progress.data_ended = all_are_taken and all_are_trained_on
+    if run.args.max_steps:  # then the prompts are taken again and again, and end no run
+        return
+    prompts_of_run = run.args.max_epochs * run.data.mixture.samples
+    all_are_taken = state.position.prompts_seen >= prompts_of_run
+    all_are_trained_on = state.rollout is None
+    run.progress.data_ended = all_are_taken and all_are_trained_on
 
 
 def skip_rollout(run: Run) -> None:
@@ -955,14 +961,14 @@ def skip_rollout(run: Run) -> None:
     """
     position = run.extra.position
     position.end_rollout()
-    run.progress.idle = True  # the model has not changed: it is not evaluated or saved again
+    run.progress.idle = True  # the model has not changed: nothing is due before the run ends
     update_data_position(run)
 
     reason = (
         f"no update from rollout {position.rollouts_seen}: it has no response to train on "
         "(the advantages of all groups are zero, or all responses are truncated or failed)"
     )
-    prompts_without_update = position.prompts_seen - run.extra.prompts_seen_at_update
+    prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
     was_whole_epoch = prompts_without_update >= run.data.mixture.samples
     if was_whole_epoch and not run.progress.finished:
         run.metrics.log()  # the rewards of rollouts without an update
@@ -1002,7 +1008,7 @@ def check_settings(args: Args) -> None:
 
 
 def check_unused(args: Args) -> None:
-    """Refuses settings that are given, and that other settings make useless."""
+    """Refuses settings that have no effect beside others, unless they have their defaults."""
     if args.kl_coef == 0:
         of_kl = ["ref_model_name_or_path", "kl_estimator"]
         refuse_changed(args, of_kl, "not used, since there is no KL: give --kl_coef above 0, too")
@@ -1027,14 +1033,15 @@ def check_groups(args: Args) -> None:
 
 
 def check_dppo(args: Args) -> None:
-    """Refuses settings that DPPO's losses would ignore."""
+    """Refuses a ratio or a correction that DPPO's losses would ignore."""
     if not args.loss_type.startswith("dppo"):
         return
     if args.ratio == "sequence":
         sys.exit(
             f"--loss_type {args.loss_type} --ratio sequence: this loss masks each token by itself"
         )
-    # The default, which is ignored, and none are accepted.
+    refuse_changed(args, ["sampler_correction_max"], f"not used by --loss_type {args.loss_type}")
+    # The default is accepted, though it is ignored as well.
     if args.sampler_correction not in ("sequence_mask", "none"):
         sys.exit(
             f"--loss_type {args.loss_type} --sampler_correction {args.sampler_correction}: its "

@@ -7,6 +7,8 @@ with r_t = pi(a_t)/pi_old(a_t), A_t by GAE, whitened in the first term, and V cl
     loss = mean of -min(r_t A_t, clip(r_t, 1 - c, 1 + c) A_t)
                    + vf_coef * 1/2 max((V_t - G_t)^2, (clip(V_t) - G_t)^2),    G_t = A_t + V_old
 
+The reward of a token is -kl_coef * KL_t; the last one also gets the score of the response.
+
 Demo, offline:
     python recipes/ppo.py
 One GPU:
@@ -107,6 +109,7 @@ class Args(RewardArgs):
     )
     missing_eos_penalty: float = arg(
         default=0.0,
+        at_least=0,
         help="subtracted from the score of a response that does not end within --max_new_tokens",
     )
     gamma: float = arg(default=1.0, at_least=0, at_most=1, help="discount")
@@ -121,7 +124,8 @@ class Args(RewardArgs):
     )
     dual_clip: float = arg(
         default=0.0,
-        help="upper bound of the ratio where the advantage is negative, above 1; 0: no bound",
+        help="where the advantage is negative, the ratio counts as this at most; above 1, or 0 for "
+        "no bound",
     )
     value_clip_range: float = arg(
         default=0.2, at_least=0, help="clipping of the values around the old ones; 0: none"
@@ -430,7 +434,7 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
         started_at=run.progress.global_step,
     )
     log_rollout(run, rollout, scores, kl=kl, per_token_rewards=per_token_rewards)
-    # While only the critic learns, the actor does not move: its KL says nothing of the coefficient.
+    # While only the critic learns, the actor does not move, so its KL says nothing.
     if args.kl_target and rollout.actor_learns:
         adapt_kl_coef(state, args, kl.sum(1))
     return rollout
@@ -532,6 +536,7 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
 
     In the last rollout of an epoch, the last update of a pass may have fewer.
     """
+    # The rollout is like a data set, and a pass over it like an epoch.
     return batches.rows_of_update(
         len(rollout.samples), args.train_batch_size, position.order_seed(args), position.update
     )
@@ -569,14 +574,14 @@ def note_joint_clipping(run: Run, grad_norm: float) -> None:
             "joint clipping",
             f"the gradient of update {run.progress.global_step} has norm {grad_norm:.3g}. Actor "
             f"and critic are clipped together to --max_grad_norm {args.max_grad_norm:g}, which "
-            "divides both gradients by the same number. Usually it is the critic's, "
+            "divides both gradients by the same number. Usually the critic's is the large one, "
             "because scores are far from 0: scale them to about 1 (your reward function, "
             "--normalize_reward, --reward_clip), or lower --vf_coef in proportion",
         )
 
 
 def make_actor_critic(tokenizer, args: Args) -> ActorCritic:
-    """Loads actor and critic; what the critic starts from: see `--critic_model_name_or_path`."""
+    """Loads actor and critic. `--critic_model_name_or_path` says what the critic starts from."""
     critic_name = (
         args.critic_model_name_or_path or args.reward_model_name_or_path or args.model_name_or_path
     )
@@ -716,11 +721,11 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if not policy_has_moved:
-                    token_weights = old["mask"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
-                    metrics.pending.add(ratio_rounding(output, old, token_weights))
-                    # It is still the old policy. From here on its own pass gives the old log-probs,
-                    # so all ratios are exactly 1.
+                    counted = old["mask"] * weights[:, None]
+                    metrics.pending.add(correction.sampler_differences(output, old, counted))
+                    metrics.pending.add(ratio_rounding(output, old, counted))
+                    # This pass is still the old policy's. From here on its log-probs are the old
+                    # ones, and all ratios exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(
                     output,
@@ -780,7 +785,7 @@ def evaluate(run: Run, judge: Judge, packer: Packer) -> None:
 
 # ============================================================ refusals
 def check_settings(args: Args) -> None:
-    """Refuses sizes that do not divide, and settings that would be ignored or cannot work."""
+    """Refuses a rollout that is no whole number of updates, and settings that cannot work."""
     rewards.check_settings(args)
     evaluation.check_settings(args)
     vllm.check_settings(args)

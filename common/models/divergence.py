@@ -51,7 +51,7 @@ VALUES = (
 class Head:
     """An output layer: `softcap * tanh(multiplier * (hidden @ weight.T + bias) / softcap)`.
 
-    It is no tuple, because FSDP2 rounds the tensors in tuples that a forward pass is given.
+    It is not a tuple, because FSDP2 rounds the tensors in tuples that a forward pass is given.
 
     Attributes:
         weight: `[v, h]`.
@@ -181,7 +181,7 @@ def compare(
 def gaps_to_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns log s - log m and log t - log m, of log s - log t; all zero where s is t.
 
-    The mixture is seen from the larger of both, by which nothing overflows: where s is larger,
+    The mixture is seen from the larger of both, so that nothing overflows: where s is larger,
     log m = log s + log(1 + beta (t/s - 1)).
     """
     share_of_smaller = torch.full_like(gap, 1 - beta).masked_fill_(gap > 0, beta)

@@ -42,7 +42,7 @@ class Uncopied(list):
 
 
 class OutOfTime(BaseException):
-    """A function took too long. It is no `Exception`, so that the function does not catch it."""
+    """A function took too long. Not an `Exception`, so that it does not catch that."""
 
 
 @dataclass(frozen=True)

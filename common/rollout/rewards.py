@@ -254,7 +254,7 @@ def weights_by_part(args) -> dict[str, float]:
 
 
 def check_signatures(args, data: Data) -> None:
-    """Refuses functions that cannot take what the data have, before a model is loaded.
+    """Refuses functions that cannot take what the data has, before a model is loaded.
 
     Raises:
         SystemExit: see `reward_calls.check_signature` and `environments.check_columns`.

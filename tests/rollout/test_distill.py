@@ -194,6 +194,8 @@ REFUSED = [
     (dict(loss_type="sampled", beta=0.5), "--beta 0.5 --loss_type sampled"),
     (dict(loss_type="sampled", on_policy_share=0.5), "were not drawn by the student"),
     (dict(on_policy_share=0.5, n_samples_per_prompt=2), "give --n_samples_per_prompt 1"),
+    (dict(vllm_url=["http://x"], sampler_correction="none"), "only --loss_type sampled is corrected"),
+    (dict(vllm_url=["http://x"], sampler_correction_max=2.0), "only --loss_type sampled is corrected"),
     (dict(rollout_batch_size=3, train_batch_size=4), "Smallest valid size: --rollout_batch_size 4"),
     (dict(eval_samples=2), "--eval_samples 2 needs --eval_temperature above 0"),
 ]  # fmt: skip

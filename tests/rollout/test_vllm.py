@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from bare_runs import bare_run
 from common.rollout import vllm
 from common.rollout.vllm_server import Server
+from common.shared_args import RolloutArgs
 from fake_vllm import FakeServer
 from runs import (
     ASSETS,
@@ -535,8 +536,7 @@ def test_a_negative_score_has_no_advantage_of_maxrl(inputs, server, tmp_path):
 def test_every_setting_of_servers_is_refused_without_one():
     """So none is forgotten in the list."""
     for name in vllm.NEED_SERVERS:
-        args = types.SimpleNamespace(vllm_url=None, sampler_correction="sequence_mask", sampler_correction_max=3.0,
-                                     max_sampler_difference=None, rollouts_ahead=0)  # fmt: skip
+        args = RolloutArgs(model_name_or_path="M", dataset_name="D")
         vllm.check_settings(args)
         setattr(args, name, 1)
         refuses(f"--{name} 1", call=lambda args=args: vllm.check_settings(args))
