@@ -113,7 +113,9 @@ class Watch:
         """
         n = self.n_rounded
         moved, _ = self.compare(self.at_start, self.read[:n], self.sampler.counts[:n])
-        if moved < SHARE_TO_WARN and self.run.accelerator.is_main_process:
+        # At a learning rate of 0 nothing is to move.
+        is_wanted = self.run.args.learning_rate > 0 and self.run.accelerator.is_main_process
+        if moved < SHARE_TO_WARN and is_wanted:
             self.run.metrics.warn(self.advice(moved))
 
     def compare(
@@ -145,18 +147,24 @@ class Watch:
 
     def advice(self, moved: float) -> str:
         """Returns the warning that few weights are read differently than at the start."""
-        magnitudes = self.read[: self.n_rounded].float().abs().cpu()
-        median = magnitudes[magnitudes > 0].median().item()  # half of a new adapter is zero
-        rate = self.run.args.learning_rate
-        updates = self.half_cell(median) / rate
         name = str(self.half).removeprefix("torch.")
-        ways = [] if self.run.args.spread_masters else ["--spread_masters true"]
-        ways += ["a higher rate", "fp16 or fp32" if self.half == torch.bfloat16 else "fp32"]
+        magnitudes = self.read[: self.n_rounded].float().abs().cpu()
+        nonzero = magnitudes[magnitudes > 0]  # half of a new adapter is zero
+        how_slowly = ""
+        if len(nonzero):  # of those that this process holds
+            median = nonzero.median().item()
+            rate = self.run.args.learning_rate
+            how_slowly = (
+                f" At --learning_rate {rate:g} a weight of median size, {median:.2g}, moves for "
+                f"some {self.half_cell(median) / rate:,.0f} updates until {name} shows it."
+            )
+        ways = ["a higher learning rate", "fp16 or fp32" if self.half == torch.bfloat16 else "fp32"]
+        if not self.run.args.spread_masters:
+            ways.insert(0, "--spread_masters true")
         return (
             f"{UPDATES_TO_WARN} updates changed {moved:.1%} of the weights that the forward pass "
-            f"reads in {name}: most steps are too small for it. At --learning_rate {rate:g} a "
-            f"weight of median size, {median:.2g}, moves for some {updates:,.0f} updates "
-            f"until {name} shows it. Sooner: {', '.join(ways)}. See docs/precision.md"
+            f"reads in {name}: most steps are too small for it.{how_slowly} What helps: "
+            f"{', '.join(ways)}. See docs/precision.md"
         )
 
     def half_cell(self, weight: float) -> float:

@@ -185,6 +185,29 @@ def test_large_weights_are_sampled_and_nothing_rounded_is_no_warning(monkeypatch
     assert watch.update_done() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("learning_rate, weight", [(0.0, 0.5), (1e-6, 0.0), (1e-6, 0.5)])
+def test_weights_that_stay_are_a_warning_unless_nothing_is_to_move(
+    learning_rate, weight, monkeypatch
+):
+    """A learning rate of 0 ended the run at update 20, and so did a process that holds only zeros."""
+    monkeypatch.setattr(moved, "UPDATES_TO_WARN", 1)
+    monkeypatch.setattr(moved.engine, "half_precision", lambda accelerator: torch.bfloat16)
+    monkeypatch.setattr(moved.rounding, "rounded_when_read", lambda accelerator, model: {"weight"})
+    model = torch.nn.Linear(8, 2)
+    torch.nn.init.constant_(model.weight, weight)
+    said = []
+    run = SimpleNamespace(
+        accelerator=SimpleNamespace(reduce=lambda tensor: tensor, is_main_process=True),
+        args=SimpleNamespace(learning_rate=learning_rate, spread_masters=False),
+        metrics=SimpleNamespace(warn=said.append),
+        unwrapped=model,
+        device="cpu",
+    )
+    assert moved.Watch(run).update_done()["update/moved"] == 0
+    assert len(said) == (learning_rate > 0)
+    assert ["moves for some 1,953 updates" in text for text in said] == [weight > 0] * len(said)
+
+
 @pytest.mark.parametrize("saved_in", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_model_saved_in_fp16_is_named_where_bf16_would_make_it_jump(saved_in, tmp_path, capsys):
     """One in eight numbers of fp16 is halfway between two of bf16, and hardly any of fp32."""
