@@ -13,7 +13,7 @@ from pathlib import Path
 LAUNCHER = os.getppid()  # or whoever else started this process
 # How long a process waits for its launcher to end it, before it ends by itself.
 PATIENCE_SECONDS = 30
-refused = False  # whether `refuse` has ended this process
+failed = False  # whether `run` is ending this process because of an error
 
 # Errors of disks, which no run can prevent, wherever they appear.
 OF_DISKS = {
@@ -30,9 +30,11 @@ def run(main: Callable[[], None]) -> None:
     A launcher of several processes prints its own report below all that they wrote. That report
     ends with the message, see `tell_launcher`, so the process itself prints nothing.
     """
+    global failed
     try:
         main()
     except SystemExit as error:
+        failed = bool(error.code)
         if isinstance(error.code, str):
             refuse(error.code)
         close_bars()
@@ -40,6 +42,7 @@ def run(main: Callable[[], None]) -> None:
             wait_for_launcher()
         raise
     except Exception as error:
+        failed = True
         if isinstance(error, OSError) and error.errno in OF_DISKS:
             what = OF_DISKS[error.errno]
             refuse(f"{what}, that of --output_dir or of a cache (HF_HOME): {error}")
@@ -59,8 +62,6 @@ def refuse(message: str, status: int = 1) -> None:
     Raises:
         SystemExit: with `status`.
     """
-    global refused
-    refused = True
     close_bars()
     if not error_file():
         print(message, file=sys.stderr, flush=True)

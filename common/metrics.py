@@ -78,7 +78,7 @@ class Means:
             weights = weights.double()
             counts = weights > 0
             for name, value in values.items():
-                # The value of a padding row may be inf: times its weight of 0 that would be NaN.
+                # The value of a padding row may be inf, and inf times its weight of 0 is NaN.
                 counted = torch.where(counts, value.double(), NOTHING[reduce])
                 if reduce == "mean":
                     number = (counted * weights).sum()
@@ -95,7 +95,7 @@ class Means:
         self.sums[name] = new
 
     def take(self, other: Means) -> None:
-        """Adds all that another one holds, and empties it."""
+        """Adds all that another `Means` holds, and empties it."""
         for name, new in other.sums.items():
             self.join(name, new)
         other.sums = {}
@@ -109,17 +109,19 @@ class Means:
             return {}
         sums = self.sums
         self.sums = {}
-        mine = torch.stack([of_tag.numbers for of_tag in sums.values()])[None]
-        numbers, counts = self.accelerator.gather(mine).unbind(-1)  # [processes, tags] each
-        count = counts.sum(0)
-        by_kind = {"mean": numbers.sum(0) / count, "min": numbers.amin(0), "max": numbers.amax(0)}
-        # Read at once, because a GPU waits at each reading.
-        rows = torch.stack([count, *by_kind.values()], 1).tolist()
+        mine = torch.stack([of_tag.numbers for of_tag in sums.values()])  # [tags, 2]
+        everyone = self.accelerator.gather(mine[None])  # [processes, tags, 2]
+        numbers, weights = everyone.unbind(-1)
+        weight = weights.sum(0)
+        # The mean, minimum and maximum under each tag, of which the one that it asks for is taken.
+        # All are read at once, because a GPU waits at each reading.
+        table = torch.stack([weight, numbers.sum(0) / weight, numbers.amin(0), numbers.amax(0)], 1)
 
         values = {}
-        for (name, of_tag), (n_counted, *of_kinds) in zip(sums.items(), rows):
-            if n_counted > 0:
-                values[name] = dict(zip(by_kind, of_kinds))[of_tag.reduce]
+        for (name, of_tag), row in zip(sums.items(), table.tolist()):
+            total_weight, mean, least, greatest = row
+            if total_weight > 0:
+                values[name] = {"mean": mean, "min": least, "max": greatest}[of_tag.reduce]
         return values
 
     def state(self) -> dict[str, list]:
@@ -310,7 +312,7 @@ class Metrics:
     def add_flop(self) -> None:
         """Adds this process's operations to the open means, under a tag that is not logged.
 
-        So they are averaged over the processes by the collective that the line needs anyway.
+        They are then averaged over the processes by the collective that the line needs anyway.
         """
         of_loss = self.open.sums["loss"].numbers
         flop = of_loss.new_full((1,), self.speed.flop)  # a copy from the host would make a GPU wait
@@ -417,8 +419,8 @@ def exit_without_cleaning_up() -> None:
     With torch 2.13, gloo's threads now and then abort a finished process during that cleanup.
     """
     sys.stdout.flush()
-    # `last_value` is set by an exception that nobody caught.
-    failed = errors.refused or hasattr(sys, "last_value")
+    # `last_value` is set by an exception that nobody caught, outside `errors.run`.
+    failed = errors.failed or hasattr(sys, "last_value")
     os._exit(int(failed))
 
 

@@ -237,8 +237,8 @@ METRICS = [
         "common/metrics.py",
         replace(
             "Means.reduce",
-            "self.accelerator.gather(mine)",
-            by="self.accelerator.gather(mine)[:1]",
+            "self.accelerator.gather(mine[None])",
+            by="self.accelerator.gather(mine[None])[:1]",
         ),
         f"{TOKEN_MEANS}[ddp]",
     ),
@@ -533,7 +533,7 @@ TOKENS = [
         "bos_doubled",
         "a text that begins with BOS gets another one",
         "common/data/tokens.py",
-        replace("encode_plain", "adds_bos and all_ids[:1] != [bos]", by="adds_bos"),
+        replace("encode_plain", "adds_bos and first_text[:1] != [bos]", by="adds_bos"),
         "data/test_data.py::test_plain_text_gets_bos_and_eos_once",
     ),
     Fault(
@@ -816,8 +816,8 @@ ROLLOUTS = [
         "common/rollout/generation.py",
         replace(
             "Rows.read_prompts",
-            "torch.from_numpy(copies)",
-            by="torch.from_numpy(copies) * 0",
+            "torch.tensor(copies)",
+            by="torch.tensor(copies) * 0",
         ),
         f"{SHARED_PREFILL}[4-llama]",
     ),

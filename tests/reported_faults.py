@@ -159,8 +159,8 @@ FAULTS = [
         "common/metrics.py",
         replace(
             "Means.reduce",
-            "numbers.sum(0) / count",
-            by="(numbers / counts.clamp(min=1)).mean(0)",
+            "numbers.sum(0) / weight",
+            by="(numbers / weights.clamp(min=1)).mean(0)",
         ),
         TOKEN_MEANS,
     ),

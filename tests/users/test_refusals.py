@@ -237,6 +237,23 @@ def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
     assert stopped.value.code == 0
 
 
+@pytest.mark.parametrize("end, code", [("1 / 0", 1), ("sys.exit(3)", 1), ("sys.exit(0)", 0)])
+def test_what_fails_after_the_last_update_is_a_failure(end, code, tmp_path):
+    """A process that has closed its metrics ends before the interpreter cleans up, with its own code."""
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import atexit, sys\nfrom common import errors, metrics\n"
+        "def main():\n"
+        "    atexit.register(metrics.exit_without_cleaning_up)\n"
+        f"    {end}\n"
+        "errors.run(main)\n"
+    )
+    (tmp_path / "0").mkdir()
+    of_launcher = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "0/error.json"), "LOCAL_RANK": "0"}
+    environment = {**os.environ, **of_launcher, "PYTHONPATH": str(REPOSITORY)}
+    assert subprocess.run([sys.executable, script], env=environment).returncode == code
+
+
 def test_the_launcher_is_told_an_error_of_ours(worker, capsys):
     file = worker(0)
     with pytest.raises(SystemExit) as failed:
