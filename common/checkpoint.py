@@ -18,6 +18,7 @@ from common import (
     actor,
     arguments,
     best,
+    counted,
     distributed,
     engine,
     engine_state,
@@ -28,7 +29,7 @@ from common import (
     stopping,
     transcript,
 )
-from common.metrics import NOTHING
+from common.metrics import JOIN
 from common.models import lora
 from common.run import Run
 
@@ -109,10 +110,10 @@ def find_checkpoint(run: Run) -> Path | None:
         SystemExit: there are checkpoints but none is whole; one is whole, but another version of
             `common` wrote it; the run has ended and left none.
     """
+    folders.put_back(run.checkpoints)  # a whole one that a killed run was replacing
     if run.args.resume == "never":
         return None
     if run.args.resume == "auto":
-        folders.put_back(run.checkpoints)  # a whole one that a killed run was replacing
         candidates = folders.by_step(run.checkpoints)[::-1]
     else:
         candidates = [Path(run.args.resume)]
@@ -135,8 +136,8 @@ def refuse_unless_new(run: Run, passed_over: list[Path]) -> None:
     found = passed_over or list(run.checkpoints.glob("global_step_*"))
     if found:
         sys.exit(
-            f"--resume {run.args.resume}: none of the {len(found)} checkpoints is whole and named "
-            "as written; to start from the beginning take another --output_dir"
+            f"--resume {run.args.resume}: of {counted(len(found), 'checkpoint')} none is whole and "
+            "named as written; to start from the beginning take another --output_dir"
         )
     if (run.output_dir / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.output_dir} has ended and left no checkpoint")
@@ -145,7 +146,7 @@ def refuse_unless_new(run: Run, passed_over: list[Path]) -> None:
 def remove_half_written(run: Run) -> None:
     """Removes the half-written checkpoints that a killed run left.
 
-    For the main process, after `find_checkpoint` has put back whole ones that were being replaced.
+    For the main process, after `find_checkpoint` has put back a whole one that was being replaced.
     """
     for leftover in run.checkpoints.glob(".global_step_*"):
         shutil.rmtree(leftover)
@@ -162,7 +163,7 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
         saved = lora.count_saved_parameters(run.unwrapped)
         each_gib = (saved * BYTES_PER_PARAMETER + BYTES_BESIDES) / GIB
         needed_gib = number * each_gib
-        what = f"{number} checkpoints of up to {each_gib:.3g} GiB"
+        what = f"{counted(number, 'checkpoint')} of up to {each_gib:.3g} GiB"
     else:
         needed_gib = actor.size_of(run.unwrapped, run.args.save_dtype) / GIB
         what = f"the actor of {needed_gib:.3g} GiB"
@@ -214,16 +215,16 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
 def save_again_if_needed(run: Run, path: Path, lines_are_lost: bool) -> None:
     """Saves what the run resumed from, where the next resume could not use it as it is.
 
-    From another folder that is always so: killed before its first save, the run would begin at 0.
-    In its own folder it is so if lines are lost, since the checkpoint's `log_bytes` count them.
+    In the run's own folder that is so if log lines are lost, since the checkpoint's `log_bytes`
+    count them. It is so if the checkpoint is in another folder, where `--resume auto` does not
+    look: killed before its first save, the run would begin at 0, as it does without `--save_steps`.
     """
-    if not is_own(run, path):
-        if run.args.save_steps:
-            save(run)
-    elif lines_are_lost:
+    if lines_are_lost:  # never those of another folder
         save(run)
-    else:
+    elif is_own(run, path):
         run.last_saved = run.progress.global_step
+    elif run.args.save_steps:
+        save(run)
 
 
 def is_own(run: Run, path: Path) -> bool:
@@ -240,8 +241,8 @@ def save(run: Run) -> None:
     All processes must call it.
 
     Raises:
-        SystemExit: it could not be written, for example because the disk is full. The next resume
-            removes what was written of it; the checkpoints before it are untouched.
+        SystemExit: it could not be written, for example because the disk is full. What was written
+            of it is removed, at the latest by the next resume. Earlier ones are untouched.
     """
     step = run.progress.global_step
     if run.last_saved == step:
@@ -259,7 +260,7 @@ def save(run: Run) -> None:
         # it.
         if run.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
-        way_on = "There is none before it."
+        way_on = "This folder has none before it."
         if earlier:
             way_on = f"--resume auto goes on from {earlier[-1].name}."
         sys.exit(f"{final} could not be written: {str(error)[:200]}. {way_on}")
@@ -388,10 +389,10 @@ def identity_of(run: Run) -> dict:
 
 
 def world_of(accelerator) -> str:
-    """Returns what the engine's state in a checkpoint depends on.
+    """Returns what the engine's state in a checkpoint depends on, besides the model.
 
-    The precision, such as `bf16`. Where the state is in shards, which fit no other number of
-    processes, more: `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`.
+    Unsharded, that is the precision alone: `bf16`. Shards fit only the same engine, device and
+    number of processes, so these are named, too: `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`.
     """
     if not engine.is_sharded(accelerator):
         return accelerator.mixed_precision
@@ -406,7 +407,7 @@ def size_of(file: Path) -> int:
 def fault_of_state(path: Path) -> str | None:
     """Returns what keeps a checkpoint's `state.json` from being used; None if nothing does.
 
-    The manifest's checksum does not show it if whoever changed the file wrote that anew, too.
+    The manifest does not show it if somebody changed the file and wrote the manifest anew.
 
     Raises:
         SystemExit: another version of `common` wrote it.
@@ -435,7 +436,7 @@ def read_state(path: Path) -> dict:
 def check_state(state: dict) -> None:
     """Raises an error, of any type, if `load` could not use this state."""
     settings = state["arguments"]
-    if not settings.keys() >= {"data", "world"}:
+    if "data" not in settings or "world" not in settings:
         raise ValueError("its arguments are not those of a run")
     require_counts("length of the run", [settings["max_steps"], settings["max_epochs"]])
 
@@ -453,10 +454,10 @@ def check_state(state: dict) -> None:
     if not state["open_sums"]:
         raise ValueError("it holds the sums of no process")
     for sums in state["open_sums"]:  # of each process, see `Means.state`
-        for reduce, number, count in sums.values():
-            if reduce not in NOTHING:
-                raise ValueError(f"it reduces a metric by {reduce!r}")
-            require_numbers("metrics", [number, count])
+        for kind, number, weight in sums.values():
+            if kind not in JOIN:  # mean, min or max
+                raise ValueError(f"it reduces a metric by {kind!r}")
+            require_numbers("metrics", [number, weight])
 
 
 def require_counts(what: str, values: Iterable) -> None:
@@ -478,28 +479,34 @@ def load(run: Run, path: Path) -> dict:
     """Reads a whole checkpoint into the run and returns its `state.json`.
 
     Raises:
-        SystemExit: the run that wrote it had other data or other settings, or a world whose state
-            this one cannot load.
+        SystemExit: the run that wrote it had other data or settings, or its shards do not fit this
+            engine or number of processes, see `world_of`.
     """
     state = read_state(path)
     refuse_another_run(run, path, state["arguments"])
+
+    # 1. What the engine holds.
     engine_state.load(run, path / "engine")
     processes_before = len(state["open_sums"])
     if processes_before == run.accelerator.num_processes:
         # Each process loads its own random state. If one cannot, all exit.
         restore = partial(engine_state.load_random_states, run, path / "engine")
         distributed.all_or_none(run.accelerator, True, restore)
+
+    # 2. What `state.json` holds.
     load_schedule(run, state["scheduler"])
     note_new_horizon(run, state)
     for name in COUNTERS:
         setattr(run.progress, name, state["progress"][name])
     run.best = best.Best(**state["best"])
     run.metrics.last_update = state["last_update"]
+    load_open_sums(run, state["open_sums"])
+
+    # 3. What the recipe holds.
     run.extra = read_tensors(run, path / "extra.pt")
     if run.servers is not None and (path / AHEAD).exists():
         run.servers.load_state(torch.load(path / AHEAD, weights_only=True))
     load_per_process(run, path)
-    load_open_sums(run, state["open_sums"])
     run.accelerator.print(
         f"resumed from {path}: {run.progress.global_step} updates, "
         f"{run.progress.skipped_steps} skipped"
@@ -531,8 +538,8 @@ def load_per_process(run: Run, path: Path) -> None:
     files = list(path.glob("own_*.pt"))
     if not files:
         sys.exit(
-            f"--resume: {path} holds no state of each process (Run.per_process), which this recipe "
-            "needs"
+            f"--resume: {path} holds no state of single processes (Run.per_process), which this "
+            "recipe needs"
         )
     same_number = len(files) == accelerator.num_processes
     if not same_number and engine.is_sharded(accelerator):
@@ -617,7 +624,7 @@ def note_new_horizon(run: Run, state: dict) -> None:
 
 
 def load_open_sums(run: Run, sums_by_process: list[dict[str, list]]) -> None:
-    """Restores the sums of the log line that was not yet written when the checkpoint was.
+    """Restores the sums of the log line that was still open when the checkpoint was written.
 
     Each process takes the sums that it had. If the number of processes has changed, the first one
     takes them all; the data order still continues exactly, but random states do not.
@@ -634,5 +641,5 @@ def load_open_sums(run: Run, sums_by_process: list[dict[str, list]]) -> None:
     if not same_number:
         accelerator.print(
             f"NOTE: {processes_before} processes before, {accelerator.num_processes} now: "
-            "dropout, if any, is drawn again"
+            "random numbers, such as those of dropout, do not continue"
         )

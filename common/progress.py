@@ -25,7 +25,7 @@ class Progress:
         counts_sequences: whether a sample may hold several sequences, so that they are logged.
         sequences: trained on so far, in applied updates.
         rows_seen: rows of the data used so far, in a recipe that sets it; None: the updates tell.
-            In GRPO they do not: a rollout that leaves groups out makes fewer.
+            In GRPO they do not, since a rollout that leaves groups out makes fewer.
         data_ended: in a recipe that sets `rows_seen`, whether all rows are trained on.
         stopped_early: whether `--stop_after` ends the run.
         idle: whether rows were used up since the latest update without leading to one.
@@ -138,9 +138,11 @@ class Progress:
         at_multiple = every > 0 and self.global_step % every == 0
         if self.was_just_applied:
             return at_multiple or self.finished
-        # The model has not changed since its last applied update. The end is evaluated, unless that
-        # was done then, at a multiple, or before the first update.
-        return self.finished and not at_multiple and self.global_step > 0
+        # Nothing was applied, so the model is as it was. Only the end may still need an evaluation:
+        # not if the last applied update was at a multiple, and not if there was none, since a run
+        # evaluates before its first update.
+        is_evaluated = at_multiple or self.global_step == 0
+        return self.finished and not is_evaluated
 
     def log_due(self, interval: float) -> bool:
         """Whether to log now: when an evaluation would be due, and after the first update."""

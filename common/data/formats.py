@@ -237,23 +237,24 @@ def split_conversations(
     """Returns (prompt, chosen, rejected) of two conversations that begin with the same prompt.
 
     The prompt is what both begin with, cut so that both answers begin with a message of the
-    assistant, and each has one at least. It is empty if they begin differently. Examples, with `U`
-    and `A` for messages of user and assistant:
+    assistant, and each has at least one message. It is empty if they begin differently. Examples,
+    with `U` and `A` for messages of user and assistant:
 
         chosen         rejected       prompt      answers
         U1 A1 U2 A2    U1 A1 U2 A3    U1 A1 U2    A2          A3
         U1 A1 U2 A2    U1 A1 U3 A3    U1          A1 U2 A2    A1 U3 A3
         U1 A1          U1 A1          U1          A1          A1
     """
+
+    def are_answers_from(place: int) -> bool:
+        return chosen[place]["role"] == rejected[place]["role"] == "assistant"
+
+    longest_prompt = min(len(chosen), len(rejected)) - 1  # an answer has one message at least
     end = 0
-    for message, other in zip(chosen[:-1], rejected[:-1]):
-        if message != other:
-            break
+    while end < longest_prompt and chosen[end] == rejected[end]:
         end += 1
-    roles_at_end = {chosen[end]["role"], rejected[end]["role"]}
-    while end > 0 and roles_at_end != {"assistant"}:
+    while end > 0 and not are_answers_from(end):
         end -= 1
-        roles_at_end = {chosen[end]["role"], rejected[end]["role"]}
     return chosen[:end], chosen[end:], rejected[end:]
 
 
@@ -292,7 +293,7 @@ def is_in_order(parts: list[str], whole: list[str]) -> bool:
 
 
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
-    """Returns the roles that appear in a row, each once. A message about a bad row lists them.
+    """Returns the roles that appear in a row, each once. The error about a bad row lists them.
 
     Strings have no role; `strings_as_messages` makes turns of user and assistant of them.
     """

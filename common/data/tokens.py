@@ -1,6 +1,5 @@
 """Turns prompts and answers into token ids, as the tokenizer's own chat template writes them."""
 
-import itertools
 import json
 from typing import NamedTuple
 
@@ -37,8 +36,8 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     adds_bos = tokenizer("").input_ids[:1] == [bos]
-    all_ids = [*prompt_ids, *itertools.chain(*answer_ids)]  # the prompt may be empty
-    if adds_bos and all_ids[:1] != [bos]:
+    first_text = next((ids for ids in (prompt_ids, *answer_ids) if ids), [])  # that is not empty
+    if adds_bos and first_text[:1] != [bos]:
         prompt_ids = [bos, *prompt_ids]
     ended = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids]
     return prompt_ids, *ended
@@ -120,7 +119,8 @@ def encode_answer(
 
     Most templates write an answer right after their generation prompt. The answer is then what
     follows the prompt, up to the token that ends it. `split_turn` handles templates that do not,
-    `encode_as_given` those that drop the answer's thinking. Example, with ChatML:
+    `encode_as_given` those that drop the answer's thinking, and `encode_last_as_given` those that
+    drop it in the last of several messages. Example, with ChatML:
 
         history    user: Hi
         answer     assistant: Yes
@@ -208,36 +208,46 @@ def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
 def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[int]:
     r"""Returns an answer without the whitespace at its start that the prompt has written already.
 
-    It may be other tokens there, such as one for two newlines, so texts are compared. If the prompt
-    has a whole thought there, it has no whitespace that the answer repeats. Examples, with a space
-    between tokens:
+    The same whitespace may be other tokens in the prompt, such as one for two newlines, so texts
+    are compared. A whole thought in the prompt is no whitespace, so nothing is left out after it.
+    Examples, with a space between tokens:
 
         answer      only_in_prompt     returned
         \n Yes      \n\n               Yes
         \n\n Yes    \n                 \n Yes
         \n Yes      <think></think>    \n Yes
     """
-    space_ids = list(itertools.takewhile(lambda token: decode(tokenizer, [token]).isspace(), ids))
-    space = decode(tokenizer, space_ids)
+    n_space = 0  # tokens of whitespace at the start of the answer
+    while n_space < len(ids) and decode(tokenizer, [ids[n_space]]).isspace():
+        n_space += 1
+    space = decode(tokenizer, ids[:n_space])
     n_written = n_shared(space, only_in_prompt)  # characters that the prompt has already
     if n_written == 0:
         return ids
-    return encode_text(tokenizer, space[n_written:]) + ids[len(space_ids) :]
+    return encode_text(tokenizer, space[n_written:]) + ids[n_space:]
 
 
 # ============================================================ an answer whose thinking is dropped
 def encode_last_as_given(
     tokenizer, prompt: Beginning, history: list[dict], answer: list[dict], tools=None
 ) -> Answer:
-    """Returns an answer of several messages, with the thinking of the last one.
+    """Returns an answer of several messages, where the template drops the last one's thinking.
+
+    The last message is encoded by itself, with its thinking. Those before it are then part of its
+    context, and what this has beyond the prompt is learned, too. Example:
+
+        prompt        <user>Hi<bot>
+        last.context  <user>Hi<bot>Call<end><tool>5<end><bot>
+        last.ids      <think>Why</think>Yes<end>
+        returned ids  Call<end><tool>5<end><bot><think>Why</think>Yes<end>
 
     Args:
         prompt: what `encode_prompt` returns for the history.
-        answer: messages, of which the template drops the thinking of the last one.
     """
     last = encode_answer(tokenizer, history + answer[:-1], answer[-1:], tools)
-    n = n_shared(prompt.ids, last.context)
-    return Answer(prompt.ids, prompt.ids[:n], ids=last.context[n:] + last.ids, notes=last.notes)
+    n_context = n_shared(prompt.ids, last.context)
+    ids = ids_after(last, n_context)
+    return Answer(prompt.ids, last.context[:n_context], ids, notes=last.notes)
 
 
 def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], list[int]]:
@@ -249,36 +259,42 @@ def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], lis
 
         after <bot>       context           answer
         nothing           <bot>             <think>Why</think>Yes
-        <think></think>   <bot>             <think>Why</think>Yes    no thought: taken back
+        <think></think>   <bot>             <think>Why</think>Yes    it holds no thought
         <think>\n         <bot><think>\n    Why</think>Yes           opened already
         anything else     all of it         <think>Why</think>Yes
 
     Args:
-        answer: the message.
+        turn: the conversation, in which the template writes the answer without its thinking.
+        answer: the message, with its thinking.
     """
-    context = turn.prompt
+    beginning = turn.prompt
     end_of_prompt = turn.only_in_prompt
     opening = end_of_prompt.strip()
-    before, after = around_thought(turn.only_in_answer, answer)
-    text = thoughts.with_markers(tokenizer, answer) + after
+    before_content, content_and_rest = around_thought(turn.only_in_answer, answer)
+    with_thought = thoughts.with_markers(tokenizer, answer) + content_and_rest
     if not end_of_prompt:
         # First line of the table: the template writes the answer right after the prompt.
-        text = before + text
+        text = before_content + with_thought
     elif thoughts.is_whole_thought(end_of_prompt):
         # Second line: the prompt says that nothing was thought, and something was.
-        context = encode_beginning(tokenizer, context.text.removesuffix(end_of_prompt))
-    elif opening and text.lstrip().startswith(opening):
+        beginning = encode_beginning(tokenizer, beginning.text.removesuffix(end_of_prompt))
+        text = with_thought
+    elif opening and with_thought.lstrip().startswith(opening):
         # Third line. The whitespace after the marker may differ: only what both have is left out.
-        n_in_both = n_shared(text.lstrip(), end_of_prompt.lstrip())  # characters
-        text = text.lstrip()[n_in_both:]
-    return context.ids, up_to_end(tokenizer, encode_after(tokenizer, context, text))
+        stripped = with_thought.lstrip()
+        text = stripped[n_shared(stripped, end_of_prompt.lstrip()) :]
+    else:
+        # Fourth line: the thinking follows all of the prompt.
+        text = with_thought
+    ids = encode_after(tokenizer, beginning, text)
+    return beginning.ids, up_to_end(tokenizer, ids)
 
 
 def around_thought(written: str, message: dict) -> tuple[str, str]:
-    """Returns what a template writes of an answer, cut where the thinking that it drops belongs.
+    """Cuts an answer as the template writes it at the place of its thinking, which is left out.
 
-    That is in front of the content, and of the whitespace that this begins with. A thought that the
-    template itself writes there is left out. Examples, with _ for a space:
+    The thinking goes in front of the content, and of the whitespace that the content begins with.
+    If the template writes a thought there itself, that is cut off. Examples, with _ for a space:
 
         content    written                    returned
         Yes        Yes<end>                   nothing    Yes<end>
@@ -290,14 +306,16 @@ def around_thought(written: str, message: dict) -> tuple[str, str]:
     Args:
         written: the answer as the template writes it, and what follows it.
     """
+    without_thought = thoughts.without_thought(written)
+    if without_thought != written:
+        return "", without_thought.lstrip()
     content = thoughts.without_thought(message["content"])
-    start = max(written.find(content.strip()), 0)  # 0 if the template rewrites the content
-    if not content.strip():
+    leading_space = content.removesuffix(content.lstrip())
+    if content.strip():
+        start = max(written.find(content.strip()), 0)  # 0 if the template rewrites the content
+    else:  # a call alone
         start = len(written) - len(written.lstrip())
-    before = written[:start]
-    if any(closer in before for _, closer in thoughts.MARKERS):
-        return "", written[start:]
-    before = before.removesuffix(content.removesuffix(content.lstrip()))
+    before = written[:start].removesuffix(leading_space)
     return before, written[len(before) :]
 
 
@@ -375,8 +393,8 @@ def turn_length(tokenizer, ids: list[int]) -> int:
     r"""Returns how many tokens a turn has, up to and including its end token; 0 if it has none.
 
     The end token is the last EOS. A turn without one, such as a tool call of gpt-oss, ends with a
-    special token: its last token, or the last but one, which a newline may follow. What follows the
-    end is never generated, so it is not learned. Examples, with a space between tokens:
+    special token: its last token, or its last but one if a newline follows. What follows the end is
+    never generated, so it is not learned. Examples, with a space between tokens:
 
         Yes <eos> \n          2
         call <call> \n        2
@@ -420,7 +438,7 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
     n_after_text = n_shared_at_end(first, second)
     after_text = first[len(first) - n_after_text :]
     has_end_token = templates.conventions(tokenizer).stop is not None
-    begins_with_end = has_end_token and is_marker(tokenizer, after_text[0])
+    begins_with_end = has_end_token and after_text and is_marker(tokenizer, after_text[0])
     return n_after_text - 1 if begins_with_end else n_after_text
 
 

@@ -279,11 +279,13 @@ def share_prompts(groups: list[Group]) -> list[Group]:
     group_of: dict[tuple[int, ...], Group] = {}
     for group in groups:
         prompt = tuple(group.prompt)
-        # Empty prompts (SFT) are not joined: the group would be one long row that cannot be split.
-        if not prompt or prompt not in group_of:
-            group_of[prompt] = Group(group.prompt, {})
-            joined.append(group_of[prompt])
-        group_of[prompt].answers.update(group.answers)
+        if prompt in group_of:
+            group_of[prompt].answers.update(group.answers)
+            continue
+        first = Group(group.prompt, dict(group.answers))  # a copy, to which answers are added
+        joined.append(first)
+        if prompt:  # SFT has none: its answers, joined, would be one row that cannot be split
+            group_of[prompt] = first
     return joined
 
 

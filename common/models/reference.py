@@ -94,13 +94,15 @@ class Reference:
         self, run: Run, dataset, collate: Callable[[dict, Packer], dict], packer: Packer
     ) -> np.ndarray:
         """Returns the log-probs of all answers, fp32 `[rows, answers]`, on every process."""
-        table = None
+        table = None  # made at the first batch, which shows how many answers a row has
         for rows, columns, weights in batches.evaluation_batches(run, dataset):
             answer_logps = self.logps(collate(columns, packer)).sum(1)
+            # From all first answers, then all second ones, to `[rows, answers of a row]`.
             of_rows = answer_logps.view(-1, len(rows)).T
             if table is None:
                 table = torch.zeros(len(dataset), of_rows.shape[1], device=run.device)
             is_real = weights > 0  # a padding row repeats a row that another process fills in
-            table[torch.tensor(rows, device=run.device)[is_real]] = of_rows[is_real]
-        # Each row is of one process, and zero on the others.
+            places = torch.tensor(rows, device=run.device)
+            table[places[is_real]] = of_rows[is_real]
+        # One process fills in a row, and it is zero on the others: the sum is the whole table.
         return run.accelerator.reduce(table, reduction="sum").cpu().numpy()

@@ -170,16 +170,18 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
     `at_once` has one update a pass, and a line for each: all its lines are over a whole pass.
     `in_parts` has several updates a pass, and a line at update 1 and at the end of each pass.
     """
-    # The runs end at different updates. That is no fault here, so both lines get the same step.
-    step = {"global_step": in_parts.last_step}
-    expected = {**means_of_last_line(at_once), **step}
-    found = {**means_of_last_line(in_parts), **step}
-    yield Check("training lines", compare.lines([expected], [found]))
+    expected = means_of_last_line(at_once)
+    found = means_of_last_line(in_parts)
+    # The runs end at different updates, which is no fault here: both lines get the same step.
+    step = in_parts.last_step
+    same = compare.lines([{**expected, "global_step": step}], [{**found, "global_step": step}])
+    yield Check("training lines", same)
     if len(in_parts.training) > 2:
-        # The line that ends the first pass lacks update 1. If it still equals a whole pass in every
-        # metric, the sums are not emptied after a line.
-        end_of_first_pass = in_parts.training[1]
-        yield Check("since the last line alone", compare.unlike([end_of_first_pass], [expected]))
+        # Its lines: update 1, the rest of the first pass, the second pass. If the second line
+        # equals a whole pass in every metric, update 1 is still in it: sums are not emptied.
+        rest_of_first_pass = in_parts.training[1]
+        differs = compare.unlike([rest_of_first_pass], [expected])
+        yield Check("since the last line alone", differs)
 
 
 def means_of_last_line(run: Finished) -> dict:
@@ -263,18 +265,20 @@ def logged_where_due(title: str, run: Finished, interval: int) -> Check:
 
 def saved_where_due(bench: Bench) -> Iterator[Check]:
     """Whether checkpoints and actors are where the flags say, and no more than are to be kept."""
-    # One run keeps all that it saves, the other one only the last. Their flags are in `runs.py`.
+    # Two runs of `runs.py`: one saves at this interval and keeps all, the other only the last.
     keeps_all = runs.pass_in_parts(bench)
     keeps_last = runs.uninterrupted(bench)
-    interval = runs.updates_of_a_pass(bench) + 1  # of `keeps_all`, for checkpoints and for actors
-    steps = due(interval, keeps_all.last_step)
+    interval = runs.updates_of_a_pass(bench) + 1
+    all_due = due(interval, keeps_all.last_step)
+    last_due = [keeps_last.last_step]
     for folder, (interval_flag, limit_flag) in SAVED.items():
-        if bench.has(interval_flag):
-            saved = saved_steps(keeps_all, folder)
-            yield Check(f"{interval_flag} {interval}", compare.lists(steps, saved, folder))
-        if bench.has(interval_flag, limit_flag):
-            saved = saved_steps(keeps_last, folder)
-            yield Check(f"{limit_flag} 1", compare.lists([keeps_last.last_step], saved, folder))
+        if not bench.has(interval_flag):
+            continue
+        all_saved = compare.lists(all_due, saved_steps(keeps_all, folder), folder)
+        yield Check(f"{interval_flag} {interval}", all_saved)
+        if bench.has(limit_flag):
+            one_kept = compare.lists(last_due, saved_steps(keeps_last, folder), folder)
+            yield Check(f"{limit_flag} 1", one_kept)
 
 
 def saved_steps(run: Finished, folder: str) -> list[int]:

@@ -50,9 +50,9 @@ def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) ->
     if run.servers is not None:
         responses = run.servers.generate(run, prompts["prompt_ids"], uniforms, temperature)
     else:
-        of_responses = uniforms.reshape(-1, max_new_tokens)
+        draws = uniforms.reshape(-1, max_new_tokens)  # a row for each response
         responses = generate(
-            run, prompt_ids, max_new_tokens, temperature=temperature, uniforms=of_responses
+            run, prompt_ids, max_new_tokens, temperature=temperature, uniforms=draws
         )
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     return Samples(
@@ -78,7 +78,7 @@ def speaking(run: Run) -> Iterator[Speaker]:
     All processes must enter and leave the block.
     """
     if run.servers is not None:
-        run.servers.synchronise(run)  # they get the weights of now
+        run.servers.synchronise(run)  # they get the current weights
         yield partial(run.servers.answers, run)
         return
     # Read before `ready_to_generate` sets aside the model's generation config, which has some.
@@ -126,7 +126,7 @@ def generate(
 ) -> list[Response]:
     """Generates one response to each prompt, up to and including its first stop token.
 
-    The processes share the prompts. All processes must call it.
+    The prompts are divided among the processes. All processes must call it.
 
     Args:
         prompts: token ids, the same on every process. A prompt may occur several times; within a
@@ -300,19 +300,20 @@ class Rows:
 
         Does nothing if no prompt occurs twice, or if the model's cache cannot be repeated.
         """
-        row_of_prompt: dict[tuple, int] = {}
-        # For each row, the first row with the same prompt: for A A B A that is 0 0 2 0.
-        first_rows = [
-            row_of_prompt.setdefault(tuple(prompt), row) for row, prompt in enumerate(self.prompts)
-        ]
+        first_row: dict[tuple, int] = {}  # of each distinct prompt: 0 and 2
+        for row, prompt in enumerate(self.prompts):
+            first_row.setdefault(tuple(prompt), row)
         length = self.prompt_length - 1
-        is_any_shared = len(row_of_prompt) < len(self.prompts)
+        is_any_shared = len(first_row) < len(self.prompts)
         if not is_any_shared or length == 0 or not can_pick_rows(self.model):
             return  # `extend` reads all prompts
-        read, copies = np.unique(first_rows, return_inverse=True)  # 0 2, and 0 0 1 0
-        # `generate` must draw a token, which is not used.
+
+        read = list(first_row.values())
+        # This fills `self.cache`. `generate` must draw a token, too, which is not used.
         self.run_model(self.ids[read, :length], self.padding[read], n_new=1)
-        self.cache.reorder_cache(torch.from_numpy(copies))  # this repeats rows, too
+        place_of = {prompt: place for place, prompt in enumerate(first_row)}
+        copies = [place_of[tuple(prompt)] for prompt in self.prompts]  # 0 0 1 0
+        self.cache.reorder_cache(torch.tensor(copies))  # this repeats rows, too
 
     def extend(self, n_new: int) -> None:
         """Adds `n_new` tokens to each row, or fewer if all rows end before."""

@@ -94,11 +94,11 @@ class Samples:
         return self.lengths.reshape(-1, self.per_prompt).max(1).repeat(self.per_prompt)
 
     def lengths_for_split(self, packer: Packer) -> np.ndarray:
-        """What `batches.split_update` takes as lengths, `[samples]`.
+        """Returns the lengths by which `batches.split_update` sorts the samples, `[samples]`.
 
-        Where prompts can be shared, that is the longest of each group, so that the samples of a
-        group stay side by side and most share a micro-batch. With `--micro_train_tokens` its short
-        samples then count as long as that.
+        Where prompts can be shared, each sample gets the length of its group's longest one. So a
+        group stays side by side, and most of it shares a micro-batch. `--micro_train_tokens` then
+        counts a group's shorter samples as that long, too.
         """
         return self.group_lengths if packer.share else self.lengths
 

@@ -349,6 +349,21 @@ def test_what_somebody_changed_is_named_and_the_checkpoint_before_taken(
         assert "manifest.json cannot be read: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("resume", ["auto", "by name"])
+def test_a_checkpoint_that_was_being_replaced_is_put_back(resume, tmp_path, monkeypatch):
+    """However the run resumes: else it would be removed as a half-written one."""
+    monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)
+    run = run_in_this_process(tmp_path)
+    older, newest = (run.checkpoints / f"global_step_00000{step}" for step in (1, 2))
+    for final in (older, newest):
+        checkpoint.write(run, run.checkpoints / ".writing", final)
+    newest.rename(run.checkpoints / ".global_step_000002.old")  # killed within `folders.replace`
+    run.args.resume = "auto" if resume == "auto" else str(older)
+    assert checkpoint.find_checkpoint(run) == (newest if resume == "auto" else older)
+    checkpoint.remove_half_written(run)
+    assert sorted(run.checkpoints.iterdir()) == [older, newest]
+
+
 def test_a_date_that_is_none_is_not_taken(tmp_path, monkeypatch):
     """A template prints what stands there: only a date may."""
     monkeypatch.setattr(checkpoint.actor, "save_all", lambda *_: None)

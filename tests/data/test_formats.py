@@ -574,3 +574,10 @@ def test_one_answer_that_repeats_the_prompt_and_one_that_does_not_are_refused(ba
         formats.preference(row)
     answers = {**row, whole: [NO]}
     assert formats.preference(answers)[0] == [QUESTION]
+
+
+@pytest.mark.parametrize("column", ["chosen", "rejected"])
+def test_a_conversation_without_messages_is_a_bad_row(column):
+    row = {"chosen": [QUESTION, YES], "rejected": [QUESTION, NO], column: []}
+    with pytest.raises(BadRow, match="do not begin with the same prompt"):
+        formats.preference(row)

@@ -277,6 +277,11 @@ def test_a_tool_call_is_learned_with_the_thinking_that_the_template_drops(name, 
     assert "add" in texts[1]
 
 
+def test_a_content_that_also_occurs_in_a_marker_is_found_after_it():
+    written = "<think>\n\n</think>\n\nhi<|im_end|>"
+    assert tokens.around_thought(written, {"content": "hi"}) == ("", "hi<|im_end|>")
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3", "llama3"])
 def test_all_messages_of_an_answer_are_learned_where_the_last_ones_thinking_is_dropped(name):
     tokenizer = templates.tokenizer(name)
