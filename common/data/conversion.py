@@ -133,12 +133,6 @@ def tokenise(name: str, split: str, converter: Converter) -> Path:
     Raises:
         SystemExit: see `dataset.load`.
     """
-    max_length = converter.settings["max_length"]
-    if max_length < 2:
-        sys.exit(
-            f"--max_length {max_length}: expected at least 2, "
-            "a token of the prompt and one of the answer"
-        )
     cache.check_root()
     rows = files.load(name, split)
     check_columns(name, rows, converter.columns)
