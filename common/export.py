@@ -180,17 +180,15 @@ def files_of_model(checkpoint: Path, out: Path, model: str) -> list[str]:
 
 def convert(folder: Path, dtype: str) -> None:
     """Converts the floating-point weights of a Hugging Face folder, and its config with them."""
+    from common import actor  # slow to import
+
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point():
-                tensors[name] = tensor.to(getattr(torch, dtype))
+            names = file.keys()
+            tensors = {name: actor.converted(name, file.get_tensor(name), dtype) for name in names}
         save_file(tensors, path, metadata=metadata)
     if (folder / "config.json").is_file():  # an adapter has none
-        from common import actor  # slow to import
-
         actor.write_dtype(folder, dtype)
 
 

@@ -11,7 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import huggingface_hub
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from common import actor, best, export, folders, hub
@@ -97,6 +98,18 @@ def test_what_a_dtype_cannot_hold_is_said(capsys):
     assert actor.converted("head", large, "bfloat16").dtype == torch.bfloat16
     assert actor.converted("ids", torch.tensor([70000]), "float16").tolist() == [70000]
     assert capsys.readouterr().out == ""
+
+
+def test_export_converts_as_a_run_does(tmp_path, capsys):
+    file = tmp_path / "model.safetensors"
+    save_file({"head": torch.tensor([1.0, 1e5]), "ids": torch.tensor([70000])}, file, {"a": "b"})
+    export.convert(tmp_path, "float16")
+    assert "NOTE: values of head are too large for float16" in capsys.readouterr().out
+    saved = load_file(file)
+    assert saved["head"].dtype == torch.float16 and saved["ids"].tolist() == [70000]
+    assert saved["head"].tolist() == [1.0, torch.inf]
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"a": "b"}
 
 
 @pytest.fixture
