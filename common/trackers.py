@@ -57,8 +57,6 @@ def start(accelerator: Accelerator, report_to: list[str], output_dir: Path, sett
     for tracker in accelerator.trackers:
         if tracker.name == "mlflow":
             ids["mlflow"] = tracker.tracker.info.run_id
-        if tracker.name == "aim":
-            ids["aim"] = tracker.tracker.hash
     folders.replace_file(file, json.dumps(ids, indent=1) + "\n")
 
 
@@ -68,7 +66,7 @@ def settings_of_trackers(output_dir: Path, ids: dict[str, str]) -> dict[str, dic
     Trackers that are not listed begin a new one.
 
     Args:
-        ids: `own`, which this run chose itself, and those that `mlflow` and `aim` chose.
+        ids: `own`, which this run chose itself, and the one that `mlflow` chose.
     """
     name = output_dir.resolve().name
     by_id = {"name": name, "id": ids["own"], "resume": "allow"}
@@ -79,6 +77,5 @@ def settings_of_trackers(output_dir: Path, ids: dict[str, str]) -> dict[str, dic
         "swanlab": by_id,
         "trackio": by_name,
         "mlflow": {"run_name": name, "run_id": ids.get("mlflow")},
-        "aim": {"run_hash": ids.get("aim")},
         "dvclive": {"dir": str(output_dir / "dvclive"), "resume": True},
     }
