@@ -67,11 +67,6 @@ def complete_settings(accelerator, args) -> None:
             f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
             "the policy that is trained would not be the one that responded"
         )
-    if ALL_LINEAR in args.lora_target_modules and len(args.lora_target_modules) > 1:
-        sys.exit(
-            f"--lora_target_modules {' '.join(args.lora_target_modules)}: {ALL_LINEAR} stands for "
-            "every linear layer, so give it alone, or only the names of layers"
-        )
     if args.load_in_4bit:
         import_library("bitsandbytes", needed_by="--load_in_4bit", extra="qlora")
         if engine.is_sharded(accelerator):
