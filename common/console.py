@@ -165,47 +165,19 @@ def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str
 
 
 def how_to_load(run: Run, folder: Path) -> list[str]:
-    """Returns lines that load the model and use it as it was trained: on messages, or on strings.
+    """Returns lines of Python that load the model and use it as it was trained, or where they are.
 
-    They are Python, and before it maybe a command.
+    It was trained on messages, or on strings.
     """
-    is_chat = any(run.data.train["roles"])
     if is_classifier(run):
-        return how_to_score(run, folder, is_chat)
+        lines = ["  see docs/reward.md, The saved model"]
+        if lora.has_adapter(run.unwrapped):
+            lines.insert(0, f"  python -m common.export {folder} {folder}_merged --merge")
+        return lines
+    is_chat = any(run.data.train["roles"])
     question = '[{"role": "user", "content": "..."}]' if is_chat else '"text"'
     return [
         "  from transformers import pipeline",
         f'  generate = pipeline("text-generation", "{folder}")',
         f"  print(generate({question}, max_new_tokens=100, do_sample=False))",
     ]
-
-
-def how_to_score(run: Run, folder: Path, is_chat: bool) -> list[str]:
-    """Returns lines that load a reward model and score a text, which ends with the end token.
-
-    Args:
-        is_chat: whether it was trained on messages.
-    """
-    lines = []
-    if lora.has_adapter(run.unwrapped):
-        # A pipeline takes the class of the base, a language model, not that of the adapter.
-        lines = [f"  python -m common.export {folder} {folder}_merged --merge"]
-        folder = folder.with_name(f"{folder.name}_merged")
-    lines += [
-        "  from transformers import pipeline",
-        f'  score = pipeline("text-classification", "{folder}")',
-    ]
-    if is_chat:
-        lines += [
-            '  question = {"role": "user", "content": "..."}',
-            '  answer = {"role": "assistant", "content": "..."}',
-            "  write = score.tokenizer.apply_chat_template",
-            "  text = write([question, answer], tokenize=False).rstrip()",
-            '  print(score(text, function_to_apply="none", add_special_tokens=False))',
-        ]
-    else:
-        lines += [
-            '  text = "prompt and answer" + score.tokenizer.eos_token',
-            '  print(score(text, function_to_apply="none"))',
-        ]
-    return lines

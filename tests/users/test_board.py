@@ -19,6 +19,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 from common import board, console, counted, trackers, transcript
 from recipes import RECIPES
 from runs import (
+    REPOSITORY,
     evaluation_lines,
     launch,
     lines,
@@ -242,20 +243,18 @@ def test_a_model_is_tried_as_it_was_trained(monkeypatch):
     for roles, question in ((["", "user assistant"], messages), (["", ""], '"text"')):
         (line,) = use("LlamaForCausalLM", roles)
         assert line == f"  print(generate({question}, max_new_tokens=100, do_sample=False))"
-    assert "add_special_tokens=False" in use("LlamaForSequenceClassification", ["user"])[-1]
-    assert use("LlamaForSequenceClassification", [""]) == [
-        '  text = "prompt and answer" + score.tokenizer.eos_token',
-        '  print(score(text, function_to_apply="none"))',
-    ]
 
 
-def test_a_reward_adapter_is_merged_before_a_pipeline_takes_it(monkeypatch):
-    """A pipeline takes the class of its base, a language model."""
-    monkeypatch.setattr(console.lora, "has_adapter", lambda module: True)
+def test_a_page_says_how_a_reward_model_scores(monkeypatch):
+    """Transformers alone loads a whole model, so an adapter is merged first."""
     run = trained("LlamaForSequenceClassification", ["user"])
-    merge, _, use, *_ = console.how_to_load(run, Path("out/actor"))
-    assert merge == "  python -m common.export out/actor out/actor_merged --merge"
-    assert use == '  score = pipeline("text-classification", "out/actor_merged")'
+    monkeypatch.setattr(console.lora, "has_adapter", lambda module: False)
+    page = "  see docs/reward.md, The saved model"
+    assert console.how_to_load(run, Path("out/actor")) == [page]
+    assert "\n## The saved model\n" in (REPOSITORY / "docs/reward.md").read_text()
+    monkeypatch.setattr(console.lora, "has_adapter", lambda module: True)
+    merge = "  python -m common.export out/actor out/actor_merged --merge"
+    assert console.how_to_load(run, Path("out/actor")) == [merge, page]
 
 
 def test_numbers_in_words():
