@@ -275,13 +275,19 @@ def freeze_unreached(accelerator, wrapper: nn.Module, max_length: int) -> None:
         max_length: tokens of the longest row.
     """
     unreached = unreached_parameters(wrapper, max_length)
-    names = []
-    for path, model in whole_models(wrapper).items():
-        inside = {name.removeprefix(f"{path}.") for name in unreached if name.startswith(path)}
-        names += whole_modules(model, inside)
     for name, parameter in wrapper.named_parameters():
         if name in unreached:
             parameter.requires_grad_(False)
+    names = []
+    for path, model in whole_models(wrapper).items():
+        parameters = dict(model.named_parameters())
+        trained = {
+            part for name, p in parameters.items() if p.requires_grad for part in path_to(name)
+        }
+        for name in parameters:
+            if f"{path}.{name}" in unreached:
+                # The largest module around it in which nothing is trained.
+                names.append(next(part for part in path_to(name) if part not in trained))
     if names:
         # The layers of a model are many, and actor and critic may be alike: named once.
         once = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names)
@@ -413,19 +419,7 @@ def parameters_of_other_senses(model: PreTrainedModel) -> set[str]:
     return found
 
 
-def whole_modules(model: nn.Module, parameters: set[str]) -> list[str]:
-    """Returns the names of the largest modules all of whose trainable parameters are given.
-
-    Args:
-        parameters: names of parameters of `model`. One that its module shares with others is named
-            itself.
-    """
-    names = []
-    for path, module in model.named_modules():
-        inside = {name for name, p in module.named_parameters(prefix=path) if p.requires_grad}
-        is_named = any(path.startswith(f"{name}.") for name in names)
-        if path and inside and inside <= parameters and not is_named:
-            names.append(path)
-    named = tuple(f"{name}." for name in names)
-    names += [name for name in sorted(parameters) if not name.startswith(named)]
-    return names
+def path_to(name: str) -> list[str]:
+    """Returns `a`, `a.b` and `a.b.c` of the name `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
