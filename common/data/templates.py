@@ -105,9 +105,9 @@ def set_defaults(tokenizer, text: str) -> None:
         if not name.isidentifier() or name in GIVEN_TO_TEMPLATES or not is_used:
             sys.exit(f"{argument}: the chat template has no variable {name!r}")
 
+    # Jinja reads constants as Python writes them.
     lines = [
-        f"{{% set {name} = {name} | default({as_jinja(value)}) %}}\n"
-        for name, value in values.items()
+        f"{{% set {name} = {name} | default({value!r}) %}}\n" for name, value in values.items()
     ]
     beginning = "".join(lines)
     if isinstance(tokenizer.chat_template, dict):  # several, by their names
@@ -116,16 +116,6 @@ def set_defaults(tokenizer, text: str) -> None:
         }
     else:
         tokenizer.chat_template = beginning + tokenizer.chat_template
-
-
-def as_jinja(value) -> str:
-    """Returns a JSON value as Jinja writes it: null is `none`, all else is as in JSON."""
-    if isinstance(value, dict):
-        pairs = (f"{as_jinja(name)}: {as_jinja(part)}" for name, part in value.items())
-        return "{" + ", ".join(pairs) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(as_jinja(part) for part in value) + "]"
-    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 # ============================================================ rendering

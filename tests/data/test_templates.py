@@ -589,6 +589,21 @@ def test_bad_templates_and_variables_are_refused(tmp_path):
         )
 
 
+def test_variables_reach_the_template_as_they_are_in_json(tmp_path):
+    values = {
+        "a": None,
+        "b": [True, False, -1.5e-7, 10**20],
+        "c": {"quo\"te'": "\\n\n{{ x }} %} é😀"},
+    }
+    folder = saved(tmp_path / "model")
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ [a, b, c] | tojson }}{{ a is none }}")
+    tokenizer = load.tokenizer_of(folder, str(template), json.dumps(values))
+    rendered = tokenizer.apply_chat_template([message("user", "a")], tokenize=False)
+    assert rendered.endswith("True")
+    assert json.loads(rendered.removesuffix("True")) == list(values.values())
+
+
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # What a template may write, and what the run says of it.
 PROGRAMS = {
