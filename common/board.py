@@ -65,27 +65,13 @@ class Board:
         if self.is_new:
             self.is_new = False
             held_out = [name for name in values if name.startswith(EVAL)]
-            self.add_page(held_out)
+            self.writer.add_custom_scalars(key_charts(self.charts, held_out, self.settings))
             self.add_settings(held_out)
         for name, value in values.items():
             writer = self.held_out if name.startswith(EVAL) else self.writer
             writer.add_scalar(name, value, global_step)
         self.writer.flush()
         self.held_out.flush()
-
-    def add_page(self, held_out: list[str]) -> None:
-        """Writes which charts CUSTOM SCALARS has.
-
-        Args:
-            held_out: the tags of held-out values.
-        """
-        from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-        from torch.utils.tensorboard.summary import custom_scalars
-
-        summary = custom_scalars({})
-        layout = Layout(category=key_charts(self.charts, held_out, self.settings))
-        summary.value[0].tensor.string_val[0] = layout.SerializeToString()
-        self.writer.file_writer.add_summary(summary)
 
     def add_settings(self, held_out: list[str]) -> None:
         """Writes the run's arguments for the tab HPARAMS, next to the held-out metrics.
@@ -143,10 +129,12 @@ def command(output_dir: Path) -> str:
     return f"tensorboard --logdir_spec {name}:{output_dir}"
 
 
-def key_charts(charts: dict[str, list[str]], held_out: list[str], settings: dict) -> list[dict]:
-    """Returns the categories of the page of key charts: held-out values, then training.
+def key_charts(
+    charts: dict[str, list[str]], held_out: list[str], settings: dict
+) -> dict[str, dict[str, list]]:
+    """Returns the page of key charts, CUSTOM SCALARS: held-out values, then training.
 
-    They are as in TensorBoard's `custom_scalar/layout.proto`, and as its server sends them.
+    It is as `SummaryWriter.add_custom_scalars` takes it: by titles, of groups and of charts.
 
     Args:
         charts: tags by title. Those that begin with `eval/` are held-out alone. For others a chart
@@ -155,24 +143,24 @@ def key_charts(charts: dict[str, list[str]], held_out: list[str], settings: dict
         settings: the run's arguments. Where they have temperatures the titles name them.
     """
     of_evaluation, of_rollout = how_responses_are_made(settings)
-    of_held_out = []
-    of_training = []
+    of_held_out: dict[str, list] = {}
+    of_training: dict[str, list] = {}
     both = ""
     for title, tags in charts.items():
-        of_held_out += margin_charts(title, tags, held_out)
+        of_held_out |= margin_charts(title, tags, held_out)
         if trained := [tag for tag in tags if not tag.startswith(EVAL)]:
-            of_training.append({"title": title, "multiline": {"tag": [pattern_of(trained)]}})
+            of_training[title] = ["Multiline", [pattern_of(trained)]]
             if matching(trained, held_out):
                 both = f", and held out{of_evaluation} where both are measured"
     groups = {
         # TensorBoard's page shows charts with margins in the opposite order.
-        f"held out{of_evaluation}": of_held_out[::-1],
+        f"held out{of_evaluation}": dict(reversed(of_held_out.items())),
         f"training{of_rollout}{both}": of_training,
     }
-    return [{"title": title, "chart": group} for title, group in groups.items() if group]
+    return {title: group for title, group in groups.items() if group}
 
 
-def margin_charts(title: str, tags: list[str], held_out: list[str]) -> list[dict]:
+def margin_charts(title: str, tags: list[str], held_out: list[str]) -> dict[str, list]:
     """Returns a chart of held-out values for each held-out set, if one of the tags has them.
 
     TensorBoard ignores outliers by default: it leaves at least the highest and the lowest value of
@@ -185,14 +173,13 @@ def margin_charts(title: str, tags: list[str], held_out: list[str]) -> list[dict
     """
     measured = [tag for tag in tags if matching([tag], held_out)]
     if len(measured) != 1:
-        return []
+        return {}
     tag = measured[0]
-    charts = []
+    charts = {}
     for name in matching([tag], held_out):
         name_of_set = name.removeprefix(EVAL).removesuffix(tag.removeprefix(EVAL)).rstrip("/")
-        margin = {"value": name, "lower": name, "upper": name}
         full_title = f"{title}: {name_of_set}" if name_of_set else title
-        charts.append({"title": full_title, "margin": {"series": [margin]}})
+        charts[full_title] = ["Margin", [name, name, name]]  # the value and its two margins
     return charts
 
 

@@ -359,50 +359,44 @@ HELD_OUT = ["eval/a/loss", "eval/a/scores", "eval/b/loss", "eval/b/scores", "eva
 
 def test_the_page_of_key_charts():
     settings = {"temperature": 0.7, "eval_temperature": 0.0}
-    held_out, training = board.key_charts(CHARTS, HELD_OUT, settings)
-    assert held_out["title"] == "held out (greedy)"
+    page = board.key_charts(CHARTS, HELD_OUT, settings)
+    title = "training (sampled at temperature 0.7), and held out (greedy) where both are measured"
+    assert list(page) == ["held out (greedy)", title]
     # The page shows them in the opposite order.
-    shown = {
-        chart["title"]: [series["value"] for series in chart["margin"]["series"]]
-        for chart in held_out["chart"][::-1]
-    }
-    assert list(shown.items()) == [
-        ("scores: a", ["eval/a/scores"]),
-        ("scores: b", ["eval/b/scores"]),
-        ("loss: a", ["eval/a/loss"]),
-        ("loss: b", ["eval/b/loss"]),
-        ("right: b", ["eval/b/exact_match"]),
+    assert list(page["held out (greedy)"].items())[::-1] == [
+        ("scores: a", ["Margin", ["eval/a/scores"] * 3]),
+        ("scores: b", ["Margin", ["eval/b/scores"] * 3]),
+        ("loss: a", ["Margin", ["eval/a/loss"] * 3]),
+        ("loss: b", ["Margin", ["eval/b/loss"] * 3]),
+        ("right: b", ["Margin", ["eval/b/exact_match"] * 3]),
     ]
-    assert training["title"] == (
-        "training (sampled at temperature 0.7), and held out (greedy) where both are measured"
-    )
-    scores, loss = training["chart"]
-    assert (scores["title"], loss["title"]) == ("scores", "loss")
-    (pattern,) = scores["multiline"]["tag"]
+    training = page[title]
+    assert list(training) == ["scores", "loss"]
+    kind, (pattern,) = training["scores"]
+    assert kind == "Multiline"
     assert re.match(pattern, "reward") and not re.match(pattern, "eval/scores")
-    (pattern,) = loss["multiline"]["tag"]
+    _, (pattern,) = training["loss"]
     assert re.match(pattern, "loss") and re.match(pattern, "eval/a/loss")
 
 
 def test_the_page_without_held_out_values_or_temperatures():
-    (training,) = board.key_charts(CHARTS, [], {})
-    assert training["title"] == "training" and len(training["chart"]) == 2
+    page = board.key_charts(CHARTS, [], {})
+    assert list(page) == ["training"] and len(page["training"]) == 2
     charts = {"score": ["reward", "eval/scores"], "rewards": ["rewards/chosen", "rewards/rejected"]}
     tags = ["eval/scores", "eval/rewards/chosen", "eval/rewards/rejected"]
-    held_out, training = board.key_charts(charts, tags, {})
-    assert [chart["title"] for chart in held_out["chart"]] == ["score"]
-    assert training["title"] == "training, and held out where both are measured"
-    held_out, training = board.key_charts(charts, ["eval/scores"], {})
-    assert (held_out["title"], training["title"]) == ("held out", "training")
+    page = board.key_charts(charts, tags, {})
+    assert list(page) == ["held out", "training, and held out where both are measured"]
+    assert list(page["held out"]) == ["score"]
+    assert list(board.key_charts(charts, ["eval/scores"], {})) == ["held out", "training"]
 
 
 @pytest.mark.parametrize("evaluations", [2, 3, 5, 13])
 def test_no_evaluation_of_a_short_run_is_an_outlier(evaluations):
     """TensorBoard's range is that of the values from the 5 % to the 95 % quantile."""
-    (category, _) = board.key_charts({"loss": ["loss"]}, ["eval/loss"], {})
-    (series,) = category["chart"][0]["margin"]["series"]
+    held_out, _ = board.key_charts({"loss": ["loss"]}, ["eval/loss"], {}).values()
+    _, tags = held_out["loss"]
     values = [2.0**step for step in range(evaluations)]
-    counted_values = [value for value in values for tag in series.values() if tag == "eval/loss"]
+    counted_values = [value for value in values for tag in tags if tag == "eval/loss"]
     low, high = numpy.quantile(counted_values, [0.05, 0.95])
     assert (low, high) == (values[0], values[-1])
 
