@@ -334,7 +334,7 @@ def stop_if_asked(run: Run) -> None:
     run.metrics.bar.close()
     run.accelerator.print(
         f"stopped by {stopping.cause_of(number)} after update {run.last_saved}, "
-        f"saved in {run.checkpoints}: go on with --resume auto{stopping.about_launcher(number)}"
+        f"saved in {run.checkpoints}: go on with --resume auto"
     )
     sys.exit(128 + number)
 

@@ -83,13 +83,3 @@ def cause_of(number: int) -> str:
     if number == LAUNCHER_GONE:
         return "the end of its launcher"
     return signal.Signals(number).name
-
-
-def about_launcher(number: int) -> str:
-    """Returns what to make of the launcher's own last words after a signal; "" if it has none.
-
-    accelerate's and torch's launchers end with a traceback when they get a signal.
-    """
-    if number == LAUNCHER_GONE or not launch.was_launched():
-        return ""
-    return "; a traceback of the launcher besides this line is no error of the run"
