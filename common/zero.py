@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import DeepSpeedPlugin
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from common import FILES
 
@@ -191,6 +192,14 @@ def gathered(parameters: list[nn.Parameter], writer: int | None = None):
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=writer)
+
+
+def whole(parameter: nn.Parameter) -> torch.Tensor:
+    """Returns the values of a parameter, in a copy only where the engine has cut it."""
+    if isinstance(parameter, DTensor):
+        return parameter.detach().full_tensor()
+    with gathered([parameter]):
+        return parameter.detach().clone() if hasattr(parameter, "ds_id") else parameter.detach()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from common import zero
 from common.models import architecture
@@ -470,16 +469,6 @@ class DistillModel(LogProbModel):
         It must be frozen: nothing updates what is returned. All processes must call it.
         """
         layer = self.model.get_output_embeddings()
-        bias = None if layer.bias is None else whole(layer.bias)
-        head = Head(whole(layer.weight), bias, self.multiplier, self.softcap)
+        bias = None if layer.bias is None else zero.whole(layer.bias)
+        head = Head(zero.whole(layer.weight), bias, self.multiplier, self.softcap)
         return head.cut(self.vocabulary)
-
-
-def whole(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns the values of a parameter, in a copy only where the engine has cut it."""
-    if isinstance(parameter, DTensor):
-        return parameter.detach().full_tensor()
-    if not hasattr(parameter, "ds_id"):
-        return parameter.detach()
-    with zero.gathered([parameter]):
-        return parameter.detach().clone()

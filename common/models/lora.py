@@ -333,14 +333,7 @@ def trained_part(module: nn.Module) -> nn.Module:
 def gather_adapters(unwrapped: nn.Module) -> dict[str, torch.Tensor]:
     """Returns copies of the whole trained weights by name; all processes must call it."""
     parameters = trained_parameters(unwrapped)
-    weights = {}
-    with zero.gathered(list(parameters.values())):
-        for name, parameter in parameters.items():
-            value = parameter.detach()
-            if hasattr(value, "full_tensor"):  # FSDP2 holds a part on each process
-                value = value.full_tensor()
-            weights[name] = value.to("cpu", copy=True)
-    return weights
+    return {name: zero.whole(p).to("cpu", copy=True) for name, p in parameters.items()}
 
 
 def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
