@@ -498,7 +498,7 @@ def main():
     )
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     check_completions(args, data)
-    plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
+    plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
     progress = Progress(
         data.mixture.samples,
         args.train_batch_size,

@@ -794,7 +794,7 @@ def main():
     )
     rewards.check_signatures(args, data)  # can the functions be called with these columns?
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
-    plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
+    plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
     # The learning-rate schedule is as long as if no group were dropped.
     progress = Progress(
         data.mixture.samples,

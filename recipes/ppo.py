@@ -632,7 +632,7 @@ def main():
     )
     rewards.check_signatures(args, data)  # can the functions be called with these columns?
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
-    plan = RolloutSchedule.of(args, n_prompts=data.mixture.samples)
+    plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
     progress = Progress(
         data.mixture.samples,
         args.train_batch_size,

@@ -9,6 +9,7 @@ from common import batches, counted
 from common.checkpoint import carried
 from common.rollout.samples import Samples
 from common.run import Run
+from common.shared_args import RolloutArgs
 
 # Random numbers are drawn from [seed, rollout, stream, ...]. Each purpose has a stream of its own:
 # these do not share numbers. (Mixed sets draw their order from [seed, pass, set, 1], which may be
@@ -87,42 +88,24 @@ class RolloutSchedule:
 
     Attributes:
         n_prompts: of the whole data set.
-        rollout_batch_size: prompts of a rollout.
-        n_samples_per_prompt: responses to each prompt.
-        train_batch_size: samples of an update, at most.
-        num_epochs_per_rollout: passes over the samples of a rollout.
     """
 
+    args: RolloutArgs
     n_prompts: int
-    rollout_batch_size: int
-    n_samples_per_prompt: int
-    train_batch_size: int
-    num_epochs_per_rollout: int
-
-    @classmethod
-    def of(cls, args, n_prompts: int) -> "RolloutSchedule":
-        """Returns the schedule of `RolloutArgs`."""
-        return cls(
-            n_prompts=n_prompts,
-            rollout_batch_size=args.rollout_batch_size,
-            n_samples_per_prompt=args.n_samples_per_prompt,
-            train_batch_size=args.train_batch_size,
-            num_epochs_per_rollout=args.num_epochs_per_rollout,
-        )
 
     @property
     def rollouts_per_epoch(self) -> int:
-        return math.ceil(self.n_prompts / self.rollout_batch_size)
+        return math.ceil(self.n_prompts / self.args.rollout_batch_size)
 
     @property
     def prompts_of_last(self) -> int:
         """Prompts of the last rollout of an epoch."""
-        return self.n_prompts - (self.rollouts_per_epoch - 1) * self.rollout_batch_size
+        return self.n_prompts - (self.rollouts_per_epoch - 1) * self.args.rollout_batch_size
 
     @property
     def updates_per_rollout(self) -> int:
         """Updates of a full rollout."""
-        return self.updates_of(self.rollout_batch_size)
+        return self.updates_of(self.args.rollout_batch_size)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -131,8 +114,8 @@ class RolloutSchedule:
 
     def updates_of(self, prompts: int) -> int:
         """Returns the number of updates of a rollout of `prompts` prompts."""
-        samples = prompts * self.n_samples_per_prompt
-        return self.num_epochs_per_rollout * math.ceil(samples / self.train_batch_size)
+        samples = prompts * self.args.n_samples_per_prompt
+        return self.args.num_epochs_per_rollout * math.ceil(samples / self.args.train_batch_size)
 
     def describe(self, total_steps: int) -> str:
         """Returns the arithmetic in one line.
@@ -140,13 +123,14 @@ class RolloutSchedule:
         Args:
             total_steps: updates of the whole run.
         """
-        samples = self.rollout_batch_size * self.n_samples_per_prompt
-        updates_per_pass = self.updates_per_rollout // self.num_epochs_per_rollout
+        args = self.args
+        samples = args.rollout_batch_size * args.n_samples_per_prompt
+        updates_per_pass = self.updates_per_rollout // args.num_epochs_per_rollout
         largest = math.ceil(samples / updates_per_pass)
         return (
-            f"a rollout: {counted(self.rollout_batch_size, 'prompt')} "
-            f"x {counted(self.n_samples_per_prompt, 'response')} "
-            f"= {counted(samples, 'sample')}, x {self.num_epochs_per_rollout} / train_batch_size "
+            f"a rollout: {counted(args.rollout_batch_size, 'prompt')} "
+            f"x {counted(args.n_samples_per_prompt, 'response')} "
+            f"= {counted(samples, 'sample')}, x {args.num_epochs_per_rollout} / train_batch_size "
             f"= {counted(self.updates_per_rollout, 'update')} of up to "
             f"{counted(largest, 'sample')}; "
             f"{counted(self.rollouts_per_epoch, 'rollout')} per epoch, "

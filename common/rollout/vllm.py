@@ -101,7 +101,7 @@ def sample_ahead(run: Run) -> None:
     if not args.rollouts_ahead:
         return
     position = dataclasses.replace(run.extra.position)  # the run's own stays where it is
-    updates = RolloutSchedule.of(args, run.data.mixture.samples).updates_per_rollout
+    updates = RolloutSchedule(args, run.data.mixture.samples).updates_per_rollout
     at_end_of_run = run.progress.updates_seen + updates >= run.progress.total_steps
     at_end_of_data = position.prompts_seen >= args.max_epochs * run.data.mixture.samples
     if at_end_of_run or (at_end_of_data and not args.max_steps):

@@ -697,8 +697,13 @@ def test_collected_values_are_padded_with_zeros(accelerator):
 def test_the_number_of_updates(sizes):
     """Of each rollout and of an epoch, against two plain loops."""
     n_prompts, rollout_batch_size, n_samples_per_prompt, train_batch_size, passes = sizes
-    schedule = RolloutSchedule(*sizes)
-    args = types.SimpleNamespace(train_batch_size=train_batch_size, num_epochs_per_rollout=passes)
+    args = types.SimpleNamespace(
+        rollout_batch_size=rollout_batch_size,
+        n_samples_per_prompt=n_samples_per_prompt,
+        train_batch_size=train_batch_size,
+        num_epochs_per_rollout=passes,
+    )
+    schedule = RolloutSchedule(args, n_prompts)
     updates = []
     for first in range(0, n_prompts, rollout_batch_size):
         prompts = min(rollout_batch_size, n_prompts - first)
