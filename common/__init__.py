@@ -1,10 +1,12 @@
 """Where our files are, who started this process, a check of recipes, and small helpers."""
 
+import contextlib
 import importlib.util
 import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 # transformers imports bitsandbytes if it is installed. It warns of kernels that no recipe uses.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -61,6 +63,19 @@ def as_list(names: str | list[str] | None) -> list[str]:
 def in_one_line(error: BaseException, most: int = 300) -> str:
     """Returns an error's message as one line of limited length; its kind if there is none."""
     return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+@contextlib.contextmanager
+def replaced(*changes: tuple[Any, str, Any]):
+    """Sets attributes inside the block, in order: of these objects, by name, to these values."""
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def speaks_for_all() -> bool:

@@ -1,7 +1,6 @@
 """The command line of a recipe: YAML, flags, intervals, and sizes that must divide."""
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import gc
@@ -28,6 +27,7 @@ from common import (
     errors,
     in_one_line,
     lazily,
+    replaced,
     show_any_text,
     speaks_for_all,
 )
@@ -430,7 +430,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-@contextlib.contextmanager
 def no_silent_end():
     """Makes `os._exit(0)` raise `SystemExit` inside the block, in which code of the user runs.
 
@@ -446,11 +445,7 @@ def no_silent_end():
             sys.exit("os._exit(0)")
         end(status)
 
-    os._exit = refuse_success
-    try:
-        yield
-    finally:
-        os._exit = end
+    return replaced((os, "_exit", refuse_success))
 
 
 def fill_in_micro_batches(args, on_gpu: bool) -> str | None:

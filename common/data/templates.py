@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jinja2
 import transformers.utils.chat_template_utils as template_utils
 
-from common import in_one_line
+from common import in_one_line, replaced
 from common.data import ids, thoughts
 from common.data.messages import BadRow, without_nulls
 from common.data.template_limits import TooMuch, memory_limit, time_limit
@@ -191,12 +191,8 @@ def clock_at(date: str | None):
 
     # A template gets today's date by a function that transformers gives it, and that no argument
     # of `apply_chat_template` replaces.
-    real = template_utils.datetime
-    template_utils.datetime = Clock
-    try:
+    with replaced((template_utils, "datetime", Clock)):
         yield
-    finally:
-        template_utils.datetime = real
 
 
 def prints_date(tokenizer) -> bool:

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
-from common import engine
+from common import engine, replaced
 from common.models.packing import Packer
 
 # Tokens of a first, quick look at what text reaches.
@@ -87,7 +87,6 @@ def as_numbers(model: nn.Module, mask: torch.Tensor) -> torch.Tensor:
     return numbers[..., :length].masked_fill_(~mask, HIDDEN)
 
 
-@contextlib.contextmanager
 def no_searches():
     """Keeps `transformers` from looking at the values of rows without a mask, inside the block.
 
@@ -95,19 +94,15 @@ def no_searches():
     padding, to warn. The host would wait for a GPU to answer. Our rows of several sequences always
     have a mask, and what is padded needs none.
     """
-    searches = [
-        (masking_utils, "find_packed_sequence_indices"),
-        (modeling_flash_attention_utils, "_is_packed_sequence"),
-        (PreTrainedModel, "warn_if_padding_and_no_attention_mask"),
-    ]
-    originals = [getattr(module, name) for module, name in searches]
-    for module, name in searches:
-        setattr(module, name, lambda *values: None)  # nothing was found
-    try:
-        yield
-    finally:
-        for (module, name), original in zip(searches, originals):
-            setattr(module, name, original)
+
+    def find_nothing(*values):
+        return None
+
+    return replaced(
+        (masking_utils, "find_packed_sequence_indices", find_nothing),
+        (modeling_flash_attention_utils, "_is_packed_sequence", find_nothing),
+        (PreTrainedModel, "warn_if_padding_and_no_attention_mask", find_nothing),
+    )
 
 
 class KnownStates:
@@ -369,34 +364,25 @@ def without_values(wrapper: nn.Module, length: int):
         )
 
 
-@contextlib.contextmanager
 def plain_layers(wrapper: nn.Module):
     """Lets experts be computed by plain batched products, and attention by sdpa, inside the block.
 
     The kernels that are used otherwise do not run without values in every dtype, or not without a
     GPU. torch would also log what fails; whoever calls us deals with that.
     """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    changes: list = [(logger, "disabled", True)]
     configs = {
         id(module.config): module.config for module in wrapper.modules() if has_config(module)
     }
-    chosen = {
-        key: (config._experts_implementation, config._attn_implementation)
-        for key, config in configs.items()
-    }
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    # A config sets its parts' settings, too, so each part's own come after it.
     for config in configs.values():
-        config._experts_implementation = "batched_mm"
-        if uses_varlen(config._attn_implementation):
-            config._attn_implementation = "sdpa"
-    try:
-        yield
-    finally:
-        # In this order: a config sets its parts' settings, too.
-        for key, config in configs.items():
-            config._experts_implementation, config._attn_implementation = chosen[key]
-        logger.setLevel(level)
+        attention = config._attn_implementation
+        changes += [
+            (config, "_experts_implementation", "batched_mm"),
+            (config, "_attn_implementation", "sdpa" if uses_varlen(attention) else attention),
+        ]
+    return replaced(*changes)
 
 
 def has_config(module: nn.Module) -> bool:

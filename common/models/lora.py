@@ -5,7 +5,6 @@ Hu et al. 2021, arXiv:2106.09685. A linear layer `W` becomes `W + (alpha / r) * 
 model starts as its base. With a 4-bit base: Dettmers et al. 2023, arXiv:2305.14314 (QLoRA).
 """
 
-import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -21,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
 from transformers.pytorch_utils import Conv1D
 
-from common import engine, zero
+from common import engine, replaced, zero
 from common.models import architecture, load
 from common.shared_args import RolloutArgs
 
@@ -231,20 +230,13 @@ class WithoutAdapters(nn.Module):
         with self.adapters_off():
             return self.prepared(*args, **kwargs, **self.settings)
 
-    @contextlib.contextmanager
     def adapters_off(self):
         """Turns the adapters off inside the block, and on again even after an error.
 
         peft's own switch would also freeze and unfreeze the adapters' weights, which engines that
         cut weights do not expect.
         """
-        for layer in self.adapted:
-            layer._disable_adapters = True
-        try:
-            yield
-        finally:
-            for layer in self.adapted:
-                layer._disable_adapters = False
+        return replaced(*((layer, "_disable_adapters", True) for layer in self.adapted))
 
 
 def fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:

@@ -129,6 +129,23 @@ def test_what_text_never_reaches_is_found(name, capsys):
     assert bool(unreached) == (name in said)
 
 
+def test_plain_layers_are_so_inside_the_block_alone():
+    """A config that is set sets those of its parts, which may have been set otherwise."""
+    wrapper = LogProbModel(build("gemma3"))
+    config = wrapper.model.config
+    config._attn_implementation = "flash_attention_2"
+    config.vision_config._attn_implementation = "eager"
+    parts = (config, config.text_config, config.vision_config)
+    kinds = lambda: [part._attn_implementation for part in parts]
+    before = kinds()
+    assert before == ["flash_attention_2", "flash_attention_2", "eager"]
+    with pytest.raises(ZeroDivisionError), architecture.plain_layers(wrapper):
+        assert kinds() == ["sdpa", "sdpa", "eager"]
+        assert config._experts_implementation == "batched_mm"
+        raise ZeroDivisionError
+    assert kinds() == before and config._experts_implementation != "batched_mm"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_frozen_model_holds_in_half_changes_no_bit_under_autocast(name):
     wrapper = LogProbModel(build(name)).requires_grad_(False)
