@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,9 +23,6 @@ else:
     files = lazily("common.data.files")
 
 __all__ = ["Data", "column", "load", "load_data", "load_evaluation_sets", "load_mixture"]
-
-# Longer than this no run is silent.
-PATIENCE_SECONDS = 5
 
 
 class Data(NamedTuple):
@@ -110,33 +104,21 @@ def load(
             left. On all processes.
     """
     converter = Converter(function, tokenizer, columns, settings)
-    with word_of_patience(accelerator, f"reading and tokenising {name} ..."):
-        # The first process of each machine fills the cache, and the others read what it wrote.
-        is_first = accelerator.is_local_main_process
-        fill_cache = partial(tokenise, name, split, converter)
-        file = distributed.all_or_none(accelerator, is_first, fill_cache)
-        first = accelerator.process_index - accelerator.local_process_index
-        file = gather_object([file])[first]
-        read_cache = partial(read_usable, name, file, settings)
-        usable, notes = distributed.all_or_none(accelerator, True, read_cache)
+    accelerator.print(f"reading {name} ...", flush=True)
+    # The first process of each machine fills the cache, and the others read what it wrote.
+    is_first = accelerator.is_local_main_process
+    fill_cache = partial(tokenise, name, split, converter)
+    file = distributed.all_or_none(accelerator, is_first, fill_cache)
+    first = accelerator.process_index - accelerator.local_process_index
+    file = gather_object([file])[first]
+    read_cache = partial(read_usable, name, file, settings)
+    usable, notes = distributed.all_or_none(accelerator, True, read_cache)
     warnings = [note for note in notes if note.startswith(PLAIN_STRINGS)]
     others = [note for note in notes if note not in warnings]
     accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *others]))
     for warning in warnings:
         accelerator.print(f"WARNING: {warning}")
     return usable
-
-
-@contextlib.contextmanager
-def word_of_patience(accelerator, text: str) -> Iterator[None]:
-    """Prints a text if the block takes longer than a user waits without one."""
-    timer = threading.Timer(PATIENCE_SECONDS, accelerator.print, [text], {"flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def load_mixture(

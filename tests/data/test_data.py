@@ -727,6 +727,7 @@ def test_truncation_and_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     assert data["row"][:] == [1, 2, 17]
     assert data["chosen_ids"][1] == plain(tokenizer, "b" * 6) and data["length"][:] == [18, 21, 18]
     assert capsys.readouterr().out == (
+        f"reading {path} ...\n"
         f"data {path}: 3 usable rows; 4 of 17 left out (chosen equal to rejected): rows 8, 9, 10 and 1 more; "
         "3 of 17 left out (empty answer): rows 5, 6, 7; 2 of 17 left out (empty prompt): rows 3, 4; "
         "5 of 17 left out (prompt fills --max_length 12, the longest has 19 tokens): rows 12, 13, 14 and 2 more; "
@@ -772,6 +773,7 @@ def test_sft_rows_left_out(tokenizer, accelerator, tmp_path, capsys):
     )
     assert [ids[-1] == tokenizer.eos_token_id for ids in data["input_ids"]] == [True, False]
     assert capsys.readouterr().out == (
+        f"reading {path} ...\n"
         f"data {path}: 2 usable rows; 2 of 8 left out (empty answer): rows 3, 5; "
         "3 of 8 left out (no message of role assistant, found bot, user): rows 6, 7, 8; "
         "1 of 8 left out (nothing to learn within --max_length 12, the longest has 14 tokens): row 4; "
@@ -932,7 +934,8 @@ def test_what_is_damaged_in_the_cache_is_made_again_and_said(accelerator, tmp_pa
     ]:  # fmt: skip
         (file,) = root.glob(pattern)
         damage(file, how)
-        assert load() == (rows, calls, f"NOTE: {file} is damaged, so it is made again\n{said}")
+        note = f"NOTE: {file} is damaged, so it is made again\n"
+        assert load() == (rows, calls, said.replace("data ", f"{note}data "))
         assert load() == (rows, 0, said)
     # Without their record nobody knows whether the rows are what was written, or half of it.
     for record in (root / "checksums").glob("*.json"):

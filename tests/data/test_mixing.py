@@ -107,10 +107,9 @@ def test_a_mixture_of_files(accelerator, tokenizer, tmp_path, capsys):
         "d<|end|>",
     ]
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == f"data {one}: 2 usable rows" and said[1].startswith(
-        f"data {two}: 2 usable rows; 1 of 3 left out"
-    )
-    assert said[2] == f"mixed: {one} 2 rows x 2 = 4; {two} 2 rows x 0.5 = 1; 5 samples an epoch"
+    assert said[:3] == [f"reading {one} ...", f"data {one}: 2 usable rows", f"reading {two} ..."]
+    assert said[3].startswith(f"data {two}: 2 usable rows; 1 of 3 left out")
+    assert said[4] == f"mixed: {one} 2 rows x 2 = 4; {two} 2 rows x 0.5 = 1; 5 samples an epoch"
     assert load([one, two], [2, 0.5])[0]._fingerprint == rows._fingerprint
     others = [
         load(one)[0],

@@ -346,12 +346,12 @@ def test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted(
     assert texts == [[plain_answer(name, "seven")]] * 2
     said = capsys.readouterr().out
     assert said.startswith(
-        f"data {path}: 2 usable rows; 1 of 3 left out (tool calls are not learned, because the chat template does not write them): row 2"
+        f"reading {path} ...\ndata {path}: 2 usable rows; 1 of 3 left out (tool calls are not learned, because the chat template does not write them): row 2"
     )
     assert (
         "; tool calls are not learned, because the chat template does not write them: 1 rows"
         in said
-        and said.count("\n") == 1
+        and said.count("\n") == 2
     )
     pair = preference_row(
         {"prompt": chat[:1], "chosen": [CALL], "rejected": chat[3:]}, tokenizer, 10_000
@@ -434,9 +434,9 @@ def test_what_is_said_of_a_data_set_is_said_once(accelerator, tmp_path, capsys):
         )
         said = capsys.readouterr().out
         assert (
-            said.startswith(f"data {path}: 3 usable rows; ")
+            said.startswith(f"reading {path} ...\ndata {path}: 3 usable rows; ")
             and part in said
-            and said.count("\n") == 1
+            and said.count("\n") == 2
         )
 
 
@@ -498,7 +498,7 @@ def test_strings_with_a_chat_model_are_said(accelerator, tmp_path, capsys):
         )
         said = capsys.readouterr().out
         assert (
-            said.startswith(f"data {path}: 2 usable rows")
+            said.startswith(f"reading {path} ...\ndata {path}: 2 usable rows")
             and ("\nWARNING: strings are read as plain text" in said) == is_said
         )
 

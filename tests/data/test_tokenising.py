@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -385,25 +384,15 @@ def test_the_others_wait_for_hours(monkeypatch, on_cpu, engine):
     assert settings.to_kwargs()["timeout"] >= datetime.timedelta(hours=12)
 
 
-def test_a_run_that_reads_for_long_says_so(accelerator, tmp_path, monkeypatch, capsys):
-    said = threading.Event()
+def test_a_run_says_what_it_reads_before_it_does(accelerator, tmp_path, monkeypatch):
     texts = []
-    monkeypatch.setattr(accelerator, "print", lambda text, **_: (texts.append(text), said.set()))
-    monkeypatch.setattr(dataset, "PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(accelerator, "print", lambda text, **_: texts.append(text))
     path = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}]))
 
-    def slow_row(row, **settings):
-        assert said.wait(60)
+    def row(row, **settings):
+        assert texts == [f"reading {path} ..."]
         return {"input_ids": [1], "length": 1, "reason": "", "truncated": False}
 
     tokenizer = templates.tokenizer("qwen3")
-    dataset.load(accelerator, path, "train", slow_row, tokenizer, {}, max_length=9)
-    assert texts == [f"reading and tokenising {path} ...", f"data {path}: 1 usable rows"]
-    # Nobody is told who waits for nothing.
-    monkeypatch.setattr(dataset, "PATIENCE_SECONDS", 3600)
-    before = threading.enumerate()
-    dataset.load(accelerator, path, "train", slow_row, tokenizer, {}, max_length=9)
-    assert texts[2:] == [f"data {path}: 1 usable rows"]
-    for thread in set(threading.enumerate()) - set(before):
-        thread.join(60)
-        assert not thread.is_alive()
+    dataset.load(accelerator, path, "train", row, tokenizer, {}, max_length=9)
+    assert texts[1:] == [f"data {path}: 1 usable rows"]
