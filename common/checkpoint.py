@@ -35,7 +35,7 @@ from common.run import Run
 
 # The counters of `Progress` that a checkpoint holds; a resumed run starts the others again.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
-# The number of the layout of checkpoints: another one is refused.
+# The version of a checkpoint's layout. Checkpoints of other versions are refused.
 FORMAT = 2
 # The rollout that vLLM servers sampled ahead, where there is one.
 AHEAD = "ahead.pt"
@@ -128,17 +128,21 @@ def find_checkpoint(run: Run) -> Path | None:
 
 
 def refuse_unless_new(run: Run, passed_over: list[Path]) -> None:
-    """Ends the program if a run that finds no whole checkpoint has been here before.
+    """Ends the program if a folder without a usable checkpoint has the results of a run.
 
-    It would begin at 0 over its own results.
+    The run would begin at 0 over them.
+
+    Args:
+        passed_over: the checkpoints that cannot be used.
     """
-    # A copy under another name is not taken, but it shows that this run is not new.
-    found = passed_over or list(run.checkpoints.glob("global_step_*"))
-    if found:
+    # A copy under another name is no candidate, but it shows that this run is not new.
+    unusable = passed_over or list(run.checkpoints.glob("global_step_*"))
+    if unusable:
         sys.exit(
-            f"--resume {run.args.resume}: of {counted(len(found), 'checkpoint')} none is whole and "
-            "named as written; to start from the beginning take another --output_dir"
+            f"--resume {run.args.resume}: of {counted(len(unusable), 'checkpoint')} none is whole "
+            "and named as written; to start from the beginning take another --output_dir"
         )
+    # Only `auto` comes here: a path that `--resume` names has been passed over.
     if (run.output_dir / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.output_dir} has ended and left no checkpoint")
 
@@ -213,13 +217,14 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
 
 
 def save_again_if_needed(run: Run, path: Path, lines_are_lost: bool) -> None:
-    """Saves what the run resumed from, where the next resume could not use it as it is.
+    """Saves what the run resumed from, where the next resume could not use that checkpoint.
 
-    In the run's own folder that is so if log lines are lost, since the checkpoint's `log_bytes`
-    count them. It is so if the checkpoint is in another folder, where `--resume auto` does not
-    look: killed before its first save, the run would begin at 0, as it does without `--save_steps`.
+    in the run's own folder, log lines lost    saved again: the old one counts the lost lines
+    in the run's own folder, otherwise         it is the run's last checkpoint
+    in another folder                          saved here if the run saves by `--save_steps`,
+                                               since `--resume auto` looks here alone
     """
-    if lines_are_lost:  # never those of another folder
+    if lines_are_lost:  # only with a checkpoint of the run's own folder
         save(run)
     elif is_own(run, path):
         run.last_saved = run.progress.global_step
@@ -340,7 +345,7 @@ def stop_if_asked(run: Run) -> None:
 
 
 def save_at_end(run: Run) -> None:
-    """Saves a finished run without `--save_steps` that once was ended by a signal, and resumed.
+    """Saves a finished run without `--save_steps` that had been ended by a signal and was resumed.
 
     The checkpoint that the signal left is its only one. `--resume auto` would go back to it and
     repeat all updates since then.
@@ -380,7 +385,7 @@ def identity_of(run: Run) -> dict:
     return {
         **vars(run.args),
         **run.models,
-        # The file's content counts, not its name.
+        # The content of the template counts, not the name of its file.
         "chat_template": hashlib.sha256(template).hexdigest()[:16],
         "date": getattr(run.tokenizer, "chat_date", None),
         "data": run.data.fingerprint,
@@ -407,7 +412,7 @@ def size_of(file: Path) -> int:
 def fault_of_state(path: Path) -> str | None:
     """Returns what keeps a checkpoint's `state.json` from being used; None if nothing does.
 
-    The manifest does not show it if somebody changed the file and wrote the manifest anew.
+    The manifest cannot show it: somebody may have edited the file and rewritten the manifest.
 
     Raises:
         SystemExit: another version of `common` wrote it.
@@ -614,12 +619,13 @@ def note_new_horizon(run: Run, state: dict) -> None:
     before = state["arguments"]
     updates_before = before["max_steps"] or before["max_epochs"] * run.progress.updates_per_epoch
     updates = run.progress.total_steps
-    rates_before = state["scheduler"]["_last_lr"]
-    rates = run.scheduler.get_last_lr()
+    rate_before = state["scheduler"]["_last_lr"][0]
+    rate = run.scheduler.get_last_lr()[0]
+    change = "as before" if rate == rate_before else f"not {rate_before:.3g}"
     if updates != updates_before:
         run.accelerator.print(
             f"NOTE: the schedule has {updates} updates now, and {updates_before} in the "
-            f"checkpoint: the learning rate is {rates[0]:.3g}, not {rates_before[0]:.3g}"
+            f"checkpoint: the learning rate is {rate:.3g}, {change}"
         )
 
 

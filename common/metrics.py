@@ -113,8 +113,8 @@ class Means:
         everyone = self.accelerator.gather(mine[None])  # [processes, tags, 2]
         numbers, weights = everyone.unbind(-1)
         weight = weights.sum(0)
-        # The mean, minimum and maximum under each tag, of which the one that it asks for is taken.
-        # All are read at once, because a GPU waits at each reading.
+        # All three are computed for each tag, and read at once, because a GPU waits at each
+        # reading. Then the one that the tag asks for is taken.
         table = torch.stack([weight, numbers.sum(0) / weight, numbers.amin(0), numbers.amax(0)], 1)
 
         values = {}
@@ -315,7 +315,8 @@ class Metrics:
         They are then averaged over the processes by the collective that the line needs anyway.
         """
         of_loss = self.open.sums["loss"].numbers
-        flop = of_loss.new_full((1,), self.speed.flop)  # a copy from the host would make a GPU wait
+        # Made on the device: a copy from the host would make a GPU wait.
+        flop = of_loss.new_full((1,), self.speed.flop)
         self.open.add([Logged({FLOP: flop}, weights=torch.ones_like(flop))])
 
     def add_rollout(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Run:
-    """A training run: what evaluating, sampling, saving and logging need to know.
+    """A training run: what evaluation, sampling, saving and logging need.
 
     Attributes:
         model: what `accelerator.prepare` returned.
@@ -31,7 +31,7 @@ class Run:
         data: the training set and the held-out sets.
         models: fingerprints of the models that decide the result but are not trained, such as a
             reference model, by the name that messages use. Loading such a model adds its own.
-        extra: the recipe's own state, which all processes have alike, such as PPO's position in its
+        extra: the recipe's own state, the same on all processes, such as PPO's position in its
             rollout. Checkpoints hold it. It may consist of None, numbers, tensors, lists and dicts
             of them, and dataclasses that are `checkpoint.carried`.
         per_process: the recipe's state that differs between processes, such as the shards of a

@@ -61,7 +61,7 @@ from common.models.divergence import DistillModel, Lesson
 from common.models.packing import Packer
 from common.models.teachers import Teachers
 from common.progress import Progress
-from common.rollout import correction, evaluation, generation, vllm
+from common.rollout import correction, evaluation, generation, schedule, vllm
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
 from common.run import Run
@@ -81,8 +81,8 @@ class Args(RolloutArgs):
     )
     teacher_prompt: str | None = arg(
         default=None,
-        help="column with the prompt that the teacher reads in place of the student's; with "
-        "--lora_r and no teacher named, the teacher is the student without its adapters",
+        help="column with the prompt that the teacher reads instead of the student's; with it and "
+        "--lora_r no teacher need be named: it is then the student without its adapters",
     )
     on_policy_share: float = arg(
         default=1.0,
@@ -244,7 +244,7 @@ def make_rollout(run: Run, all_teachers: Teachers, packer: Packer) -> Rollout:
     if not is_own.all():
         given = up_to_completions(given)
 
-    # The student's samples come first, then those of the data. So do the columns of their prompts.
+    # The student's samples come first, then those of the data; the columns are in the same order.
     parts = []
     if is_own.any():
         parts.append(sample_responses(run, own, is_own))
@@ -330,24 +330,24 @@ def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_own: int)
         columns: of their prompts, each once, in the order of the samples.
         n_own: how many of the prompts the student has answered; these come first.
     """
-    per_prompt = samples.per_prompt
+
+    def for_each_sample(of_prompts: list) -> list:
+        return generation.repeat_each(of_prompts, samples.per_prompt)
+
     one_teacher = [teachers.ONLY] * len(columns["row"])
-    of_prompts = columns.get("teacher", one_teacher)
+    teacher_names = for_each_sample(columns.get("teacher", one_teacher))
     # Without --teacher_prompt a teacher reads what the student reads.
-    prompts_to_read = columns.get("teacher_prompt_ids", columns["prompt_ids"])
-    # A value for each prompt becomes one for each sample.
-    names = generation.repeat_each(of_prompts, per_prompt)
-    teacher_prompts = generation.repeat_each(prompts_to_read, per_prompt)
-    numbers = teachers.numbers(run.args)
-    is_own = torch.arange(len(samples)) < n_own * per_prompt
+    teacher_prompts = for_each_sample(columns.get("teacher_prompt_ids", columns["prompt_ids"]))
+    number_of = teachers.numbers(run.args)
+    is_own = torch.arange(len(samples)) < n_own * samples.per_prompt
     return Rollout(
         samples=samples,
-        teachers=names,
+        teachers=teacher_names,
         teacher_prompts=teacher_prompts,
         tokens={
             "mask": samples.mask,
             "is_own": is_own[:, None],
-            "teacher": torch.tensor([[numbers[name]] for name in names]),
+            "teacher": torch.tensor([[number_of[name]] for name in teacher_names]),
             "sampler_logps": samples.padded_sampler_logps,
         },
         started_at=run.progress.global_step,
@@ -359,9 +359,9 @@ def compute_logps(
 ) -> torch.Tensor:
     """Returns the student's log-probs of response tokens before a rollout's first update.
 
-    The teachers run, too, although nothing of theirs is kept, so that the rounding is that of
-    training: beside them the student computes its logits in fp32, alone in half precision.
-    Micro-batches are cut differently than in training, so rounding may still differ.
+    In training the student runs beside its teachers, and then computes its logits in fp32. So the
+    teachers run here as well, although nothing of theirs is kept: alone, the student would compute
+    its logits in half precision. Micro-batches are cut differently, so rounding may still differ.
 
     Returns:
         `[samples, longest response]`, zero past the end of each response,
@@ -369,9 +369,9 @@ def compute_logps(
     """
     collected = Collected(run.accelerator)
     for rows, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
-        if not weights.any():  # a padding row, which is a micro-batch of its own: nothing is kept
-            rows = []
-        collected.add(rows, old["mask"], logps=output["logps"])
+        is_padding = not weights.any()  # one row, which is a micro-batch of its own
+        kept_rows = [] if is_padding else rows
+        collected.add(kept_rows, old["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
     rollout.samples.check_finite(run, logps=logps)
     return logps
@@ -423,8 +423,8 @@ def updates_of(rollout: Rollout, args: Args) -> int:
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
     """Returns which samples of the rollout form its next update, in a seeded order.
 
-    Updates of a pass differ by at most one sample, because a small leftover would be a whole
-    optimizer step, too. The samples of a prompt may be split.
+    The updates of a pass differ in size by at most one sample: a small leftover would get a whole
+    optimizer step of its own. The samples of a prompt may be split.
     """
     n_updates = updates_per_pass(rollout, args)
     pass_number, update_of_pass = divmod(position.update, n_updates)
@@ -568,13 +568,13 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
-        # `split_update` sorts by these: of whole groups, where a group can share its prompt.
+        # Where a group can share its prompt, these lengths keep it together.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        student_has_moved = progress.global_step > rollout.started_at  # an update was applied since
+        is_old_student = progress.global_step == rollout.started_at  # no update was applied since
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
@@ -588,12 +588,13 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, lessons=lessons, beta=beta)
-                if not student_has_moved:
-                    # This pass is still the old student's: its log-probs are the old ones, which
-                    # --loss_type sampled reads, and all ratios exactly 1.
-                    old = {**old, "logps": output["logps"].detach()}
-                    counted = old["mask"] * old["is_own"] * weights[:, None]  # what it has drawn
+                if is_old_student:
+                    counted = (
+                        old["mask"] * old["is_own"] * weights[:, None]
+                    )  # not the data's tokens
                     metrics.pending.add(correction.sampler_differences(output, old, counted))
+                    # So the log-probs of this very pass are the old ones: all ratios are exactly 1.
+                    old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
                 # The loss is the mean over the update's response tokens. The engine itself divides
@@ -647,7 +648,7 @@ def evaluate(run: Run, all_teachers: Teachers, packer: Packer) -> None:
         for prefix, eval_set in run.data.eval_sets.items():
             samples = evaluation.sample_held_out(run, eval_set)
             rollout = rollout_of(run, samples, eval_set[:], n_own=len(eval_set))
-            del rollout.tokens["sampler_logps"]  # greedy responses have none: nothing is corrected
+            del rollout.tokens["sampler_logps"]  # so that nothing is corrected for the sampler
             token_means = Means(run.accelerator)
             for _, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
                 old = {**old, "logps": output["logps"]}  # it has not moved: all ratios are 1
@@ -667,7 +668,7 @@ def check_settings(args: Args) -> None:
     teachers.names_and_paths(args)  # exits if none is named, or one twice
     evaluation.check_settings(args)
     vllm.check_settings(args)
-    check_rollout_size(args)
+    schedule.check_settings(args)
     if args.loss_type == "divergence":
         of_correction = ["sampler_correction", "sampler_correction_max"]
         refuse_changed(args, of_correction, "only --loss_type sampled is corrected")
@@ -706,19 +707,6 @@ def check_completions(args: Args, data: dataset.Data) -> None:
                     "has no 'completion', which is needed where the student does not answer it: "
                     "expected a string or a list of messages, as in recipes/sft.py"
                 )
-
-
-def check_rollout_size(args: Args) -> None:
-    """Refuses a rollout of fewer samples than an update: `--train_batch_size` would be ignored."""
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    if samples < args.train_batch_size:
-        least = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
-        sys.exit(
-            f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
-            f"{args.n_samples_per_prompt} = {samples} samples, fewer than --train_batch_size "
-            f"{args.train_batch_size}: no update would have as many. Smallest valid size: "
-            f"--rollout_batch_size {least}"
-        )
 
 
 if __name__ == "__main__":

@@ -346,7 +346,7 @@ def main():
 # ============================================================ evaluation
 @torch.no_grad()
 def evaluate(run: Run, packer: Packer, reference: Reference) -> None:
-    """Logs the training metrics of each held-out set, exactly over all processes.
+    """Logs the metrics of training on each held-out set, exact over all processes.
 
     If a set has a column `answer`, exact match is logged as well.
     """

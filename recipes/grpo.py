@@ -61,7 +61,15 @@ from common.models.logprobs import LogProbModel
 from common.models.packing import Packer
 from common.models.reference import Reference
 from common.progress import Progress
-from common.rollout import correction, episodes, evaluation, generation, rewards, vllm
+from common.rollout import (
+    correction,
+    episodes,
+    evaluation,
+    generation,
+    rewards,
+    schedule,
+    vllm,
+)
 from common.rollout.rewards import Judge, Scores
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
@@ -238,8 +246,8 @@ def estimate_advantages(
     A baseline is subtracted from each score, and the difference is divided:
 
         advantage_std   divided by
-        batch           the standard deviation over the trained samples of the rollout; if there is
-                        no baseline, their mean is subtracted first
+        batch           the standard deviation of these differences over the trained samples of the
+                        rollout; without a baseline, their mean is subtracted first
         group           the standard deviation of these differences in the response's group
         mean            the mean score of the group
         none            nothing
@@ -249,8 +257,8 @@ def estimate_advantages(
     batch, REINFORCE++, arXiv:2501.03262; the group's mean, MaxRL, arXiv:2602.02710.
 
     Args:
-        scores: `[samples]`, those of a group side by side. NaN: none, since an environment failed.
-            Such a sample counts nowhere, and its advantage is 0.
+        scores: `[samples]`, those of a group side by side. NaN: no score, because an
+            environment failed. Such a sample counts nowhere, and its advantage is 0.
         is_trained: bool `[samples]`; None: all that have a score. A sample that is not trained on
             still counts in its group, but not in `batch`.
     """
@@ -369,7 +377,7 @@ def divergence_losses(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the loss of each token, and whether it is masked: become too unlikely, or too likely.
+    """Returns the loss of each token, and whether it is masked as less likely, or as more likely.
 
     A token has probability p under the policy, and q under the policy that sampled it. Its loss is
 
@@ -408,7 +416,7 @@ def kl_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    The first is logged. `kl_coef` multiplies the second. That is the first times the ratio, because
+    The KL is logged, and `kl_coef` multiplies the term. The term is the KL times the ratio, because
     the old policy sampled the tokens. Its expected gradient is the gradient of the KL between the
     two distributions of the next token:
 
@@ -456,6 +464,27 @@ def total_weight(mask: torch.Tensor, average: str) -> int:
     return int(mask.sum()) if average == "token" else len(mask)
 
 
+def is_dppo(args: Args) -> bool:
+    return args.loss_type.startswith("dppo")
+
+
+def surrogate_losses(
+    logps: torch.Tensor, ratios: torch.Tensor, old: dict, args: Args
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the loss of each token by `--loss_type`, and whether it was clipped low, and high.
+
+    Args:
+        logps, ratios: see `policy_losses`.
+        old: `Rollout.tokens` of the same samples.
+    """
+    limits = args.clip_range, args.clip_range_high
+    if is_dppo(args):  # it compares with the sampler, not with the old policy
+        return divergence_losses(
+            logps, old["sampler_logps"], old["advantages"], args.loss_type, *limits
+        )
+    return policy_losses(logps, ratios, old["advantages"], args.loss_type, *limits)
+
+
 def losses_and_metrics(
     output: dict, old: dict, weights: torch.Tensor, args: Args
 ) -> tuple[torch.Tensor, torch.Tensor, list[Logged]]:
@@ -471,23 +500,13 @@ def losses_and_metrics(
     """
     logps = output["logps"]
     mask = old["mask"]
-    ratios = ratios_to_old(logps, old["logps"], mask, args.ratio)
-    advantages = old["advantages"]
-    limits = {"low": args.clip_range, "high": args.clip_range_high}
-    is_dppo = args.loss_type.startswith("dppo")
-    if is_dppo:
-        token_losses, clipped_low, clipped_high = divergence_losses(
-            logps, old["sampler_logps"], advantages, args.loss_type, **limits
-        )
-    else:
-        token_losses, clipped_low, clipped_high = policy_losses(
-            logps, ratios, advantages, args.loss_type, **limits
-        )
     token_weights = mask * weights[:, None]
+    ratios = ratios_to_old(logps, old["logps"], mask, args.ratio)
+    token_losses, clipped_low, clipped_high = surrogate_losses(logps, ratios, old, args)
     sampler_metrics = []
-    if args.vllm_url and not is_dppo:
+    if args.vllm_url and not is_dppo(args):
         # A server's log-probs differ from those of training, so the policy's losses are weighted.
-        # The KL below is not: it should be small on these tokens, whoever sampled them.
+        # The KL below is not: its ratio is that to the old policy, as if that had sampled.
         corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
         token_losses = token_losses * corrections
     kl_metrics = {}
@@ -608,7 +627,7 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     """Samples a group of responses to each prompt, scores them, and keeps groups worth training on.
 
     If groups are dropped, further rounds sample the next prompts in their place, until the rollout
-    is full, `--refill_rounds` are over, or the epoch ends.
+    is full, `--refill_rounds` are used up, or the epoch ends.
 
     Returns:
         The samples of the kept groups, and their scores less the length penalty, `[samples]`.
@@ -629,7 +648,7 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
             unpenalised = judge.score(run, samples, packer)
         scores = with_penalty(unpenalised, samples, args)
 
-        # Without the penalty: responses that are all right, or all wrong, teach nothing.
+        # Judged without the penalty: a group that is all right, or all wrong, teaches nothing.
         group_is_kept = groups_to_keep(unpenalised.total, args)
         log_rollout(run, samples, scores, group_is_kept)
         sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
@@ -717,7 +736,7 @@ def log_rollout(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
 
 
 def note_dropped_groups(run: Run, is_kept: torch.Tensor) -> None:
-    """Prints once that more than half of a rollout's groups were dropped, and what helps."""
+    """Prints a note, once, if more than half of a rollout's groups were dropped."""
     n_groups = len(is_kept)
     n_dropped = n_groups - int(is_kept.sum())
     if 2 * n_dropped > n_groups and not run.args.refill_rounds:
@@ -745,8 +764,8 @@ def updates_of(rollout: Rollout, args: Args) -> int:
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
     """Returns which samples of the rollout form its next update, in a seeded order.
 
-    Updates of a pass differ by at most one sample, because a small leftover would be a whole
-    optimizer step, too. A group may be split.
+    The updates of a pass differ in size by at most one sample: a small leftover would get a whole
+    optimizer step of its own. A group may be split.
     """
     n_updates = updates_per_pass(rollout, args)
     pass_number, update_of_pass = divmod(position.update, n_updates)
@@ -862,23 +881,23 @@ def main():
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
-        if state.rollout is None:  # no response is left to train on
+        rollout = state.rollout
+        if rollout is None:  # no response is left to train on
             skip_rollout(run)  # exits if a whole epoch led to no update
             log_evaluate_save(run, judge, packer)
             continue
-        rollout = state.rollout
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
-        # `split_update` sorts by these: of whole groups, where a group can share its prompt.
+        # Where a group can share its prompt, these lengths keep it together.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        policy_has_moved = progress.global_step > rollout.started_at  # an update was applied since
+        is_old_policy = progress.global_step == rollout.started_at  # no update was applied since
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
@@ -888,12 +907,11 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
-                if not policy_has_moved:
-                    # This pass is still the old policy's: its log-probs are the old ones, and all
-                    # ratios exactly 1.
-                    old = {**old, "logps": output["logps"].detach()}
+                if is_old_policy:
                     counted = old["mask"] * weights[:, None]
                     metrics.pending.add(correction.sampler_differences(output, old, counted))
+                    # So the log-probs of this very pass are the old ones: all ratios are exactly 1.
+                    old = {**old, "logps": output["logps"].detach()}
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
                 # The loss is the weighted mean over the update's samples. The engine itself divides
@@ -939,13 +957,13 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
 
 
 def update_data_position(run: Run) -> None:
-    """Tells `progress` how many prompts were taken, and whether the run is through its data.
+    """Tells `progress` how many prompts were taken, and whether the run has used up its data.
 
     `progress` cannot tell by counting updates: rollouts lose groups, and then make fewer.
     """
     state: State = run.extra
     run.progress.rows_seen = state.position.prompts_seen
-    if run.args.max_steps:  # then the prompts are taken again and again, and end no run
+    if run.args.max_steps:  # then the prompts start again as often as it takes
         return
     prompts_of_run = run.args.max_epochs * run.data.mixture.samples
     all_are_taken = state.position.prompts_seen >= prompts_of_run
@@ -969,13 +987,12 @@ def skip_rollout(run: Run) -> None:
         "(the advantages of all groups are zero, or all responses are truncated or failed)"
     )
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
-    was_whole_epoch = prompts_without_update >= run.data.mixture.samples
-    if was_whole_epoch and not run.progress.finished:
-        run.metrics.log()  # the rewards of rollouts without an update
-        sys.exit(
-            f"{reason}, nor from any of the last {prompts_without_update} prompts, a whole epoch"
-        )
-    run.metrics.warn(reason)
+    is_less_than_epoch = prompts_without_update < run.data.mixture.samples
+    if is_less_than_epoch or run.progress.finished:
+        run.metrics.warn(reason)
+        return
+    run.metrics.log()  # the rewards of rollouts without an update
+    sys.exit(f"{reason}, nor from any of the last {prompts_without_update} prompts, a whole epoch")
 
 
 # ============================================================ evaluation
@@ -994,12 +1011,12 @@ def check_settings(args: Args) -> None:
     rewards.check_settings(args)
     evaluation.check_settings(args)
     vllm.check_settings(args)
+    schedule.check_settings(args)
     check_unused(args)
     check_groups(args)
     check_dppo(args)
     check_mean_advantages(args)
     check_refills(args)
-    check_rollout_size(args)
     if args.overlong_buffer > args.max_new_tokens:
         sys.exit(
             f"--overlong_buffer {args.overlong_buffer}: longer than "
@@ -1015,7 +1032,7 @@ def check_unused(args: Args) -> None:
     if args.overlong_buffer == 0:
         refuse_changed(args, ["overlong_penalty"], "not used: give --overlong_buffer above 0, too")
     if args.loss_type == "cispo":
-        refuse_changed(args, ["clip_range"], "not used: --loss_type cispo clips above 1 alone")
+        refuse_changed(args, ["clip_range"], "not used: --loss_type cispo clips only above 1")
 
 
 def check_groups(args: Args) -> None:
@@ -1034,7 +1051,7 @@ def check_groups(args: Args) -> None:
 
 def check_dppo(args: Args) -> None:
     """Refuses a ratio or a correction that DPPO's losses would ignore."""
-    if not args.loss_type.startswith("dppo"):
+    if not is_dppo(args):
         return
     if args.ratio == "sequence":
         sys.exit(
@@ -1045,7 +1062,7 @@ def check_dppo(args: Args) -> None:
     if args.sampler_correction not in ("sequence_mask", "none"):
         sys.exit(
             f"--loss_type {args.loss_type} --sampler_correction {args.sampler_correction}: its "
-            "ratio is that to the sampler already. Leave the correction out"
+            "ratio is already the one to the sampler. Leave the correction out"
         )
 
 
@@ -1063,7 +1080,7 @@ def check_refills(args: Args) -> None:
     if not args.refill_rounds:
         return
     if not args.drop_equal_groups:
-        sys.exit("--refill_rounds replaces groups left out: it needs --drop_equal_groups true")
+        sys.exit("--refill_rounds replaces dropped groups: it needs --drop_equal_groups true")
     if args.rollouts_ahead:
         sys.exit(
             f"--refill_rounds {args.refill_rounds} --rollouts_ahead 1: which prompts the next "
@@ -1079,19 +1096,6 @@ def check_refills(args: Args) -> None:
             f"--refill_rounds {args.refill_rounds} with --baseline none --advantage_std batch: no "
             "group is left out, since its scores are compared with those of the whole rollout. So "
             "none would be replaced"
-        )
-
-
-def check_rollout_size(args: Args) -> None:
-    """Refuses a rollout of fewer samples than an update: `--train_batch_size` would be ignored."""
-    samples = args.rollout_batch_size * args.n_samples_per_prompt
-    if samples < args.train_batch_size:
-        least = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
-        sys.exit(
-            f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
-            f"{args.n_samples_per_prompt} = {samples} samples, fewer than --train_batch_size "
-            f"{args.train_batch_size}: no update would be that large. Smallest valid size: "
-            f"--rollout_batch_size {least}"
         )
 
 

@@ -124,8 +124,8 @@ class Args(RewardArgs):
     )
     dual_clip: float = arg(
         default=0.0,
-        help="where the advantage is negative, the ratio counts as this at most; above 1, or 0 for "
-        "no bound",
+        help="the largest ratio that counts where the advantage is negative; above 1, or 0: no "
+        "bound",
     )
     value_clip_range: float = arg(
         default=0.2, at_least=0, help="clipping of the values around the old ones; 0: none"
@@ -328,7 +328,7 @@ def losses_and_metrics(
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
         actor_terms = actor_terms + kl_coef * kl
-    # While only the critic learns, the actor's gradient is zero, not missing: engines need all.
+    # While only the critic learns, the actor's gradient is zero but there: engines expect one.
     losses = actor_terms * float(actor_learns) + args.vf_coef * critic_losses
 
     per_token = {
@@ -434,7 +434,8 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
         started_at=run.progress.global_step,
     )
     log_rollout(run, rollout, scores, kl=kl, per_token_rewards=per_token_rewards)
-    # While only the critic learns, the actor does not move, so its KL says nothing.
+    # While only the critic learns, the actor does not move: its KL tells nothing about the
+    # coefficient.
     if args.kl_target and rollout.actor_learns:
         adapt_kl_coef(state, args, kl.sum(1))
     return rollout
@@ -465,7 +466,7 @@ def compute_logps_and_values(
 ) -> dict[str, torch.Tensor]:
     """Returns `logps` and `values` of response tokens, and `ref_logps` if there is a reference.
 
-    They are computed by the training model, not taken from generation, which rounds differently.
+    `logps` are computed by the training model, not taken from generation, which rounds differently.
 
     Returns:
         `[samples, longest response]` each, zero past the end of each response,
@@ -534,7 +535,7 @@ def updates_of(rollout: Rollout, args: Args) -> int:
 def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarray:
     """Returns which samples of the rollout form its next update, in a seeded order.
 
-    In the last rollout of an epoch, the last update of a pass may have fewer.
+    In the last rollout of an epoch, the last update of a pass may have fewer samples.
     """
     # The rollout is like a data set, and a pass over it like an epoch.
     return batches.rows_of_update(
@@ -563,7 +564,7 @@ def set_learning_rates(run: Run, rollout: Rollout) -> dict[str, float]:
 
 
 def note_joint_clipping(run: Run, grad_norm: float) -> None:
-    """Prints once that the joint norm of actor and critic is far above `--max_grad_norm`.
+    """Prints a note, once, if the joint norm of actor and critic is far above `--max_grad_norm`.
 
     Clipping then divides the actor's gradient by as much as the critic's. DeepSpeed can only clip
     by the joint norm of all parameters, so every engine does here.
@@ -678,8 +679,8 @@ def main():
     episodes.start(run)  # does nothing without --environment
 
     # ============================================================ reference and rewards
-    # The reference serves the KL alone. Where it is the policy with its adapters off, the critic
-    # need not run.
+    # The reference is used only for the KL, so where it is the policy with its adapters off, the
+    # critic need not run.
     reference = Reference(run, with_values=False) if args.kl_coef else None
     judge = Judge(run)
     models = [model, judge.model, reference.model if reference else None]
@@ -706,11 +707,12 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
+        # The samples of a group are spread over the updates: each has its own length here.
         micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
         learning_rates = set_learning_rates(run, rollout)
-        policy_has_moved = progress.global_step > rollout.started_at  # an update was applied since
+        is_old_policy = progress.global_step == rollout.started_at  # no update was applied since
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
@@ -720,12 +722,11 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
-                if not policy_has_moved:
+                if is_old_policy:
                     counted = old["mask"] * weights[:, None]
                     metrics.pending.add(correction.sampler_differences(output, old, counted))
                     metrics.pending.add(ratio_rounding(output, old, counted))
-                    # This pass is still the old policy's. From here on its log-probs are the old
-                    # ones, and all ratios exactly 1.
+                    # So the log-probs of this very pass are the old ones: all ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(
                     output,
@@ -785,7 +786,7 @@ def evaluate(run: Run, judge: Judge, packer: Packer) -> None:
 
 # ============================================================ refusals
 def check_settings(args: Args) -> None:
-    """Refuses a rollout that is no whole number of updates, and settings that cannot work."""
+    """Refuses settings that would be ignored or cannot work."""
     rewards.check_settings(args)
     evaluation.check_settings(args)
     vllm.check_settings(args)

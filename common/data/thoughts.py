@@ -39,7 +39,7 @@ def without_thought(content: str) -> str:
 
 
 def with_markers(tokenizer, message: dict) -> str:
-    r"""Returns the thinking of an answer as a text that its content follows.
+    r"""Returns the thinking of an answer as a text that its content follows, whitespace included.
 
     The markers are those that the user wrote, or that the chat template knows, or else `<think>`.
     Example: the content `Yes` and the field `reasoning_content` `Why` give
@@ -48,7 +48,7 @@ def with_markers(tokenizer, message: dict) -> str:
     content = message["content"]
     after_thought = without_thought(content)
     if after_thought != content:
-        return content.removesuffix(after_thought)
+        return content.removesuffix(after_thought.lstrip())
     template = str(tokenizer.chat_template)
     opener, closer = MARKERS[0]
     for known_opener, known_closer in MARKERS:

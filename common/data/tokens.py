@@ -19,7 +19,7 @@ from common.data.ids import (
 
 # What the run prints about a data set whose template does something that a user should know.
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
-DROPS_THOUGHT = "the chat template drops the thinking of answers, so they are learned as given"
+DROPS_THOUGHT = "the chat template drops the thinking of answers, so it is put back in"
 
 
 # ============================================================ plain text
@@ -36,8 +36,9 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     adds_bos = tokenizer("").input_ids[:1] == [bos]
-    first_text = next((ids for ids in (prompt_ids, *answer_ids) if ids), [])  # that is not empty
-    if adds_bos and first_text[:1] != [bos]:
+    # If the prompt is empty, the first answer that is not shows whether there is a BOS already.
+    first_ids = next((ids for ids in (prompt_ids, *answer_ids) if ids), [])
+    if adds_bos and first_ids[:1] != [bos]:
         prompt_ids = [bos, *prompt_ids]
     ended = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids]
     return prompt_ids, *ended
@@ -140,26 +141,29 @@ def encode_answer(
         prompt = encode_prompt(tokenizer, history, tools)
     conversation = templates.Conversation(tokenizer, history + answer, tools)
     turn = compare_with_prompt(tokenizer, prompt, conversation.text)
-    why_unwritten = templates.why_unwritten(conversation, len(history), turn.only_in_answer)
-    if why_unwritten:  # "" if the template writes the answer
-        return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[why_unwritten])
 
+    # 1. The template does not write the answer.
+    reason = templates.why_unwritten(conversation, len(history), turn.only_in_answer)
+    if reason:
+        return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
+
+    # 2. It writes the answer, but drops the thinking of its last message.
     notes = []
-    thought = thoughts.of_message(answer[-1])
-    drops_thought = bool(thought) and thought not in turn.only_in_answer
+    drops_thought = is_thought_dropped(turn.only_in_answer, answer[-1])
     if drops_thought and len(answer) > 1:
         return encode_last_as_given(tokenizer, prompt, history, answer, tools)
     if drops_thought:
-        notes.append(DROPS_THOUGHT)
         context, ids = encode_as_given(tokenizer, turn, answer[-1])
+        notes.append(DROPS_THOUGHT)
     else:
+        # 3. It writes all of the answer.
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
         if context != prompt.ids:  # the answer follows only its beginning
             notes.append(note_on_mismatch(tokenizer, turn))
     if not has_end(tokenizer, ids):
-        notes.append(APPENDS_EOS)
         ids = [*ids, tokenizer.eos_token_id]
+        notes.append(APPENDS_EOS)
     return Answer(prompt.ids, context, ids, notes)
 
 
@@ -209,8 +213,8 @@ def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[i
     r"""Returns an answer without the whitespace at its start that the prompt has written already.
 
     The same whitespace may be other tokens in the prompt, such as one for two newlines, so texts
-    are compared. A whole thought in the prompt is no whitespace, so nothing is left out after it.
-    Examples, with a space between tokens:
+    are compared. If the prompt ends with a whole thought instead, nothing is left out. Examples,
+    with a space between tokens:
 
         answer      only_in_prompt     returned
         \n Yes      \n\n               Yes
@@ -228,26 +232,43 @@ def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[i
 
 
 # ============================================================ an answer whose thinking is dropped
+def is_thought_dropped(written: str, message: dict) -> bool:
+    """Whether a message has thinking that is not in the answer as the template writes it.
+
+    A short thought may also be in the content, and is not written for that.
+    """
+    thought = thoughts.of_message(message)
+    if not thought:
+        return False
+    content = thoughts.without_thought(message["content"])
+    return written.count(thought) <= content.count(thought)
+
+
 def encode_last_as_given(
     tokenizer, prompt: Beginning, history: list[dict], answer: list[dict], tools=None
 ) -> Answer:
     """Returns an answer of several messages, where the template drops the last one's thinking.
 
-    The last message is encoded by itself, with its thinking. Those before it are then part of its
-    context, and what this has beyond the prompt is learned, too. Example:
+    The last message is encoded by itself, with its thinking, after a context that ends with the
+    messages before it. The part of that context that goes beyond the prompt belongs to the answer,
+    so it is learned, too. Example:
 
-        prompt        <user>Hi<bot>
-        last.context  <user>Hi<bot>Call<end><tool>5<end><bot>
-        last.ids      <think>Why</think>Yes<end>
-        returned ids  Call<end><tool>5<end><bot><think>Why</think>Yes<end>
+        prompt             <user>Hi<bot>
+        context of last    <user>Hi<bot>Call<end><tool>5<end><bot>
+        ids of last        <think>Why</think>Yes<end>
+        returned ids       Call<end><tool>5<end><bot><think>Why</think>Yes<end>
 
     Args:
         prompt: what `encode_prompt` returns for the history.
     """
     last = encode_answer(tokenizer, history + answer[:-1], answer[-1:], tools)
     n_context = n_shared(prompt.ids, last.context)
-    ids = ids_after(last, n_context)
-    return Answer(prompt.ids, last.context[:n_context], ids, notes=last.notes)
+    return Answer(
+        prompt.ids,
+        context=last.context[:n_context],
+        ids=ids_after(last, n_context),
+        notes=last.notes,
+    )
 
 
 def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], list[int]]:
@@ -268,21 +289,23 @@ def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], lis
         answer: the message, with its thinking.
     """
     beginning = turn.prompt
-    end_of_prompt = turn.only_in_prompt
+    end_of_prompt = turn.only_in_prompt  # what the prompt has, and the written answer has not
     opening = end_of_prompt.strip()
-    before_content, content_and_rest = around_thought(turn.only_in_answer, answer)
+    before_content, content_and_rest = around_thought(tokenizer, turn.only_in_answer, answer)
     with_thought = thoughts.with_markers(tokenizer, answer) + content_and_rest
-    if not end_of_prompt:
+    stripped = with_thought.lstrip()
+    if end_of_prompt == "":
         # First line of the table: the template writes the answer right after the prompt.
         text = before_content + with_thought
     elif thoughts.is_whole_thought(end_of_prompt):
         # Second line: the prompt says that nothing was thought, and something was.
         beginning = encode_beginning(tokenizer, beginning.text.removesuffix(end_of_prompt))
         text = with_thought
-    elif opening and with_thought.lstrip().startswith(opening):
-        # Third line. The whitespace after the marker may differ: only what both have is left out.
-        stripped = with_thought.lstrip()
-        text = stripped[n_shared(stripped, end_of_prompt.lstrip()) :]
+    elif opening and stripped.startswith(opening):
+        # Third line: the prompt has opened the thought. The whitespace after the marker may differ,
+        # so only what both have is left out.
+        n_written = n_shared(stripped, end_of_prompt.lstrip())
+        text = stripped[n_written:]
     else:
         # Fourth line: the thinking follows all of the prompt.
         text = with_thought
@@ -290,18 +313,19 @@ def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], lis
     return beginning.ids, up_to_end(tokenizer, ids)
 
 
-def around_thought(written: str, message: dict) -> tuple[str, str]:
-    """Cuts an answer as the template writes it at the place of its thinking, which is left out.
+def around_thought(tokenizer, written: str, message: dict) -> tuple[str, str]:
+    """Returns what precedes and what follows the place of the thinking in a written answer.
 
-    The thinking goes in front of the content, and of the whitespace that the content begins with.
-    If the template writes a thought there itself, that is cut off. Examples, with _ for a space:
+    That place is before the content. If the template writes a thought of its own there, such as an
+    empty one, that is in neither part. Examples, with _ for a space:
 
-        content    written                    returned
-        Yes        Yes<end>                   nothing    Yes<end>
-        Yes        _Yes<end>                  _          Yes<end>     as LLaVA's template
-        _Yes       __Yes<end>                 _          _Yes<end>
-        Yes        <think></think>Yes<end>    nothing    Yes<end>
-        nothing    <call>                     nothing    <call>
+        message              written                    returned
+        Yes                  Yes<end>                   nothing    Yes<end>
+        Yes                  _Yes<end>                  _          Yes<end>     as LLaVA's template
+        _Yes                 __Yes<end>                 _          _Yes<end>
+        <think></think>_Yes  __Yes<end>                 _          Yes<end>     `with_markers` has _
+        Yes                  <think></think>Yes<end>    nothing    Yes<end>
+        a call alone         _<call>                    _          <call>
 
     Args:
         written: the answer as the template writes it, and what follows it.
@@ -310,13 +334,29 @@ def around_thought(written: str, message: dict) -> tuple[str, str]:
     if without_thought != written:
         return "", without_thought.lstrip()
     content = thoughts.without_thought(message["content"])
-    leading_space = content.removesuffix(content.lstrip())
     if content.strip():
-        start = max(written.find(content.strip()), 0)  # 0 if the template rewrites the content
+        start = place_of_content(tokenizer, written, message)
     else:  # a call alone
         start = len(written) - len(written.lstrip())
+    leading_space = content.removesuffix(content.lstrip())
     before = written[:start].removesuffix(leading_space)
+    if content != message["content"]:
+        return before, written[start:]
     return before, written[len(before) :]
+
+
+def place_of_content(tokenizer, written: str, message: dict) -> int:
+    """Returns where the content of a message begins in an answer as the template writes it.
+
+    A short content, such as `a`, may also be part of a marker or of a header in front of it. A call
+    after it may repeat it. 0 if the template rewrites the content.
+    """
+    content = thoughts.without_thought(message["content"]).strip()
+    without_markers = written
+    for token in added_tokens(tokenizer).values():
+        without_markers = without_markers.replace(token.content, "\0" * len(token.content))
+    find = without_markers.find if message.get("tool_calls") else without_markers.rfind
+    return max(find(content), 0)
 
 
 # ============================================================ where an answer ends
@@ -393,8 +433,8 @@ def turn_length(tokenizer, ids: list[int]) -> int:
     r"""Returns how many tokens a turn has, up to and including its end token; 0 if it has none.
 
     The end token is the last EOS. A turn without one, such as a tool call of gpt-oss, ends with a
-    special token: its last token, or its last but one if a newline follows. What follows the end is
-    never generated, so it is not learned. Examples, with a space between tokens:
+    special token: its last token, or its last but one if another, such as a newline, follows. What
+    follows the end is never generated, so it is not learned. Examples, with a space between tokens:
 
         Yes <eos> \n          2
         call <call> \n        2
@@ -412,7 +452,7 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 
 
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
-    """Counts the prompt tokens that are new since an earlier answer: those after its end token.
+    """Counts the tokens of a prompt that follow an earlier answer and the token that ended it.
 
     It serves conversations whose template rewrites earlier turns, so that the ids of two prompts
     cannot be compared. The template is rendered with two different answers at that place: what both
@@ -435,11 +475,12 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
         text = templates.render(tokenizer, changed, tools, add_generation_prompt=True)
         prompts.append(encode_text(tokenizer, text))
     first, second = prompts
-    n_after_text = n_shared_at_end(first, second)
-    after_text = first[len(first) - n_after_text :]
+    n_alike = n_shared_at_end(first, second)  # tokens that follow the text of the answer
+    following = first[len(first) - n_alike :]
     has_end_token = templates.conventions(tokenizer).stop is not None
-    begins_with_end = has_end_token and after_text and is_marker(tokenizer, after_text[0])
-    return n_after_text - 1 if begins_with_end else n_after_text
+    if has_end_token and following and is_marker(tokenizer, following[0]):
+        return n_alike - 1  # the first of them ends the answer
+    return n_alike
 
 
 # ============================================================ preferences

@@ -300,19 +300,18 @@ class Rows:
 
         Does nothing if no prompt occurs twice, or if the model's cache cannot be repeated.
         """
-        first_row: dict[tuple, int] = {}  # of each distinct prompt: 0 and 2
-        for row, prompt in enumerate(self.prompts):
-            first_row.setdefault(tuple(prompt), row)
+        prompts = [tuple(prompt) for prompt in self.prompts]  # A A B A
+        distinct = list(dict.fromkeys(prompts))  # A B
         length = self.prompt_length - 1
-        is_any_shared = len(first_row) < len(self.prompts)
+        is_any_shared = len(distinct) < len(prompts)
         if not is_any_shared or length == 0 or not can_pick_rows(self.model):
             return  # `extend` reads all prompts
 
-        read = list(first_row.values())
+        first_rows = [prompts.index(prompt) for prompt in distinct]  # 0 2
         # This fills `self.cache`. `generate` must draw a token, too, which is not used.
-        self.run_model(self.ids[read, :length], self.padding[read], n_new=1)
-        place_of = {prompt: place for place, prompt in enumerate(first_row)}
-        copies = [place_of[tuple(prompt)] for prompt in self.prompts]  # 0 0 1 0
+        self.run_model(self.ids[first_rows, :length], self.padding[first_rows], n_new=1)
+        place_of = {prompt: place for place, prompt in enumerate(distinct)}
+        copies = [place_of[prompt] for prompt in prompts]  # 0 0 1 0
         self.cache.reorder_cache(torch.tensor(copies))  # this repeats rows, too
 
     def extend(self, n_new: int) -> None:

@@ -1,6 +1,7 @@
 """Where a run is in its prompts and rollouts; how many rollouts and updates there are."""
 
 import math
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,25 @@ from common.shared_args import RolloutArgs
 SAMPLING_STREAM = 1
 ORDER_STREAM = 2
 EVALUATION_STREAM = 3
+
+
+def check_settings(args) -> None:
+    """Refuses a rollout of fewer samples than an update: `--train_batch_size` would be ignored.
+
+    For recipes whose updates need not all have that size.
+
+    Args:
+        args: `RolloutArgs`.
+    """
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    if samples < args.train_batch_size:
+        least = math.ceil(args.train_batch_size / args.n_samples_per_prompt)
+        sys.exit(
+            f"--rollout_batch_size {args.rollout_batch_size} x --n_samples_per_prompt "
+            f"{args.n_samples_per_prompt} = {samples} samples, fewer than --train_batch_size "
+            f"{args.train_batch_size}: no update would be that large. Smallest valid size: "
+            f"--rollout_batch_size {least}"
+        )
 
 
 @carried

@@ -278,8 +278,37 @@ def test_a_tool_call_is_learned_with_the_thinking_that_the_template_drops(name, 
 
 
 def test_a_content_that_also_occurs_in_a_marker_is_found_after_it():
-    written = "<think>\n\n</think>\n\nhi<|im_end|>"
-    assert tokens.around_thought(written, {"content": "hi"}) == ("", "hi<|im_end|>")
+    tokenizer = templates.tokenizer("qwen2_5")
+    for content, written, expected in (
+        ("hi", "<think>\n\n</think>\n\nhi<|im_end|>", ("", "hi<|im_end|>")),
+        ("i", "final:i<|im_end|>", ("final:", "i<|im_end|>")),
+        ("e", "e<|im_end|>", ("", "e<|im_end|>")),
+        (" yes", "  yes<|im_end|>", (" ", " yes<|im_end|>")),
+        ("<think>why</think>\n\nyes", "yes<|im_end|>", ("", "yes<|im_end|>")),
+        ("<think>why</think>\n\nyes", "\n\nyes<|im_end|>", ("", "yes<|im_end|>")),
+    ):
+        assert tokens.around_thought(tokenizer, written, {"content": content}) == expected
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        ("<think>why</think>\n\nyes", "<think>why</think>\n\nyes"),  # whitespace that is stripped
+        ("<think>yes</think>yes", "<think>yes</think>yes"),  # the thought is in the content, too
+    ],
+)
+def test_dropped_thinking_is_learned_as_it_was_written(content, expected):
+    """Under a template that writes what follows the thought, without whitespace around it."""
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content.split('</think>')[-1].strip() }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    answer = tokens.encode_answer(
+        tokenizer, [message("user", "five")], [message("assistant", content)]
+    )
+    assert tokenizer.decode(answer.ids) == expected + "<|im_end|>"
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3", "llama3"])
