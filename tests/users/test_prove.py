@@ -116,7 +116,7 @@ FAULTS = {
         "means",
         "sft",
         "common/metrics.py",
-        replace("Means.reduce", "self.accelerator.gather(mine[None])", by="mine"),
+        replace("Means.reduce", "self.accelerator.gather(mine[None])", by="mine[None]"),
     ),
     "a second condition in the rule for log lines": Fault(
         "log-lines",
