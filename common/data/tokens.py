@@ -354,7 +354,9 @@ def place_of_content(tokenizer, written: str, message: dict) -> int:
     content = thoughts.without_thought(message["content"]).strip()
     without_markers = written
     for token in added_tokens(tokenizer).values():
-        without_markers = without_markers.replace(token.content, "\0" * len(token.content))
+        marker = token.content
+        if token.special and marker not in content:
+            without_markers = without_markers.replace(marker, "\0" * len(marker))
     find = without_markers.find if message.get("tool_calls") else without_markers.rfind
     return max(find(content), 0)
 

@@ -283,6 +283,7 @@ def test_a_content_that_also_occurs_in_a_marker_is_found_after_it():
         ("hi", "<think>\n\n</think>\n\nhi<|im_end|>", ("", "hi<|im_end|>")),
         ("i", "final:i<|im_end|>", ("final:", "i<|im_end|>")),
         ("e", "e<|im_end|>", ("", "e<|im_end|>")),
+        ("a<|im_start|>b", " a<|im_start|>b<|im_end|>", (" ", "a<|im_start|>b<|im_end|>")),
         (" yes", "  yes<|im_end|>", (" ", " yes<|im_end|>")),
         ("<think>why</think>\n\nyes", "yes<|im_end|>", ("", "yes<|im_end|>")),
         ("<think>why</think>\n\nyes", "\n\nyes<|im_end|>", ("", "yes<|im_end|>")),
