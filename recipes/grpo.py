@@ -1011,12 +1011,12 @@ def check_settings(args: Args) -> None:
     rewards.check_settings(args)
     evaluation.check_settings(args)
     vllm.check_settings(args)
-    schedule.check_settings(args)
     check_unused(args)
     check_groups(args)
     check_dppo(args)
     check_mean_advantages(args)
     check_refills(args)
+    schedule.check_settings(args)
     if args.overlong_buffer > args.max_new_tokens:
         sys.exit(
             f"--overlong_buffer {args.overlong_buffer}: longer than "

@@ -574,7 +574,7 @@ def test_progress_counts_rows_where_updates_do_not_tell_them():
     ({"kl_estimator": "k2"}, ["--kl_estimator k2: not used", "--kl_coef above 0"]),
     ({"overlong_penalty": 0.5}, ["--overlong_penalty 0.5: not used", "--overlong_buffer above 0"]),
     ({"loss_type": "dppo_tv", "sampler_correction_max": 2.0, "vllm_url": ["http://x"]}, ["--sampler_correction_max 2.0: not used by --loss_type dppo_tv"]),
-    ({"loss_type": "cispo", "clip_range": 0.1}, ["--clip_range 0.1: not used", "cispo clips above 1 alone"]),
+    ({"loss_type": "cispo", "clip_range": 0.1}, ["--clip_range 0.1: not used", "cispo clips only above 1"]),
     ({"normalize_reward": True}, ["--normalize_reward", "--reward_model_name_or_path"]),
     ({"refill_rounds": -1}, ["--refill_rounds -1"]),
     ({"clip_range": -0.2}, ["--clip_range -0.2"]),
