@@ -128,9 +128,9 @@ def find_checkpoint(run: Run) -> Path | None:
 
 
 def refuse_unless_new(run: Run, passed_over: list[Path]) -> None:
-    """Ends the program if a folder without a usable checkpoint has the results of a run.
+    """Ends the program if there are checkpoints, or a finished run, but none that can be used.
 
-    The run would begin at 0 over them.
+    The run would begin at 0, maybe over its own results.
 
     Args:
         passed_over: the checkpoints that cannot be used.

@@ -280,7 +280,8 @@ def sample_responses(run: Run, own: dict[str, list], is_own: np.ndarray) -> Samp
 def answered_by_student(data_rows: list[int], epoch: int, args: Args) -> np.ndarray:
     """Returns which prompts the student answers, bool `[prompts]`.
 
-    It follows from the seed, the epoch and the number of the row in its data set alone.
+    It follows from the seed, the epoch and the number of the row in its data set alone: row n has
+    the n-th draw, however many are drawn.
     """
     draws = np.random.default_rng([args.seed, epoch, SHARE_STREAM]).random(max(data_rows) + 1)
     return draws[data_rows] < args.on_policy_share

@@ -328,7 +328,7 @@ def losses_and_metrics(
     if args.kl_in == "loss" and "ref_logps" in old:
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
         actor_terms = actor_terms + kl_coef * kl
-    # While only the critic learns, the actor's gradient is zero but there: engines expect one.
+    # While only the critic learns, the actor's gradient is zero. It must exist: engines expect it.
     losses = actor_terms * float(actor_learns) + args.vf_coef * critic_losses
 
     per_token = {

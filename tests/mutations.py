@@ -605,8 +605,8 @@ TOKENS = [
     Fault(
         "thinking_dropped",
         "what the template drops of an answer is not learned",
-        "common/data/tokens.py",
-        return_instead("is_thought_dropped", "False"),
+        "common/data/templates.py",
+        return_instead("Conversation.leaves_out_thought", "False"),
         "data/test_templates.py::test_thinking_inside_the_content_is_learned_whole[deepseekv3]",
     ),
     Fault(

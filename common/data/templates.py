@@ -333,6 +333,14 @@ class Conversation:
         changed = [*self.messages[:place], {"content": "", **message}, *self.messages[place + 1 :]]
         return self._is_text_of(changed, self.tools)
 
+    def leaves_out_thought(self, place: int) -> bool:
+        """Whether a message has thinking, and the template writes the same without it."""
+        message = self.messages[place]
+        if not thoughts.of_message(message):
+            return False
+        changed = [*self.messages[:place], thoughts.removed(message), *self.messages[place + 1 :]]
+        return self._is_text_of(changed, self.tools)
+
     def leaves_out_tools(self) -> bool:
         """Whether there are tools, and the template writes the same without them."""
         return bool(self.tools) and self._is_text_of(self.messages, None)

@@ -38,6 +38,12 @@ def without_thought(content: str) -> str:
     return content
 
 
+def removed(message: dict) -> dict:
+    """Returns a message without its thinking."""
+    others = {key: value for key, value in message.items() if key not in FIELDS}
+    return {**others, "content": without_thought(message["content"])}
+
+
 def with_markers(tokenizer, message: dict) -> str:
     r"""Returns the thinking of an answer as a text that its content follows, whitespace included.
 

@@ -20,6 +20,7 @@ from common.data.ids import (
 # What the run prints about a data set whose template does something that a user should know.
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
 DROPS_THOUGHT = "the chat template drops the thinking of answers, so it is put back in"
+DROPS_EARLIER = "the chat template drops the thinking of an answer's earlier messages: not learned"
 
 
 # ============================================================ plain text
@@ -148,15 +149,16 @@ def encode_answer(
         return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
 
     # 2. It writes the answer, but drops the thinking of its last message.
-    notes = []
-    drops_thought = is_thought_dropped(turn.only_in_answer, answer[-1])
-    if drops_thought and len(answer) > 1:
-        return encode_last_as_given(tokenizer, prompt, history, answer, tools)
-    if drops_thought:
+    places = range(len(history), len(history) + len(answer))
+    *drops_earlier, drops_last = [conversation.leaves_out_thought(place) for place in places]
+    notes = [DROPS_EARLIER] if any(drops_earlier) else []
+    if drops_last and len(answer) > 1:
+        return encode_last_as_given(tokenizer, prompt, history, answer, tools=tools, notes=notes)
+    if drops_last:
         context, ids = encode_as_given(tokenizer, turn, answer[-1])
         notes.append(DROPS_THOUGHT)
     else:
-        # 3. It writes all of the answer.
+        # 3. It writes its last message whole.
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
         if context != prompt.ids:  # the answer follows only its beginning
@@ -232,20 +234,14 @@ def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[i
 
 
 # ============================================================ an answer whose thinking is dropped
-def is_thought_dropped(written: str, message: dict) -> bool:
-    """Whether a message has thinking that is not in the answer as the template writes it.
-
-    A short thought may also be in the content, and is not written for that.
-    """
-    thought = thoughts.of_message(message)
-    if not thought:
-        return False
-    content = thoughts.without_thought(message["content"])
-    return written.count(thought) <= content.count(thought)
-
-
 def encode_last_as_given(
-    tokenizer, prompt: Beginning, history: list[dict], answer: list[dict], tools=None
+    tokenizer,
+    prompt: Beginning,
+    history: list[dict],
+    answer: list[dict],
+    *,
+    tools,
+    notes: list[str],
 ) -> Answer:
     """Returns an answer of several messages, where the template drops the last one's thinking.
 
@@ -260,6 +256,7 @@ def encode_last_as_given(
 
     Args:
         prompt: what `encode_prompt` returns for the history.
+        notes: on the messages before the last one.
     """
     last = encode_answer(tokenizer, history + answer[:-1], answer[-1:], tools)
     n_context = n_shared(prompt.ids, last.context)
@@ -267,7 +264,7 @@ def encode_last_as_given(
         prompt.ids,
         context=last.context[:n_context],
         ids=ids_after(last, n_context),
-        notes=last.notes,
+        notes=notes + last.notes,
     )
 
 
@@ -338,9 +335,10 @@ def around_thought(tokenizer, written: str, message: dict) -> tuple[str, str]:
         start = place_of_content(tokenizer, written, message)
     else:  # a call alone
         start = len(written) - len(written.lstrip())
-    leading_space = content.removesuffix(content.lstrip())
+    leading_space = content[: len(content) - len(content.lstrip())]
     before = written[:start].removesuffix(leading_space)
-    if content != message["content"]:
+    has_thought_in_content = content != message["content"]
+    if has_thought_in_content:  # then `with_markers` has the space
         return before, written[start:]
     return before, written[len(before) :]
 
@@ -348,8 +346,9 @@ def around_thought(tokenizer, written: str, message: dict) -> tuple[str, str]:
 def place_of_content(tokenizer, written: str, message: dict) -> int:
     """Returns where the content of a message begins in an answer as the template writes it.
 
-    A short content, such as `a`, may also be part of a marker or of a header in front of it. A call
-    after it may repeat it. 0 if the template rewrites the content.
+    0 if the template rewrites it. A short one, such as `a`, may also be part of a header in front
+    of it, so the last occurrence counts. But a call, which comes after it, may repeat it: then it
+    is the first. Markers are not searched, unless the content has them.
     """
     content = thoughts.without_thought(message["content"]).strip()
     without_markers = written

@@ -265,11 +265,11 @@ def logged_where_due(title: str, run: Finished, interval: int) -> Check:
 
 def saved_where_due(bench: Bench) -> Iterator[Check]:
     """Whether checkpoints and actors are where the flags say, and no more than are to be kept."""
-    # Two runs of `runs.py`: one saves at this interval and keeps all, the other only the last.
+    # One run of `runs.py` keeps all that it saves, another only the last.
+    interval = runs.updates_of_a_pass(bench) + 1  # at which the first one saves
     keeps_all = runs.pass_in_parts(bench)
-    keeps_last = runs.uninterrupted(bench)
-    interval = runs.updates_of_a_pass(bench) + 1
     all_due = due(interval, keeps_all.last_step)
+    keeps_last = runs.uninterrupted(bench)
     last_due = [keeps_last.last_step]
     for folder, (interval_flag, limit_flag) in SAVED.items():
         if not bench.has(interval_flag):

@@ -312,6 +312,23 @@ def test_dropped_thinking_is_learned_as_it_was_written(content, expected):
     assert tokenizer.decode(answer.ids) == expected + "<|im_end|>"
 
 
+def test_thinking_that_recurs_in_a_call_is_noticed_as_dropped():
+    tokenizer = templates.tokenizer("qwen2_5")
+    answer = {**CALL, "reasoning_content": "add"}
+    ids = tokens.encode_answer(tokenizer, [message("user", "five")], [answer]).ids
+    assert tokenizer.decode(ids) == "<think>\nadd\n</think>\n\n" + CALLS["qwen2_5"]
+
+
+def test_thinking_that_is_dropped_within_an_answer_is_named():
+    """As at inference the template does not show it to the model, so it is not learned."""
+    tokenizer = templates.tokenizer("qwen2_5")
+    thinks = message("assistant", "three.", reasoning_content="one two")
+    messages = [thinks, message("user", "six"), message("assistant", "four.")]
+    answer = tokens.encode_answer(tokenizer, [message("user", "five")], messages)
+    assert answer.notes == [tokens.DROPS_EARLIER]
+    assert "one two" not in tokenizer.decode(answer.ids)
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "deepseekv3", "llama3"])
 def test_all_messages_of_an_answer_are_learned_where_the_last_ones_thinking_is_dropped(name):
     tokenizer = templates.tokenizer(name)
