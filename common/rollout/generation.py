@@ -301,16 +301,18 @@ class Rows:
         Does nothing if no prompt occurs twice, or if the model's cache cannot be repeated.
         """
         prompts = [tuple(prompt) for prompt in self.prompts]  # A A B A
-        distinct = list(dict.fromkeys(prompts))  # A B
+        first_row: dict[tuple, int] = {}  # of each distinct prompt: A 0, B 2
+        for row, prompt in enumerate(prompts):
+            first_row.setdefault(prompt, row)
         length = self.prompt_length - 1
-        is_any_shared = len(distinct) < len(prompts)
+        is_any_shared = len(first_row) < len(prompts)
         if not is_any_shared or length == 0 or not can_pick_rows(self.model):
             return  # `extend` reads all prompts
 
-        first_rows = [prompts.index(prompt) for prompt in distinct]  # 0 2
+        first_rows = list(first_row.values())  # 0 2
         # This fills `self.cache`. `generate` must draw a token, too, which is not used.
         self.run_model(self.ids[first_rows, :length], self.padding[first_rows], n_new=1)
-        place_of = {prompt: place for place, prompt in enumerate(distinct)}
+        place_of = {prompt: place for place, prompt in enumerate(first_row)}
         copies = [place_of[prompt] for prompt in prompts]  # 0 0 1 0
         self.cache.reorder_cache(torch.tensor(copies))  # this repeats rows, too
 
