@@ -219,10 +219,12 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
 def save_again_if_needed(run: Run, path: Path, lines_are_lost: bool) -> None:
     """Saves what the run resumed from, where the next resume could not use that checkpoint.
 
-    in the run's own folder, log lines lost    saved again: the old one counts the lost lines
-    in the run's own folder, otherwise         it is the run's last checkpoint
-    in another folder                          saved here if the run saves by `--save_steps`,
-                                               since `--resume auto` looks here alone
+    It depends on where the checkpoint is:
+
+        in the run's own folder, log lines lost    saved again: its `log_bytes` count lost lines
+        in the run's own folder, otherwise         it is the run's last checkpoint
+        in another folder                          saved here if the run saves by `--save_steps`,
+                                                   since `--resume auto` looks here alone
     """
     if lines_are_lost:  # only with a checkpoint of the run's own folder
         save(run)

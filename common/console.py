@@ -165,9 +165,9 @@ def before_and_after(output_dir: Path, charts: dict[str, list[str]]) -> list[str
 
 
 def how_to_load(run: Run, folder: Path) -> list[str]:
-    """Returns lines of Python that load the model and use it as it was trained, or where they are.
+    """Returns how to load the model and use it as it was trained: on messages, or on strings.
 
-    It was trained on messages, or on strings.
+    They are lines of Python; for a reward model they name the page that has them.
     """
     if is_classifier(run):
         lines = ["  see docs/reward.md, The saved model"]

@@ -26,7 +26,10 @@ def read_arguments(recipe_file: str) -> None:
 
 
 def run_call(source: str) -> None:
-    """Runs a recipe's call of `arguments.parse` as one of `arguments.read`."""
+    """Runs a recipe's call of `arguments.parse` as one of `arguments.read`.
+
+    Then garbage collection is off until the recipe itself makes that call.
+    """
     from common import arguments  # slow to import
 
     try:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from transformers.hf_argparser import HfArg
 
 # The schedules of `transformers.get_scheduler` that need no further settings.
-Schedule = Literal[
+SchedulerType = Literal[
     "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
 ]
 
@@ -132,7 +132,7 @@ class UpdateArgs:
     max_epochs: int = arg(default=1, at_least=0, help="passes over the data")
     max_steps: int = arg(default=0, at_least=0, help="updates; 0: as many as the epochs hold")
     learning_rate: float = arg(default=1e-5, with_lora=1e-4, at_least=0, help="peak learning rate")
-    lr_scheduler_type: Schedule = arg(default="linear", help="see transformers.get_scheduler")
+    lr_scheduler_type: SchedulerType = arg(default="linear", help="see transformers.get_scheduler")
     warmup_steps: float = arg(
         default=0.03, at_least=0, help="updates of warm-up; below 1: a share of all"
     )

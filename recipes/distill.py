@@ -65,7 +65,7 @@ from common.rollout import correction, evaluation, generation, schedule, vllm
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
 from common.run import Run
-from common.shared_args import RolloutArgs, Schedule, arg, refuse_changed
+from common.shared_args import RolloutArgs, SchedulerType, arg, refuse_changed
 
 
 # ============================================================ arguments
@@ -116,7 +116,7 @@ class Args(RolloutArgs):
         help="tokens of prompt and response together; prompts without room for --max_new_tokens "
         "are left out",
     )
-    lr_scheduler_type: Schedule = arg(
+    lr_scheduler_type: SchedulerType = arg(
         default="constant_with_warmup", help="see transformers.get_scheduler"
     )
 
@@ -241,14 +241,13 @@ def make_rollout(run: Run, all_teachers: Teachers, packer: Packer) -> Rollout:
     is_own = answered_by_student(prompts_of_rollout["row"], epoch, args)  # bool `[prompts]`
     own = columns_where(prompts_of_rollout, is_own)
     given = columns_where(prompts_of_rollout, ~is_own)
-    if not is_own.all():
-        given = up_to_completions(given)
 
     # The student's samples come first, then those of the data; the columns are in the same order.
     parts = []
     if is_own.any():
         parts.append(sample_responses(run, own, is_own))
     if not is_own.all():
+        given = up_to_completions(given)
         parts.append(completions_of(run, given))
     samples = Samples.joined(parts)
     columns = {name: own[name] + given[name] for name in own}
@@ -269,6 +268,7 @@ def sample_responses(run: Run, own: dict[str, list], is_own: np.ndarray) -> Samp
     """
     args = run.args
     with run.metrics.timed("generate"):
+        # They decide what is drawn, so the number of processes does not.
         uniforms = run.extra.position.draw_uniforms(args, len(is_own))[is_own]
         samples = generation.sample(run, own, uniforms, args.temperature)
         vllm.sample_ahead(run)  # does nothing without --rollouts_ahead

@@ -346,7 +346,7 @@ def main():
 # ============================================================ evaluation
 @torch.no_grad()
 def evaluate(run: Run, packer: Packer, reference: Reference) -> None:
-    """Logs the metrics of training on each held-out set, exact over all processes.
+    """Logs for each held-out set what training logs, exactly over all processes.
 
     If a set has a column `answer`, exact match is logged as well.
     """

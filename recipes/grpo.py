@@ -74,7 +74,7 @@ from common.rollout.rewards import Judge, Scores
 from common.rollout.samples import Collected, Samples
 from common.rollout.schedule import Position, RolloutSchedule
 from common.run import Run
-from common.shared_args import RewardArgs, Schedule, arg, refuse_changed
+from common.shared_args import RewardArgs, SchedulerType, arg, refuse_changed
 
 
 # ============================================================ arguments
@@ -164,7 +164,7 @@ class Args(RewardArgs):
         "are left out",
     )
     learning_rate: float = arg(default=1e-6, with_lora=1e-5, at_least=0, help="peak learning rate")
-    lr_scheduler_type: Schedule = arg(
+    lr_scheduler_type: SchedulerType = arg(
         default="constant_with_warmup", help="see transformers.get_scheduler"
     )
 
@@ -221,10 +221,12 @@ def groups_with_advantages(
 ) -> torch.Tensor:
     """Returns which groups can have an advantage other than zero, bool `[groups]`.
 
-    baseline      advantage_std    groups without one
-    group, rloo   any              those of equal scores
-    none          batch            cannot be known: the mean of the rollout is subtracted
-    none          another          those of zeros
+    Those that cannot depend on what is subtracted from the scores:
+
+        baseline      advantage_std    groups without advantages
+        group, rloo   any              those of equal scores
+        none          batch            not known yet: the mean of the rollout is subtracted
+        none          another          those of zeros
     """
     groups = scores.reshape(-1, group_size)
     if baseline != "none":
@@ -640,6 +642,7 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     for round_number in range(1 + args.refill_rounds):
         prompts_of_round = position.take_prompts(run, prompts_missing)
         with run.metrics.timed("generate"):
+            # They decide what is drawn, so the number of processes does not.
             uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
             samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
             vllm.sample_ahead(run)  # does nothing without --rollouts_ahead

@@ -7,7 +7,8 @@ with r_t = pi(a_t)/pi_old(a_t), A_t by GAE, whitened in the first term, and V cl
     loss = mean of -min(r_t A_t, clip(r_t, 1 - c, 1 + c) A_t)
                    + vf_coef * 1/2 max((V_t - G_t)^2, (clip(V_t) - G_t)^2),    G_t = A_t + V_old
 
-The reward of a token is -kl_coef * KL_t; the last one also gets the score of the response.
+By default the reward of a token is -kl_coef * KL_t. The last token's also has the score of the
+response.
 
 Demo, offline:
     python recipes/ppo.py
@@ -399,6 +400,7 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     position = state.position
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
     with run.metrics.timed("generate"):
+        # They decide what is drawn, so the number of processes does not.
         uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
         samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
         vllm.sample_ahead(run)  # does nothing without --rollouts_ahead

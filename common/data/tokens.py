@@ -332,7 +332,8 @@ def around_thought(tokenizer, written: str, message: dict) -> tuple[str, str]:
         return "", without_thought.lstrip()
     content = thoughts.without_thought(message["content"])
     if content.strip():
-        start = place_of_content(tokenizer, written, message)
+        has_call = bool(message.get("tool_calls"))
+        start = place_of_content(tokenizer, written, content.strip(), has_call)
     else:  # a call alone
         start = len(written) - len(written.lstrip())
     leading_space = content[: len(content) - len(content.lstrip())]
@@ -343,21 +344,20 @@ def around_thought(tokenizer, written: str, message: dict) -> tuple[str, str]:
     return before, written[len(before) :]
 
 
-def place_of_content(tokenizer, written: str, message: dict) -> int:
-    """Returns where the content of a message begins in an answer as the template writes it.
+def place_of_content(tokenizer, written: str, content: str, has_call: bool) -> int:
+    """Returns where the content of an answer begins in what the template writes of it.
 
     0 if the template rewrites it. A short one, such as `a`, may also be part of a header in front
     of it, so the last occurrence counts. But a call, which comes after it, may repeat it: then it
     is the first. Markers are not searched, unless the content has them.
     """
-    content = thoughts.without_thought(message["content"]).strip()
     without_markers = written
     for token in added_tokens(tokenizer).values():
         marker = token.content
         if token.special and marker not in content:
             without_markers = without_markers.replace(marker, "\0" * len(marker))
-    find = without_markers.find if message.get("tool_calls") else without_markers.rfind
-    return max(find(content), 0)
+    place = without_markers.find(content) if has_call else without_markers.rfind(content)
+    return max(place, 0)
 
 
 # ============================================================ where an answer ends

@@ -115,10 +115,11 @@ def note_ties(accelerator, wrapper: nn.Module) -> None:
 
 
 def trained_and_rounded(accelerator, wrapper: nn.Module) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Yields the name of each trained parameter that half precision rounds in every use, and more.
+    """Yields the trained parameters that half precision rounds in every use; no meta parameters.
 
-    Also those of its weights that this process holds, fp32 `[number]`, and the number of the first
-    of them in the parameter: under ZeRO-3 it may hold a shard. Meta parameters are left out.
+    Yields:
+        its name; what this process holds of it, fp32 `[weights]`, under ZeRO-3 a shard; and how
+        many weights of the parameter come before these.
     """
     rounded = rounded_when_read(accelerator, wrapper)
     for name, parameter in wrapper.named_parameters():

@@ -42,7 +42,7 @@ class Uncopied(list):
 
 
 class OutOfTime(BaseException):
-    """A function took too long. Not an `Exception`, so that it does not catch that."""
+    """A function took too long. Not an `Exception`, which it might catch."""
 
 
 @dataclass(frozen=True)
