@@ -44,17 +44,22 @@ def removed(message: dict) -> dict:
     return {**others, "content": without_thought(message["content"])}
 
 
-def with_markers(tokenizer, message: dict) -> str:
-    r"""Returns the thinking of an answer as a text that its content follows, whitespace included.
+def split(tokenizer, message: dict) -> tuple[str, str]:
+    r"""Returns the thinking of an answer as a text, and the content that follows it.
 
-    The markers are those that the user wrote, or that the chat template knows, or else `<think>`.
-    Example: the content `Yes` and the field `reasoning_content` `Why` give
-    `<think>\nWhy\n</think>\n\n`.
+    The text has the markers that the user wrote, or that the chat template knows, or else
+    `<think>`. It ends with the whitespace that separates it from the content. Examples:
+
+        content                     reasoning_content    returned
+        <think>Why</think>\nYes     none                 <think>Why</think>\n             Yes
+        Yes                         Why                  <think>\nWhy\n</think>\n\n       Yes
+        \n\nYes                     Why                  <think>\nWhy\n</think>\n\n       Yes
     """
     content = message["content"]
     after_thought = without_thought(content)
+    answer = after_thought.lstrip()
     if after_thought != content:
-        return content.removesuffix(after_thought.lstrip())
+        return content.removesuffix(answer), answer
     template = str(tokenizer.chat_template)
     opener, closer = MARKERS[0]
     for known_opener, known_closer in MARKERS:
@@ -63,7 +68,16 @@ def with_markers(tokenizer, message: dict) -> str:
             closer = known_closer
             break
     gap = "" if closer == "<channel|>" else "\n\n"
-    return f"{opener}\n{of_message(message)}\n{closer}{gap}"
+    return f"{opener}\n{of_message(message)}\n{closer}{gap}", answer
+
+
+def without_empty_thought(text: str) -> str:
+    """Returns a text without the empty thought, such as `<think></think>`, that it begins with."""
+    for opener, closer in MARKERS:
+        inside, found, rest = text.partition(closer)
+        if found and inside.strip() in ("", opener):
+            return rest.lstrip()
+    return text
 
 
 def is_whole_thought(text: str) -> bool:

@@ -22,6 +22,9 @@ APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended
 DROPS_THOUGHT = "the chat template drops the thinking of answers, so it is put back in"
 DROPS_EARLIER = "the chat template drops the thinking of an answer's earlier messages: not learned"
 
+# A word that no template writes, to find the place of a content in what one writes.
+MARK = "zqzplace"
+
 
 # ============================================================ plain text
 def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]:
@@ -37,7 +40,7 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     adds_bos = tokenizer("").input_ids[:1] == [bos]
-    # If the prompt is empty, the first answer that is not shows whether there is a BOS already.
+    # The prompt shows whether there is a BOS already; if it is empty, the first answer with tokens.
     first_ids = next((ids for ids in (prompt_ids, *answer_ids) if ids), [])
     if adds_bos and first_ids[:1] != [bos]:
         prompt_ids = [bos, *prompt_ids]
@@ -155,7 +158,7 @@ def encode_answer(
     if drops_last and len(answer) > 1:
         return encode_last_as_given(tokenizer, prompt, history, answer, tools=tools, notes=notes)
     if drops_last:
-        context, ids = encode_as_given(tokenizer, turn, answer[-1])
+        context, ids = encode_as_given(tokenizer, prompt, conversation)
         notes.append(DROPS_THOUGHT)
     else:
         # 3. It writes its last message whole.
@@ -215,8 +218,7 @@ def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[i
     r"""Returns an answer without the whitespace at its start that the prompt has written already.
 
     The same whitespace may be other tokens in the prompt, such as one for two newlines, so texts
-    are compared. If the prompt ends with a whole thought instead, nothing is left out. Examples,
-    with a space between tokens:
+    are compared. Examples, with a space between tokens:
 
         answer      only_in_prompt     returned
         \n Yes      \n\n               Yes
@@ -268,7 +270,9 @@ def encode_last_as_given(
     )
 
 
-def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], list[int]]:
+def encode_as_given(
+    tokenizer, prompt: Beginning, conversation: templates.Conversation
+) -> tuple[list[int], list[int]]:
     r"""Returns the token ids of an answer's context, and of the answer with its thinking.
 
     The thinking is put in front of the content, in what the template writes. Examples, where the
@@ -282,82 +286,64 @@ def encode_as_given(tokenizer, turn: Turn, answer: dict) -> tuple[list[int], lis
         anything else     all of it         <think>Why</think>Yes
 
     Args:
-        turn: the conversation, in which the template writes the answer without its thinking.
-        answer: the message, with its thinking.
+        prompt: what `encode_prompt` returns for the messages before the last one.
+        conversation: it ends with the answer, whose thinking the template drops.
     """
-    beginning = turn.prompt
-    end_of_prompt = turn.only_in_prompt  # what the prompt has, and the written answer has not
-    opening = end_of_prompt.strip()
-    before_content, content_and_rest = around_thought(tokenizer, turn.only_in_answer, answer)
-    with_thought = thoughts.with_markers(tokenizer, answer) + content_and_rest
-    stripped = with_thought.lstrip()
+    thinking, content = thoughts.split(tokenizer, conversation.messages[-1])
+    end_of_prompt, before_content, rest = around_content(tokenizer, prompt, conversation, content)
+    answer = thinking + rest
     if end_of_prompt == "":
         # First line of the table: the template writes the answer right after the prompt.
-        text = before_content + with_thought
+        answer = before_content + answer
     elif thoughts.is_whole_thought(end_of_prompt):
         # Second line: the prompt says that nothing was thought, and something was.
-        beginning = encode_beginning(tokenizer, beginning.text.removesuffix(end_of_prompt))
-        text = with_thought
-    elif opening and stripped.startswith(opening):
+        prompt = encode_beginning(tokenizer, prompt.text.removesuffix(end_of_prompt))
+    elif end_of_prompt.strip() and answer.lstrip().startswith(end_of_prompt.strip()):
         # Third line: the prompt has opened the thought. The whitespace after the marker may differ,
         # so only what both have is left out.
-        n_written = n_shared(stripped, end_of_prompt.lstrip())
-        text = stripped[n_written:]
-    else:
-        # Fourth line: the thinking follows all of the prompt.
-        text = with_thought
-    ids = encode_after(tokenizer, beginning, text)
-    return beginning.ids, up_to_end(tokenizer, ids)
+        answer = answer.lstrip()
+        answer = answer[n_shared(answer, end_of_prompt.lstrip()) :]
+    ids = encode_after(tokenizer, prompt, answer)
+    return prompt.ids, up_to_end(tokenizer, ids)
 
 
-def around_thought(tokenizer, written: str, message: dict) -> tuple[str, str]:
-    """Returns what precedes and what follows the place of the thinking in a written answer.
+def around_content(
+    tokenizer, prompt: Beginning, conversation: templates.Conversation, content: str
+) -> tuple[str, str, str]:
+    """Finds the place where the template writes the content of a conversation's last message.
 
-    That place is before the content. If the template writes a thought of its own there, such as an
-    empty one, that is in neither part. Examples, with _ for a space:
+    For that, the conversation is rendered with a mark in front of the content. Examples, with _ for
+    a space, where the content is `Yes`:
 
-        message              written                    returned
-        Yes                  Yes<end>                   nothing    Yes<end>
-        Yes                  _Yes<end>                  _          Yes<end>     as LLaVA's template
-        _Yes                 __Yes<end>                 _          _Yes<end>
-        <think></think>_Yes  __Yes<end>                 _          Yes<end>     `with_markers` has _
-        Yes                  <think></think>Yes<end>    nothing    Yes<end>
-        a call alone         _<call>                    _          <call>
+        prompt         with the mark                 end_of_prompt    before_content    rest
+        <bot>          <bot>MARKYes<end>             nothing          nothing           Yes<end>
+        <bot>          <bot>_MARKYes<end>            nothing          _                 Yes<end>
+        <bot><think>   <bot>MARKYes<end>             <think>          nothing           Yes<end>
+        <bot>          <bot><think></think>MARKYes   nothing          nothing           Yes
+
+    Without a content, or if the template does not write it, the place is before everything else
+    that the template writes of the message, such as a call.
 
     Args:
-        written: the answer as the template writes it, and what follows it.
+        prompt, conversation: see `encode_as_given`.
+        content: that of the last message, without its thinking.
+
+    Returns:
+        end_of_prompt: what the prompt ends with, and the conversation does not have.
+        before_content: what the template writes between the other messages and the content, but
+            for an empty thought.
+        rest: the content, and what follows it.
     """
-    without_thought = thoughts.without_thought(written)
-    if without_thought != written:
-        return "", without_thought.lstrip()
-    content = thoughts.without_thought(message["content"])
-    if content.strip():
-        has_call = bool(message.get("tool_calls"))
-        start = place_of_content(tokenizer, written, content.strip(), has_call)
-    else:  # a call alone
-        start = len(written) - len(written.lstrip())
-    leading_space = content[: len(content) - len(content.lstrip())]
-    before = written[:start].removesuffix(leading_space)
-    has_thought_in_content = content != message["content"]
-    if has_thought_in_content:  # then `with_markers` has the space
-        return before, written[start:]
-    return before, written[len(before) :]
-
-
-def place_of_content(tokenizer, written: str, content: str, has_call: bool) -> int:
-    """Returns where the content of an answer begins in what the template writes of it.
-
-    0 if the template rewrites it. A short one, such as `a`, may also be part of a header in front
-    of it, so the last occurrence counts. But a call, which comes after it, may repeat it: then it
-    is the first. Markers are not searched, unless the content has them.
-    """
-    without_markers = written
-    for token in added_tokens(tokenizer).values():
-        marker = token.content
-        if token.special and marker not in content:
-            without_markers = without_markers.replace(marker, "\0" * len(marker))
-    place = without_markers.find(content) if has_call else without_markers.rfind(content)
-    return max(place, 0)
+    *others, message = conversation.messages
+    marked = {**thoughts.removed(message), "content": MARK + content if content else ""}
+    text = templates.render(tokenizer, [*others, marked], conversation.tools)
+    turn = compare_with_prompt(tokenizer, prompt, text)
+    written = thoughts.without_empty_thought(turn.only_in_answer)
+    before_content, found, rest = written.partition(MARK)
+    if not found:
+        rest = written.lstrip()
+        before_content = written.removesuffix(rest)
+    return turn.only_in_prompt, before_content, rest
 
 
 # ============================================================ where an answer ends
@@ -424,10 +410,10 @@ def has_end(tokenizer, ids: list[int]) -> bool:
         return True
     conventions = templates.conventions(tokenizer)
     if conventions.writes_no_stop:
-        return False
+        return False  # a special token at the end may be anything, but it ends no answer
     if ids[-1:] == conventions.end_of_answer[-1:]:
         return True
-    return turn_length(tokenizer, ids) == len(ids)
+    return turn_length(tokenizer, ids) == len(ids)  # another special token, as after a tool call
 
 
 def turn_length(tokenizer, ids: list[int]) -> int:

@@ -277,18 +277,45 @@ def test_a_tool_call_is_learned_with_the_thinking_that_the_template_drops(name, 
     assert "add" in texts[1]
 
 
-def test_a_content_that_also_occurs_in_a_marker_is_found_after_it():
-    tokenizer = templates.tokenizer("qwen2_5")
-    for content, written, expected in (
-        ("hi", "<think>\n\n</think>\n\nhi<|im_end|>", ("", "hi<|im_end|>")),
-        ("i", "final:i<|im_end|>", ("final:", "i<|im_end|>")),
-        ("e", "e<|im_end|>", ("", "e<|im_end|>")),
-        ("a<|im_start|>b", " a<|im_start|>b<|im_end|>", (" ", "a<|im_start|>b<|im_end|>")),
-        (" yes", "  yes<|im_end|>", (" ", " yes<|im_end|>")),
-        ("<think>why</think>\n\nyes", "yes<|im_end|>", ("", "yes<|im_end|>")),
-        ("<think>why</think>\n\nyes", "\n\nyes<|im_end|>", ("", "yes<|im_end|>")),
-    ):
-        assert tokens.around_thought(tokenizer, written, {"content": content}) == expected
+def own_template(answer: str):
+    """A tokenizer whose template writes answers in its own way, and drops their thinking."""
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        f"{{% if m.role == 'assistant' %}}{answer}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("content", ["i", "final:", "yes", " yes", "zqzplace"])
+@pytest.mark.parametrize(
+    "answer, lead",
+    [
+        ("{{ m.content }}", ""),
+        ("{{ m.content.strip() }}", ""),
+        (" {{ m.content }}", " "),
+        ("final:{{ m.content }}", "final:"),
+        ("<think>\n\n</think>\n\n{{ m.content }}", ""),  # an empty thought of its own
+        ("{{ m.content }}i yes final:", ""),
+    ],
+)
+def test_dropped_thinking_is_put_in_front_of_the_content(answer, lead, content):
+    """Also where the content occurs in a header, or again after it."""
+    tokenizer = own_template(answer)
+    message_ = message("assistant", content, reasoning_content="why")
+    ids = tokens.encode_answer(tokenizer, [message("user", "five")], [message_]).ids
+    tail = "i yes final:" if answer.endswith("final:") else ""
+    expected = f"{lead}<think>\nwhy\n</think>\n\n{content.strip()}{tail}<|im_end|>"
+    assert tokenizer.decode(ids) == expected
+
+
+def test_a_call_is_whole_where_the_template_drops_its_thinking_and_its_content():
+    """The content, one letter, also occurs in the call."""
+    tokenizer = templates.tokenizer("llama3_2")
+    answer = {**CALL, "content": "e", "reasoning_content": "one two"}
+    ids = tokens.encode_answer(tokenizer, [message("user", "five")], [answer]).ids
+    assert tokenizer.decode(ids) == "<think>\none two\n</think>\n\n" + CALLS["llama3_2"]
 
 
 @pytest.mark.parametrize(
@@ -300,12 +327,7 @@ def test_a_content_that_also_occurs_in_a_marker_is_found_after_it():
 )
 def test_dropped_thinking_is_learned_as_it_was_written(content, expected):
     """Under a template that writes what follows the thought, without whitespace around it."""
-    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{{ m.content.split('</think>')[-1].strip() }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    tokenizer = own_template("{{ m.content.split('</think>')[-1].strip() }}")
     answer = tokens.encode_answer(
         tokenizer, [message("user", "five")], [message("assistant", content)]
     )
@@ -762,9 +784,9 @@ def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expect
 def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
     tokenizer = types.SimpleNamespace(chat_template="... </think> ... [/THINK] ...")
     message = {"content": "yes", "reasoning_content": "why"}
-    assert thoughts.with_markers(tokenizer, message) == "<think>\nwhy\n</think>\n\n"
-    whole = {**message, "content": "<think>why</think>yes"}
-    assert thoughts.with_markers(tokenizer, whole) == "<think>why</think>"
+    assert thoughts.split(tokenizer, message) == ("<think>\nwhy\n</think>\n\n", "yes")
+    whole = {**message, "content": "<think>why</think> yes"}
+    assert thoughts.split(tokenizer, whole) == ("<think>why</think> ", "yes")
 
 
 def test_one_answer_of_a_pair_thinks():
