@@ -122,27 +122,31 @@ def find_checkpoint(run: Run) -> Path | None:
         if fault is None:
             return path
         run.accelerator.print(f"passed over {path}: {fault}")
-    refuse_unless_new(run, candidates)
+    refuse_to_start_over(run, candidates)
     run.accelerator.print(f"no checkpoint in {run.checkpoints}: starting from the beginning")
     return None
 
 
-def refuse_unless_new(run: Run, passed_over: list[Path]) -> None:
-    """Ends the program if there are checkpoints, or a finished run, but none that can be used.
+def refuse_to_start_over(run: Run, passed_over: list[Path]) -> None:
+    """Ends the program if a run that has no usable checkpoint is not a new one.
 
-    The run would begin at 0, maybe over its own results.
+    It is not new where there are
+
+        checkpoints in its folder, or one named by `--resume`, that cannot be used
+        an actor in its folder: the run has ended, and left no checkpoint
+
+    It would begin at 0, and write over its own results.
 
     Args:
         passed_over: the checkpoints that cannot be used.
     """
-    # A copy under another name is no candidate, but it shows that this run is not new.
+    # A copy under another name is not looked for, but it shows that this run is not new.
     unusable = passed_over or list(run.checkpoints.glob("global_step_*"))
     if unusable:
         sys.exit(
             f"--resume {run.args.resume}: of {counted(len(unusable), 'checkpoint')} none is whole "
             "and named as written; to start from the beginning take another --output_dir"
         )
-    # Only `auto` comes here: a path that `--resume` names has been passed over.
     if (run.output_dir / "actor").exists():
         sys.exit(f"--resume auto: the run in {run.output_dir} has ended and left no checkpoint")
 
@@ -217,20 +221,21 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
 
 
 def save_again_if_needed(run: Run, path: Path, lines_are_lost: bool) -> None:
-    """Saves what the run resumed from, where the next resume could not use that checkpoint.
+    """Saves what the run resumed from, unless the next resume can use the same checkpoint.
 
-    It depends on where the checkpoint is:
+        it is in                                    then
+        the run's own folder                        nothing is saved
+        the run's own folder, log lines are lost    saved again: its `log_bytes` count those lines
+        another folder                              saved here, if the run saves by `--save_steps`:
+                                                    `--resume auto` looks only here
 
-        in the run's own folder, log lines lost    saved again: its `log_bytes` count lost lines
-        in the run's own folder, otherwise         it is the run's last checkpoint
-        in another folder                          saved here if the run saves by `--save_steps`,
-                                                   since `--resume auto` looks here alone
+    Args:
+        path: the checkpoint that the run resumed from.
+        lines_are_lost: what `move_aside` returned.
     """
-    if lines_are_lost:  # only with a checkpoint of the run's own folder
-        save(run)
-    elif is_own(run, path):
+    if is_own(run, path) and not lines_are_lost:
         run.last_saved = run.progress.global_step
-    elif run.args.save_steps:
+    elif is_own(run, path) or run.args.save_steps:
         save(run)
 
 
@@ -326,8 +331,8 @@ def per_process_file(folder: Path, process_index: int) -> Path:
 def stop_if_asked(run: Run) -> None:
     """Saves a checkpoint and ends the run if any process got a signal, or has lost its launcher.
 
-    Without a signal, it saves only after the last update, and only where `save_at_end` says so. All
-    processes must call it, after each update.
+    All processes must call it, after each update. After the last one it also calls
+    `replace_checkpoint_of_signal`.
 
     Raises:
         SystemExit: with 128 plus the signal's number, or that of SIGHUP if the launcher is gone.
@@ -335,7 +340,7 @@ def stop_if_asked(run: Run) -> None:
     number = stopping.signal_of_any(run)
     if number == 0:
         if run.progress.finished:
-            save_at_end(run)
+            replace_checkpoint_of_signal(run)
         return
     save(run)
     run.metrics.bar.close()
@@ -346,14 +351,14 @@ def stop_if_asked(run: Run) -> None:
     sys.exit(128 + number)
 
 
-def save_at_end(run: Run) -> None:
-    """Saves a finished run without `--save_steps` that had been ended by a signal and was resumed.
+def replace_checkpoint_of_signal(run: Run) -> None:
+    """Saves the end of a run whose only checkpoint is one that a signal left.
 
-    The checkpoint that the signal left is its only one. `--resume auto` would go back to it and
-    repeat all updates since then.
+    Without `--save_steps` nothing else saves, so the run was stopped by a signal and resumed. Were
+    its checkpoint left as it is, `--resume auto` would repeat all updates since then.
     """
-    was_saved_by_signal = run.last_saved is not None and not run.args.save_steps
-    if was_saved_by_signal:
+    has_checkpoint = run.last_saved is not None
+    if has_checkpoint and not run.args.save_steps:
         save(run)
 
 
@@ -603,7 +608,8 @@ def load_schedule(run: Run, state: dict) -> None:
     """
     scheduler = run.scheduler
     groups = run.optimizer.param_groups
-    # DeepSpeed's Adam for CPUs makes new groups when it loads: the scheduler must know them.
+    # DeepSpeed's Adam for CPUs made new groups when it was loaded. The scheduler would still set
+    # the learning rates of the old ones.
     scheduler.optimizer.param_groups = groups
     scheduler.load_state_dict(state)  # its counters; the functions in `lr_lambdas` stay this run's
     updates_applied = scheduler.last_epoch
@@ -621,14 +627,15 @@ def note_new_horizon(run: Run, state: dict) -> None:
     before = state["arguments"]
     updates_before = before["max_steps"] or before["max_epochs"] * run.progress.updates_per_epoch
     updates = run.progress.total_steps
+    if updates == updates_before:
+        return
     rate_before = state["scheduler"]["_last_lr"][0]
     rate = run.scheduler.get_last_lr()[0]
     change = "as before" if rate == rate_before else f"not {rate_before:.3g}"
-    if updates != updates_before:
-        run.accelerator.print(
-            f"NOTE: the schedule has {updates} updates now, and {updates_before} in the "
-            f"checkpoint: the learning rate is {rate:.3g}, {change}"
-        )
+    run.accelerator.print(
+        f"NOTE: the schedule has {updates} updates now, and {updates_before} in the checkpoint: "
+        f"the learning rate is {rate:.3g}, {change}"
+    )
 
 
 def load_open_sums(run: Run, sums_by_process: list[dict[str, list]]) -> None:

@@ -244,9 +244,9 @@ def make_rollout(run: Run, all_teachers: Teachers, packer: Packer) -> Rollout:
 
     # The student's samples come first, then those of the data; the columns are in the same order.
     parts = []
-    if is_own.any():
+    if own["row"]:
         parts.append(sample_responses(run, own, is_own))
-    if not is_own.all():
+    if given["row"]:
         given = up_to_completions(given)
         parts.append(completions_of(run, given))
     samples = Samples.joined(parts)
@@ -280,11 +280,12 @@ def sample_responses(run: Run, own: dict[str, list], is_own: np.ndarray) -> Samp
 def answered_by_student(data_rows: list[int], epoch: int, args: Args) -> np.ndarray:
     """Returns which prompts the student answers, bool `[prompts]`.
 
-    It follows from the seed, the epoch and the number of the row in its data set alone: row n has
-    the n-th draw, however many are drawn.
+    Each has a random number of its own, which follows from the seed, the epoch and the number of
+    its row in its data set. So it does not depend on the other prompts of the rollout.
     """
-    draws = np.random.default_rng([args.seed, epoch, SHARE_STREAM]).random(max(data_rows) + 1)
-    return draws[data_rows] < args.on_policy_share
+    seeds = [[args.seed, epoch, SHARE_STREAM, row] for row in data_rows]
+    draws = np.array([np.random.default_rng(seed).random() for seed in seeds])
+    return draws < args.on_policy_share
 
 
 def columns_where(columns: dict[str, list], is_wanted: np.ndarray) -> dict[str, list]:
@@ -370,8 +371,8 @@ def compute_logps(
     """
     collected = Collected(run.accelerator)
     for rows, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
-        is_padding = not weights.any()  # one row, which is a micro-batch of its own
-        kept_rows = [] if is_padding else rows
+        # A padding row is alone in its micro-batch.
+        kept_rows = rows if weights.any() else []
         collected.add(kept_rows, old["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
     rollout.samples.check_finite(run, logps=logps)
@@ -590,10 +591,9 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, lessons=lessons, beta=beta)
                 if is_old_student:
-                    counted = (
-                        old["mask"] * old["is_own"] * weights[:, None]
-                    )  # not the data's tokens
-                    metrics.pending.add(correction.sampler_differences(output, old, counted))
+                    # The tokens that were sampled. Those of the data's completions were not.
+                    sampled = old["mask"] * old["is_own"] * weights[:, None]
+                    metrics.pending.add(correction.sampler_differences(output, old, sampled))
                     # So the log-probs of this very pass are the old ones: all ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)

@@ -172,10 +172,10 @@ class Args(RewardArgs):
 # ============================================================ the algorithm
 # Added to a standard deviation before dividing by it.
 EPSILON = 1e-4
-# DPPO clamps the logarithm of a ratio to plus and minus the first, so that its exponential does not
-# overflow, and then the ratio to at most the second.
-LARGEST_LOG_RATIO = 20
+# DPPO uses ratios up to this one.
 LARGEST_RATIO = 20
+# It first clamps their logarithms to plus and minus this, so that no exponential overflows.
+LARGEST_LOG_RATIO = 20
 
 
 def final_scores(
@@ -418,13 +418,12 @@ def kl_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    The KL is logged, and `kl_coef` multiplies the term. The term is the KL times the ratio, because
-    the old policy sampled the tokens. Its expected gradient is the gradient of the KL between the
-    two distributions of the next token:
+    The KL is logged, and `kl_coef` multiplies the term. The old policy sampled the tokens, so the
+    term is weighted by the ratio. Its mean gradient is that of the KL:
 
-        k2: the gradient of k2 estimates the gradient of the KL. The ratio is a constant weight.
-        k3: only the value of k3 estimates the KL. So the ratio has a gradient, too: the mean of
-            ratio * k3 over samples of the old policy is the KL of the new one.
+        k2    k2 * ratio.detach()    because the gradient of k2 estimates that of the KL
+        k3    k3 * ratio             because the value of k3 estimates the KL, but its gradient does
+                                     not. So the weighted mean is differentiated, ratio included.
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.

@@ -643,6 +643,7 @@ def main():
         args.max_steps,
         updates_per_epoch=plan.updates_per_epoch,
     )
+    check_critic_warmup(args, plan, progress.total_steps)
 
     # ============================================================ model and optimizer
     policy = make_actor_critic(tokenizer, args)
@@ -824,6 +825,17 @@ def check_rollout_size(args: Args) -> None:
     )
 
 
+def check_critic_warmup(args: Args, plan: RolloutSchedule, total_steps: int) -> None:
+    """Refuses a run in which the actor does not learn."""
+    epochs, rollouts_beyond = divmod(args.critic_warmup_rollouts, plan.rollouts_per_epoch)
+    warmup_steps = epochs * plan.updates_per_epoch + rollouts_beyond * plan.updates_per_rollout
+    if warmup_steps >= total_steps:
+        sys.exit(
+            f"--critic_warmup_rollouts {args.critic_warmup_rollouts}: that is {warmup_steps} "
+            f"updates, and the run has only {total_steps}, so the actor would learn nothing"
+        )
+
+
 def check_kl(args: Args) -> None:
     """Refuses settings of the KL that would be ignored or cannot work."""
     if args.kl_coef == 0:
@@ -832,7 +844,10 @@ def check_kl(args: Args) -> None:
     if args.kl_target == 0:
         refuse_changed(args, ["kl_horizon"], "not used: give --kl_target above 0, too")
     if args.kl_in == "loss" and args.kl_estimator == "k1":
-        sys.exit("--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2 or k3")
+        sys.exit(
+            "--kl_in loss --kl_estimator k1: its mean gradient is zero. Use k2, or k3, whose mean "
+            "gradient is that of KL(reference || policy)"
+        )
     if args.kl_target and args.kl_coef <= 0:
         sys.exit(f"--kl_target {args.kl_target} needs --kl_coef above 0")
     # Otherwise one rollout could change the sign of the coefficient, see next_kl_coef.

@@ -148,7 +148,8 @@ def check_means(bench: Bench) -> Iterator[Check]:
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
     unchecked = []
-    # The line at the end of the first pass is not over all of it: update 1 has a line of its own.
+    # Update 1 always has a line of its own. So the first line over a whole pass is that of the
+    # second pass.
     has_second_pass = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     if has_second_pass:
         yield from means_of_a_pass(at_once, in_parts)
@@ -265,10 +266,11 @@ def logged_where_due(title: str, run: Finished, interval: int) -> Check:
 
 def saved_where_due(bench: Bench) -> Iterator[Check]:
     """Whether checkpoints and actors are where the flags say, and no more than are to be kept."""
-    # One run of `runs.py` keeps all that it saves, another only the last.
-    interval = runs.updates_of_a_pass(bench) + 1  # at which the first one saves
+    # This run saves every `interval` updates, and keeps all.
+    interval = runs.updates_of_a_pass(bench) + 1
     keeps_all = runs.pass_in_parts(bench)
     all_due = due(interval, keeps_all.last_step)
+    # This one keeps only the last.
     keeps_last = runs.uninterrupted(bench)
     last_due = [keeps_last.last_step]
     for folder, (interval_flag, limit_flag) in SAVED.items():

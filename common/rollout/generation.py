@@ -361,7 +361,8 @@ class RoomyLayer(DynamicLayer):
 
     Attributes:
         places: tokens that there is room for.
-        room: keys and values `[rows, heads, places, head size]`; None: nothing is read yet.
+        room: keys and values `[rows, heads, places, head size]`; None before the first token, and
+            in a layer that reads the keys of another one.
     """
 
     keys: torch.Tensor
@@ -385,7 +386,7 @@ class RoomyLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Keeps the rows of these numbers, in this order; a number may occur several times."""
-        if self.room is None:  # it has no keys of its own: it reads those of another layer
+        if self.room is None:
             return
         length = self.get_seq_length()
         rows = beam_idx.to(self.keys.device)

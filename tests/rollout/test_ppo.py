@@ -764,7 +764,7 @@ def test_an_empty_value_takes_a_list_of_the_demo_away():
 @pytest.mark.parametrize("settings, parts", [
     ({"reward_function": None}, ["nothing scores the responses", "--reward_model_name_or_path", "--reward_function"]),
     ({"normalize_reward": True}, ["--normalize_reward", "--reward_model_name_or_path"]),
-    ({"kl_in": "loss"}, ["--kl_in loss --kl_estimator k1", "k2 or k3"]),
+    ({"kl_in": "loss"}, ["--kl_in loss --kl_estimator k1", "Use k2, or k3"]),
     ({"temperature": 0.0}, ["--temperature 0.0", "above 0"]),
     ({"dual_clip": 0.9}, ["--dual_clip 0.9", "more than 1"]),
     ({"kl_target": 6.0, "kl_coef": 0.0}, ["--kl_target", "--kl_coef", "above 0"]),
@@ -788,6 +788,16 @@ def test_settings_that_would_be_ignored_or_cannot_work(settings, parts, capsys):
     assert refusal_of(ppo, good, capsys) == ""
     message = refusal_of(ppo, {**good, **settings}, capsys)
     assert all(part in message for part in parts), message
+
+
+def test_a_run_in_which_only_the_critic_would_learn(capsys):
+    """20 prompts an epoch: rollouts of 8, 8 and 4 samples, each of one update."""
+    sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 1, "train_batch_size": 8}
+    settings = types.SimpleNamespace(**sizes, num_epochs_per_rollout=1, critic_warmup_rollouts=4)
+    plan = RolloutSchedule(settings, n_prompts=20)
+    ppo.check_critic_warmup(settings, plan, total_steps=5)
+    with pytest.raises(SystemExit, match="4: that is 4 updates, and the run has only 4"):
+        ppo.check_critic_warmup(settings, plan, total_steps=4)
 
 
 def test_functions_and_models_that_are_not_there(tmp_path, tokenizer, monkeypatch):
