@@ -310,7 +310,7 @@ class Metrics:
         }
 
     def add_flop(self) -> None:
-        """Adds this process's operations to the open means, under a tag that is not logged.
+        """Adds this process's operations to the open means; `training_line` takes them out again.
 
         They are then averaged over the processes by the collective that the line needs anyway.
         """

@@ -334,12 +334,13 @@ def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     is_answer_alone = bool(answers) and not prompt
     if isinstance(prompt, list) or is_answer_alone:
         return prompt, *answers
+    contents = answers
     turns = transcript_turns(prompt)
     if turns is None:
         turns = [{"role": "user", "content": prompt}]
     else:  # the answers of hh-rlhf begin with a space
-        answers = tuple(answer.strip() for answer in answers)  # type: ignore[union-attr]
-    return turns, *([{"role": "assistant", "content": answer}] for answer in answers)
+        contents = tuple(answer.strip() for answer in answers)  # type: ignore[union-attr]
+    return turns, *([{"role": "assistant", "content": content}] for content in contents)
 
 
 def transcript_turns(text: str) -> list[dict] | None:

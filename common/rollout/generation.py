@@ -81,7 +81,7 @@ def speaking(run: Run) -> Iterator[Speaker]:
         run.servers.synchronise(run)  # they get the current weights
         yield partial(run.servers.answers, run)
         return
-    # Read before `ready_to_generate` sets aside the model's generation config, which has some.
+    # `ready_to_generate` sets aside the model's generation config, which names stop tokens, too.
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     with torch.no_grad(), ready_to_generate(run), run.accelerator.autocast():
         yield partial(answers, run, stops)
