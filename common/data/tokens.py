@@ -39,7 +39,7 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
 
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    adds_bos = tokenizer("").input_ids[:1] == [bos]
+    adds_bos = tokenizer("a").input_ids[:1] == [bos]  # of "" it may be an EOS, if both are the same
     # The prompt shows whether there is a BOS already; if it is empty, the first answer with tokens.
     first_ids = next((ids for ids in (prompt_ids, *answer_ids) if ids), [])
     if adds_bos and first_ids[:1] != [bos]:

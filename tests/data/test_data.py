@@ -666,6 +666,14 @@ def test_plain_text_gets_bos_and_eos_once(bos, adds, writes_bos):
         assert row["targets"] == [False] + [True] * (len(row["input_ids"]) - 1)
 
 
+def test_an_eos_that_the_tokenizer_appends_is_no_bos():
+    """Both are the same token, as GPT-2's `<|endoftext|>`."""
+    tokenizer = make_tokenizer(None, bos="<|im_end|>", adds="$A <|im_end|>", pad=None)
+    row = sft(tokenizer, {"prompt": PROMPT, "completion": CHOSEN})
+    expected = [*plain(tokenizer, PROMPT), *plain(tokenizer, CHOSEN), tokenizer.eos_token_id]
+    assert row["input_ids"] == expected
+
+
 def test_chat_pairs_equal_the_template(tokenizer):
     row = pair(tokenizer, {"prompt": CHAT[:4], "chosen": [assistant(A2)], "rejected": B2})
     assert row["prompt_ids"] == tokenizer.apply_chat_template(
