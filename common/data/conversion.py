@@ -230,13 +230,12 @@ def rename_columns(row: dict, columns: dict[str, str]) -> dict:
 def hidden_columns(columns: dict[str, str]) -> set[str]:
     """Returns the columns of the data that would take precedence over those that the user named.
 
-    `formats.conversation` recognises `messages` first, then `text`, then `prompt` and
-    `completion`. Naming a column of one format switches off the formats recognised before it.
+    Naming a column of one format switches off the other formats of SFT.
     """
     if "prompt" in columns or "completion" in columns:
         return {"messages", "text"}
     if "text" in columns:
-        return {"messages"}
+        return {"messages", "prompt", "completion", "conversations", "instruction"}
     return set()
 
 

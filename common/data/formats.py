@@ -89,8 +89,8 @@ def refuse_media_and_kto(row: dict) -> None:
             raise BadRow(f"column {column!r} is not empty: only text is supported")
     has_label = str(row.get("label")).lower() in ("true", "false")
     is_pair = row.get("chosen") is not None and row.get("rejected") is not None
-    is_text = row.get("text") is not None  # then the label is that of a classification data set
-    if has_label and not (is_pair or is_text):
+    # The label of a text is that of a classification data set.
+    if has_label and not (is_pair or is_whole_text(row)):
         raise BadRow(IS_KTO)
 
 
@@ -98,8 +98,8 @@ def refuse_media_and_kto(row: dict) -> None:
 def conversation(row: dict) -> tuple[Text, Text]:
     """Returns an SFT row as (prompt, completion), both strings or both message lists.
 
-    The formats are tried in this order: `messages` and `text`, which have an empty prompt, then
-    `prompt` and `completion`.
+    The formats are tried in this order: `messages`, `prompt` and `completion`, `text`. The first
+    and the last have an empty prompt.
     """
     refuse_media_and_kto(row)
     if row.get("messages") is not None:
@@ -108,7 +108,7 @@ def conversation(row: dict) -> tuple[Text, Text]:
         messages = as_messages(row["messages"], "user")
         refuse_weights(messages)
         return [], messages
-    if row.get("text") is not None:
+    if is_whole_text(row):
         refuse_unless(isinstance(row["text"], str), row, "text", "a string")
         return "", row["text"]
     require(
@@ -122,6 +122,16 @@ def conversation(row: dict) -> tuple[Text, Text]:
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt, completion
     return as_messages(prompt, "user"), as_messages(completion, "assistant")
+
+
+def is_whole_text(row: dict) -> bool:
+    """Whether a row without `messages` has a column `text` to learn as a whole.
+
+    With a prompt and a completion it has not: `text` is then another form of them, as in Alpaca's
+    original file.
+    """
+    has_completion = row.get("prompt") is not None and row.get("completion") is not None
+    return row.get("text") is not None and not has_completion
 
 
 def refuse_weights(messages: list[dict]) -> None:
@@ -311,9 +321,9 @@ def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
 def is_plain_text(row: dict) -> bool:
     """Whether `as_turns` could make turns of a row: its prompt and its answers are strings.
 
-    A row with `messages` has turns already, and one with `text` is no conversation.
+    A row with `messages` has turns already, and a whole text is no conversation.
     """
-    if row.get("messages") is not None or row.get("text") is not None:
+    if row.get("messages") is not None or is_whole_text(row):
         return False
     names = ("prompt", "completion", "chosen", "rejected")
     values = [row[name] for name in names if row.get(name) is not None]

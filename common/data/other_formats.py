@@ -20,7 +20,7 @@ def standard(row: dict, strings_as_messages: bool = False) -> dict:
     Raises:
         BadRow: a column of the format has a value of another kind.
     """
-    is_standard = any(row.get(column) is not None for column in ("messages", "prompt", "text"))
+    is_standard = row.get("messages") is not None or row.get("prompt") is not None
     if not is_standard and row.get("conversations") is not None:
         row = from_sharegpt(row)
     elif not is_standard and row.get("instruction") is not None:
@@ -105,8 +105,8 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
         return row | {name: with_system(row, messages) for name, messages in lists.items()}
 
     is_pair_of_transcripts = prompt is None and {"chosen", "rejected"} == set(answers)
-    if row.get("text") is not None or not (isinstance(prompt, str) or is_pair_of_transcripts):
-        return row  # what fits no format is refused where it is read
+    if not (isinstance(prompt, str) or is_pair_of_transcripts):
+        return row  # a text; or what fits no format, which is refused where it is read
     if not strings_as_messages:
         raise BadRow(
             "column 'system' is next to strings, and plain text has no system message: "

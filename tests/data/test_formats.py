@@ -356,6 +356,10 @@ def call(name: str, **arguments) -> dict:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def said(sender: str, value: str) -> dict:
+    return {"from": sender, "value": value}
+
+
 ALPACA = {
     "instruction": "Describe a process of making crepes.",
     "input": "",
@@ -398,8 +402,39 @@ def test_only_the_output_of_alpaca_is_learned(tokenizer, accelerator, tmp_path):
     assert {**json.loads(row["columns"]), **ALPACA_INPUT} == json.loads(row["columns"])
 
 
-def said(sender: str, value: str) -> dict:
-    return {"from": sender, "value": value}
+# As in the original file: everything once more, as a text.
+ALPACA_TEXT = {**ALPACA_INPUT, "text": "Below is an instruction ... ### Response:\n细胞理论是"}
+
+
+@pytest.mark.parametrize("row", [
+    ALPACA_TEXT,
+    {"prompt": QUESTIONS[1], "completion": ALPACA_INPUT["output"], "text": ALPACA_TEXT["text"]},
+    {"conversations": [said("human", "识别并解释\n细胞理论和日心说。"), said("gpt", "细胞理论是")], "text": "a"},
+])  # fmt: skip
+def test_a_column_text_beside_another_format_is_learned_only_on_request(
+    row, tokenizer, accelerator, tmp_path
+):
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    (found,) = load(accelerator, tokenizer, path)
+    learned = [token for token, target in zip(found["input_ids"], found["targets"]) if target]
+    assert tokenizer.decode(learned) == ALPACA_INPUT["output"] + "<|end|>"
+    (found,) = load(accelerator, tokenizer, path, columns=["text=text"])
+    assert tokenizer.decode(found["input_ids"]).removesuffix("<|end|>") == row["text"]
+    assert all(found["targets"][1:])
+
+
+def test_a_prompt_of_alpaca_does_without_its_text(reader):
+    assert reader([ALPACA_TEXT], prompt_row, ids="prompt_ids") == [(QUESTIONS[1], None)]
+
+
+def test_a_column_text_does_not_hide_a_system_message_from_a_string(
+    tokenizer, accelerator, tmp_path
+):
+    row = {"prompt": "Why?", "system": "Be brief.", "text": "Why? So."}
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    refuses(
+        "'system' is next to strings", call=lambda: load(accelerator, tokenizer, path, prompt_row)
+    )
 
 
 SHAREGPT = [
