@@ -140,7 +140,7 @@ def refuse_to_start_over(run: Run, passed_over: list[Path]) -> None:
     Args:
         passed_over: the checkpoints that cannot be used.
     """
-    # A copy under another name is not looked for, but it shows that this run is not new.
+    # No checkpoint was passed over, but there may be copies under other names.
     unusable = passed_over or list(run.checkpoints.glob("global_step_*"))
     if unusable:
         sys.exit(
@@ -182,17 +182,19 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
 def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
     """Returns for how many more checkpoints the disk must have room; at least one.
 
-    A run keeps `--save_total_limit` of them, and needs room for one more while it writes it. What
-    it already has is subtracted, up to the one that it resumes from. Example, where it keeps 3 and
-    resumes from update 20: of 10, 20 and 30 two count, and the disk must have room for 2 more.
+    A run keeps `--save_total_limit` of them, and needs room for one more while it writes it. If it
+    resumes, those that it has already are subtracted, up to the one that it resumes from. Example,
+    where it keeps 3 and resumes from update 20: of 10, 20 and 30 two count, and the disk must have
+    room for 2 more.
     """
     if run.args.save_total_limit == 0:  # all are kept: how many will come is not known here
         return 1
-    kept = folders.by_step(run.checkpoints)
+    n_kept = 0
     if resumes_from:  # later ones are moved aside
         step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
-        kept = [path for path in kept if folders.step_of(path) <= step]
-    return max(run.args.save_total_limit + 1 - len(kept), 1)
+        steps = [folders.step_of(path) for path in folders.by_step(run.checkpoints)]
+        n_kept = sum(kept_step <= step for kept_step in steps)
+    return max(run.args.save_total_limit + 1 - n_kept, 1)
 
 
 def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
@@ -268,8 +270,7 @@ def save(run: Run) -> None:
         with run.metrics.timed("paused"):
             write(run, temporary, final)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
-        # Only the main process removes it: another one might do so while the main process renames
-        # it.
+        # Only the main process removes the folder: others might fail while it is being renamed.
         if run.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
         way_on = "This folder has none before it."
@@ -529,7 +530,7 @@ def load(run: Run, path: Path) -> dict:
 def read_tensors(run: Run, file: Path) -> Any:
     """Reads a file of `torch.save` onto this process's device; what was on the CPU stays there."""
 
-    def place(storage, location: str):
+    def place(storage, location: str):  # as `torch.load` asks of `map_location`
         if location == "cpu":
             return storage
         return storage.to(device=run.accelerator.device)

@@ -148,7 +148,7 @@ class Metrics:
     `log` writes when it is due:
 
         metrics.pending.add([Logged({"loss": losses}, weights)])
-        metrics.update_done(applied=True, grad_norm=0.5, learning_rate=1e-5)
+        metrics.update_done(applied=True, grad_norm=0.5, learning_rate=1e-5, loss_scale=None)
         metrics.log()  # {"global_step": 1, "loss": 2.25, "grad_norm": 0.5, ...}
 
     Args:
@@ -269,7 +269,7 @@ class Metrics:
             self.open.take(self.pending)
             self.bar.update()
         else:
-            warning = self.skip_watch.update_skipped(of_update["loss_scale"])
+            warning = self.skip_watch.update_skipped(of_update.get("loss_scale"))
             if warning:
                 self.bar.write(warning)
         self.pending.sums = {}
@@ -278,10 +278,11 @@ class Metrics:
     def log(self) -> None:
         """Writes the training line of this `global_step`. All processes must call it.
 
-        Every recipe logs a `loss`. If there is none, no update was applied since the last line, and
-        only metrics of rollouts that led to no update are written, if there are any.
+        If no update was applied since the last line, only metrics of rollouts that led to no update
+        are written, if there are any.
         """
-        if "loss" not in self.open.sums:
+        no_update_applied = "loss" not in self.open.sums  # every recipe logs a loss
+        if no_update_applied:
             means = self.open.reduce()
             if means:
                 self.write({"epoch": self.progress.epoch, **means})
@@ -312,11 +313,12 @@ class Metrics:
     def add_flop(self) -> None:
         """Adds this process's operations to the open means; `training_line` takes them out again.
 
-        They are then averaged over the processes by the collective that the line needs anyway.
+        Each process adds one number of weight 1. So their mean is that over processes, by the
+        collective that the line needs anyway.
         """
-        of_loss = self.open.sums["loss"].numbers
-        # Made on the device: a copy from the host would make a GPU wait.
-        flop = of_loss.new_full((1,), self.speed.flop)
+        # Made on the device of another metric: a copy from the host would make a GPU wait.
+        on_device = self.open.sums["loss"].numbers
+        flop = on_device.new_full((1,), self.speed.flop)
         self.open.add([Logged({FLOP: flop}, weights=torch.ones_like(flop))])
 
     def add_rollout(

@@ -122,8 +122,8 @@ class Args(RolloutArgs):
 
 
 # ============================================================ the algorithm
-# Which prompts the student answers is drawn from [seed, epoch, stream], with a stream that no other
-# draw has, see `common/rollout/schedule.py`.
+# Which prompts the student answers is drawn from [seed, epoch, stream, row], with a stream that no
+# other draw has, see `common/rollout/schedule.py`.
 SHARE_STREAM = 4
 
 
@@ -336,6 +336,7 @@ def rollout_of(run: Run, samples: Samples, columns: dict[str, list], n_own: int)
     def for_each_sample(of_prompts: list) -> list:
         return generation.repeat_each(of_prompts, samples.per_prompt)
 
+    # With several teachers, the data name each row's.
     one_teacher = [teachers.ONLY] * len(columns["row"])
     teacher_names = for_each_sample(columns.get("teacher", one_teacher))
     # Without --teacher_prompt a teacher reads what the student reads.
@@ -371,7 +372,7 @@ def compute_logps(
     """
     collected = Collected(run.accelerator)
     for rows, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
-        # A padding row is alone in its micro-batch.
+        # A micro-batch of weight 0 is one padding row, of which nothing is kept.
         kept_rows = rows if weights.any() else []
         collected.add(kept_rows, old["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
@@ -437,10 +438,11 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
 def lessons_of(
     all_teachers: Teachers, rollout: Rollout, rows: list[int], *, batch: dict, packer: Packer
 ) -> list[Lesson]:
-    """Returns what the student is compared with, for some samples; see `Teachers.lessons`.
+    """Runs the teachers on some samples, without gradients; see `Teachers.lessons`.
 
-    A `Lesson` is one teacher's hidden state at each response token and its output layer, from which
-    logits are made by chunks.
+    Returns:
+        What the student is compared with. A `Lesson` holds one teacher's hidden state at each
+        response token and its output layer, from which logits are made by chunks.
 
     Args:
         batch: these samples, as the student reads them.
@@ -482,7 +484,7 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "distill.yaml")
     check_settings(args)
-    # Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+    # The first also completes output_dir and the size of micro-batches, the second lora_alpha.
     accelerator = launch.make_accelerator(args, "distill")
     lora.complete_settings(accelerator, args)
 
@@ -570,7 +572,8 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
-        # Where a group can share its prompt, these lengths keep it together.
+        # Micro-batches are cut in the order of these lengths. Where prompts are shared, all samples
+        # of a group have the same one, so the group stays together.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
@@ -583,7 +586,7 @@ def main():
                 data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
                 weights = batches.send(micro_batch.weights, run.device)
                 batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
-            with metrics.timed("teacher"):  # forward passes of the teachers, without gradient
+            with metrics.timed("teacher"):  # what the teachers say about the same tokens
                 lessons = lessons_of(
                     all_teachers, rollout, micro_batch.rows, batch=batch, packer=packer
                 )

@@ -219,7 +219,7 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "dpo.yaml")
     check_settings(args)
-    # Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+    # The first also completes output_dir and the size of micro-batches, the second lora_alpha.
     accelerator = launch.make_accelerator(args, "dpo")
     lora.complete_settings(accelerator, args)
 

@@ -418,12 +418,11 @@ def kl_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    The KL is logged, and `kl_coef` multiplies the term. The old policy sampled the tokens, so the
-    term is weighted by the ratio. Its mean gradient is that of the KL:
+    The KL is logged, and `kl_coef` multiplies the term. The mean gradient of the term is that of
+    the KL. With E, the mean over tokens that the old policy sampled:
 
-        k2    k2 * ratio.detach()    because the gradient of k2 estimates that of the KL
-        k3    k3 * ratio             because the value of k3 estimates the KL, but its gradient does
-                                     not. So the weighted mean is differentiated, ratio included.
+        k2    E[ratio * grad k2] = grad KL                            term: k2 * ratio.detach()
+        k3    E[ratio * k3] = KL, so grad E[ratio * k3] = grad KL     term: k3 * ratio
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.
@@ -745,10 +744,10 @@ def note_dropped_groups(run: Run, is_kept: torch.Tensor) -> None:
         run.metrics.note_once(
             "dropped groups",
             f"{n_dropped} of {n_groups} groups ({n_dropped / n_groups:.0%}) have advantages of "
-            "zero, such as those whose responses all score alike, and are dropped. So updates "
-            "have fewer samples, at the same learning rate. Easier or harder prompts help, and a "
-            "reward of more than two values; --refill_rounds 3 samples other prompts in their "
-            "place (not with --rollouts_ahead 1)",
+            "zero, such as those whose responses all score alike, and are dropped. So there are "
+            "fewer updates, or smaller ones, at the same learning rate. Easier or harder prompts "
+            "help, and a reward of more than two values; --refill_rounds 3 samples other prompts "
+            "in their place (not with --rollouts_ahead 1)",
         )
 
 
@@ -767,7 +766,8 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
     """Returns which samples of the rollout form its next update, in a seeded order.
 
     The updates of a pass differ in size by at most one sample: a small leftover would get a whole
-    optimizer step of its own. A group may be split.
+    optimizer step of its own. Of 10 samples, where `train_batch_size` is 4, they take 4, 3 and 3. A
+    group may be split.
     """
     n_updates = updates_per_pass(rollout, args)
     pass_number, update_of_pass = divmod(position.update, n_updates)
@@ -799,7 +799,7 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "grpo.yaml")
     check_settings(args)
-    # Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+    # The first also completes output_dir and the size of micro-batches, the second lora_alpha.
     accelerator = launch.make_accelerator(args, "grpo")
     lora.complete_settings(accelerator, args)
 
@@ -893,7 +893,8 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
-        # Where a group can share its prompt, these lengths keep it together.
+        # Micro-batches are cut in the order of these lengths. Where prompts are shared, all samples
+        # of a group have the same one, so the group stays together.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
@@ -981,7 +982,8 @@ def skip_rollout(run: Run) -> None:
     """
     position = run.extra.position
     position.end_rollout()
-    run.progress.idle = True  # the model has not changed: nothing is due before the run ends
+    # The model has not changed: until the next update, or the run's end, nothing is due.
+    run.progress.idle = True
     update_data_position(run)
 
     reason = (
@@ -990,7 +992,7 @@ def skip_rollout(run: Run) -> None:
     )
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
     is_less_than_epoch = prompts_without_update < run.data.mixture.samples
-    if is_less_than_epoch or run.progress.finished:
+    if is_less_than_epoch or run.progress.finished:  # it goes on, or ends by itself
         run.metrics.warn(reason)
         return
     run.metrics.log()  # the rewards of rollouts without an update

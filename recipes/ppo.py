@@ -619,7 +619,7 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "ppo.yaml")
     check_settings(args)
-    # Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+    # The first also completes output_dir and the size of micro-batches, the second lora_alpha.
     accelerator = launch.make_accelerator(args, "ppo")
     lora.complete_settings(accelerator, args)
 
@@ -710,7 +710,7 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
-        # The samples of a group are spread over the updates: each has its own length here.
+        # The responses to one prompt go to different updates, so none can share its prompt.
         micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)

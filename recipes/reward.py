@@ -173,7 +173,7 @@ CHARTS = {
 def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "reward.yaml")
-    # Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+    # The first also completes output_dir and the size of micro-batches, the second lora_alpha.
     accelerator = launch.make_accelerator(args, "reward")
     lora.complete_settings(accelerator, args)
 

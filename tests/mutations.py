@@ -891,7 +891,11 @@ ROLLOUTS = [
         "distill_share_by_place",
         "which prompts a student answers depends on the prompts beside them",
         "recipes/distill.py",
-        replace("answered_by_student", "draws[data_rows]", by="draws[: len(data_rows)]"),
+        replace(
+            "answered_by_student",
+            "[args.seed, epoch, SHARE_STREAM, row]",
+            by="[args.seed, epoch, SHARE_STREAM, data_rows.index(row)]",
+        ),
         "rollout/test_distill.py::test_the_share_of_prompts_that_the_student_answers",
     ),
     Fault(

@@ -58,7 +58,8 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
     content = message["content"]
     after_thought = without_thought(content)
     answer = after_thought.lstrip()
-    if after_thought != content:
+    has_thought_in_content = after_thought != content
+    if has_thought_in_content:
         return content.removesuffix(answer), answer
     template = str(tokenizer.chat_template)
     opener, closer = MARKERS[0]
@@ -67,12 +68,17 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
             opener = known_opener
             closer = known_closer
             break
+    # Gemma writes the content right after the marker.
     gap = "" if closer == "<channel|>" else "\n\n"
     return f"{opener}\n{of_message(message)}\n{closer}{gap}", answer
 
 
 def without_empty_thought(text: str) -> str:
-    """Returns a text without the empty thought, such as `<think></think>`, that it begins with."""
+    r"""Returns a text without an empty thought at its beginning, and the whitespace after that.
+
+    Examples: `<think>\n</think>\nYes` gives `Yes`, and so does `</think>Yes`, whose thought was
+    opened in the prompt.
+    """
     for opener, closer in MARKERS:
         inside, found, rest = text.partition(closer)
         if found and inside.strip() in ("", opener):
@@ -81,12 +87,24 @@ def without_empty_thought(text: str) -> str:
 
 
 def is_whole_thought(text: str) -> bool:
-    r"""Whether a text is a thinking block that opens and closes.
+    r"""Whether a text is a thought, maybe an empty one, from its opening to its closing marker.
 
-    Examples: `<think></think>` is one, and so is `[THINK]\n[/THINK]`; `<think>\n` is not closed,
-    and `<|im_start|><|im_end|>` is not about thinking.
+    Templates have more markers than those of `MARKERS`, so these are recognised by their form.
+    Examples:
+
+        <think></think>                      is one
+        [THINK]\n[/THINK]                    is one
+        <think>\n                            is not closed
+        <|channel|>analysis<|message|>       is not closed
+        <|im_start|><|im_end|>               is not about thinking
     """
-    markers = re.findall(r"[<\[◁][^<>\[\]◁▷]*[>\]▷]", text)
+    text = text.strip()
+    markers = re.findall(r"<[^<>]*>|\[[^\[\]]*\]|◁[^◁▷]*▷", text)
+    if len(markers) < 2:
+        return False
+    first = markers[0]
+    last = markers[-1]
+    is_all_of_it = text.startswith(first) and text.endswith(last)
     is_about_thinking = re.search("think|thought|reason|analysis", text, re.IGNORECASE)
-    starts_and_ends = re.fullmatch(r"\s*[<\[◁].*[>\]▷]\s*", text, re.DOTALL)
-    return bool(len(markers) > 1 and is_about_thinking and starts_and_ends)
+    is_closed = "/" in last or "end" in last.lower() or last == "<channel|>"
+    return bool(is_all_of_it and is_about_thinking and is_closed)

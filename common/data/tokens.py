@@ -151,21 +151,24 @@ def encode_answer(
     if reason:
         return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
 
-    # 2. It writes the answer, but drops the thinking of its last message.
     places = range(len(history), len(history) + len(answer))
     *drops_earlier, drops_last = [conversation.leaves_out_thought(place) for place in places]
     notes = [DROPS_EARLIER] if any(drops_earlier) else []
     if drops_last and len(answer) > 1:
+        # 2. It drops the thinking of the last of several messages.
         return encode_last_as_given(tokenizer, prompt, history, answer, tools=tools, notes=notes)
     if drops_last:
+        # 3. It drops the thinking of the only message.
         context, ids = encode_as_given(tokenizer, prompt, conversation)
         notes.append(DROPS_THOUGHT)
     else:
-        # 3. It writes its last message whole.
+        # 4. It writes the last message whole.
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
         if context != prompt.ids:  # the answer follows only its beginning
             notes.append(note_on_mismatch(tokenizer, turn))
+
+    # 5. Maybe it writes no end of an answer.
     if not has_end(tokenizer, ids):
         ids = [*ids, tokenizer.eos_token_id]
         notes.append(APPENDS_EOS)
@@ -194,9 +197,9 @@ def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
         prompt                    with answer    context                   answer
         <bot>                     <bot> Yes      <bot>                     Yes
         <bot> a                   <bot> ab c     <bot> a                   b c
-        <bot> <think>             <bot> Yes      <bot>                     Yes
         <bot> <think> </think>    <bot> Yes      <bot> <think> </think>    Yes
         <bot> \n\n                <bot> \n Yes   <bot> \n\n                Yes
+        <bot> <think>             <bot> Yes      <bot>                     Yes
     """
     prompt_ids = turn.prompt.ids
     answer_ids = turn.ids_with_answer[turn.n_shared :]
@@ -208,9 +211,9 @@ def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
         return prompt_ids, encode_text(tokenizer, turn.text_with_answer[len(turn.prompt.text) :])
     is_whitespace = turn.only_in_prompt.strip() == ""
     if is_whitespace or thoughts.is_whole_thought(turn.only_in_prompt):
-        # The last two lines: a model would give this answer after the whole prompt.
+        # Third and fourth line: a model would give this answer after the whole prompt.
         return prompt_ids, without_whitespace(tokenizer, answer_ids, turn.only_in_prompt)
-    # Third line: after the rest of the prompt, such as an open thought, it would not.
+    # Last line: after the rest of the prompt, such as an open thought, it would not.
     return turn.ids_with_answer[: turn.n_shared], answer_ids
 
 
@@ -248,8 +251,8 @@ def encode_last_as_given(
     """Returns an answer of several messages, where the template drops the last one's thinking.
 
     The last message is encoded by itself, with its thinking, after a context that ends with the
-    messages before it. The part of that context that goes beyond the prompt belongs to the answer,
-    so it is learned, too. Example:
+    messages before it. Those belong to the answer as well, a tool's result included: where an
+    answer has several messages, all tokens after the prompt are its ids. Example:
 
         prompt             <user>Hi<bot>
         context of last    <user>Hi<bot>Call<end><tool>5<end><bot>
@@ -290,7 +293,9 @@ def encode_as_given(
         conversation: it ends with the answer, whose thinking the template drops.
     """
     thinking, content = thoughts.split(tokenizer, conversation.messages[-1])
-    end_of_prompt, before_content, rest = around_content(tokenizer, prompt, conversation, content)
+    turn = turn_with_mark(tokenizer, prompt, conversation, content)
+    end_of_prompt = turn.only_in_prompt
+    before_content, rest = split_at_content(turn.only_in_answer)
     answer = thinking + rest
     if end_of_prompt == "":
         # First line of the table: the template writes the answer right after the prompt.
@@ -302,48 +307,48 @@ def encode_as_given(
         # Third line: the prompt has opened the thought. The whitespace after the marker may differ,
         # so only what both have is left out.
         answer = answer.lstrip()
-        answer = answer[n_shared(answer, end_of_prompt.lstrip()) :]
+        n_written = n_shared(answer, end_of_prompt.lstrip())
+        answer = answer[n_written:]
+    # Fourth line: the answer follows the whole prompt as it is.
     ids = encode_after(tokenizer, prompt, answer)
     return prompt.ids, up_to_end(tokenizer, ids)
 
 
-def around_content(
+def turn_with_mark(
     tokenizer, prompt: Beginning, conversation: templates.Conversation, content: str
-) -> tuple[str, str, str]:
-    """Finds the place where the template writes the content of a conversation's last message.
-
-    For that, the conversation is rendered with a mark in front of the content. Examples, with _ for
-    a space, where the content is `Yes`:
-
-        prompt         with the mark                 end_of_prompt    before_content    rest
-        <bot>          <bot>MARKYes<end>             nothing          nothing           Yes<end>
-        <bot>          <bot>_MARKYes<end>            nothing          _                 Yes<end>
-        <bot><think>   <bot>MARKYes<end>             <think>          nothing           Yes<end>
-        <bot>          <bot><think></think>MARKYes   nothing          nothing           Yes
-
-    Without a content, or if the template does not write it, the place is before everything else
-    that the template writes of the message, such as a call.
+) -> Turn:
+    """Returns the turn of a last message without thinking, with `MARK` in front of its content.
 
     Args:
         prompt, conversation: see `encode_as_given`.
-        content: that of the last message, without its thinking.
-
-    Returns:
-        end_of_prompt: what the prompt ends with, and the conversation does not have.
-        before_content: what the template writes between the other messages and the content, but
-            for an empty thought.
-        rest: the content, and what follows it.
+        content: that of the last message, without its thinking; if it is empty there is no mark.
     """
     *others, message = conversation.messages
     marked = {**thoughts.removed(message), "content": MARK + content if content else ""}
     text = templates.render(tokenizer, [*others, marked], conversation.tools)
-    turn = compare_with_prompt(tokenizer, prompt, text)
-    written = thoughts.without_empty_thought(turn.only_in_answer)
-    before_content, found, rest = written.partition(MARK)
-    if not found:
-        rest = written.lstrip()
-        before_content = written.removesuffix(rest)
-    return turn.only_in_prompt, before_content, rest
+    return compare_with_prompt(tokenizer, prompt, text)
+
+
+def split_at_content(written: str) -> tuple[str, str]:
+    """Returns what a template writes before an answer's content, and the rest from there on.
+
+    Examples, with _ for a space:
+
+        written                        returned
+        MARKYes<end>                   nothing    Yes<end>
+        _MARKYes<end>                  _          Yes<end>
+        <think></think>MARKYes<end>    nothing    Yes<end>    an empty thought is left out
+        _<call>                        _          <call>      no content is written
+
+    Args:
+        written: the answer in `turn_with_mark`.
+    """
+    written = thoughts.without_empty_thought(written)
+    before_content, mark, rest = written.partition(MARK)
+    if mark:
+        return before_content, rest
+    rest = written.lstrip()
+    return written.removesuffix(rest), rest
 
 
 # ============================================================ where an answer ends
@@ -351,6 +356,7 @@ def around_content(
 #
 #                     ChatML: Yes<|im_end|>\n    no token ends an answer: Yes\n\n
 #     ending          <|im_end|> \n              \n\n
+#     stop            0                          None
 #     end_of_answer   <|im_end|>                 nothing
 #     white_ending    \n                         \n\n
 #     writes_no_stop  false                      true
@@ -410,18 +416,19 @@ def has_end(tokenizer, ids: list[int]) -> bool:
         return True
     conventions = templates.conventions(tokenizer)
     if conventions.writes_no_stop:
-        return False  # a special token at the end may be anything, but it ends no answer
+        return False
     if ids[-1:] == conventions.end_of_answer[-1:]:
         return True
-    return turn_length(tokenizer, ids) == len(ids)  # another special token, as after a tool call
+    # Another special token, as after a tool call.
+    return turn_length(tokenizer, ids) == len(ids)
 
 
 def turn_length(tokenizer, ids: list[int]) -> int:
     r"""Returns how many tokens a turn has, up to and including its end token; 0 if it has none.
 
-    The end token is the last EOS. A turn without one, such as a tool call of gpt-oss, ends with a
-    special token: its last token, or its last but one if another, such as a newline, follows. What
-    follows the end is never generated, so it is not learned. Examples, with a space between tokens:
+    The end token is the last EOS. If there is none, as in a tool call of gpt-oss, it is a special
+    token, at the end or with one token after it, such as a newline. What follows the end is never
+    generated, so it is not learned. Examples, with a space between tokens:
 
         Yes <eos> \n          2
         call <call> \n        2

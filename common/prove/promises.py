@@ -15,7 +15,7 @@ The runs that several promises look at, made in `runs.py`:
     other_seed      1           a whole update     yes      no        every 2, or half of all
     unclipped       1           a whole update     no       no        every update
     pass_at_once    1           a whole pass       no       no        every update: one pass each
-    pass_in_parts   2           2 or 8 samples     no       no        one for each pass
+    pass_in_parts   2           2 or 8 samples     no       no        update 1, then one a pass
 
 Runs that do not learn have a learning rate of 0: all their updates meet the same weights.
 """
@@ -168,8 +168,12 @@ def check_means(bench: Bench) -> Iterator[Check]:
 def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
     """Compares the last lines of two runs that do not learn, each over one whole pass.
 
-    `at_once` has one update a pass, and a line for each: all its lines are over a whole pass.
-    `in_parts` has several updates a pass, and a line at update 1 and at the end of each pass.
+    `at_once` has one update a pass, so each of its lines is over a whole pass. `in_parts` has n
+    updates a pass. Its lines are over
+
+        update 1    updates 2 to n, the rest of the first pass    the second pass
+
+    With n = 1 there is no second one.
     """
     expected = means_of_last_line(at_once)
     found = means_of_last_line(in_parts)
@@ -178,17 +182,17 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
     same = compare.lines([{**expected, "global_step": step}], [{**found, "global_step": step}])
     yield Check("training lines", same)
     if len(in_parts.training) > 2:
-        # Its lines: update 1, the rest of the first pass, the second pass. If the second line
-        # equals a whole pass in every metric, update 1 is still in it: sums are not emptied.
+        # If this line equals a whole pass in every metric, update 1 is still in it: the sums were
+        # not emptied when that was logged.
         rest_of_first_pass = in_parts.training[1]
         differs = compare.unlike([rest_of_first_pass], [expected])
         yield Check("since the last line alone", differs)
 
 
 def means_of_last_line(run: Finished) -> dict:
-    """Returns the means that a run's last line logs, and those of its rollout if it samples.
+    """Returns the means in a run's last line, and those that only its first line has.
 
-    Such a run has one rollout here. Its means are logged once, in the first line.
+    These are means of a rollout: a run that samples has one rollout here, and logs its means once.
     """
     line = {**run.training[0], **run.training[-1]}
     return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}

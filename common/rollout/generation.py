@@ -162,10 +162,11 @@ def generate(
 def responses_that_fit(run: Run, prompts: list[list[int]], max_new_tokens: int) -> int:
     """Returns how many responses a cache of `CACHE_BYTES` holds, each after the longest prompt.
 
-    It is the same on every device, so that a resumed run generates the same wherever it runs.
+    It is the same on every device, so that a resumed run generates the same wherever it runs. A
+    model without attention, such as Mamba, needs less: it is counted as one with a single head.
     """
     config = run.unwrapped.config.get_text_config()
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     bytes_of_number = 4 if run.accelerator.mixed_precision == "no" else 2
@@ -526,8 +527,9 @@ def without_router_logits(model):
 def unsharded(prepared, model):
     """Unshards the weights of `model`, and keeps a forward pass from sharding them again.
 
-    Whatever else `prepared` holds, such as PPO's critic, stays in shards.
+    The layers of other models that `prepared` holds, such as PPO's critic, stay in shards.
     """
+    # `prepared` itself holds all weights outside the layers, such as those of the embeddings.
     modules_that_generate = {prepared, *model.modules()}
     fsdp_modules = [module for module in prepared.modules() if isinstance(module, FSDPModule)]
     reshards_in_training = {module: reshards_after_forward(module) for module in fsdp_modules}

@@ -789,6 +789,17 @@ def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
     assert thoughts.split(tokenizer, whole) == ("<think>why</think> ", "yes")
 
 
+@pytest.mark.parametrize("text, expected", [
+    ("<think></think>", True), ("\n<think>\n\n</think>\n\n", True), ("[THINK]\n[/THINK]", True),
+    ("<|channel>thought\n<channel|>", True), ("◁think▷◁/think▷", True),
+    ("<|START_THINKING|><|END_THINKING|>", True), ("<think>So.</think>", True),
+    ("<think>\n", False), ("<think>\n</think>\n<think>\n", False), ("final <think></think>", False),
+    ("<|channel|>analysis<|message|>", False), ("<|im_start|><|im_end|>", False), ("", False),
+])  # fmt: skip
+def test_a_whole_thought_is_one_that_is_closed(text, expected):
+    assert thoughts.is_whole_thought(text) == expected
+
+
 def test_one_answer_of_a_pair_thinks():
     """The prompt is what both answers continue; the one that thinks begins with what opens its thinking."""
     tokenizer = templates.tokenizer("deepseekv3")

@@ -61,7 +61,8 @@ def test_a_plain_prompt_is_encoded_alone_and_in_front_of_each_answer(monkeypatch
     """No special token shows where such a text can be cut, so its ids may depend on what follows."""
     row = {"prompt": "What is the capital of Xanadu?", "chosen": " Paris", "rejected": " one"}
     texts = encoded_texts(monkeypatch, templates.tokenizer("own_alpaca"), row)
-    assert [text for text in texts if text] == [
+    texts.remove("a")  # whether the tokenizer adds a BOS
+    assert texts == [
         row["prompt"], row["prompt"] + " Paris", row["prompt"] + " one",
     ]  # fmt: skip
 

@@ -38,7 +38,7 @@ evaluation
 # Lines of `main`, in this order. What belongs to the algorithm is between them.
 MAIN = """
 args = arguments.parse(Args, demo=common.ASSETS / "NAME.yaml")
-# Both also fill in arguments: output_dir and the size of micro-batches; lora_alpha.
+# The first also completes output_dir and the size of micro-batches, the second lora_alpha.
 accelerator = launch.make_accelerator(args, "NAME")
 lora.complete_settings(accelerator, args)
 tokenizer = load.tokenizer_of_run(accelerator, args)

@@ -28,6 +28,7 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MambaConfig,
     Qwen3Config,
 )
 
@@ -790,7 +791,21 @@ def test_settings_that_would_be_ignored_or_cannot_work(settings, parts, capsys):
     assert all(part in message for part in parts), message
 
 
-def test_a_run_in_which_only_the_critic_would_learn(capsys):
+@pytest.mark.parametrize("config, numbers_of_token", [
+    (LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2), 2 * 3 * 32),
+    (MambaConfig(hidden_size=64, num_hidden_layers=3), 2 * 3 * 64),  # it has no heads
+])  # fmt: skip
+def test_how_many_responses_are_generated_at_once(config, numbers_of_token):
+    run = types.SimpleNamespace(
+        unwrapped=types.SimpleNamespace(config=config),
+        accelerator=types.SimpleNamespace(mixed_precision="no"),
+    )
+    bytes_of_response = 4 * numbers_of_token * (1000 + 24)
+    found = generation.responses_that_fit(run, [[0] * 1000, [0]], max_new_tokens=24)
+    assert found == generation.CACHE_BYTES // bytes_of_response
+
+
+def test_a_run_in_which_only_the_critic_would_learn():
     """20 prompts an epoch: rollouts of 8, 8 and 4 samples, each of one update."""
     sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 1, "train_batch_size": 8}
     settings = types.SimpleNamespace(**sizes, num_epochs_per_rollout=1, critic_warmup_rollouts=4)
