@@ -22,6 +22,11 @@ OF_DISKS = {
     errno.EROFS: "a disk can only be read now",
     errno.EIO: "a disk fails",
 }
+OUT_OF_MEMORY = (
+    "Needs less: a smaller --micro_train_batch_size or --micro_train_tokens, "
+    "--gradient_checkpointing, ZeRO-2 or ZeRO-3; where it samples, a smaller "
+    "--generate_batch_size and --score_batch_size. python -m common.memory says what a run takes."
+)
 
 
 def run(main: Callable[[], None]) -> None:
@@ -46,6 +51,8 @@ def run(main: Callable[[], None]) -> None:
         if isinstance(error, OSError) and error.errno in OF_DISKS:
             what = OF_DISKS[error.errno]
             refuse(f"{what}, that of --output_dir or of a cache (HF_HOME): {error}")
+        if type(error).__name__ == "OutOfMemoryError":  # torch's
+            error.args = (f"{error}\n{OUT_OF_MEMORY}",)  # the last thing that is printed of it
         close_bars()
         if tell_launcher(traceback.format_exc()):
             sys.exit(1)

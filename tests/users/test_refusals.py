@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 from tqdm import tqdm
 
 from common import errors
@@ -235,6 +236,17 @@ def test_the_launcher_is_told_one_message_of_all_processes(worker, capsys):
     with pytest.raises(SystemExit) as stopped:
         errors.run(lambda: sys.exit(0))
     assert stopped.value.code == 0
+
+
+def test_a_run_out_of_memory_ends_with_what_needs_less():
+    def main():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.")
+
+    with pytest.raises(torch.OutOfMemoryError) as failure:
+        errors.run(main)
+    first, last = str(failure.value).splitlines()
+    assert first == "CUDA out of memory. Tried to allocate 20 GiB."
+    assert "--micro_train_batch_size" in last and "--generate_batch_size" in last
 
 
 @pytest.mark.parametrize("end, code", [("1 / 0", 1), ("sys.exit(3)", 1), ("sys.exit(0)", 0)])
