@@ -172,7 +172,8 @@ def describe_end(run: "Run") -> list[str]:
     if run.best.global_step is None:
         return [f"no best evaluation: {run.args.keep_best} was never a number"]
     lines = [f"best: {describe(run.output_dir)}, saved in {run.output_dir / FOLDER}"]
-    if run.progress.stopped_early and run.progress.global_step < run.progress.total_steps:
+    by_patience = 0 < run.args.stop_after <= run.best.since
+    if by_patience and run.progress.global_step < run.progress.total_steps:
         evaluations = counted(run.best.since, "evaluation")
         lines.append(f"stopped early: {evaluations} without a better one (--stop_after)")
     return lines

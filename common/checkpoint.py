@@ -130,21 +130,22 @@ def find_checkpoint(run: Run) -> Path | None:
 def refuse_to_start_over(run: Run, passed_over: list[Path]) -> None:
     """Ends the program if a run that has no usable checkpoint is not a new one.
 
-    It is not new where there are
-
-        checkpoints in its folder, or one named by `--resume`, that cannot be used
-        an actor in its folder: the run has ended, and left no checkpoint
-
     It would begin at 0, and write over its own results.
 
     Args:
         passed_over: the checkpoints that cannot be used.
+
+    Raises:
+        SystemExit: the checkpoint that `--resume` names cannot be used; those in the run's folder
+            cannot; there are none, but an actor, so the run has ended.
     """
-    # No checkpoint was passed over, but there may be copies under other names.
-    unusable = passed_over or list(run.checkpoints.glob("global_step_*"))
+    if run.args.resume != "auto":
+        sys.exit(f"--resume {run.args.resume}: it cannot be used, see above")
+    copies = run.checkpoints.glob("global_step_*")  # maybe under names that are not looked for
+    unusable = passed_over or list(copies)
     if unusable:
         sys.exit(
-            f"--resume {run.args.resume}: of {counted(len(unusable), 'checkpoint')} none is whole "
+            f"--resume auto: of {counted(len(unusable), 'checkpoint')} none is whole "
             "and named as written; to start from the beginning take another --output_dir"
         )
     if (run.output_dir / "actor").exists():
@@ -260,8 +261,8 @@ def save(run: Run) -> None:
     """
     step = run.progress.global_step
     if run.last_saved == step:
-        # This step is saved already, for example when a signal arrives right after. Updates that
-        # were skipped since then are not in it. The resumed run makes them again, and skips them.
+        # This step is saved already, for example when a signal arrives right after. Skipped updates
+        # and rollouts without an update since then are not in it. The resumed run repeats them.
         return
     final = run.checkpoints / f"global_step_{step:06d}"
     temporary = run.checkpoints / f".{final.name}.writing"
@@ -333,7 +334,7 @@ def stop_if_asked(run: Run) -> None:
     """Saves a checkpoint and ends the run if any process got a signal, or has lost its launcher.
 
     All processes must call it, after each update. After the last one it also calls
-    `replace_checkpoint_of_signal`.
+    `save_end_if_resumable`.
 
     Raises:
         SystemExit: with 128 plus the signal's number, or that of SIGHUP if the launcher is gone.
@@ -341,7 +342,7 @@ def stop_if_asked(run: Run) -> None:
     number = stopping.signal_of_any(run)
     if number == 0:
         if run.progress.finished:
-            replace_checkpoint_of_signal(run)
+            save_end_if_resumable(run)
         return
     save(run)
     run.metrics.bar.close()
@@ -352,11 +353,11 @@ def stop_if_asked(run: Run) -> None:
     sys.exit(128 + number)
 
 
-def replace_checkpoint_of_signal(run: Run) -> None:
-    """Saves the end of a run whose only checkpoint is one that a signal left.
+def save_end_if_resumable(run: Run) -> None:
+    """Saves the end of a run that has a checkpoint, although it does not save by `--save_steps`.
 
-    Without `--save_steps` nothing else saves, so the run was stopped by a signal and resumed. Were
-    its checkpoint left as it is, `--resume auto` would repeat all updates since then.
+    Mostly a signal had stopped it, and it was resumed. If that checkpoint stayed the last one,
+    `--resume auto` would repeat all updates since then.
     """
     has_checkpoint = run.last_saved is not None
     if has_checkpoint and not run.args.save_steps:

@@ -27,7 +27,8 @@ class Progress:
         rows_seen: rows of the data used so far, in a recipe that sets it; None: the updates tell.
             In GRPO they do not, since a rollout that leaves groups out makes fewer.
         data_ended: in a recipe that sets `rows_seen`, whether all rows are trained on.
-        stopped_early: whether `--stop_after` ends the run.
+        stopped_early: whether the run ends before that: by `--stop_after`, or in GRPO because a
+            whole epoch of prompts led to no update.
         idle: whether rows were used up since the latest update without leading to one.
         consecutive_skips: how many of the latest updates were skipped since the last applied one.
         recent_skips: which of the latest `RECENT_UPDATES` updates were skipped, counted from 1.

@@ -33,7 +33,7 @@ common.check_recipe(__file__)  # also answers --help, before torch is imported
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,8 +122,8 @@ class Args(RolloutArgs):
 
 
 # ============================================================ the algorithm
-# Which prompts the student answers is drawn from [seed, epoch, stream, row], with a stream that no
-# other draw has, see `common/rollout/schedule.py`.
+# Which prompts the student answers is drawn from [seed, place, stream], with a stream that no other
+# draw has, see `common/rollout/schedule.py`.
 SHARE_STREAM = 4
 
 
@@ -236,9 +236,10 @@ def make_rollout(run: Run, all_teachers: Teachers, packer: Packer) -> Rollout:
     """
     args = run.args
     position = run.extra.position
-    epoch = position.prompts_seen // run.data.mixture.samples  # before prompts are taken
+    first_place = position.prompts_seen  # before prompts are taken
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
-    is_own = answered_by_student(prompts_of_rollout["row"], epoch, args)  # bool `[prompts]`
+    places = range(first_place, position.prompts_seen)
+    is_own = answered_by_student(places, args)  # bool `[prompts]`
     own = columns_where(prompts_of_rollout, is_own)
     given = columns_where(prompts_of_rollout, ~is_own)
 
@@ -277,13 +278,16 @@ def sample_responses(run: Run, own: dict[str, list], is_own: np.ndarray) -> Samp
     return samples
 
 
-def answered_by_student(data_rows: list[int], epoch: int, args: Args) -> np.ndarray:
+def answered_by_student(places: Sequence[int], args: Args) -> np.ndarray:
     """Returns which prompts the student answers, bool `[prompts]`.
 
-    Each has a random number of its own, which follows from the seed, the epoch and the number of
-    its row in its data set. So it does not depend on the other prompts of the rollout.
+    Each prompt has a random number of its own, which follows from the seed and its place. So it
+    does not depend on how many prompts a rollout has.
+
+    Args:
+        places: of the prompts in the data order of the whole run, counted from 0.
     """
-    seeds = [[args.seed, epoch, SHARE_STREAM, row] for row in data_rows]
+    seeds = [[args.seed, place, SHARE_STREAM] for place in places]
     draws = np.array([np.random.default_rng(seed).random() for seed in seeds])
     return draws < args.on_policy_share
 

@@ -885,7 +885,7 @@ def main():
             state.rollout = make_rollout(run, judge, reference, packer)
         rollout = state.rollout
         if rollout is None:  # no response is left to train on
-            skip_rollout(run)  # exits if a whole epoch led to no update
+            skip_rollout(run)  # ends the run if a whole epoch led to no update
             log_evaluate_save(run, judge, packer)
             continue
 
@@ -977,8 +977,11 @@ def update_data_position(run: Run) -> None:
 def skip_rollout(run: Run) -> None:
     """Skips a rollout that has nothing to train on, with a warning.
 
+    If a whole epoch of prompts has led to no update the run ends, and publishes what it has learned
+    before.
+
     Raises:
-        SystemExit: a whole epoch of prompts led to no update, and more are to come.
+        SystemExit: it has learned nothing.
     """
     position = run.extra.position
     position.end_rollout()
@@ -995,8 +998,13 @@ def skip_rollout(run: Run) -> None:
     if is_less_than_epoch or run.progress.finished:  # it goes on, or ends by itself
         run.metrics.warn(reason)
         return
+    reason += f", nor from any of the last {prompts_without_update} prompts, a whole epoch"
+    if run.progress.global_step:
+        run.metrics.warn(f"{reason}: the run ends here")
+        run.progress.stopped_early = True
+        return
     run.metrics.log()  # the rewards of rollouts without an update
-    sys.exit(f"{reason}, nor from any of the last {prompts_without_update} prompts, a whole epoch")
+    sys.exit(reason)
 
 
 # ============================================================ evaluation

@@ -710,7 +710,7 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
-        # The responses to one prompt go to different updates, so none can share its prompt.
+        # Samples are permuted, not groups: seldom do responses to one prompt meet in an update.
         micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)

@@ -893,8 +893,8 @@ ROLLOUTS = [
         "recipes/distill.py",
         replace(
             "answered_by_student",
-            "[args.seed, epoch, SHARE_STREAM, row]",
-            by="[args.seed, epoch, SHARE_STREAM, data_rows.index(row)]",
+            "[args.seed, place, SHARE_STREAM]",
+            by="[args.seed, place - places[0], SHARE_STREAM]",
         ),
         "rollout/test_distill.py::test_the_share_of_prompts_that_the_student_answers",
     ),

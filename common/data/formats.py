@@ -125,9 +125,9 @@ def conversation(row: dict) -> tuple[Text, Text]:
 
 
 def is_whole_text(row: dict) -> bool:
-    """Whether a row without `messages` has a column `text` to learn as a whole.
+    """Whether a row, if it has no `messages`, is to be learned as its column `text`.
 
-    With a prompt and a completion it has not: `text` is then another form of them, as in Alpaca's
+    Not if it has a prompt and a completion. Then `text` is the same in another form, as in Alpaca's
     original file.
     """
     has_completion = row.get("prompt") is not None and row.get("completion") is not None
@@ -185,7 +185,14 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
     chosen = row["chosen"]
     rejected = row["rejected"]
     are_strings = isinstance(chosen, str) and isinstance(rejected, str)
-    if are_strings and prompt is None:
+    repeat_transcript = (
+        isinstance(prompt, str)
+        and are_strings
+        and HH_MARKER in prompt
+        and chosen.startswith(prompt)
+        and rejected.startswith(prompt)
+    )
+    if are_strings and (prompt is None or repeat_transcript):
         return split_transcripts(chosen, rejected)
     if are_strings and isinstance(prompt, str):
         return prompt, chosen, rejected

@@ -34,6 +34,11 @@ def prompt_row(
         (ids,) = tokens.encode_plain(tokenizer, prompt)
     else:
         messages = as_messages(prompt, "user")
+        if messages and messages[-1]["role"] == "assistant":
+            raise BadRow(
+                "the prompt ends with an answer (role 'assistant'), and the model would answer "
+                "after it: expected a prompt that ends before the answer"
+            )
         tools = tools or row.get("tools")
         ids = tokens.encode_prompt(tokenizer, messages, tools).ids
         notes = templates.unwritten_parts(tokenizer, messages, tools)

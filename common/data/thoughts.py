@@ -20,14 +20,15 @@ FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def of_message(message: dict) -> str:
-    """Returns what an assistant thought before its answer, from a field or the content; or ""."""
+    """Returns the thinking of an assistant's message, from a field or its content; "" if none."""
     for field in FIELDS:
         if isinstance(message.get(field), str) and message[field].strip():
             return message[field].strip()
     content = message["content"]
     for opener, closer in MARKERS:
-        if closer in content:
-            return content.partition(closer)[0].strip().removeprefix(opener).strip()
+        before, found, _ = content.rpartition(closer)
+        if found:
+            return before.strip().removeprefix(opener).strip()
     return ""
 
 

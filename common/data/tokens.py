@@ -39,7 +39,8 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
 
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    adds_bos = tokenizer("a").input_ids[:1] == [bos]  # of "" it may be an EOS, if both are the same
+    # Not of "": a tokenizer may only append an EOS, and have the same token as BOS.
+    adds_bos = tokenizer("a").input_ids[:1] == [bos]
     # The prompt shows whether there is a BOS already; if it is empty, the first answer with tokens.
     first_ids = next((ids for ids in (prompt_ids, *answer_ids) if ids), [])
     if adds_bos and first_ids[:1] != [bos]:
@@ -251,8 +252,7 @@ def encode_last_as_given(
     """Returns an answer of several messages, where the template drops the last one's thinking.
 
     The last message is encoded by itself, with its thinking, after a context that ends with the
-    messages before it. Those belong to the answer as well, a tool's result included: where an
-    answer has several messages, all tokens after the prompt are its ids. Example:
+    messages before it. Those belong to the answer as well, a tool's result included. Example:
 
         prompt             <user>Hi<bot>
         context of last    <user>Hi<bot>Call<end><tool>5<end><bot>
@@ -264,6 +264,7 @@ def encode_last_as_given(
         notes: on the messages before the last one.
     """
     last = encode_answer(tokenizer, history + answer[:-1], answer[-1:], tools)
+    # All of the prompt, or its beginning if the first message follows only that.
     n_context = n_shared(prompt.ids, last.context)
     return Answer(
         prompt.ids,
@@ -298,14 +299,15 @@ def encode_as_given(
     before_content, rest = split_at_content(turn.only_in_answer)
     answer = thinking + rest
     if end_of_prompt == "":
-        # First line of the table: the template writes the answer right after the prompt.
+        # First line of the table: the template writes the answer right after the prompt. Only then
+        # does what it writes before the content, such as a space, belong there, too.
         answer = before_content + answer
     elif thoughts.is_whole_thought(end_of_prompt):
         # Second line: the prompt says that nothing was thought, and something was.
         prompt = encode_beginning(tokenizer, prompt.text.removesuffix(end_of_prompt))
     elif end_of_prompt.strip() and answer.lstrip().startswith(end_of_prompt.strip()):
         # Third line: the prompt has opened the thought. The whitespace after the marker may differ,
-        # so only what both have is left out.
+        # so only what both have is left out: `<think>Why` after `<think>\\n` becomes `Why`.
         answer = answer.lstrip()
         n_written = n_shared(answer, end_of_prompt.lstrip())
         answer = answer[n_written:]

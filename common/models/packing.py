@@ -85,8 +85,8 @@ class Layout:
         """Writes a group, starting at `place`; returns the next free place."""
         prompt_piece = next(self.prompt_pieces)
         start = self.write(group.prompt, place, position=0, piece=prompt_piece, prompt=prompt_piece)
-        # If the prompt is empty, it is no place of this group. Then nothing reads it, because
-        # `refuse_unpredicted` has seen that no first token is a target.
+        # With an empty prompt this is no place of the group. Nothing reads it then: the first token
+        # of such an answer is no target, see `refuse_unpredicted`.
         last_of_prompt = start - 1
         after_prompt = len(group.prompt)  # each answer's first position, as if it followed directly
         for number, answer in group.answers.items():

@@ -173,7 +173,7 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
 
         update 1    updates 2 to n, the rest of the first pass    the second pass
 
-    With n = 1 there is no second one.
+    With n = 1 there are only the first and the last of these.
     """
     expected = means_of_last_line(at_once)
     found = means_of_last_line(in_parts)
@@ -181,9 +181,9 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
     step = in_parts.last_step
     same = compare.lines([{**expected, "global_step": step}], [{**found, "global_step": step}])
     yield Check("training lines", same)
+    # The second of the three must differ from a whole pass, since it lacks update 1. Otherwise the
+    # sums were not emptied when update 1 was logged.
     if len(in_parts.training) > 2:
-        # If this line equals a whole pass in every metric, update 1 is still in it: the sums were
-        # not emptied when that was logged.
         rest_of_first_pass = in_parts.training[1]
         differs = compare.unlike([rest_of_first_pass], [expected])
         yield Check("since the last line alone", differs)
@@ -270,11 +270,11 @@ def logged_where_due(title: str, run: Finished, interval: int) -> Check:
 
 def saved_where_due(bench: Bench) -> Iterator[Check]:
     """Whether checkpoints and actors are where the flags say, and no more than are to be kept."""
-    # This run saves every `interval` updates, and keeps all.
+    # `runs.pass_in_parts` has `save_steps` and `save_actor_steps` of this interval, and no limits.
     interval = runs.updates_of_a_pass(bench) + 1
     keeps_all = runs.pass_in_parts(bench)
     all_due = due(interval, keeps_all.last_step)
-    # This one keeps only the last.
+    # `runs.uninterrupted` has limits of 1.
     keeps_last = runs.uninterrupted(bench)
     last_due = [keeps_last.last_step]
     for folder, (interval_flag, limit_flag) in SAVED.items():

@@ -423,6 +423,23 @@ def test_a_column_text_beside_another_format_is_learned_only_on_request(
     assert all(found["targets"][1:])
 
 
+def test_transcripts_that_repeat_the_column_prompt_are_learned_without_it():
+    prompt = "\n\nHuman: Why?\n\nAssistant:"
+    row = {"prompt": prompt, "chosen": prompt + " So.", "rejected": prompt + " No."}
+    assert formats.preference(row) == (prompt, " So.", " No.")
+    # Nothing says so of other strings: an answer may begin with the question.
+    row = {"prompt": "2+2", "chosen": "2+2=4", "rejected": "2+2=5"}
+    assert formats.preference(row) == ("2+2", "2+2=4", "2+2=5")
+
+
+@pytest.mark.parametrize("prompt", [[QUESTION, YES], [QUESTION, YES, QUESTION, YES]])
+def test_a_prompt_that_holds_its_answer(prompt, tokenizer, accelerator, tmp_path):
+    """As with `--columns prompt=messages`: the model would answer after the answer."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": prompt}])
+    refuses("row 1", "ends with an answer", call=lambda: load(
+        accelerator, tokenizer, path, prompt_row, columns=["prompt=messages"]))  # fmt: skip
+
+
 def test_a_prompt_of_alpaca_does_without_its_text(reader):
     assert reader([ALPACA_TEXT], prompt_row, ids="prompt_ids") == [(QUESTIONS[1], None)]
 

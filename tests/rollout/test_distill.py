@@ -80,21 +80,21 @@ def test_later_updates_of_sampled_tokens_are_weighted_by_the_ratio():
 
 
 def test_the_share_of_prompts_that_the_student_answers():
-    """It follows from seed, epoch and row alone: not from the rows beside it."""
+    """It follows from the seed and the place of a prompt alone: not from the size of a rollout."""
     args = settings_of(on_policy_share=0.3, seed=4)
-    rows = list(range(1, 5001))
-    of_all = distill.answered_by_student(rows, 2, args)
+    places = range(5000)
+    of_all = distill.answered_by_student(places, args)
     assert of_all.mean() == pytest.approx(0.3, abs=0.02)
-    some = [7, *rows[::-70]]
-    assert distill.answered_by_student(some, 2, args).tolist() == [of_all[row - 1] for row in some]
+    some = range(4900, 4930)
+    assert (distill.answered_by_student(some, args) == of_all[4900:4930]).all()
     for other in (
-        distill.answered_by_student(rows, 3, args),
-        distill.answered_by_student(rows, 2, settings_of(on_policy_share=0.3, seed=5)),
+        distill.answered_by_student(range(5000, 10_000), args),
+        distill.answered_by_student(places, settings_of(on_policy_share=0.3, seed=5)),
     ):
         # As independent draws do: 2 * 0.3 * 0.7 of the prompts change sides.
         assert (other != of_all).mean() == pytest.approx(0.42, abs=0.03)
-    assert distill.answered_by_student(rows, 2, settings_of(on_policy_share=1.0)).all()
-    assert not distill.answered_by_student(rows, 2, settings_of(on_policy_share=0.0)).any()
+    assert distill.answered_by_student(places, settings_of(on_policy_share=1.0)).all()
+    assert not distill.answered_by_student(places, settings_of(on_policy_share=0.0)).any()
 
 
 def test_a_rollout_is_cut_into_updates_of_about_equal_size():
@@ -429,23 +429,23 @@ class Reference:
         s = self.set
         order = np.random.default_rng([s.seed, epoch]).permutation(7)
         prompts_of_rollout = order[place : place + s.rollout_batch_size]
-        answers = np.random.default_rng([s.seed, epoch, 4]).random(8) < s.on_policy_share
         draws = np.random.default_rng([s.seed, self.rollouts, 1])
         uniforms = draws.random((len(prompts_of_rollout), s.n_samples_per_prompt, s.max_new_tokens))
         own, given = [], []
-        for row, of_prompt in zip(prompts_of_rollout, uniforms):
+        for number, (row, of_prompt) in enumerate(zip(prompts_of_rollout, uniforms)):
             columns = self.rows[row]
+            draw = np.random.default_rng([s.seed, 7 * epoch + place + number, 4]).random()
             prompt = self.encode(columns["prompt"])
             of_teacher = self.encode(columns[s.teacher_prompt]) if s.teacher_prompt else prompt
             teacher = self.teachers.get("") or self.teachers[columns["teacher"]]
-            if answers[row + 1]:
+            if draw < s.on_policy_share:
                 responses = [self.respond(prompt, numbers) for numbers in of_prompt]
             else:
                 text = columns["completion"][0]["content"] + "<|end|>"
                 responses = [self.tokenizer(text).input_ids[: s.max_new_tokens]]
             for response in responses:
                 ids = torch.tensor(response)[:, None]
-                (own if answers[row + 1] else given).append(
+                (own if draw < s.on_policy_share else given).append(
                     types.SimpleNamespace(
                         prompt=prompt,
                         response=response,
