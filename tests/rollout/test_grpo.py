@@ -44,6 +44,13 @@ def vowels(prompts, responses, weight, **columns):
 
 def same(prompts, responses, **columns):
     return [1.0] * len(responses)
+
+calls = 0
+
+def soon_same(prompts, responses, response_ids, **columns):
+    global calls
+    calls += 1
+    return [1.0 if calls > 2 else float(len(ids)) for ids in response_ids]
 """
 SHARED = dict(
     seed=3, rollout_batch_size=4, n_samples_per_prompt=3, generate_batch_size=5, score_batch_size=5, max_new_tokens=6, train_batch_size=4,
@@ -456,6 +463,19 @@ def test_a_whole_epoch_without_an_update_ends_a_run_that_counts_updates(inputs):
     assert "Traceback" not in result.stdout
     (of_rollouts,) = lines(inputs / "endless")  # what the rewards were that taught nothing
     assert (of_rollouts["global_step"], of_rollouts["reward"]) == (0, 1)
+
+
+def test_what_was_learned_is_published_when_nothing_is_left_to_learn(inputs):
+    """Solved prompts end a run: that is no failure, and nothing is lost."""
+    output = inputs / "solved"
+    more = ["--reward_function", "rewarding_of_test:soon_same", "--report_to", "none"]
+    result = run(inputs, output, SHARED, *more, "--max_steps", 50, "--save_steps", 50)
+    assert "a whole epoch: the run ends here" in result.stdout
+    *_, last = lines(output)
+    assert 0 < last["global_step"] < 50
+    assert list((output / "actor").glob("*.safetensors"))
+    (checkpoint,) = (output / "checkpoints").iterdir()  # of the end
+    assert checkpoint.name == f"global_step_{last['global_step']:06d}"
 
 
 def test_a_run_whose_last_rollouts_hold_no_update_still_evaluates_and_saves(inputs):
