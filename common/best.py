@@ -112,8 +112,8 @@ def is_better(value: float, best: float | None, lower: bool) -> bool:
 
 def count_patience(run: "Run") -> None:
     """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
-    patience = run.args.stop_after
-    run.progress.stopped_early = 0 < patience <= run.best.since
+    if 0 < run.args.stop_after <= run.best.since:
+        run.progress.stopped_early = True  # never false again: GRPO may have ended the run
 
 
 def restored(run: "Run") -> Best:

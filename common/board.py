@@ -96,8 +96,8 @@ class Board:
             self.writer.file_writer.add_summary(summary)
 
     def add_histogram(self, name: str, values: torch.Tensor, global_step: int) -> None:
-        """Adds a histogram of values, of any shape."""
-        if values.abs().max() < 1e20:  # TensorBoard's bins end there
+        """Adds a histogram of values, of any shape, if there are any."""
+        if len(values) and values.abs().max() < 1e20:  # TensorBoard's bins end there
             self.writer.add_histogram(name, values, global_step)
 
     def add_text(self, name: str, text: str, global_step: int) -> None:

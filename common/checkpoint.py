@@ -107,8 +107,8 @@ def find_checkpoint(run: Run) -> Path | None:
     process.
 
     Raises:
-        SystemExit: there are checkpoints but none is whole; one is whole, but another version of
-            `common` wrote it; the run has ended and left none.
+        SystemExit: one is whole, but another version of `common` wrote it; for the rest see
+            `refuse_to_start_over`.
     """
     folders.put_back(run.checkpoints)  # a whole one that a killed run was replacing
     if run.args.resume == "never":
@@ -162,12 +162,14 @@ def remove_half_written(run: Run) -> None:
 
 
 def check_disk(run: Run, resumes_from: Path | None = None) -> None:
-    """Refuses a run whose checkpoints, or whose actor at the end, will not fit on the disk.
+    """Refuses a run whose checkpoints, or without them whose actor at the end, will not fit.
 
     For the main process.
     """
-    free_gib = shutil.disk_usage(run.output_dir).free / GIB
+    folder = run.output_dir
     if run.args.save_steps:
+        if run.checkpoints.exists():  # maybe a link to another disk
+            folder = run.checkpoints
         number = checkpoints_to_come(run, resumes_from)
         saved = lora.count_saved_parameters(run.unwrapped)
         each_gib = (saved * BYTES_PER_PARAMETER + BYTES_BESIDES) / GIB
@@ -176,8 +178,9 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
     else:
         needed_gib = actor.size_of(run.unwrapped, run.args.save_dtype) / GIB
         what = f"the actor of {needed_gib:.3g} GiB"
+    free_gib = shutil.disk_usage(folder).free / GIB
     if free_gib < needed_gib:
-        sys.exit(f"{run.output_dir} has {free_gib:.3g} GiB free, too little for {what}")
+        sys.exit(f"{folder} has {free_gib:.3g} GiB free, too little for {what}")
 
 
 def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
@@ -576,10 +579,9 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
         SystemExit: with all differences.
     """
     now = identity_of(run)
-    # A universal checkpoint fits any device and number of processes.
-    if before.get("world") == universal_world(now["world"]):
-        now["world"] = before["world"]
     may_change = arguments.MAY_CHANGE | run.args.may_change
+    if before.get("world") == universal_world(now["world"]):
+        may_change = may_change | {"world"}  # it fits any device and number of processes
     # An argument that is newer than the checkpoint is not compared.
     changed = [name for name in before if name not in may_change and now.get(name) != before[name]]
     if not changed:

@@ -366,9 +366,9 @@ def compute_logps(
 ) -> torch.Tensor:
     """Returns the student's log-probs of response tokens before a rollout's first update.
 
-    In training the student runs beside its teachers, and then computes its logits in fp32. So the
-    teachers run here as well, although nothing of theirs is kept: alone, the student would compute
-    its logits in half precision. Micro-batches are cut differently, so rounding may still differ.
+    The teachers run as well, although nothing of theirs is kept. With their lessons, as in
+    training, the student computes its logits in fp32, and without them in half precision.
+    Micro-batches are cut differently, so rounding may still differ.
 
     Returns:
         `[samples, longest response]`, zero past the end of each response,
@@ -376,8 +376,8 @@ def compute_logps(
     """
     collected = Collected(run.accelerator)
     for rows, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
-        # A micro-batch of weight 0 is one padding row, of which nothing is kept.
-        kept_rows = rows if weights.any() else []
+        is_padding = not weights.any()  # the micro-batch is one padding row
+        kept_rows = [] if is_padding else rows  # with none, `add` keeps nothing
         collected.add(kept_rows, old["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
     rollout.samples.check_finite(run, logps=logps)
@@ -442,13 +442,13 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
 def lessons_of(
     all_teachers: Teachers, rollout: Rollout, rows: list[int], *, batch: dict, packer: Packer
 ) -> list[Lesson]:
-    """Runs the teachers on some samples, without gradients; see `Teachers.lessons`.
+    """Returns what the teachers say about some samples, without gradients.
 
-    Returns:
-        What the student is compared with. A `Lesson` holds one teacher's hidden state at each
-        response token and its output layer, from which logits are made by chunks.
+    That is a `Lesson` for each teacher of one of them: its hidden states at the response tokens,
+    and its output layer, from which logits are made by chunks. See `Teachers.lessons`.
 
     Args:
+        rows: the samples.
         batch: these samples, as the student reads them.
     """
     return all_teachers.lessons(

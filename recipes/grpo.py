@@ -418,11 +418,14 @@ def kl_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    The KL is logged, and `kl_coef` multiplies the term. The mean gradient of the term is that of
-    the KL. With E, the mean over tokens that the old policy sampled:
+    The KL is logged, and `kl_coef` multiplies the term, whose mean gradient is that of the KL. The
+    old policy sampled the tokens. So the mean of ratio * x over them, E[ratio * x], is the mean of
+    x under the policy:
 
-        k2    E[ratio * grad k2] = grad KL                            term: k2 * ratio.detach()
-        k3    E[ratio * k3] = KL, so grad E[ratio * k3] = grad KL     term: k3 * ratio
+        k2    its gradient is that of the KL on average, E[ratio * grad k2] = grad KL. So the ratio
+              has no gradient in the term.
+        k3    its value is the KL on average, E[ratio * k3] = KL. So all of the product is
+              differentiated.
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.
@@ -726,6 +729,7 @@ def log_rollout(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     if run.args.n_samples_per_prompt > 1:
         groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
         has_two = groups.isfinite().sum(1) > 1  # else failures left nothing to compare: NaN
+        # With the penalty for length. `is_kept` was decided without it.
         equal = (~scores_differ(groups)).double()
         logged["frac_reward_zero_std"] = equal.where(has_two, math.nan)
         logged["reward_std"] = std_of_groups(groups).flatten().where(has_two, math.nan)
@@ -977,11 +981,11 @@ def update_data_position(run: Run) -> None:
 def skip_rollout(run: Run) -> None:
     """Skips a rollout that has nothing to train on, with a warning.
 
-    If a whole epoch of prompts has led to no update the run ends, and publishes what it has learned
-    before.
+    After a whole epoch of prompts without an update the run ends, and publishes what it had learned
+    before, even if more prompts were to come.
 
     Raises:
-        SystemExit: it has learned nothing.
+        SystemExit: more prompts were to come, and it has learned nothing at all.
     """
     position = run.extra.position
     position.end_rollout()
@@ -995,16 +999,15 @@ def skip_rollout(run: Run) -> None:
     )
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
     is_less_than_epoch = prompts_without_update < run.data.mixture.samples
-    if is_less_than_epoch or run.progress.finished:  # it goes on, or ends by itself
+    if run.progress.finished or is_less_than_epoch:
         run.metrics.warn(reason)
         return
     reason += f", nor from any of the last {prompts_without_update} prompts, a whole epoch"
-    if run.progress.global_step:
-        run.metrics.warn(f"{reason}: the run ends here")
-        run.progress.stopped_early = True
-        return
-    run.metrics.log()  # the rewards of rollouts without an update
-    sys.exit(reason)
+    if run.progress.global_step == 0:
+        run.metrics.log()  # the rewards of rollouts without an update
+        sys.exit(reason)
+    run.metrics.warn(f"{reason}: the run ends here")
+    run.progress.stopped_early = True
 
 
 # ============================================================ evaluation
@@ -1056,8 +1059,8 @@ def check_groups(args: Args) -> None:
         )
     if args.baseline == "none" and args.advantage_std == "group":
         sys.exit(
-            "--baseline none --advantage_std group: a group of equal scores would be divided by "
-            "its standard deviation of zero. Take --advantage_std batch or none"
+            "--baseline none --advantage_std group: equal scores of a group would be divided by "
+            f"almost zero, {EPSILON:g}. Take --advantage_std batch or none"
         )
 
 

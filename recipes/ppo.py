@@ -558,7 +558,8 @@ def set_learning_rates(run: Run, rollout: Rollout) -> dict[str, float]:
     """Sets the learning rates of actor and critic for the next update; returns them as metrics.
 
     In the critic's warm-up the actor is held still: its learning rate is 0, so its weights do not
-    decay either, and `optim.hold_step_counts` keeps Adam from counting its steps.
+    decay either. A hook of the optimizer, `optim.hold_step_counts`, then keeps Adam from counting
+    its steps.
     """
     held = [] if rollout.actor_learns else ["actor"]
     rates = optim.set_learning_rates(run, held)

@@ -172,7 +172,8 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
         "Why?"    [A1]      "No."       [U] [A1] [A2]
         none      [U A1]    [U A2]      [U] [A1] [A2]
         "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    UltraFeedback states the prompt twice
-        none      two transcripts       see `split_transcripts`
+        none, or the same beginning,
+                  two transcripts       see `split_transcripts`
     """
     refuse_media_and_kto(row)
     prompt = row.get("prompt")

@@ -33,7 +33,7 @@ def prompt_row(
     if isinstance(prompt, str):
         (ids,) = tokens.encode_plain(tokenizer, prompt)
     else:
-        messages = as_messages(prompt, "user")
+        prompt = messages = as_messages(prompt, "user")
         if messages and messages[-1]["role"] == "assistant":
             raise BadRow(
                 "the prompt ends with an answer (role 'assistant'), and the model would answer "

@@ -307,7 +307,7 @@ def encode_as_given(
         prompt = encode_beginning(tokenizer, prompt.text.removesuffix(end_of_prompt))
     elif end_of_prompt.strip() and answer.lstrip().startswith(end_of_prompt.strip()):
         # Third line: the prompt has opened the thought. The whitespace after the marker may differ,
-        # so only what both have is left out: `<think>Why` after `<think>\\n` becomes `Why`.
+        # so only what both have is left out: `<think>Why` after `<think>\n` becomes `Why`.
         answer = answer.lstrip()
         n_written = n_shared(answer, end_of_prompt.lstrip())
         answer = answer[n_written:]

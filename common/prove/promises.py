@@ -135,7 +135,7 @@ def check_last_update(bench: Bench) -> Iterator[Check]:
         short = {"train_batch_size": BATCH}
     one_epoch: Changes = {"n_rows": n_rows, "max_steps": 0, "max_epochs": 1, **runs.SAVED_AT_END}
     expected = bench.run("full-update", micro_train_batch_size=2, **one_epoch, **full)
-    # The last micro-batch is short, too: 4 divides neither 6 samples nor 18.
+    # The last micro-batch is short, too: 4 divides neither 6 rows nor 6 * RESPONSES samples.
     found = bench.run("short-update", micro_train_batch_size=4, **one_epoch, **short)
     only = {"loss", "grad_norm", "samples"}
     yield Check("log lines", compare.lines(expected.training, found.training, only))
@@ -181,18 +181,19 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
     step = in_parts.last_step
     same = compare.lines([{**expected, "global_step": step}], [{**found, "global_step": step}])
     yield Check("training lines", same)
-    # The second of the three must differ from a whole pass, since it lacks update 1. Otherwise the
-    # sums were not emptied when update 1 was logged.
     if len(in_parts.training) > 2:
+        # This line must differ from one over a whole pass, since it lacks update 1. Otherwise the
+        # sums were not emptied when update 1 was logged.
         rest_of_first_pass = in_parts.training[1]
         differs = compare.unlike([rest_of_first_pass], [expected])
         yield Check("since the last line alone", differs)
 
 
 def means_of_last_line(run: Finished) -> dict:
-    """Returns the means in a run's last line, and those that only its first line has.
+    """Returns the means of a run's last pass over the data, or over its one rollout.
 
-    These are means of a rollout: a run that samples has one rollout here, and logs its means once.
+    They are in its last line, but for those of the rollout itself: a run that samples logs these
+    in its first line alone.
     """
     line = {**run.training[0], **run.training[-1]}
     return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}
@@ -347,7 +348,7 @@ def usable_training_rows(run: Finished) -> int:
 def check_evaluation(bench: Bench) -> Iterator[Check]:
     """An evaluation has no dropout, and the training goes on as if there had been none."""
     bench.need("eval_steps")
-    often = runs.uninterrupted(bench)  # with dropout, if the model can have it
+    often = runs.uninterrupted(bench)  # with dropout in the model's config, if it can have it
     if not often.evaluations:
         raise Unchecked("the recipe logs no evaluation")
     at_ends: Changes = {**runs.INTERRUPTED, "eval_steps": 0}
@@ -371,7 +372,7 @@ def check_resume(bench: Bench) -> Iterator[Check]:
         for launcher, what in (("plain", "1 process"), ("zero3", "ZeRO-3")):
             expected = bench.run(f"uninterrupted-{launcher}", launcher, **runs.INTERRUPTED)
             yield from interrupted.resumed(bench, what, launcher, expected)
-    # Dropout draws from the random states, and so does the sampling of responses.
+    # Dropout draws from the random states, and so may a recipe that samples.
     needs_random_states = bench.has_dropout or bench.generates
     if not needs_random_states:
         raise Unchecked(f"random states: {NO_DROPOUT}")

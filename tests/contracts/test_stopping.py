@@ -250,8 +250,12 @@ def test_a_disk_too_small_is_refused_before_training(
     tmp_path, monkeypatch, free, kept, there, fits
 ):
     """A billion parameters: 20 GB a checkpoint at most."""
+    newest = None
     for step in range(there):
-        (tmp_path / f"checkpoints/global_step_{step:06d}").mkdir(parents=True)
+        newest = tmp_path / f"checkpoints/global_step_{step:06d}"
+        newest.mkdir(parents=True)
+        state = {"progress": {"global_step": step}}
+        (newest / "state.json").write_text(json.dumps(state))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free * 10**9))
     args = types.SimpleNamespace(save_total_limit=kept, save_steps=10, output_dir=str(tmp_path))
     model = types.SimpleNamespace(
@@ -260,10 +264,35 @@ def test_a_disk_too_small_is_refused_before_training(
     )
     run = partial_run(args=args, unwrapped=model)
     if fits:
-        return checkpoint.check_disk(run)
+        return checkpoint.check_disk(run, resumes_from=newest)
     with pytest.raises(
         SystemExit, match=r"has .* GiB free, too little for \d checkpoints? .*of up to 18.6 GiB"
     ):
+        checkpoint.check_disk(run, resumes_from=newest)
+
+
+def test_the_disk_that_counts_is_that_of_the_checkpoints(tmp_path, monkeypatch):
+    """The folder may be a link to another disk."""
+    elsewhere = tmp_path / "scratch"
+    elsewhere.mkdir()
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "checkpoints").symlink_to(elsewhere)
+    free = {elsewhere: 100, output: 1}
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda path: types.SimpleNamespace(free=free[path.resolve()] * 10**9),
+    )
+    args = types.SimpleNamespace(save_total_limit=2, save_steps=10, output_dir=str(output))
+    model = types.SimpleNamespace(
+        parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)],
+        named_modules=lambda: [],
+    )
+    run = partial_run(args=args, unwrapped=model)
+    checkpoint.check_disk(run)
+    free[elsewhere] = 1
+    with pytest.raises(SystemExit, match="out/checkpoints has .* GiB free, too little"):
         checkpoint.check_disk(run)
 
 

@@ -469,6 +469,7 @@ def test_what_was_learned_is_published_when_nothing_is_left_to_learn(inputs):
     """Solved prompts end a run: that is no failure, and nothing is lost."""
     output = inputs / "solved"
     more = ["--reward_function", "rewarding_of_test:soon_same", "--report_to", "none"]
+    more += ["--eval_dataset_name", inputs / "prompts.jsonl", "--keep_best", "eval/length"]
     result = run(inputs, output, SHARED, *more, "--max_steps", 50, "--save_steps", 50)
     assert "a whole epoch: the run ends here" in result.stdout
     *_, last = lines(output)
