@@ -17,6 +17,15 @@ FOLDER = "actor_best"
 FILE = "best.json"
 # Metrics of which less is better, by the end of their names. `:min` and `:max` say otherwise.
 LOWER_IS_BETTER = ("loss", "kl")
+# What evaluations depend on, and what may change when a run is resumed.
+OF_EVALUATION = (
+    "keep_best",
+    "eval_dataset_name",
+    "eval_dataset_split",
+    "exact_match_rows",
+    "eval_temperature",
+    "eval_samples",
+)
 
 
 class Target(NamedTuple):
@@ -99,6 +108,33 @@ def note(run: "Run", line: dict[str, float]) -> bool:
         run.best.since += 1
     count_patience(run)
     return found
+
+
+def of_checkpoint(run: "Run", state: dict) -> Best:
+    """Returns the best evaluation that a checkpoint holds; none if evaluations have changed.
+
+    Values of other held-out rows, or of responses sampled otherwise, cannot be compared.
+
+    Args:
+        state: the checkpoint's `state.json`.
+    """
+    found = Best(**state["best"])
+    before = of_evaluation(state["arguments"])
+    now = of_evaluation(vars(run.args))
+    changed = [name for name in now if before.get(name) != now[name]]
+    if found.global_step is None or not changed:
+        return found
+    run.accelerator.print(
+        f"NOTE: --{changed[0]} is not that of the checkpoint: --keep_best begins anew here"
+    )
+    return Best()
+
+
+def of_evaluation(settings: dict) -> dict:
+    """Returns the settings that evaluations depend on; of files the names, wherever they are."""
+    found = {name: settings[name] for name in OF_EVALUATION if name in settings}
+    files = found.get("eval_dataset_name") or []
+    return {**found, "eval_dataset_name": [Path(file).name for file in files]}
 
 
 def is_better(value: float, best: float | None, lower: bool) -> bool:

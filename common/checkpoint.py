@@ -515,7 +515,7 @@ def load(run: Run, path: Path) -> dict:
     note_new_horizon(run, state)
     for name in COUNTERS:
         setattr(run.progress, name, state["progress"][name])
-    run.best = best.Best(**state["best"])
+    run.best = best.of_checkpoint(run, state)
     run.metrics.last_update = state["last_update"]
     load_open_sums(run, state["open_sums"])
 

@@ -6,10 +6,12 @@ The rows go through the run's own `Converter`, so what is shown is what would be
 from __future__ import annotations
 
 import collections
+import inspect
 import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -182,10 +184,24 @@ def describe_scores(args, values: dict, tokenizer: PreTrainedTokenizerBase) -> l
     given = reward_calls.collect(tokenizer, samples, list(range(n)), step=0, columns=list(row))
     lines = [f"  columns for a reward function: {', '.join(given.keywords)}"]
     for name, function in rewards.load_functions(args.reward_function).items():
+        if takes_episodes(function):
+            lines.append(f"  {name} is not called: it takes what only an episode gives")
+            continue
         scores = reward_calls.call(name, function, given, args.reward_timeout)
         for response, score in zip(given.responses, scores):
             lines.append(f"  {name} scores the response {reward_calls.cut(response)}: {score:g}")
     return lines
+
+
+def takes_episodes(function: Callable) -> bool:
+    """Whether a reward function cannot do without what `--environment` gives it."""
+    from common.rollout import reward_calls  # only recipes with rewards need it
+
+    parameters = inspect.signature(function).parameters
+    return any(
+        name in parameters and parameters[name].default is inspect.Parameter.empty
+        for name in reward_calls.OF_EPISODES
+    )
 
 
 # ============================================================ all rows

@@ -234,6 +234,8 @@ def hidden_columns(columns: dict[str, str]) -> set[str]:
     """
     if "prompt" in columns or "completion" in columns:
         return {"messages", "text"}
+    if columns.keys() & {"instruction", "output", "conversations"}:
+        return {"messages", "prompt", "completion", "text"} - columns.keys()
     if "text" in columns:
         return {"messages", "prompt", "completion", "conversations", "instruction"}
     return set()

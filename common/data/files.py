@@ -170,9 +170,10 @@ def split_files(path: Path) -> DataFilesDict:
 
     `datasets` would read the characters `*?[` in a name as a pattern, so they are escaped.
     """
-    escaped = glob.escape(str(path.resolve()))
     if path.is_file():
-        return DataFilesDict.from_patterns({"train": [escaped]})
+        # Not resolved: a link of the hub's cache points to a file whose name says no format.
+        return DataFilesDict.from_patterns({"train": [glob.escape(str(path.absolute()))]})
+    escaped = glob.escape(str(path.resolve()))
     if escaped == str(path.resolve()):
         # This also reads what the data card of a cloned hub folder says about its files.
         return datasets.load_dataset_builder(str(path)).config.data_files

@@ -22,10 +22,18 @@ FORMAT_COLUMNS = (
     "answer",
     "margin",
     "tools",
+    "system",
+    # Alpaca's and ShareGPT's.
+    "instruction",
+    "input",
+    "output",
+    "conversations",
 )
 
-# Columns of images, audio and video that go with messages.
+# Columns of images, audio and video that go with messages. One of a single name may also be a text,
+# such as that of a container's image, unless the messages show where it belongs: `<image>`.
 MEDIA_COLUMNS = ("images", "videos", "audios")
+SINGLE_MEDIA_COLUMNS = ("image", "video", "audio")
 
 # How much a turn counts in the loss, in LLaMA-Factory's and in OpenAI's files.
 LOSS_WEIGHTS = ("loss_weight", "weight")
@@ -82,11 +90,22 @@ def require(row: dict, *columns: str, expected: str) -> None:
         refuse_unless(fits, row, column, "a string or a list of messages with role and content")
 
 
+def refuse_media(row: dict) -> None:
+    """Raises `BadRow` if the row has images, videos or audios."""
+    for column in (*MEDIA_COLUMNS, *SINGLE_MEDIA_COLUMNS):
+        value = row.get(column)
+        is_other_text = (
+            column in SINGLE_MEDIA_COLUMNS
+            and isinstance(value, str)
+            and f"<{column}>" not in str(row)
+        )
+        if value and not is_other_text:
+            raise BadRow(f"column {column!r} is not empty: only text is supported")
+
+
 def refuse_media_and_kto(row: dict) -> None:
     """Raises `BadRow` if the row has images, videos or audios, or is in KTO's format."""
-    for column in MEDIA_COLUMNS:
-        if row.get(column):
-            raise BadRow(f"column {column!r} is not empty: only text is supported")
+    refuse_media(row)
     has_label = str(row.get("label")).lower() in ("true", "false")
     is_pair = row.get("chosen") is not None and row.get("rejected") is not None
     # The label of a text is that of a classification data set.

@@ -1,6 +1,7 @@
 """Says what a message is, and brings the kinds of messages that people use into one form."""
 
 import json
+from typing import Any
 
 # Who speaks in ShareGPT's conversations, and the role that chat templates know. `function_call` is
 # an assistant's turn, too, but its value is a call.
@@ -71,7 +72,27 @@ def as_message(message: dict, number: int) -> dict:
         message = from_sharegpt(message, number)
     if isinstance(message.get("content"), list):
         message = from_parts(message, number)
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": list(map(with_arguments, message["tool_calls"]))}
     return {"content": "", **message}
+
+
+def with_arguments(call: Any) -> Any:
+    """Returns a tool call whose arguments are an object, if they are a JSON text of one.
+
+    OpenAI's API writes them as a text. Most templates would write that text as a string, in quotes;
+    `templates.render` gives it to those that want it.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def role_of(message: dict) -> str:

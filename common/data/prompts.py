@@ -25,6 +25,7 @@ def prompt_row(
     Raises:
         BadRow: the row has no prompt, or the chat template refuses it.
     """
+    formats.refuse_media(row)
     formats.require(row, "prompt", expected="'prompt'")
     prompt = row["prompt"]
     if strings_as_messages:

@@ -35,6 +35,7 @@ class Conventions(NamedTuple):
 
     Attributes:
         wants_parts: whether contents must be lists of parts (LLaVA), not strings.
+        wants_argument_texts: whether the arguments of tool calls must be JSON texts (DeepSeek-V3).
         is_known: whether the rest could be found out. Some templates refuse two short messages.
         ending: ids of what follows the last answer, whatever the answer is.
         stop: the place in `ending` of the token that ends an answer; None if no token does.
@@ -42,6 +43,7 @@ class Conventions(NamedTuple):
     """
 
     wants_parts: bool = False
+    wants_argument_texts: bool = False
     is_known: bool = False
     ending: tuple[int, ...] = ()
     stop: int | None = None
@@ -144,7 +146,10 @@ def render(
         if tools:
             text = tools if isinstance(tools, str) else json.dumps(tools, default=str)
             schemas = without_nulls(text)
-        if conventions(tokenizer).wants_parts:
+        known = conventions(tokenizer)
+        if known.wants_argument_texts:
+            messages = [with_argument_texts(message) for message in messages]
+        if known.wants_parts:
             messages = [with_parts(message) for message in messages]
         return apply_template(tokenizer, messages, schemas, add_generation_prompt)
     except Exception as error:  # a template raises what it likes, such as that roles must alternate
@@ -205,6 +210,20 @@ def with_parts(message: dict) -> dict:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
+def with_argument_texts(message: dict) -> dict:
+    """Returns a message in which the arguments of tool calls are JSON texts."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        if not isinstance(function["arguments"], str):
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            call = {**call, "function": {**function, "arguments": text}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
 # ============================================================ what a template does
 def conventions(tokenizer) -> Conventions:
     """Returns what `find_conventions` finds; once for each tokenizer and template."""
@@ -224,14 +243,16 @@ def find_conventions(tokenizer, template: str, eos: int, date: str | None) -> Co
         template, eos, date: those of the tokenizer, for the cache alone.
     """
     wants_parts = takes_only_parts(tokenizer)
+    wants_argument_texts = takes_only_argument_texts(tokenizer)
     question = [{"role": "user", "content": "zqz"}]
     try:
         ending, text = find_ending(tokenizer, question, [], wants_parts)
         earlier_ending, _ = find_ending(tokenizer, question, question, wants_parts)
     except Exception:  # no template, or one that wants other messages
-        return Conventions(wants_parts)
+        return Conventions(wants_parts, wants_argument_texts)
     return Conventions(
         wants_parts,
+        wants_argument_texts,
         is_known=True,
         ending=tuple(ending),
         stop=place_of_stop(tokenizer, ending, earlier_ending),
@@ -249,6 +270,24 @@ def takes_only_parts(tokenizer) -> bool:
         return False
 
     return writes(with_parts(message)) and not writes(message)
+
+
+def takes_only_argument_texts(tokenizer) -> bool:
+    """Whether the template writes a tool call whose arguments are a text, and no other one."""
+    function = {"name": "zqz", "arguments": {"a": 1}}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "0", "function": function}],
+    }
+
+    def writes(message: dict) -> bool:
+        with contextlib.suppress(Exception):
+            question = {"role": "user", "content": "a"}
+            return "zqz" in try_out(tokenizer, [question, message])
+        return False
+
+    return not writes(call) and writes(with_argument_texts(call))
 
 
 def find_ending(

@@ -39,6 +39,9 @@ def write(adapter: str, out: Path) -> None:
         model = peft.PeftModel.from_pretrained(base, adapter)
         merged = model.merge_and_unload(safe_merge=True)  # it looks for what is not finite
         merged.config.update(moments_of(adapter))
+        if config.task_type == "SEQ_CLS":  # transformers finds the last token by it
+            merged.config.pad_token_id = tokenizer.pad_token_id
+            merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         if merged.can_generate():
             published = generation_config_of(adapter, merged).to_dict()
             merged.generation_config = load.PublishedGenerationConfig.from_dict(published)

@@ -14,6 +14,7 @@ from common.run import Run
 STATEMENT = re.compile(
     r"\banswer\b(?:[^.\n:=]*?\bis\b|\s*[:=])\s*:?\s*(.*?)(?:\.(?=\s|$)|\n|$)", re.IGNORECASE
 )
+ENCLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 # A number as people write one, and the unit that may follow it in a response. Digits that begin
 # with a zero, such as 007, are no number but a text: they equal only themselves.
 NUMBER = re.compile(r"[-+]?(?=\.?\d)(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*|0)?(?:\.\d+)?")
@@ -21,7 +22,8 @@ UNIT = re.compile(r"/?[^\W\d_]{2,}(?:/[^\W\d_]+)?")
 # What people and LaTeX write around an answer, and what replaces it.
 PLAIN_FORMS = [
     (re.compile(r"\\(?:text|textbf|mathrm|mbox) *\{([^{}]*)\}"), r"\1"),
-    (re.compile(r"\\[dt]?frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),
+    (re.compile(r"\\[dt]frac\b"), r"\\frac"),
+    (re.compile(r"\\frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\\[!,;: ()\[\]]|\\(?:left|right)\b|\*\*|`|\\?[$%]|[€£¥]"), ""),
     (re.compile(r"[-\u2212\u2013] *(?=[\d.])"), "-"),
@@ -42,27 +44,43 @@ def is_right(response: str, answer: str | float) -> bool:
     return as_text(stated) == as_text(right)
 
 
+def with_opened_thought(prompt: str, response: str) -> str:
+    """Returns a response after the `<think>` with which its prompt ends, if it does.
+
+    Templates of models that always think write it there. A response that was cut while the model
+    still thought shows that only together with it.
+
+    Args:
+        prompt: what the model read.
+    """
+    return f"<think>{response}" if prompt.rstrip().endswith("<think>") else response
+
+
 def final_answer(text: str | float) -> str:
     """Returns the part of a text that states its answer.
 
-    It is the line after the last `####` (GSM8K's mark), else what the last `\\boxed{}` holds, else
-    what follows the last "the answer is", else the whole text. What a model thought before
-    answering does not count.
+    It is what the last `<answer>` and `</answer>` enclose, or else the whole text; of that the line
+    after `####` (GSM8K's mark) or what `\\boxed{}` holds, whichever comes last, else what follows
+    the last "the answer is", else all of it. What a model thought before answering does not count.
     """
-    text = str(text).split("</think>")[-1]
-    text = text.split("<think>")[0]  # thoughts that did not end
-    if "####" in text:
-        lines = text.split("####")[-1].strip().splitlines()
+    answer = str(text).split("</think>")[-1]
+    answer = answer.split("<think>")[0]  # thoughts that did not end
+    enclosed = ENCLOSED.findall(answer)
+    if enclosed:
+        answer = enclosed[-1]
+    place_of_box, boxed = last_box(answer)
+    place_of_mark = answer.rfind("####")
+    if place_of_mark > place_of_box:
+        lines = answer[place_of_mark:].lstrip("#").strip().splitlines()
         return lines[0] if lines else ""
-    boxed = last_box(text)
-    if boxed is not None:
+    if place_of_box >= 0:
         return boxed
-    statements = STATEMENT.findall(text)
-    return statements[-1] if statements else text
+    statements = STATEMENT.findall(answer)
+    return statements[-1] if statements else answer
 
 
-def last_box(text: str) -> str | None:
-    """Returns what the last whole `\\boxed{...}` holds, inner braces included; None without one."""
+def last_box(text: str) -> tuple[int, str]:
+    """Returns where the last whole `\\boxed{...}` begins, and what it holds; -1 and "" if none."""
     mark = "\\boxed{"
     start = text.rfind(mark)
     while start >= 0:
@@ -71,9 +89,9 @@ def last_box(text: str) -> str | None:
         for place in range(begin, len(text)):
             depth += (text[place] == "{") - (text[place] == "}")
             if depth == 0:
-                return text[begin:place]
+                return start, text[begin:place]
         start = text.rfind(mark, 0, start)
-    return None
+    return -1, ""
 
 
 def plain(text: str) -> str:
@@ -108,7 +126,7 @@ def to_decimal(number: str) -> Decimal:
 
 def as_text(text: str) -> str:
     """Returns a text in the form in which it is compared: (B) becomes b, the letter alone."""
-    text = " ".join(text.split()).rstrip(".").casefold()
+    text = "".join(text.split()).rstrip(".").casefold()
     return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
 
 
@@ -189,10 +207,14 @@ def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list
     tokenizer = run.tokenizer
     response_ids = [response.ids for response in responses]
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
-    right = [is_right(text, answer) for text, answer in zip(texts, rows["answer"])]
+    prompt_texts = tokenizer.batch_decode(prompts)
+    right = [
+        is_right(with_opened_thought(prompt, text), answer)
+        for prompt, text, answer in zip(prompt_texts, texts, rows["answer"])
+    ]
 
     examples = []
-    for number, prompt in enumerate(tokenizer.batch_decode(prompts)):
+    for number, prompt in enumerate(prompt_texts):
         examples.append(
             {
                 "source": prefix.rstrip("/"),

@@ -180,14 +180,20 @@ class Stage:
     def begin(self, run: Run, prompts: dict, per_prompt: int) -> dict[int, Episode]:
         """Makes and resets the environments of this process, and returns their episodes."""
         mine = share_of_groups(run.accelerator, len(prompts["row"]), per_prompt)
-        self.instances = {number: self.user_class.make() for number in mine}
+        self.instances = {}
+        failures: dict[int, Any] = {}
+        for number in mine:
+            try:
+                self.instances[number] = self.user_class.make()
+            except Exception as error:
+                failures[number] = Failure(f"could not be called: {environments.described(error)}")
         # A value for each episode, at the episode's number.
         columns = {name: generation.repeat_each(c, per_prompt) for name, c in prompts.items()}
         calls = environments.Calls(run.args.environment_timeout)
         for number, instance in self.instances.items():
             row = json.loads(columns["columns"][number])
             calls.start(number, partial(instance.reset, **row))
-        given = calls.wait()
+        given = calls.wait() | failures
         return {number: self.opening(run, columns, number, given[number]) for number in mine}
 
     def opening(self, run: Run, columns: dict, number: int, given: Any) -> Episode:

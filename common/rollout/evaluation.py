@@ -111,7 +111,10 @@ def shares_of_right(run: Run, samples: Samples, prompt_answers: list[str]) -> di
         prompt_answers: one for each prompt, or ""; at least one prompt has one, or the set would
             not have the column.
     """
-    texts = samples.answers(run.tokenizer)
+    texts = [
+        answers.with_opened_thought(prompt, text)
+        for prompt, text in zip(samples.prompt_texts(run.tokenizer), samples.answers(run.tokenizer))
+    ]
     n_samples = samples.per_prompt
     right_of_prompts = []
     for prompt, answer in enumerate(prompt_answers):

@@ -23,7 +23,7 @@ from common import arguments
 from common.rollout.samples import Samples
 
 # What a function is given by name whatever the data holds.
-OWN_KEYWORDS = ("response_ids", "truncated", "step")
+OWN_KEYWORDS = ("response_ids", "truncated", "rendered_prompts", "step")
 # And with `--environment`.
 OF_EPISODES = ("messages", "environments")
 # Columns of these names are not passed.
@@ -107,6 +107,8 @@ def collect(
     }
     keywords["response_ids"] = response_ids
     keywords["truncated"] = [not samples.ended[row].item() for row in rows]
+    rendered = samples.prompt_texts(tokenizer)
+    keywords["rendered_prompts"] = [rendered[row] for row in rows]
     keywords["step"] = step
     if samples.messages:
         keywords["messages"] = [samples.messages[row] for row in rows]

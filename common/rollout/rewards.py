@@ -130,9 +130,11 @@ class Judge:
         failed = samples.failed.numpy()
         values[:, failed] = np.nan
         is_there = ~np.isnan(values)
+        # A part of weight 0 only measures: a response that it alone has scored has no reward.
+        decides = is_there & (weights != 0) if weights.any() else is_there
         total = np.where(is_there, values * weights, 0.0).sum(0)
         total[failed] = np.nan
-        check = partial(self.check_totals, samples, is_there, total)
+        check = partial(self.check_totals, samples, decides, total)
         distributed.all_or_none(run.accelerator, run.accelerator.is_main_process, check)
         return Scores(
             total=torch.tensor(total, dtype=torch.float32),
@@ -187,14 +189,14 @@ class Judge:
             for name, function in self.functions.items()
         ]
 
-    def check_totals(self, samples: Samples, is_there: np.ndarray, total: np.ndarray) -> None:
+    def check_totals(self, samples: Samples, decides: np.ndarray, total: np.ndarray) -> None:
         """Refuses a sample that no part scored, or whose weighted sum fp32 does not hold.
 
         Args:
-            is_there: bool `[parts, samples]`, which scores there are.
+            decides: bool `[parts, samples]`, which scores there are that count.
             total: `[samples]`.
         """
-        rows = zip(samples.data_rows, samples.failed.tolist(), is_there.any(0), total)
+        rows = zip(samples.data_rows, samples.failed.tolist(), decides.any(0), total)
         for data_row, has_failed, is_scored, reward in rows:
             if has_failed:
                 continue
@@ -316,16 +318,25 @@ def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None
 
 
 def answer_reward(
-    prompts: list, responses: list[str], answer: list, **columns
+    prompts: list,
+    responses: list[str],
+    answer: list,
+    rendered_prompts: list[str] | None = None,
+    **columns,
 ) -> list[float | None]:
     """Returns 1 if the response's final answer is the column `answer`, else 0.
 
     Returns None if the row has no answer. `answers.is_right` decides what is right.
     """
-    return [
-        float(answers.is_right(response, right)) if right not in (None, "") else None
-        for response, right in zip(responses, answer)
-    ]
+    scores: list[float | None] = []
+    for prompt, response, right in zip(rendered_prompts or prompts, responses, answer):
+        if right in (None, ""):
+            scores.append(None)
+            continue
+        if isinstance(prompt, str):
+            response = answers.with_opened_thought(prompt, response)
+        scores.append(float(answers.is_right(response, right)))
+    return scores
 
 
 # As in TRL's `think_format_reward`: thinking, once, and then an answer.

@@ -233,6 +233,13 @@ class Samples:
             ]
         return tokenizer.batch_decode(answers, skip_special_tokens=True)
 
+    def prompt_texts(self, tokenizer) -> list[str]:
+        """Returns what the model read before each response, special tokens included."""
+        # The samples of a prompt are side by side.
+        prompts = self.prompts[:: self.per_prompt]
+        distinct = tokenizer.batch_decode(prompts, skip_special_tokens=False)
+        return [text for text in distinct for _ in range(self.per_prompt)]
+
     def examples(self, tokenizer, scores, source: str) -> list[dict]:
         """Returns all prompts and responses with their scores, see `common/transcript.py`.
 

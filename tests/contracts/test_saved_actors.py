@@ -240,6 +240,22 @@ def test_the_direction_of_a_metric():
         assert best.is_better(value, before, lower) == expected, (value, before, lower)
 
 
+@pytest.mark.parametrize("changes, is_kept", [
+    ({}, True), ({"learning_rate": 2.0}, True), ({"eval_dataset_name": ["/elsewhere/easy.jsonl"]}, True),
+    ({"eval_dataset_name": ["hard.jsonl"]}, False), ({"eval_temperature": 1.0}, False), ({"keep_best": "eval/kl"}, False),
+])  # fmt: skip
+def test_the_best_of_other_evaluations_does_not_count(changes, is_kept, capsys):
+    settings = dict(keep_best="eval/loss", eval_dataset_name=["easy.jsonl"], eval_temperature=0.0, learning_rate=1.0)  # fmt: skip
+    kept = {"global_step": 4, "value": 0.8, "since": 1}
+    run = types.SimpleNamespace(
+        args=types.SimpleNamespace(**settings | changes),
+        accelerator=types.SimpleNamespace(print=print),
+    )
+    found = best.of_checkpoint(run, {"best": kept, "arguments": settings})
+    assert found == (best.Best(**kept) if is_kept else best.Best())
+    assert ("--keep_best begins anew here" in capsys.readouterr().out) != is_kept
+
+
 def test_settings_that_cannot_keep_the_best_are_refused():
     given = types.SimpleNamespace(keep_best="eval/loss", stop_after=2, eval_steps=1, eval_dataset_name=["d"])  # fmt: skip
     assert best.fault_of_settings(given) is None

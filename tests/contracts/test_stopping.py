@@ -292,7 +292,7 @@ def test_the_disk_that_counts_is_that_of_the_checkpoints(tmp_path, monkeypatch):
     run = partial_run(args=args, unwrapped=model)
     checkpoint.check_disk(run)
     free[elsewhere] = 1
-    with pytest.raises(SystemExit, match="out/checkpoints has .* GiB free, too little"):
+    with pytest.raises(SystemExit, match=r"out/checkpoints has .* GiB free, too little"):
         checkpoint.check_disk(run)
 
 

@@ -9,6 +9,7 @@ import sys
 import datasets
 import pytest
 
+import templates
 from common.data import dataset, files, formats, other_formats
 from common.data.messages import BadRow
 from common.data.pairs import preference_row
@@ -423,6 +424,46 @@ def test_a_column_text_beside_another_format_is_learned_only_on_request(
     assert all(found["targets"][1:])
 
 
+@pytest.mark.parametrize("more, is_read", [
+    ({"images": ["a.png"]}, False), ({"image": {"path": "a.png"}}, False), ({"image": "python:3.12"}, True),
+])  # fmt: skip
+def test_a_prompt_with_an_image(more, is_read, tokenizer, accelerator, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": [QUESTION], **more}])
+    read = lambda: load(accelerator, tokenizer, path, prompt_row)
+    if is_read:  # the name of a container's image
+        assert len(read()) == 1
+    else:
+        refuses("row 1", "only text is supported", call=read)
+
+
+def test_columns_of_alpaca_may_have_other_names(reader):
+    """As in Dolly: `context` and `response`."""
+    row = {
+        "instruction": "识别并解释",
+        "context": "细胞理论和日心说。",
+        "response": "细胞理论是",
+        "text": "a",
+    }
+    found = reader([row], columns=["input=context", "output=response"])
+    assert found == [(QUESTIONS[1] + [message("assistant", "细胞理论是")], None)]
+
+
+@pytest.mark.parametrize("name, written", [
+    ("qwen2_5", '{"name": "add", "arguments": {"x": 1}}'),
+    ("llama3_2", '{"name": "add", "parameters": {"x": 1}}'),
+    ("qwen3", '{"name": "add", "arguments": {"x": 1}}'),
+    ("deepseekv3", 'add\n```json\n{"x": 1}\n```'),  # its template takes only texts
+])  # fmt: skip
+@pytest.mark.parametrize("given", ['{"x": 1}', {"x": 1}])
+def test_the_arguments_of_a_call_may_be_a_text(name, written, given):
+    """As OpenAI's API has them, and as only they fit into a column of a parquet file."""
+    call = {"type": "function", "id": "0", "function": {"name": "add", "arguments": given}}
+    messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    tokenizer = templates.tokenizer(name)
+    row = sft_row({"messages": messages}, tokenizer, 1000, "assistant")
+    assert written in tokenizer.decode(row["input_ids"])
+
+
 def test_transcripts_that_repeat_the_column_prompt_are_learned_without_it():
     prompt = "\n\nHuman: Why?\n\nAssistant:"
     row = {"prompt": prompt, "chosen": prompt + " So.", "rejected": prompt + " No."}
@@ -536,6 +577,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
 @pytest.mark.parametrize("row, words", [
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}, YES]}, ["message 1, part 2", "'image_url'", "only text"]),
     ({"messages": [QUESTION, YES], "images": ["a.png"]}, ["column 'images'", "only text"]),
+    ({"messages": [message("user", "<image>\nWhy?"), YES], "image": "a.png"}, ["column 'image'", "only text"]),
+    ({"messages": [QUESTION, YES], "image": {"path": "a.png"}}, ["column 'image'", "only text"]),
     ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "KTO", "good answers", "pairs"]),
     ({"prompt": "a", "completion": "b", "label": False}, ["column 'label'", "KTO"]),
     ({"messages": [QUESTION, {**YES, "loss_weight": 0.0}]}, ["message 2", "loss_weight 0.0", "--loss_on"]),
@@ -568,6 +611,13 @@ def test_labels_of_other_data_are_no_format(tokenizer, accelerator, tmp_path):
     )
     refuses("row 1", "KTO", call=lambda: load(
         accelerator, tokenizer, write_jsonl(tmp_path / "c.jsonl", [{"messages": [QUESTION, YES], "label": 0 == 1}]), preference_row))  # fmt: skip
+
+
+def test_a_link_to_a_file_whose_name_says_no_format(tokenizer, accelerator, tmp_path):
+    """As `hf_hub_download` returns: the hub's cache keeps files under their hashes."""
+    blob = write_jsonl(tmp_path / "0a1b2c", [{"messages": [QUESTION, YES]}])
+    (tmp_path / "train.jsonl").symlink_to(blob)
+    assert len(load(accelerator, tokenizer, tmp_path / "train.jsonl")) == 1
 
 
 def test_folders_of_save_to_disk(tokenizer, accelerator, tmp_path):

@@ -532,6 +532,8 @@ def test_a_scorer_is_saved_with_its_head(inputs, tmp_path):
         )
     merged = AutoModelForSequenceClassification.from_pretrained(whole)
     torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(whole)
+    assert merged.config.pad_token_id == tokenizer.pad_token_id  # else padded rows fail
     moments = json.loads((scorer / "actor/reward_moments.json").read_text())
     assert moments["reward_std"] > 0
     assert {name: getattr(merged.config, name) for name in moments} == moments

@@ -109,6 +109,18 @@ TABLE = [
     ("<think>4</think>5", "4", False),
     ("I think of 5.</think>4", "4", True),
     ("<think>18", "18", False),
+    # Whichever mark is last; Markdown's headings are marks, too.
+    ("#### Step 2\nSo it is \\boxed{18}.", "18", True),
+    (r"\boxed{17}, no: #### 18", "18", True),
+    ("#### 18 as in \\boxed{17", "18", False),
+    ("<answer>18</answer>", "18", True),
+    ("<think>a</think><answer> The answer is 18. </answer> I hope.", "18", True),
+    ("<answer>17</answer> or <answer>18</answer>", "18", True),
+    # MATH-500: spaces and sizes of fractions do not count.
+    (r"\boxed{(3, \frac{\pi}{2})}", r"\left( 3, \frac{\pi}{2} \right)", True),
+    (r"\boxed{6-5i}", "6 - 5i", True),
+    (r"\boxed{\dfrac{\sqrt{3}}{2}}", r"\frac{\sqrt{3}}{2}", True),
+    (r"\boxed{(3,5)}", "(3, 4)", False),
 ]
 
 
@@ -117,6 +129,18 @@ def test_a_response_is_right(response, answer, right):
     assert answers.is_right(response, answer) == right
     found = rewards.answer_reward(["", ""], [response, str(answer)], [answer, answer])
     assert found == [float(right), 1.0]
+
+
+def test_a_thought_that_the_prompt_opened_and_nothing_closed_is_no_answer():
+    prompts = ["<bot><think>\n", "<bot><think>\n", "<bot>", "<bot>"]
+    responses = ["Hmm, the answer is 46.", "So 46.</think>46", "The answer is 46.", "<think>46"]
+    expected = [0.0, 1.0, 1.0, 0.0]
+    assert (
+        rewards.answer_reward(["data"] * 4, responses, ["46"] * 4, rendered_prompts=prompts)
+        == expected
+    )
+    whole = [answers.with_opened_thought(*pair) for pair in zip(prompts, responses)]
+    assert [answers.is_right(text, "46") for text in whole] == [bool(right) for right in expected]
 
 
 def test_a_row_without_an_answer_is_not_scored():

@@ -100,8 +100,11 @@ class Slow:
 
 def faulty(method, fault):
     class Faulty:
+        made = 0
         def __init__(self):
             self.asked = 0
+            Faulty.made += 1
+            if method == "__init__" and Faulty.made > 1: do(fault)
         def reset(self, **columns):
             return do(fault) if method == "reset" else None
         def step(self, message):
@@ -406,6 +409,11 @@ def test_what_reset_returns_is_appended_to_the_prompt(accelerator, tokenizer, us
 @pytest.mark.parametrize(
     "method, fault, parts",
     [
+        (
+            "__init__",
+            "raises",
+            ["`reset` could not be called: ValueError: no such game (", "data row"],
+        ),
         ("reset", "raises", ["`reset` raised ValueError: no such game (", "data row 1"]),
         ("reset", "number", ["`reset` returned 5, expected None, a string or a list of messages"]),
         ("reset", "tensor", ["`reset` returned tensor([1., 1.])"]),

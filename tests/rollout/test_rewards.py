@@ -85,8 +85,20 @@ def test_a_function_is_called_once_with_all_of_its_process(accelerator, tokenize
         "answer": ["a", "a", "b", "b", "c", "c"],
         "response_ids": samples.responses,
         "truncated": [False, False, True, False, False, False],
+        "rendered_prompts": [tokenizer.decode(prompt) for prompt in samples.prompts],
         "step": 7,  # of the run: a column of that name gives way
     }
+
+
+def test_a_part_of_weight_0_does_not_stand_for_a_reward(accelerator, tokenizer):
+    """It only measures. So a response that no other part scores has no reward."""
+    none = lambda prompts, responses: [None] * 6
+    some = lambda prompts, responses: [1.0] * 6
+    judge = judge_of(right=none, brief=some)
+    judge.weights = {"right": 1.0, "brief": 0.0}
+    refuses("no reward for data row", call=lambda: score(accelerator, tokenizer, judge))
+    judge.weights = {"right": 0.0, "brief": 1.0}
+    assert score(accelerator, tokenizer, judge).total.tolist() == [1.0] * 6
 
 
 def test_what_a_function_changes_reaches_neither_the_samples_nor_the_next_function(
@@ -579,7 +591,7 @@ def takes_names(*, prompts, responses): ...
 
 
 @pytest.mark.parametrize("function, parts", [
-    (wants_soluton, ["mine wants `soluton`; the columns of the training data are answer, level;", "response_ids, truncated, step are passed, too"]),
+    (wants_soluton, ["mine wants `soluton`; the columns of the training data are answer, level;", "response_ids, truncated, rendered_prompts, step are passed, too"]),
     (wants_anser, ["mine wants `anser`; did you mean answer?; the columns"]),
     (of_trl, ["mine takes (completions, answer, **kwargs): completions are TRL's", "docs/ppo.md"]),
     (swapped, ["mine takes (responses, prompts)", "prompts and responses, in this order"]),

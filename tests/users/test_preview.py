@@ -137,10 +137,13 @@ def test_a_preview_needs_no_weights_and_leaves_nothing(tmp_path):
 
 
 def test_a_reward_function_that_fails_ends_the_preview(monkeypatch, capsys):
-    """With the row and the place, as in training."""
+    """With the row and the place, as in training. One that wants an episode is not called."""
 
     def fails(prompts, responses, **columns):
         raise ValueError("no such column")
+
+    def judges(prompts, responses, environments):
+        return [1.0] * len(environments)
 
     monkeypatch.setattr(rewards, "load_functions", lambda names: {"fails": fails})
     tokenizer = templates.tokenizer("qwen3")
@@ -152,3 +155,6 @@ def test_a_reward_function_that_fails_ends_the_preview(monkeypatch, capsys):
         preview.describe_scores(args, values, tokenizer)
     assert "raised ValueError: no such column" in refused.value.code
     assert "called with data row 7" in refused.value.code
+    monkeypatch.setattr(rewards, "load_functions", lambda names: {"judges": judges})
+    *_, last = preview.describe_scores(args, values, tokenizer)
+    assert last == "  judges is not called: it takes what only an episode gives"
