@@ -166,7 +166,7 @@ def refuse_weights(messages: list[dict]) -> None:
 
 
 def has_text(value: Text) -> bool:
-    """Whether there is anything to read: in messages, a content or a tool call."""
+    """Whether there is anything to read: of messages of role and content, a content or a call."""
     if isinstance(value, list):
         return any(message["content"] or message.get("tool_calls") for message in value)
     return bool(value)
@@ -187,12 +187,11 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
     of user and assistant:
 
         prompt    chosen    rejected    returned
+        none      two transcripts       see `split_transcripts`; also if they repeat the prompt
         "Why?"    "So."     "No."       the same three strings
         "Why?"    [A1]      "No."       [U] [A1] [A2]
         none      [U A1]    [U A2]      [U] [A1] [A2]
         "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    UltraFeedback states the prompt twice
-        none, or the same beginning,
-                  two transcripts       see `split_transcripts`
     """
     refuse_media_and_kto(row)
     prompt = row.get("prompt")
@@ -205,16 +204,13 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
     chosen = row["chosen"]
     rejected = row["rejected"]
     are_strings = isinstance(chosen, str) and isinstance(rejected, str)
-    repeat_transcript = (
-        isinstance(prompt, str)
-        and are_strings
-        and HH_MARKER in prompt
-        and chosen.startswith(prompt)
-        and rejected.startswith(prompt)
-    )
-    if are_strings and (prompt is None or repeat_transcript):
+    # In the order of the table.
+    if are_strings and prompt is None:
         return split_transcripts(chosen, rejected)
     if are_strings and isinstance(prompt, str):
+        repeat_it = chosen.startswith(prompt) and rejected.startswith(prompt)
+        if repeat_it and HH_MARKER in prompt:
+            return split_transcripts(chosen, rejected)
         return prompt, chosen, rejected
 
     chosen = as_messages(chosen, "assistant")

@@ -295,7 +295,7 @@ def encode_as_given(
     """
     thinking, content = thoughts.split(tokenizer, conversation.messages[-1])
     turn = turn_with_mark(tokenizer, prompt, conversation, content)
-    end_of_prompt = turn.only_in_prompt
+    end_of_prompt = turn.only_in_prompt  # what the template does not write before its own answer
     before_content, rest = split_at_content(turn.only_in_answer)
     answer = thinking + rest
     if end_of_prompt == "":

@@ -358,7 +358,7 @@ def check_evaluation(bench: Bench) -> Iterator[Check]:
     yield Check("weights", compare.models(seldom, often, exact=True))
     if not bench.has_dropout:
         raise Unchecked(f"evaluations without dropout: {NO_DROPOUT}")
-    # The first evaluation, before any update, of a run that has no dropout at all.
+    # The first evaluation, before any update, of a run whose config has no dropout.
     without_dropout = runs.two_processes(bench).evaluations[:1]
     yield Check("without dropout", compare.lines(without_dropout, often.evaluations[:1]))
 
@@ -372,9 +372,10 @@ def check_resume(bench: Bench) -> Iterator[Check]:
         for launcher, what in (("plain", "1 process"), ("zero3", "ZeRO-3")):
             expected = bench.run(f"uninterrupted-{launcher}", launcher, **runs.INTERRUPTED)
             yield from interrupted.resumed(bench, what, launcher, expected)
-    # Dropout draws from the random states, and so may a recipe that samples.
-    needs_random_states = bench.has_dropout or bench.generates
-    if not needs_random_states:
+    # Lost random states show only in what draws from them: dropout, and maybe the sampling of a
+    # fork. (The recipes here sample by numbers that follow from the seed.)
+    draws_at_random = bench.has_dropout or bench.generates
+    if not draws_at_random:
         raise Unchecked(f"random states: {NO_DROPOUT}")
 
 
