@@ -19,7 +19,7 @@ FILE = "best.json"
 LOWER_IS_BETTER = ("loss", "kl")
 # What evaluations depend on, and what may change when a run is resumed.
 OF_EVALUATION = (
-    "keep_best",
+    "max_new_tokens",
     "eval_dataset_name",
     "eval_dataset_split",
     "exact_match_rows",
@@ -121,7 +121,7 @@ def of_checkpoint(run: "Run", state: dict) -> Best:
     found = Best(**state["best"])
     before = of_evaluation(state["arguments"])
     now = of_evaluation(vars(run.args))
-    changed = [name for name in now if before.get(name) != now[name]]
+    changed = [name for name in now if name in before and before[name] != now[name]]
     if found.global_step is None or not changed:
         return found
     run.accelerator.print(

@@ -23,7 +23,7 @@ OF_DISKS = {
     errno.EIO: "a disk fails",
 }
 OUT_OF_MEMORY = (
-    "Needs less: a smaller --micro_train_batch_size or --micro_train_tokens, "
+    "To need less memory: a smaller --micro_train_batch_size or --micro_train_tokens, "
     "--gradient_checkpointing, ZeRO-2 or ZeRO-3; where it samples, a smaller "
     "--generate_batch_size and --score_batch_size. python -m common.memory says what a run takes."
 )

@@ -172,6 +172,8 @@ def describe_scores(args, values: dict, tokenizer: PreTrainedTokenizerBase) -> l
     row = json.loads(values["columns"])
     of_data = [row[name] for name in ANSWERS if isinstance(row.get(name), str)]
     responses = [*of_data[:1], NO_ANSWER]
+    if token_ids.decode(tokenizer, values["prompt_ids"]).rstrip().endswith("<think>"):
+        responses = [f"</think>{response}" for response in responses]  # the prompt opened a thought
     n = len(responses)
     samples = Samples(
         prompts=[values["prompt_ids"]] * n,
@@ -197,7 +199,7 @@ def takes_episodes(function: Callable) -> bool:
     """Whether a reward function cannot do without what `--environment` gives it."""
     from common.rollout import reward_calls  # only recipes with rewards need it
 
-    parameters = inspect.signature(function).parameters
+    parameters = reward_calls.signature_of(function).parameters
     return any(
         name in parameters and parameters[name].default is inspect.Parameter.empty
         for name in reward_calls.OF_EPISODES

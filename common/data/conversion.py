@@ -230,11 +230,14 @@ def rename_columns(row: dict, columns: dict[str, str]) -> dict:
 def hidden_columns(columns: dict[str, str]) -> set[str]:
     """Returns the columns of the data that would take precedence over those that the user named.
 
-    Naming a column of one format switches off the other formats of SFT.
+    Naming a column of one format switches off those that are looked for before it.
     """
     if "prompt" in columns or "completion" in columns:
         return {"messages", "text"}
-    if columns.keys() & {"instruction", "output", "conversations"}:
+    if columns.keys() & {"instruction", "input", "output"}:
+        others = {"messages", "prompt", "completion", "text", "conversations"}
+        return others - columns.keys()
+    if "conversations" in columns:
         return {"messages", "prompt", "completion", "text"} - columns.keys()
     if "text" in columns:
         return {"messages", "prompt", "completion", "conversations", "instruction"}

@@ -30,8 +30,9 @@ FORMAT_COLUMNS = (
     "conversations",
 )
 
-# Columns of images, audio and video that go with messages. One of a single name may also be a text,
-# such as that of a container's image, unless the messages show where it belongs: `<image>`.
+# Columns of images, audio and video that go with messages. One of a single name may also hold a
+# text or a number, such as the name of a container's image, unless the messages show where it
+# belongs: `<image>`.
 MEDIA_COLUMNS = ("images", "videos", "audios")
 SINGLE_MEDIA_COLUMNS = ("image", "video", "audio")
 
@@ -94,12 +95,12 @@ def refuse_media(row: dict) -> None:
     """Raises `BadRow` if the row has images, videos or audios."""
     for column in (*MEDIA_COLUMNS, *SINGLE_MEDIA_COLUMNS):
         value = row.get(column)
-        is_other_text = (
+        is_something_else = (
             column in SINGLE_MEDIA_COLUMNS
-            and isinstance(value, str)
+            and isinstance(value, str | int | float)
             and f"<{column}>" not in str(row)
         )
-        if value and not is_other_text:
+        if value and not is_something_else:
             raise BadRow(f"column {column!r} is not empty: only text is supported")
 
 

@@ -72,8 +72,8 @@ def as_message(message: dict, number: int) -> dict:
         message = from_sharegpt(message, number)
     if isinstance(message.get("content"), list):
         message = from_parts(message, number)
-    if message.get("tool_calls"):
-        message = {**message, "tool_calls": list(map(with_arguments, message["tool_calls"]))}
+    if isinstance(message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [with_arguments(c) for c in message["tool_calls"]]}
     return {"content": "", **message}
 
 

@@ -21,9 +21,15 @@ def standard(row: dict, strings_as_messages: bool = False) -> dict:
         BadRow: a column of the format has a value of another kind.
     """
     is_standard = row.get("messages") is not None or row.get("prompt") is not None
-    if not is_standard and row.get("conversations") is not None:
+    conversations = row.get("conversations")
+    instruction = row.get("instruction")
+    if row.get("text") is not None:
+        # Beside a text, columns of these names may also be something else.
+        conversations = conversations if is_messages(conversations) else None
+        instruction = instruction if is_alpaca(row) else None
+    if not is_standard and conversations is not None:
         row = from_sharegpt(row)
-    elif not is_standard and row.get("instruction") is not None:
+    elif not is_standard and instruction is not None:
         row = from_alpaca(row)
     if row.get("tools") in ([], "[]"):
         row = {**row, "tools": None}
@@ -54,6 +60,11 @@ def standard_tools(tools: list | str | None):
         else tool
         for tool in given
     ]
+
+
+def is_alpaca(row: dict) -> bool:
+    """Whether a row has an instruction and its output, both strings."""
+    return isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str)
 
 
 def from_alpaca(row: dict) -> dict:

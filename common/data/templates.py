@@ -273,8 +273,11 @@ def takes_only_parts(tokenizer) -> bool:
 
 
 def takes_only_argument_texts(tokenizer) -> bool:
-    """Whether the template writes a tool call whose arguments are a text, and no other one."""
-    function = {"name": "zqz", "arguments": {"a": 1}}
+    """Whether the template writes the arguments of a tool call as JSON only if they are a text.
+
+    It refuses an object then (DeepSeek-V3), or writes it as Python does: `{'a': True}`.
+    """
+    function = {"name": "zqz", "arguments": {"a": True}}
     call = {
         "role": "assistant",
         "content": "",
@@ -284,7 +287,7 @@ def takes_only_argument_texts(tokenizer) -> bool:
     def writes(message: dict) -> bool:
         with contextlib.suppress(Exception):
             question = {"role": "user", "content": "a"}
-            return "zqz" in try_out(tokenizer, [question, message])
+            return '"a": true' in try_out(tokenizer, [question, message])
         return False
 
     return not writes(call) and writes(with_argument_texts(call))

@@ -14,6 +14,7 @@ from common.run import Run
 STATEMENT = re.compile(
     r"\banswer\b(?:[^.\n:=]*?\bis\b|\s*[:=])\s*:?\s*(.*?)(?:\.(?=\s|$)|\n|$)", re.IGNORECASE
 )
+BOX = "\\boxed{"
 ENCLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 # A number as people write one, and the unit that may follow it in a response. Digits that begin
 # with a zero, such as 007, are no number but a text: they equal only themselves.
@@ -59,15 +60,16 @@ def with_opened_thought(prompt: str, response: str) -> str:
 def final_answer(text: str | float) -> str:
     """Returns the part of a text that states its answer.
 
-    It is what the last `<answer>` and `</answer>` enclose, or else the whole text; of that the line
-    after `####` (GSM8K's mark) or what `\\boxed{}` holds, whichever comes last, else what follows
-    the last "the answer is", else all of it. What a model thought before answering does not count.
+    It is the line after `####` (GSM8K's mark), what `\\boxed{}` holds or what `<answer>` and
+    `</answer>` enclose, whichever comes last; else what follows the last "the answer is"; else the
+    whole text. In what is enclosed the same is looked for. What a model thought before answering
+    does not count.
     """
     answer = str(text).split("</think>")[-1]
     answer = answer.split("<think>")[0]  # thoughts that did not end
-    enclosed = ENCLOSED.findall(answer)
-    if enclosed:
-        answer = enclosed[-1]
+    enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]
+    if enclosed and not any(mark in answer[enclosed[-1].end() :] for mark in ("####", BOX)):
+        answer = enclosed[-1][1]
     place_of_box, boxed = last_box(answer)
     place_of_mark = answer.rfind("####")
     if place_of_mark > place_of_box:
@@ -81,16 +83,15 @@ def final_answer(text: str | float) -> str:
 
 def last_box(text: str) -> tuple[int, str]:
     """Returns where the last whole `\\boxed{...}` begins, and what it holds; -1 and "" if none."""
-    mark = "\\boxed{"
-    start = text.rfind(mark)
+    start = text.rfind(BOX)
     while start >= 0:
         depth = 1
-        begin = start + len(mark)
+        begin = start + len(BOX)
         for place in range(begin, len(text)):
             depth += (text[place] == "{") - (text[place] == "}")
             if depth == 0:
                 return start, text[begin:place]
-        start = text.rfind(mark, 0, start)
+        start = text.rfind(BOX, 0, start)
     return -1, ""
 
 
@@ -126,7 +127,9 @@ def to_decimal(number: str) -> Decimal:
 
 def as_text(text: str) -> str:
     """Returns a text in the form in which it is compared: (B) becomes b, the letter alone."""
-    text = "".join(text.split()).rstrip(".").casefold()
+    # Only the spaces between two words count: (3, 4) is (3,4), and 1 1/2 is not 11/2.
+    text = re.sub(r"(?<!\w) | (?!\w)", "", " ".join(text.split()))
+    text = text.rstrip(".").casefold()
     return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
 
 

@@ -44,10 +44,10 @@ def start(run: Run) -> None:
 
 
 def tools(args) -> list[dict] | None:
-    """Returns JSON schemas of what the environment lets the model call; None without any."""
+    """Returns JSON schemas of what the environment lets the model call; None without one."""
     if args.environment is None:
         return None
-    return environments.load(args.environment).tools or None
+    return list(environments.load(args.environment).tools or [])
 
 
 @dataclasses.dataclass
@@ -186,7 +186,8 @@ class Stage:
             try:
                 self.instances[number] = self.user_class.make()
             except Exception as error:
-                failures[number] = Failure(f"could not be called: {environments.described(error)}")
+                says = f"has no environment: making one raised {environments.described(error)}"
+                failures[number] = Failure(says)
         # A value for each episode, at the episode's number.
         columns = {name: generation.repeat_each(c, per_prompt) for name, c in prompts.items()}
         calls = environments.Calls(run.args.environment_timeout)

@@ -113,7 +113,9 @@ def shares_of_right(run: Run, samples: Samples, prompt_answers: list[str]) -> di
     """
     texts = [
         answers.with_opened_thought(prompt, text)
-        for prompt, text in zip(samples.prompt_texts(run.tokenizer), samples.answers(run.tokenizer))
+        for prompt, text in zip(
+            samples.prompt_texts(run.tokenizer, range(len(samples))), samples.answers(run.tokenizer)
+        )
     ]
     n_samples = samples.per_prompt
     right_of_prompts = []

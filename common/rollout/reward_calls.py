@@ -107,8 +107,7 @@ def collect(
     }
     keywords["response_ids"] = response_ids
     keywords["truncated"] = [not samples.ended[row].item() for row in rows]
-    rendered = samples.prompt_texts(tokenizer)
-    keywords["rendered_prompts"] = [rendered[row] for row in rows]
+    keywords["rendered_prompts"] = samples.prompt_texts(tokenizer, rows)
     keywords["step"] = step
     if samples.messages:
         keywords["messages"] = [samples.messages[row] for row in rows]

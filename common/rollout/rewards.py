@@ -190,7 +190,7 @@ class Judge:
         ]
 
     def check_totals(self, samples: Samples, decides: np.ndarray, total: np.ndarray) -> None:
-        """Refuses a sample that no part scored, or whose weighted sum fp32 does not hold.
+        """Refuses a sample that no part which counts has scored, or a sum that fp32 does not hold.
 
         Args:
             decides: bool `[parts, samples]`, which scores there are that count.

@@ -1,7 +1,7 @@
 """The samples of a rollout, as models read them, and the values of their tokens."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -233,12 +233,13 @@ class Samples:
             ]
         return tokenizer.batch_decode(answers, skip_special_tokens=True)
 
-    def prompt_texts(self, tokenizer) -> list[str]:
-        """Returns what the model read before each response, special tokens included."""
-        # The samples of a prompt are side by side.
-        prompts = self.prompts[:: self.per_prompt]
-        distinct = tokenizer.batch_decode(prompts, skip_special_tokens=False)
-        return [text for text in distinct for _ in range(self.per_prompt)]
+    def prompt_texts(self, tokenizer, rows: Sequence[int]) -> list[str]:
+        """Returns what the model read before some responses, special tokens included."""
+        prompts = [tuple(self.prompts[row]) for row in rows]
+        distinct = list(dict.fromkeys(prompts))  # several samples may have the same prompt
+        texts = tokenizer.batch_decode(list(map(list, distinct)), skip_special_tokens=False)
+        text_of = dict(zip(distinct, texts))
+        return [text_of[prompt] for prompt in prompts]
 
     def examples(self, tokenizer, scores, source: str) -> list[dict]:
         """Returns all prompts and responses with their scores, see `common/transcript.py`.

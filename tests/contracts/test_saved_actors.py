@@ -242,7 +242,7 @@ def test_the_direction_of_a_metric():
 
 @pytest.mark.parametrize("changes, is_kept", [
     ({}, True), ({"learning_rate": 2.0}, True), ({"eval_dataset_name": ["/elsewhere/easy.jsonl"]}, True),
-    ({"eval_dataset_name": ["hard.jsonl"]}, False), ({"eval_temperature": 1.0}, False), ({"keep_best": "eval/kl"}, False),
+    ({"eval_dataset_name": ["hard.jsonl"]}, False), ({"eval_temperature": 1.0}, False), ({"eval_samples": 2}, True),  # of an older checkpoint
 ])  # fmt: skip
 def test_the_best_of_other_evaluations_does_not_count(changes, is_kept, capsys):
     settings = dict(keep_best="eval/loss", eval_dataset_name=["easy.jsonl"], eval_temperature=0.0, learning_rate=1.0)  # fmt: skip

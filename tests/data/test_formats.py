@@ -426,6 +426,7 @@ def test_a_column_text_beside_another_format_is_learned_only_on_request(
 
 @pytest.mark.parametrize("more, is_read", [
     ({"images": ["a.png"]}, False), ({"image": {"path": "a.png"}}, False), ({"image": "python:3.12"}, True),
+    ({"image": 3}, True), ({"video": True}, True),
 ])  # fmt: skip
 def test_a_prompt_with_an_image(more, is_read, tokenizer, accelerator, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": [QUESTION], **more}])
@@ -444,8 +445,9 @@ def test_columns_of_alpaca_may_have_other_names(reader):
         "response": "细胞理论是",
         "text": "a",
     }
-    found = reader([row], columns=["input=context", "output=response"])
-    assert found == [(QUESTIONS[1] + [message("assistant", "细胞理论是")], None)]
+    for other in ({}, {"conversations": [said("human", "a"), said("gpt", "b")]}, {"prompt": "a"}):
+        found = reader([row | other], columns=["input=context", "output=response"])
+        assert found == [(QUESTIONS[1] + [message("assistant", "细胞理论是")], None)]
 
 
 @pytest.mark.parametrize("name, written", [
@@ -479,6 +481,17 @@ def test_a_prompt_that_holds_its_answer(prompt, tokenizer, accelerator, tmp_path
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": prompt}])
     refuses("row 1", "ends with an answer", call=lambda: load(
         accelerator, tokenizer, path, prompt_row, columns=["prompt=messages"]))  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [
+    {"conversations": "[{}]"}, {"instruction": ["x"]}, {"instruction": "x", "output": 3}, {"instruction": "x"},
+])  # fmt: skip
+def test_a_text_beside_columns_that_fit_no_format_is_learned(
+    more, tokenizer, accelerator, tmp_path
+):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a b", **more}])
+    (found,) = load(accelerator, tokenizer, path)
+    assert tokenizer.decode(found["input_ids"]).removesuffix("<|end|>") == "a b"
 
 
 def test_a_prompt_of_alpaca_does_without_its_text(reader):

@@ -334,6 +334,19 @@ def test_dropped_thinking_is_learned_as_it_was_written(content, expected):
     assert tokenizer.decode(answer.ids) == expected + "<|im_end|>"
 
 
+@pytest.mark.parametrize("arguments", ['{"x": true}', {"x": True}])
+def test_arguments_are_json_under_a_template_that_prints_them_as_they_are(arguments):
+    """Of an object it would print `{'x': True}`, as Python does."""
+    tokenizer = own_template(
+        "{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    row = {"messages": [message("user", "five"), message("assistant", "", tool_calls=[call])]}
+    ((_, ids),) = learned(sft_row(row, tokenizer, 10_000, "assistant"))
+    assert tokenizer.decode(ids) == 'add{"x": true}<|im_end|>'
+
+
 def test_thinking_that_recurs_in_a_call_is_noticed_as_dropped():
     tokenizer = templates.tokenizer("qwen2_5")
     answer = {**CALL, "reasoning_content": "add"}

@@ -121,6 +121,12 @@ TABLE = [
     (r"\boxed{6-5i}", "6 - 5i", True),
     (r"\boxed{\dfrac{\sqrt{3}}{2}}", r"\frac{\sqrt{3}}{2}", True),
     (r"\boxed{(3,5)}", "(3, 4)", False),
+    ("The answer is 11/2", "1 1/2", False),
+    ("34", "3 4", False),
+    ("now here", "nowhere", False),
+    # A tag that is only mentioned.
+    ("so <answer> </answer> tags. The answer is 5", "5", True),
+    ("I use <answer>...</answer>.\n#### 5", "5", True),
 ]
 
 

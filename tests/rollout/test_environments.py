@@ -412,7 +412,10 @@ def test_what_reset_returns_is_appended_to_the_prompt(accelerator, tokenizer, us
         (
             "__init__",
             "raises",
-            ["`reset` could not be called: ValueError: no such game (", "data row"],
+            [
+                "`reset` has no environment: making one raised ValueError: no such game (",
+                "data row",
+            ],
         ),
         ("reset", "raises", ["`reset` raised ValueError: no such game (", "data row 1"]),
         ("reset", "number", ["`reset` returned 5, expected None, a string or a list of messages"]),
