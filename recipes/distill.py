@@ -398,7 +398,7 @@ def forward_passes(
     with checks.evaluation_mode(run.model):
         for micro_batch in batches.split_update(run, all_rows, rollout.samples.lengths):
             rows = micro_batch.rows
-            weights = batches.send(micro_batch.weights, run.device)
+            weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
             batch, old = rollout.samples.collate(rows, rollout.tokens, packer)
             lessons = lessons_of(all_teachers, rollout, rows, batch=batch, packer=packer)
             output = run.model(batch, run.args.temperature, lessons=lessons, beta=beta_of(run.args))
@@ -488,9 +488,9 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "distill.yaml")
     check_settings(args)
-    # The first also completes output_dir and the size of micro-batches, the second lora_alpha.
+    # This also fills in output_dir and the size of micro-batches.
     accelerator = launch.make_accelerator(args, "distill")
-    lora.complete_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)  # fills in lora_alpha
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -588,7 +588,7 @@ def main():
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
-                weights = batches.send(micro_batch.weights, run.device)
+                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
                 batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
             with metrics.timed("teacher"):  # what the teachers say about the same tokens
                 lessons = lessons_of(

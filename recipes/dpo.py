@@ -219,9 +219,9 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "dpo.yaml")
     check_settings(args)
-    # The first also completes output_dir and the size of micro-batches, the second lora_alpha.
+    # This also fills in output_dir and the size of micro-batches.
     accelerator = launch.make_accelerator(args, "dpo")
-    lora.complete_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)  # fills in lora_alpha
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -296,7 +296,7 @@ def main():
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 columns = data.train[micro_batch.rows]
-                weights = batches.send(micro_batch.weights, run.device)
+                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
                 batch = collate(columns, packer)
 
             with accelerator.accumulate(model):

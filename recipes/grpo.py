@@ -803,9 +803,9 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "grpo.yaml")
     check_settings(args)
-    # The first also completes output_dir and the size of micro-batches, the second lora_alpha.
+    # This also fills in output_dir and the size of micro-batches.
     accelerator = launch.make_accelerator(args, "grpo")
-    lora.complete_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)  # fills in lora_alpha
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -896,6 +896,7 @@ def main():
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
+        # What the weights of these samples in the loss add up to.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
         # Micro-batches are cut in the order of these lengths. Where prompts are shared, all samples
         # of a group have the same one, so the group stays together.
@@ -909,7 +910,7 @@ def main():
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
-                weights = batches.send(micro_batch.weights, run.device)
+                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
                 batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
 
             with accelerator.accumulate(model):

@@ -620,9 +620,9 @@ def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "ppo.yaml")
     check_settings(args)
-    # The first also completes output_dir and the size of micro-batches, the second lora_alpha.
+    # This also fills in output_dir and the size of micro-batches.
     accelerator = launch.make_accelerator(args, "ppo")
-    lora.complete_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)  # fills in lora_alpha
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -721,7 +721,7 @@ def main():
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
-                weights = batches.send(micro_batch.weights, run.device)
+                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
                 batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
 
             with accelerator.accumulate(model):

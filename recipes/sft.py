@@ -250,9 +250,9 @@ CHARTS = {
 def main():
     # ============================================================ accelerator
     args = arguments.parse(Args, demo=common.ASSETS / "sft.yaml")
-    # The first also completes output_dir and the size of micro-batches, the second lora_alpha.
+    # This also fills in output_dir and the size of micro-batches.
     accelerator = launch.make_accelerator(args, "sft")
-    lora.complete_settings(accelerator, args)
+    lora.complete_settings(accelerator, args)  # fills in lora_alpha
 
     # ============================================================ data
     tokenizer = load.tokenizer_of_run(accelerator, args)
@@ -330,7 +330,7 @@ def main():
         for micro_batch in micro_batches:
             with metrics.timed("data"):
                 columns = train_sequences[micro_batch.rows]
-                weights = batches.send(micro_batch.weights, run.device)
+                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
                 batch = collate(columns, packer)
 
             with accelerator.accumulate(model):
@@ -392,7 +392,7 @@ def evaluate(run: Run, packer: Packer) -> None:
             sequences = Sequences(eval_set)
             numbers = range(len(sequences))
             for micro_batch in batches.split_update(run, numbers, sequences.lengths):
-                weights = batches.send(micro_batch.weights, run.device)
+                weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
                 batch = collate(sequences[micro_batch.rows], packer)
                 output = run.model(batch, extras=("correct",))
                 _, _, logged = losses_and_metrics(output, batch["mask"], weights)

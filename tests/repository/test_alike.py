@@ -38,9 +38,9 @@ evaluation
 # Lines of `main`, in this order. What belongs to the algorithm is between them.
 MAIN = """
 args = arguments.parse(Args, demo=common.ASSETS / "NAME.yaml")
-# The first also completes output_dir and the size of micro-batches, the second lora_alpha.
+# This also fills in output_dir and the size of micro-batches.
 accelerator = launch.make_accelerator(args, "NAME")
-lora.complete_settings(accelerator, args)
+lora.complete_settings(accelerator, args)  # fills in lora_alpha
 tokenizer = load.tokenizer_of_run(accelerator, args)
 data = dataset.load_data(
 prepare.choose_parameters(accelerator, UNWRAPPED, args)  # what is trained: all, or adapters
@@ -77,7 +77,7 @@ divisor = engine.begin_update(run, micro_batches)
 loss_scale = engine.loss_scale(run)
 for micro_batch in micro_batches:
 with metrics.timed("data"):
-weights = batches.send(micro_batch.weights, run.device)
+weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
 with accelerator.accumulate(model):
 losses,
 guard.check(
