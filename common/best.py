@@ -131,7 +131,10 @@ def of_checkpoint(run: "Run", state: dict) -> Best:
 
 
 def of_evaluation(settings: dict) -> dict:
-    """Returns the settings that evaluations depend on; of files the names, wherever they are."""
+    """Returns the settings that evaluations depend on.
+
+    Of a data set's path only the last part counts, since the file may have been moved.
+    """
     found = {name: settings[name] for name in OF_EVALUATION if name in settings}
     files = found.get("eval_dataset_name") or []
     return {**found, "eval_dataset_name": [Path(file).name for file in files]}

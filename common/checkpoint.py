@@ -141,8 +141,9 @@ def refuse_to_start_over(run: Run, passed_over: list[Path]) -> None:
     """
     if run.args.resume != "auto":
         sys.exit(f"--resume {run.args.resume}: it cannot be used, see above")
-    copies = run.checkpoints.glob("global_step_*")  # maybe under names that are not looked for
-    unusable = passed_over or list(copies)
+    # Copies that somebody has renamed are no candidates, but the run is not new.
+    copies = list(run.checkpoints.glob("global_step_*"))
+    unusable = passed_over or copies
     if unusable:
         sys.exit(
             f"--resume auto: of {counted(len(unusable), 'checkpoint')} none is whole "
@@ -580,8 +581,9 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
     """
     now = identity_of(run)
     may_change = arguments.MAY_CHANGE | run.args.may_change
-    if before.get("world") == universal_world(now["world"]):
-        may_change = may_change | {"world"}  # it fits any device and number of processes
+    is_universal = before.get("world") == universal_world(now["world"])
+    if is_universal:  # made by `common.export`, for any device and number of processes
+        may_change = may_change | {"world"}
     # An argument that is newer than the checkpoint is not compared.
     changed = [name for name in before if name not in may_change and now.get(name) != before[name]]
     if not changed:

@@ -366,9 +366,9 @@ def compute_logps(
 ) -> torch.Tensor:
     """Returns the student's log-probs of response tokens before a rollout's first update.
 
-    The teachers run as well, although nothing of theirs is kept. With their lessons, as in
-    training, the student computes its logits in fp32, and without them in half precision.
-    Micro-batches are cut differently, so rounding may still differ.
+    The teachers run, too, only because the student's forward pass depends on them: with their
+    lessons, as in training, its logits are fp32, and without them half precision. Micro-batches are
+    cut differently, so the rounding of some log-probs differs from that in training.
 
     Returns:
         `[samples, longest response]`, zero past the end of each response,
@@ -376,8 +376,7 @@ def compute_logps(
     """
     collected = Collected(run.accelerator)
     for rows, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
-        is_padding = not weights.any()  # the micro-batch is one padding row
-        kept_rows = [] if is_padding else rows  # with none, `add` keeps nothing
+        kept_rows = rows if weights.any() else []  # a padding row is not collected
         collected.add(kept_rows, old["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
     rollout.samples.check_finite(run, logps=logps)
@@ -442,10 +441,10 @@ def rows_of_update(rollout: Rollout, position: Position, args: Args) -> np.ndarr
 def lessons_of(
     all_teachers: Teachers, rollout: Rollout, rows: list[int], *, batch: dict, packer: Packer
 ) -> list[Lesson]:
-    """Returns what the teachers say about some samples, without gradients.
+    """Returns one `Lesson` for each teacher that teaches any of these samples.
 
-    That is a `Lesson` for each teacher of one of them: its hidden states at the response tokens,
-    and its output layer, from which logits are made by chunks. See `Teachers.lessons`.
+    It holds the teacher's hidden states at the response tokens, without gradients, and its output
+    layer, from which logits are made by chunks. See `Teachers.lessons`.
 
     Args:
         rows: the samples.

@@ -982,11 +982,11 @@ def update_data_position(run: Run) -> None:
 def skip_rollout(run: Run) -> None:
     """Skips a rollout that has nothing to train on, with a warning.
 
-    After a whole epoch of prompts without an update the run ends, and publishes what it had learned
-    before, even if more prompts were to come.
+    After a whole epoch of prompts without an update the run does not go on, even if more prompts
+    are to come: it ends with what it has learned before.
 
     Raises:
-        SystemExit: more prompts were to come, and it has learned nothing at all.
+        SystemExit: it has learned nothing before.
     """
     position = run.extra.position
     position.end_rollout()
@@ -1000,7 +1000,7 @@ def skip_rollout(run: Run) -> None:
     )
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
     is_less_than_epoch = prompts_without_update < run.data.mixture.samples
-    if run.progress.finished or is_less_than_epoch:
+    if run.progress.finished or is_less_than_epoch:  # it ends by itself, or goes on
         run.metrics.warn(reason)
         return
     reason += f", nor from any of the last {prompts_without_update} prompts, a whole epoch"

@@ -828,6 +828,7 @@ def check_rollout_size(args: Args) -> None:
 
 def check_critic_warmup(args: Args, plan: RolloutSchedule, total_steps: int) -> None:
     """Refuses a run in which the actor does not learn."""
+    # By epochs, since the last rollout of an epoch may have fewer updates.
     epochs, rollouts_beyond = divmod(args.critic_warmup_rollouts, plan.rollouts_per_epoch)
     warmup_steps = epochs * plan.updates_per_epoch + rollouts_beyond * plan.updates_per_rollout
     if warmup_steps >= total_steps:

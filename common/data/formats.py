@@ -30,9 +30,7 @@ FORMAT_COLUMNS = (
     "conversations",
 )
 
-# Columns of images, audio and video that go with messages. One of a single name may also hold a
-# text or a number, such as the name of a container's image, unless the messages show where it
-# belongs: `<image>`.
+# Columns of images, audio and video that go with messages.
 MEDIA_COLUMNS = ("images", "videos", "audios")
 SINGLE_MEDIA_COLUMNS = ("image", "video", "audio")
 
@@ -95,12 +93,13 @@ def refuse_media(row: dict) -> None:
     """Raises `BadRow` if the row has images, videos or audios."""
     for column in (*MEDIA_COLUMNS, *SINGLE_MEDIA_COLUMNS):
         value = row.get(column)
-        is_something_else = (
-            column in SINGLE_MEDIA_COLUMNS
-            and isinstance(value, str | int | float)
-            and f"<{column}>" not in str(row)
-        )
-        if value and not is_something_else:
+        if column in SINGLE_MEDIA_COLUMNS and isinstance(value, str | int | float):
+            # It may be something else, such as the name of a container's image. But `<image>` in a
+            # text of the row shows that it is a picture.
+            is_media = f"<{column}>" in str(row)
+        else:
+            is_media = bool(value)
+        if is_media:
             raise BadRow(f"column {column!r} is not empty: only text is supported")
 
 
@@ -145,10 +144,10 @@ def conversation(row: dict) -> tuple[Text, Text]:
 
 
 def is_whole_text(row: dict) -> bool:
-    """Whether a row, if it has no `messages`, is to be learned as its column `text`.
+    """Whether a row is to be learned as its column `text`, unless it has `messages`.
 
-    Not if it has a prompt and a completion. Then `text` is the same in another form, as in Alpaca's
-    original file.
+    With a prompt and a completion it is not. Then `text` is the same in another form, as in
+    Alpaca's original file.
     """
     has_completion = row.get("prompt") is not None and row.get("completion") is not None
     return row.get("text") is not None and not has_completion
@@ -167,7 +166,7 @@ def refuse_weights(messages: list[dict]) -> None:
 
 
 def has_text(value: Text) -> bool:
-    """Whether there is anything to read: of messages of role and content, a content or a call."""
+    """Whether a text is not empty; of messages, whether one has a content or a call."""
     if isinstance(value, list):
         return any(message["content"] or message.get("tool_calls") for message in value)
     return bool(value)

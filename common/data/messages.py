@@ -78,10 +78,10 @@ def as_message(message: dict, number: int) -> dict:
 
 
 def with_arguments(call: Any) -> Any:
-    """Returns a tool call whose arguments are an object, if they are a JSON text of one.
+    """Returns a tool call. Arguments that are the JSON text of an object become that object.
 
-    OpenAI's API writes them as a text. Most templates would write that text as a string, in quotes;
-    `templates.render` gives it to those that want it.
+    OpenAI's API writes them as a text, which most templates would write in quotes. For templates
+    that want a text, `templates.render` makes one.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):

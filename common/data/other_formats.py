@@ -10,7 +10,7 @@ from common.data.messages import BadRow, as_messages, is_messages
 def standard(row: dict, strings_as_messages: bool = False) -> dict:
     """Returns a row with the columns of `formats.py`, whichever format it has.
 
-    Its own columns stay: a reward function may ask for them. Rows that have those columns already
+    Its own columns stay: a reward function may ask for them. Rows that have `messages` or `prompt`
     are returned as they are, except that a column `system` becomes the first message, and `tools`
     that hold none become None.
 
@@ -21,15 +21,10 @@ def standard(row: dict, strings_as_messages: bool = False) -> dict:
         BadRow: a column of the format has a value of another kind.
     """
     is_standard = row.get("messages") is not None or row.get("prompt") is not None
-    conversations = row.get("conversations")
-    instruction = row.get("instruction")
-    if row.get("text") is not None:
-        # Beside a text, columns of these names may also be something else.
-        conversations = conversations if is_messages(conversations) else None
-        instruction = instruction if is_alpaca(row) else None
-    if not is_standard and conversations is not None:
+    has_text = row.get("text") is not None  # then columns of other names may mean nothing
+    if not is_standard and is_sharegpt(row, strict=has_text):
         row = from_sharegpt(row)
-    elif not is_standard and instruction is not None:
+    elif not is_standard and is_alpaca(row, strict=has_text):
         row = from_alpaca(row)
     if row.get("tools") in ([], "[]"):
         row = {**row, "tools": None}
@@ -62,9 +57,18 @@ def standard_tools(tools: list | str | None):
     ]
 
 
-def is_alpaca(row: dict) -> bool:
-    """Whether a row has an instruction and its output, both strings."""
-    return isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str)
+def is_sharegpt(row: dict, strict: bool) -> bool:
+    """Whether a row has a column `conversations`; strictly, whether that holds messages."""
+    if strict:
+        return is_messages(row.get("conversations"))
+    return row.get("conversations") is not None
+
+
+def is_alpaca(row: dict, strict: bool) -> bool:
+    """Whether a row has a column `instruction`; strictly, whether it and `output` are strings."""
+    if strict:
+        return isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str)
+    return row.get("instruction") is not None
 
 
 def from_alpaca(row: dict) -> dict:

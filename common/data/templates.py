@@ -216,8 +216,8 @@ def with_argument_texts(message: dict) -> dict:
         return message
     calls = []
     for call in message["tool_calls"]:
-        function = call["function"]
-        if not isinstance(function["arguments"], str):
+        function = call.get("function", {})
+        if isinstance(function.get("arguments"), dict):
             text = json.dumps(function["arguments"], ensure_ascii=False)
             call = {**call, "function": {**function, "arguments": text}}
         calls.append(call)

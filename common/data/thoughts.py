@@ -24,7 +24,11 @@ def of_message(message: dict) -> str:
     for field in FIELDS:
         if isinstance(message.get(field), str) and message[field].strip():
             return message[field].strip()
-    content = message["content"]
+    return of_content(message["content"])
+
+
+def of_content(content: str) -> str:
+    """Returns the thinking at the beginning of a content, without its markers; "" if none."""
     for opener, closer in MARKERS:
         before, found, _ = content.rpartition(closer)
         if found:
@@ -59,8 +63,7 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
     content = message["content"]
     after_thought = without_thought(content)
     answer = after_thought.lstrip()
-    has_thought_in_content = after_thought != content
-    if has_thought_in_content:
+    if of_content(content):  # it has precedence over a field
         return content.removesuffix(answer), answer
     template = str(tokenizer.chat_template)
     opener, closer = MARKERS[0]

@@ -39,7 +39,7 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
 
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    # Not of "": a tokenizer may only append an EOS, and have the same token as BOS.
+    # Not of "", which may have an appended EOS at its start. It may be the same token.
     adds_bos = tokenizer("a").input_ids[:1] == [bos]
     # The prompt shows whether there is a BOS already; if it is empty, the first answer with tokens.
     first_ids = next((ids for ids in (prompt_ids, *answer_ids) if ids), [])
@@ -297,14 +297,15 @@ def encode_as_given(
     turn = turn_with_mark(tokenizer, prompt, conversation, content)
     end_of_prompt = turn.only_in_prompt  # what the template does not write before its own answer
     before_content, rest = split_at_content(turn.only_in_answer)
+    context = prompt
     answer = thinking + rest
     if end_of_prompt == "":
-        # First line of the table: the template writes the answer right after the prompt. Only then
-        # does what it writes before the content, such as a space, belong there, too.
+        # First line of the table: the answer follows the prompt directly, so what the template
+        # writes between them, such as a space, is kept.
         answer = before_content + answer
     elif thoughts.is_whole_thought(end_of_prompt):
         # Second line: the prompt says that nothing was thought, and something was.
-        prompt = encode_beginning(tokenizer, prompt.text.removesuffix(end_of_prompt))
+        context = encode_beginning(tokenizer, prompt.text.removesuffix(end_of_prompt))
     elif end_of_prompt.strip() and answer.lstrip().startswith(end_of_prompt.strip()):
         # Third line: the prompt has opened the thought. The whitespace after the marker may differ,
         # so only what both have is left out: `<think>Why` after `<think>\n` becomes `Why`.
@@ -312,8 +313,8 @@ def encode_as_given(
         n_written = n_shared(answer, end_of_prompt.lstrip())
         answer = answer[n_written:]
     # Fourth line: the answer follows the whole prompt as it is.
-    ids = encode_after(tokenizer, prompt, answer)
-    return prompt.ids, up_to_end(tokenizer, ids)
+    ids = encode_after(tokenizer, context, answer)
+    return context.ids, up_to_end(tokenizer, ids)
 
 
 def turn_with_mark(

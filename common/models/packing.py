@@ -243,8 +243,8 @@ class Packer:
         """Returns what a `transformers` model takes, see `make_batch`."""
         inputs = {"input_ids": batches.send(layout.ids, self.device)}
         n_answers = len(layout.last)
-        is_answer_in_each_row = len(rows) == n_answers  # because no row is without one
-        if is_answer_in_each_row:  # plain causal attention
+        one_answer_each = len(rows) == n_answers  # since no row is without an answer
+        if one_answer_each:  # plain causal attention
             return inputs
         inputs["position_ids"] = batches.send(layout.positions, self.device)
         if self.varlen:

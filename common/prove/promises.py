@@ -346,7 +346,7 @@ def usable_training_rows(run: Finished) -> int:
 
 
 def check_evaluation(bench: Bench) -> Iterator[Check]:
-    """An evaluation has no dropout, and the training goes on as if there had been none."""
+    """An evaluation has no dropout, and leaves no trace in the training."""
     bench.need("eval_steps")
     often = runs.uninterrupted(bench)  # with dropout in the model's config, if it can have it
     if not often.evaluations:
@@ -373,7 +373,7 @@ def check_resume(bench: Bench) -> Iterator[Check]:
             expected = bench.run(f"uninterrupted-{launcher}", launcher, **runs.INTERRUPTED)
             yield from interrupted.resumed(bench, what, launcher, expected)
     # Lost random states show only in what draws from them: dropout, and maybe the sampling of a
-    # fork. (The recipes here sample by numbers that follow from the seed.)
+    # fork. That of the recipes here follows from the seed.
     draws_at_random = bench.has_dropout or bench.generates
     if not draws_at_random:
         raise Unchecked(f"random states: {NO_DROPOUT}")

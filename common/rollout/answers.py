@@ -60,16 +60,18 @@ def with_opened_thought(prompt: str, response: str) -> str:
 def final_answer(text: str | float) -> str:
     """Returns the part of a text that states its answer.
 
-    It is the line after `####` (GSM8K's mark), what `\\boxed{}` holds or what `<answer>` and
-    `</answer>` enclose, whichever comes last; else what follows the last "the answer is"; else the
-    whole text. In what is enclosed the same is looked for. What a model thought before answering
-    does not count.
+    That is the first of these that there is, after what a model thought in `<think>`:
+
+        the final answer of what the last `<answer>` and `</answer>` enclose, unless a mark follows
+        what comes last of the two marks: the line after `####` (GSM8K), what `\\boxed{}` holds
+        what follows the last "the answer is"
+        the whole text
     """
     answer = str(text).split("</think>")[-1]
     answer = answer.split("<think>")[0]  # thoughts that did not end
     enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]
     if enclosed and not any(mark in answer[enclosed[-1].end() :] for mark in ("####", BOX)):
-        answer = enclosed[-1][1]
+        return final_answer(enclosed[-1][1])
     place_of_box, boxed = last_box(answer)
     place_of_mark = answer.rfind("####")
     if place_of_mark > place_of_box:

@@ -798,6 +798,8 @@ def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
     tokenizer = types.SimpleNamespace(chat_template="... </think> ... [/THINK] ...")
     message = {"content": "yes", "reasoning_content": "why"}
     assert thoughts.split(tokenizer, message) == ("<think>\nwhy\n</think>\n\n", "yes")
+    empty = {**message, "content": "<think>\n</think>\nyes"}
+    assert thoughts.split(tokenizer, empty) == ("<think>\nwhy\n</think>\n\n", "yes")
     whole = {**message, "content": "<think>why</think> yes"}
     assert thoughts.split(tokenizer, whole) == ("<think>why</think> ", "yes")
 
