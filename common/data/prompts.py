@@ -20,8 +20,7 @@ def prompt_row(
     `max_new_tokens` are for the response.
 
     Args:
-        tools: JSON schemas of what an environment lets the model call; None without one. If there
-            are none, column `tools` says what it may call.
+        tools: JSON schemas of what an environment lets the model call; None: column `tools`.
 
     Raises:
         BadRow: the row has no prompt, or the chat template refuses it.
@@ -36,8 +35,7 @@ def prompt_row(
         (ids,) = tokens.encode_plain(tokenizer, prompt)
     else:
         prompt = messages = as_messages(prompt, "user")
-        has_environment = tools is not None  # its `reset` may add what comes after an answer
-        if messages and messages[-1]["role"] == "assistant" and not has_environment:
+        if messages and messages[-1]["role"] == "assistant":
             raise BadRow(
                 "the prompt ends with an answer (role 'assistant'), and the model would answer "
                 "after it: expected a prompt that ends before the answer"

@@ -284,13 +284,15 @@ def takes_only_argument_texts(tokenizer) -> bool:
         "tool_calls": [{"type": "function", "id": "0", "function": function}],
     }
 
-    def writes(message: dict) -> bool:
+    def written(message: dict) -> str:
         with contextlib.suppress(Exception):
-            question = {"role": "user", "content": "a"}
-            return '"a": true' in try_out(tokenizer, [question, message])
-        return False
+            return try_out(tokenizer, [{"role": "user", "content": "a"}, message])
+        return ""
 
-    return not writes(call) and writes(with_argument_texts(call))
+    with_object = written(call)
+    is_refused = with_object == ""
+    is_python = "'a': True" in with_object
+    return (is_refused or is_python) and '"a": true' in written(with_argument_texts(call))
 
 
 def find_ending(

@@ -44,10 +44,10 @@ def start(run: Run) -> None:
 
 
 def tools(args) -> list[dict] | None:
-    """Returns JSON schemas of what the environment lets the model call; None without one."""
+    """Returns JSON schemas of what the environment lets the model call; None without any."""
     if args.environment is None:
         return None
-    return list(environments.load(args.environment).tools or [])
+    return environments.load(args.environment).tools or None
 
 
 @dataclasses.dataclass
