@@ -376,7 +376,8 @@ def compute_logps(
     """
     collected = Collected(run.accelerator)
     for rows, weights, old, output in forward_passes(run, rollout, all_teachers, packer):
-        kept_rows = rows if weights.any() else []  # a padding row is not collected
+        # A micro-batch is all samples or one padding row, which is not collected.
+        kept_rows = rows if weights.any() else []
         collected.add(kept_rows, old["mask"], logps=output["logps"])
     logps = collected.gather()["logps"]
     rollout.samples.check_finite(run, logps=logps)

@@ -982,11 +982,11 @@ def update_data_position(run: Run) -> None:
 def skip_rollout(run: Run) -> None:
     """Skips a rollout that has nothing to train on, with a warning.
 
-    After a whole epoch of prompts without an update the run does not go on, even if more prompts
-    are to come: it ends with what it has learned before.
+    If the data end with this rollout, the run ends as usual, even if it has learned nothing.
+    Otherwise, after a whole epoch of prompts without an update, it ends early.
 
     Raises:
-        SystemExit: it has learned nothing before.
+        SystemExit: it would end early, and has learned nothing.
     """
     position = run.extra.position
     position.end_rollout()
@@ -1000,7 +1000,7 @@ def skip_rollout(run: Run) -> None:
     )
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
     is_less_than_epoch = prompts_without_update < run.data.mixture.samples
-    if run.progress.finished or is_less_than_epoch:  # it ends by itself, or goes on
+    if run.progress.finished or is_less_than_epoch:
         run.metrics.warn(reason)
         return
     reason += f", nor from any of the last {prompts_without_update} prompts, a whole epoch"

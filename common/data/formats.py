@@ -144,11 +144,13 @@ def conversation(row: dict) -> tuple[Text, Text]:
 
 
 def is_whole_text(row: dict) -> bool:
-    """Whether a row is to be learned as its column `text`, unless it has `messages`.
+    """Whether a row is to be learned as its column `text`.
 
-    With a prompt and a completion it is not. Then `text` is the same in another form, as in
-    Alpaca's original file.
+    With `messages`, or a prompt and a completion, it is not. Then `text` is the same in another
+    form, as in Alpaca's original file.
     """
+    if row.get("messages") is not None:
+        return False
     has_completion = row.get("prompt") is not None and row.get("completion") is not None
     return row.get("text") is not None and not has_completion
 
@@ -187,7 +189,7 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
     of user and assistant:
 
         prompt    chosen    rejected    returned
-        none      two transcripts       see `split_transcripts`; also if they repeat the prompt
+        none      two transcripts       see `split_transcripts`
         "Why?"    "So."     "No."       the same three strings
         "Why?"    [A1]      "No."       [U] [A1] [A2]
         none      [U A1]    [U A2]      [U] [A1] [A2]
@@ -208,6 +210,7 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
     if are_strings and prompt is None:
         return split_transcripts(chosen, rejected)
     if are_strings and isinstance(prompt, str):
+        # Unless they are transcripts, of which the column repeats the beginning.
         repeat_it = chosen.startswith(prompt) and rejected.startswith(prompt)
         if repeat_it and HH_MARKER in prompt:
             return split_transcripts(chosen, rejected)

@@ -21,10 +21,11 @@ def standard(row: dict, strings_as_messages: bool = False) -> dict:
         BadRow: a column of the format has a value of another kind.
     """
     is_standard = row.get("messages") is not None or row.get("prompt") is not None
-    has_text = row.get("text") is not None  # then columns of other names may mean nothing
-    if not is_standard and is_sharegpt(row, strict=has_text):
+    # Beside a text, the other columns may be something else. So their values must fit, too.
+    strict = row.get("text") is not None
+    if not is_standard and is_sharegpt(row, strict):
         row = from_sharegpt(row)
-    elif not is_standard and is_alpaca(row, strict=has_text):
+    elif not is_standard and is_alpaca(row, strict):
         row = from_alpaca(row)
     if row.get("tools") in ([], "[]"):
         row = {**row, "tools": None}
@@ -60,7 +61,7 @@ def standard_tools(tools: list | str | None):
 def is_sharegpt(row: dict, strict: bool) -> bool:
     """Whether a row has a column `conversations`; strictly, whether that holds messages."""
     if strict:
-        return is_messages(row.get("conversations"))
+        return bool(row.get("conversations")) and is_messages(row["conversations"])
     return row.get("conversations") is not None
 
 

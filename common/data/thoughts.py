@@ -20,19 +20,28 @@ FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def of_message(message: dict) -> str:
-    """Returns the thinking of an assistant's message, from a field or its content; "" if none."""
-    for field in FIELDS:
-        if isinstance(message.get(field), str) and message[field].strip():
-            return message[field].strip()
-    return of_content(message["content"])
+    """Returns the thinking of an assistant's message, from its content or a field; "" if none."""
+    return of_content(message["content"]) or of_field(message)
 
 
 def of_content(content: str) -> str:
-    """Returns the thinking at the beginning of a content, without its markers; "" if none."""
+    """Returns what precedes the last closing marker of a content; "" if nothing does.
+
+    An opening marker at its beginning is left out. There may be none, where a prompt has written
+    it.
+    """
     for opener, closer in MARKERS:
         before, found, _ = content.rpartition(closer)
         if found:
             return before.strip().removeprefix(opener).strip()
+    return ""
+
+
+def of_field(message: dict) -> str:
+    """Returns the thinking in one of the fields for it; "" if there is none."""
+    for field in FIELDS:
+        if isinstance(message.get(field), str) and message[field].strip():
+            return message[field].strip()
     return ""
 
 
@@ -63,7 +72,7 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
     content = message["content"]
     after_thought = without_thought(content)
     answer = after_thought.lstrip()
-    if of_content(content):  # it has precedence over a field
+    if of_content(content):
         return content.removesuffix(answer), answer
     template = str(tokenizer.chat_template)
     opener, closer = MARKERS[0]
@@ -74,7 +83,7 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
             break
     # Gemma writes the content right after the marker.
     gap = "" if closer == "<channel|>" else "\n\n"
-    return f"{opener}\n{of_message(message)}\n{closer}{gap}", answer
+    return f"{opener}\n{of_field(message)}\n{closer}{gap}", answer
 
 
 def without_empty_thought(text: str) -> str:

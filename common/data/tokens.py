@@ -39,7 +39,8 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
 
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    # Not of "", which may have an appended EOS at its start. It may be the same token.
+    # Asked of "a": the ids of "" may be an appended EOS alone. Where both are the same token, that
+    # would look like a BOS.
     adds_bos = tokenizer("a").input_ids[:1] == [bos]
     # The prompt shows whether there is a BOS already; if it is empty, the first answer with tokens.
     first_ids = next((ids for ids in (prompt_ids, *answer_ids) if ids), [])
@@ -252,7 +253,8 @@ def encode_last_as_given(
     """Returns an answer of several messages, where the template drops the last one's thinking.
 
     The last message is encoded by itself, with its thinking, after a context that ends with the
-    messages before it. Those belong to the answer as well, a tool's result included. Example:
+    messages before it. Those are part of the answer's ids as well, a tool's result included, and
+    are learned. Example:
 
         prompt             <user>Hi<bot>
         context of last    <user>Hi<bot>Call<end><tool>5<end><bot>
@@ -295,7 +297,8 @@ def encode_as_given(
     """
     thinking, content = thoughts.split(tokenizer, conversation.messages[-1])
     turn = turn_with_mark(tokenizer, prompt, conversation, content)
-    end_of_prompt = turn.only_in_prompt  # what the template does not write before its own answer
+    # The end of the prompt, where the template continues differently when it writes the answer.
+    end_of_prompt = turn.only_in_prompt
     before_content, rest = split_at_content(turn.only_in_answer)
     context = prompt
     answer = thinking + rest

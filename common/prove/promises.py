@@ -372,8 +372,8 @@ def check_resume(bench: Bench) -> Iterator[Check]:
         for launcher, what in (("plain", "1 process"), ("zero3", "ZeRO-3")):
             expected = bench.run(f"uninterrupted-{launcher}", launcher, **runs.INTERRUPTED)
             yield from interrupted.resumed(bench, what, launcher, expected)
-    # Lost random states show only in what draws from them: dropout, and maybe the sampling of a
-    # fork. That of the recipes here follows from the seed.
+    # Lost random states show only in what draws from them: dropout, and sampling that is not seeded
+    # as it is in the recipes here. Of a fork that is not known, so all sampling counts.
     draws_at_random = bench.has_dropout or bench.generates
     if not draws_at_random:
         raise Unchecked(f"random states: {NO_DROPOUT}")

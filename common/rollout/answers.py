@@ -60,11 +60,13 @@ def with_opened_thought(prompt: str, response: str) -> str:
 def final_answer(text: str | float) -> str:
     """Returns the part of a text that states its answer.
 
-    That is the first of these that there is, after what a model thought in `<think>`:
+    There are two marks: `####` (GSM8K), after which the rest of the line counts, and `\\boxed{}`,
+    of which the content does. The answer is the first of these that there is, after what a model
+    thought in `<think>`:
 
-        the final answer of what the last `<answer>` and `</answer>` enclose, unless a mark follows
-        what comes last of the two marks: the line after `####` (GSM8K), what `\\boxed{}` holds
-        what follows the last "the answer is"
+        the final answer of what the last `<answer>` and `</answer>` enclose, if no mark follows
+        what the last mark states
+        what follows the last "the answer is" or "answer:"
         the whole text
     """
     answer = str(text).split("</think>")[-1]
