@@ -151,8 +151,13 @@ def is_better(value: float, best: float | None, lower: bool) -> bool:
 
 def count_patience(run: "Run") -> None:
     """Ends the run if `--stop_after` evaluations in a row were no better than the best."""
-    if 0 < run.args.stop_after <= run.best.since:
+    if is_out_of_patience(run):
         run.progress.stopped_early = True  # never false again: GRPO may have ended the run
+
+
+def is_out_of_patience(run: "Run") -> bool:
+    """Whether the last `--stop_after` evaluations were no better than the best; 0: never."""
+    return 0 < run.args.stop_after <= run.best.since
 
 
 def restored(run: "Run") -> Best:
@@ -211,8 +216,7 @@ def describe_end(run: "Run") -> list[str]:
     if run.best.global_step is None:
         return [f"no best evaluation: {run.args.keep_best} was never a number"]
     lines = [f"best: {describe(run.output_dir)}, saved in {run.output_dir / FOLDER}"]
-    by_patience = 0 < run.args.stop_after <= run.best.since
-    if by_patience and run.progress.global_step < run.progress.total_steps:
+    if is_out_of_patience(run) and run.progress.global_step < run.progress.total_steps:
         evaluations = counted(run.best.since, "evaluation")
         lines.append(f"stopped early: {evaluations} without a better one (--stop_after)")
     return lines

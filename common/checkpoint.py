@@ -275,7 +275,7 @@ def save(run: Run) -> None:
         with run.metrics.timed("paused"):
             write(run, temporary, final)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
-        # Only the main process removes the folder: others might fail while it is being renamed.
+        # Only the main process removes the folder. Another one might do so while it is renamed.
         if run.accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
         way_on = "This folder has none before it."

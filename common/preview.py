@@ -6,12 +6,10 @@ The rows go through the run's own `Converter`, so what is shown is what would be
 from __future__ import annotations
 
 import collections
-import inspect
 import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common import as_list, counted, distributed, lazily
 from common.data import ids as token_ids
+from common.data import thoughts
 from common.data.conversion import Converter
 
 if TYPE_CHECKING:
@@ -172,8 +171,8 @@ def describe_scores(args, values: dict, tokenizer: PreTrainedTokenizerBase) -> l
     row = json.loads(values["columns"])
     of_data = [row[name] for name in ANSWERS if isinstance(row.get(name), str)]
     responses = [*of_data[:1], NO_ANSWER]
-    if token_ids.decode(tokenizer, values["prompt_ids"]).rstrip().endswith("<think>"):
-        responses = [f"</think>{response}" for response in responses]  # the prompt opened a thought
+    if thoughts.is_opened_by(token_ids.decode(tokenizer, values["prompt_ids"])):
+        responses = [f"</think>{response}" for response in responses]
     n = len(responses)
     samples = Samples(
         prompts=[values["prompt_ids"]] * n,
@@ -186,24 +185,13 @@ def describe_scores(args, values: dict, tokenizer: PreTrainedTokenizerBase) -> l
     given = reward_calls.collect(tokenizer, samples, list(range(n)), step=0, columns=list(row))
     lines = [f"  columns for a reward function: {', '.join(given.keywords)}"]
     for name, function in rewards.load_functions(args.reward_function).items():
-        if takes_episodes(function):
+        if reward_calls.takes_episodes(function):
             lines.append(f"  {name} is not called: it takes what only an episode gives")
             continue
         scores = reward_calls.call(name, function, given, args.reward_timeout)
         for response, score in zip(given.responses, scores):
             lines.append(f"  {name} scores the response {reward_calls.cut(response)}: {score:g}")
     return lines
-
-
-def takes_episodes(function: Callable) -> bool:
-    """Whether a reward function cannot do without what `--environment` gives it."""
-    from common.rollout import reward_calls  # only recipes with rewards need it
-
-    parameters = reward_calls.signature_of(function).parameters
-    return any(
-        name in parameters and parameters[name].default is inspect.Parameter.empty
-        for name in reward_calls.OF_EPISODES
-    )
 
 
 # ============================================================ all rows

@@ -221,7 +221,7 @@ def groups_with_advantages(
 ) -> torch.Tensor:
     """Returns which groups can have an advantage other than zero, bool `[groups]`.
 
-    Those that cannot depend on what is subtracted from the scores:
+    This is what the scores of a group alone can tell:
 
         baseline      advantage_std    groups without advantages
         group, rloo   any              those of equal scores

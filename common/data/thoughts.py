@@ -86,6 +86,11 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
     return f"{opener}\n{of_field(message)}\n{closer}{gap}", answer
 
 
+def is_opened_by(prompt: str) -> bool:
+    """Whether a prompt ends with `<think>`, as templates of models that always think write it."""
+    return prompt.rstrip().endswith("<think>")
+
+
 def without_empty_thought(text: str) -> str:
     r"""Returns a text without an empty thought at its beginning, and the whitespace after that.
 

@@ -5,6 +5,7 @@ import sys
 from decimal import Decimal
 
 from common import counted
+from common.data import thoughts
 from common.models import architecture
 from common.rollout import generation
 from common.run import Run
@@ -36,7 +37,7 @@ def is_right(response: str, answer: str | float) -> bool:
 
     If the answer is a number, the response must state exactly one number, of the same value: 1,200
     is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text, without regard to
-    case, spaces and a final full stop.
+    case, spaces that are not between two words, and a final full stop.
     """
     stated = plain(final_answer(response))
     right = plain(final_answer(answer))
@@ -48,13 +49,12 @@ def is_right(response: str, answer: str | float) -> bool:
 def with_opened_thought(prompt: str, response: str) -> str:
     """Returns a response after the `<think>` with which its prompt ends, if it does.
 
-    Templates of models that always think write it there. A response that was cut while the model
-    still thought shows that only together with it.
+    Without it, a response that was cut while the model still thought looks like an answer.
 
     Args:
         prompt: what the model read.
     """
-    return f"<think>{response}" if prompt.rstrip().endswith("<think>") else response
+    return f"<think>{response}" if thoughts.is_opened_by(prompt) else response
 
 
 def final_answer(text: str | float) -> str:
@@ -72,8 +72,10 @@ def final_answer(text: str | float) -> str:
     answer = str(text).split("</think>")[-1]
     answer = answer.split("<think>")[0]  # thoughts that did not end
     enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]
-    if enclosed and not any(mark in answer[enclosed[-1].end() :] for mark in ("####", BOX)):
-        return final_answer(enclosed[-1][1])
+    if enclosed:
+        rest = answer[enclosed[-1].end() :]
+        if "####" not in rest and BOX not in rest:
+            return final_answer(enclosed[-1][1])
     place_of_box, boxed = last_box(answer)
     place_of_mark = answer.rfind("####")
     if place_of_mark > place_of_box:

@@ -186,8 +186,10 @@ class Stage:
             try:
                 self.instances[number] = self.user_class.make()
             except Exception as error:
-                says = f"has no environment: making one raised {environments.described(error)}"
-                failures[number] = Failure(says)
+                reason = environments.described(error)
+                failures[number] = Failure(
+                    f"was not called: making the environment raised {reason}"
+                )
         # A value for each episode, at the episode's number.
         columns = {name: generation.repeat_each(c, per_prompt) for name, c in prompts.items()}
         calls = environments.Calls(run.args.environment_timeout)

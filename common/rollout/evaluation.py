@@ -111,12 +111,8 @@ def shares_of_right(run: Run, samples: Samples, prompt_answers: list[str]) -> di
         prompt_answers: one for each prompt, or ""; at least one prompt has one, or the set would
             not have the column.
     """
-    texts = [
-        answers.with_opened_thought(prompt, text)
-        for prompt, text in zip(
-            samples.prompt_texts(run.tokenizer, range(len(samples))), samples.answers(run.tokenizer)
-        )
-    ]
+    prompts = samples.prompt_texts(run.tokenizer, range(len(samples)))
+    texts = list(map(answers.with_opened_thought, prompts, samples.answers(run.tokenizer)))
     n_samples = samples.per_prompt
     right_of_prompts = []
     for prompt, answer in enumerate(prompt_answers):

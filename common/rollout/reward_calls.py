@@ -336,6 +336,11 @@ def accepted(signature: inspect.Signature, keywords: dict[str, Any]) -> dict[str
     return {name: value for name, value in keywords.items() if name in parameters}
 
 
+def takes_episodes(function: Callable) -> bool:
+    """Whether a function cannot be called without what `--environment` gives it."""
+    return any(name in OF_EPISODES for name in wanted_columns(signature_of(function)))
+
+
 def wanted_columns(signature: inspect.Signature) -> list[str]:
     """Returns the names of what a function must be given besides prompts and responses."""
     return [

@@ -413,7 +413,7 @@ def test_what_reset_returns_is_appended_to_the_prompt(accelerator, tokenizer, us
             "__init__",
             "raises",
             [
-                "`reset` has no environment: making one raised ValueError: no such game (",
+                "`reset` was not called: making the environment raised ValueError: no such game (",
                 "data row",
             ],
         ),
