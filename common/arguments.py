@@ -26,16 +26,13 @@ from common import (
     counted,
     errors,
     in_one_line,
-    lazily,
     replaced,
     show_any_text,
     speaks_for_all,
+    trackers,
 )
+from common.data import files
 from common.shared_args import AdapterArgs, Bounds, DataArgs, SavingArgs, UpdateArgs
-
-# `read` does without them, and so without torch.
-files = lazily("common.data.files")
-trackers = lazily("common.trackers")
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.
@@ -168,7 +165,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
             message names the argument. Also if a tracker is unknown or local data are missing.
     """
     gc.freeze()  # modules are never freed: the collector need not look through them
-    gc.enable()  # `early` has turned it off while the recipe was imported
+    gc.enable()  # it was off while the recipe was imported: see `common.check_recipe`
     args, is_demo = read(args_class, demo, argv)
     trackers.check(getattr(args, "report_to", []))
     check_data(args)
@@ -181,7 +178,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
 
 
 def read(args_class: type, demo: Path, argv: list[str] | None = None):
-    """Does the part of `parse` that needs nothing besides YAML and flags: no torch, no data.
+    """Does the part of `parse` that needs nothing besides YAML and flags: no data.
 
     Returns:
         the arguments, and whether they are those of the demo.

@@ -7,14 +7,13 @@ import sys
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
+import datasets
 from huggingface_hub import HfApi, constants, get_token
 
-from common import best, in_one_line, lazily, speaks_for_all
+from common import best, in_one_line, speaks_for_all
 
 if TYPE_CHECKING:
     from common.run import Run
-
-datasets = lazily("datasets")
 
 SECONDS = 5
 

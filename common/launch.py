@@ -8,15 +8,14 @@ import sys
 import warnings
 from typing import NamedTuple
 
+import datasets
 import torch
 import transformers
 from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, set_seed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from common import PARENT, arguments, cpu, distributed, engine, hub, lazily, run_folder, zero
-
-datasets = lazily("datasets")
+from common import PARENT, arguments, cpu, distributed, engine, hub, run_folder, zero
 
 # How long processes wait for each other. By default NCCL gives up after 10 minutes, gloo after 30.
 # That is too short while one of them tokenises, checks or writes files.

@@ -10,24 +10,18 @@ import json
 import math
 import os
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import datasets
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from common import as_list, counted, distributed, lazily
+from common import as_list, counted, distributed
+from common.data import files, thoughts
 from common.data import ids as token_ids
-from common.data import thoughts
 from common.data.conversion import Converter
-
-if TYPE_CHECKING:
-    import datasets
-
-    from common.data import files
-    from common.data.dataset import Data
-else:
-    files = lazily("common.data.files")
+from common.data.dataset import Data
 
 GREEN = "\033[1;32m"
 DIM = "\033[2m"

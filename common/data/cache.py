@@ -11,12 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import datasets
 import numpy as np
 from accelerate.utils import gather_object
 
-from common import folders, lazily
-
-datasets = lazily("datasets")
+from common import folders
 
 
 def root() -> Path:

@@ -12,25 +12,16 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import datasets
 import numpy as np
 import pyarrow.compute
 import transformers
 from tqdm import tqdm
 
-from common import lazily
-from common.data import cache, formats, other_formats, tokens, workers
+from common.data import cache, files, formats, other_formats, tokens, workers
 from common.data.messages import BadRow
 from common.data.template_limits import TooMuch
-
-if TYPE_CHECKING:
-    import datasets
-
-    from common.data import files
-else:
-    datasets = lazily("datasets")
-    files = lazily("common.data.files")
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
 # token ids.

@@ -5,22 +5,15 @@ from __future__ import annotations
 import math
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import datasets
 from accelerate.utils import gather_object
 
-from common import as_list, distributed, lazily
-from common.data import formats
+from common import as_list, distributed
+from common.data import files, formats
 from common.data.conversion import PLAIN_STRINGS, Converter, column, read_usable, tokenise
 from common.data.mixture import Mixture
-
-if TYPE_CHECKING:
-    import datasets
-
-    from common.data import files
-else:
-    datasets = lazily("datasets")
-    files = lazily("common.data.files")
 
 __all__ = ["Data", "column", "load", "load_data", "load_evaluation_sets", "load_mixture"]
 

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
 import architectures
-from common import early, hub, memory
+from common import hub, memory
 from common.arguments import (
     NAMES_ELSEWHERE,
     accumulation_steps,
@@ -862,31 +862,11 @@ for line in sys.stdin:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as end:
             status = end.code
-    print(json.dumps([status, console.getvalue(), "torch" in sys.modules]))
+    print(json.dumps([status, console.getvalue()]))
 """
 
 
-def run_each(commands: list[list[str]], *before: str) -> list[list]:
-    """Status and console of recipes that end at once, and whether torch was imported by then.
-
-    Args:
-        before: what is imported before the first.
-    """
-    code = "".join(f"import {name}\n" for name in before) + RUN_EACH
-    lines = "".join(json.dumps(command) + "\n" for command in commands)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=lines,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_help_and_wrong_flags_are_answered_before_torch_is_imported(tmp_path):
-    """In every recipe, and in a copy whose arguments need more than a class; as they would be later."""
+def test_help_and_wrong_flags_of_every_recipe_and_of_a_copy(tmp_path):
     (tmp_path / "d.yaml").write_text("betta: 1")
     copy = tmp_path / "my_dpo.py"
     copy.write_text(
@@ -904,69 +884,22 @@ def test_help_and_wrong_flags_are_answered_before_torch_is_imported(tmp_path):
         [str(tmp_path / "d.yaml")],
     ]
     scripts = [str(copy), *(str(recipe(name)) for name in RECIPES)]
-    commands = [[script, *words] for script in scripts for words in wrong]
-    answers = run_each(commands)
-    assert [answer[2] for answer in answers] == [False] * len(commands)
+    lines = "".join(json.dumps([script, *words]) + "\n" for script in scripts for words in wrong)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_EACH],
+        input=lines,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [answer[0] for answer in answers] == [0, 2, 2, 2, 2, 2] * len(scripts)
     assert "(default: 3.14159" in answers[0][1]
     assert answers[1][1].endswith(
         "my_dpo.py: error: unknown argument --betta 1: did you mean --beta? --help lists all "
         "arguments (none can be abbreviated, and a file of defaults comes first)\n"
     )
-    # Where torch is imported already, the recipe itself answers.
-    later = run_each(commands, "torch")
-    assert [answer[:2] for answer in later] == [answer[:2] for answer in answers]
-
-
-@pytest.mark.parametrize("change", ["torch.get_num_threads()", "unknown_name", "1 / 0"])
-def test_arguments_that_cannot_be_read_early_are_left_to_the_recipe(monkeypatch, capsys, change):
-    source = (
-        recipe("dpo").read_text().replace("arg(default=0.1, above", f"arg(default={change}, above")
-    )
-    monkeypatch.setattr(sys, "argv", ["my_dpo.py", "--beta", "1"])
-    early.run_call(source)
-    early.run_call("import common")  # no call at all
-    early.run_call("def main(:")
-    assert capsys.readouterr() == ("", "")
-
-
-def test_valid_arguments_are_announced_once(monkeypatch, capsys):
-    """By the recipe: what is read early prints nothing."""
-    monkeypatch.setattr(sys, "argv", ["dpo.py", "--beta", "0.3"])
-    early.run_call(recipe("dpo").read_text())
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(sys, "argv", ["dpo.py", "--beta", "0"])
-    with pytest.raises(SystemExit):
-        early.run_call(recipe("dpo").read_text())
-    assert "--beta 0.0: expected above 0" in capsys.readouterr().err
-
-
-def test_the_part_of_a_recipe_that_its_arguments_need():
-    source = """
-import torch, math as m
-from dataclasses import dataclass, field
-
-UNUSED = torch.zeros(1)
-LIMITS = {"a": m.inf}
-
-class Base: ...
-
-@dataclass
-class Args(Base):
-    a: float = LIMITS["a"]
-
-def main():
-    arguments.parse(Args)
-"""
-    tree = ast.parse(source)
-    needed = early.statements_for(ast.parse("f(Args)"), tree)
-    assert [ast.unparse(each).splitlines()[0] for each in needed] == [
-        "import math as m",
-        "from dataclasses import dataclass",
-        "LIMITS = {'a': m.inf}",
-        "class Base:",
-        "@dataclass",
-    ]
 
 
 @pytest.mark.parametrize(
