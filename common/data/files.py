@@ -16,7 +16,7 @@ import datasets
 import pandas
 from datasets.data_files import DataFilesDict, get_data_patterns
 
-from common import hub, in_one_line
+from common import counted, hub, in_one_line
 from common.data import cache
 
 # The `datasets` builder for each file suffix. JSON has a reader of our own, see `JsonRows`.
@@ -77,8 +77,9 @@ def load(name: str, split: str) -> Rows:
 
     Files are `.jsonl .json .csv`, also gzipped, and `.parquet`. A single file is the split `train`.
     As on the hub, the file names in a folder say the split (`train*`, `test*` ...); if none does,
-    all files are `train`. A folder may also be one that `save_to_disk` wrote. The name of a file or
-    a folder is never a pattern. The cells of a CSV are text.
+    all files are `train`. If only some do, a note names the files that are not read. A folder may
+    also be one that `save_to_disk` wrote. The name of a file or a folder is never a pattern. The
+    cells of a CSV are text.
 
     Raises:
         SystemExit: nothing there, malformed JSON (with the row, or the line of an array), no rows.
@@ -91,7 +92,9 @@ def load(name: str, split: str) -> Rows:
         sys.exit(f"folder {name!r} mixes {sorted(kinds)} files: give a folder of one kind")
     try:
         if files or Path(name).is_dir():
-            table = read_files(split, kinds, split_files(Path(name)))
+            splits = split_files(Path(name))
+            note_unread(name, files, splits)
+            table = read_files(split, kinds, splits)
         else:
             hub_name, _, config = name.partition(":")
             hub.reach()
@@ -178,6 +181,19 @@ def split_files(path: Path) -> DataFilesDict:
         # This also reads what the data card of a cloned hub folder says about its files.
         return datasets.load_dataset_builder(str(path)).config.data_files
     return DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
+
+
+def note_unread(name: str, files: list[Path], splits: DataFilesDict) -> None:
+    """Prints which files of a folder are in no split: `more.jsonl` next to `train.jsonl`."""
+    read = {Path(file).resolve() for paths in splits.values() for file in paths}
+    unread = [file.name for file in files if file.resolve() not in read]
+    if unread:
+        listed = ", ".join(sorted(unread)[:5]) + (", ..." if len(unread) > 5 else "")
+        print(
+            f"NOTE: folder {name!r}: {counted(len(unread), 'file')} in no split, not read: "
+            f"{listed}. The splits are {sorted(map(str, splits))}",
+            flush=True,
+        )
 
 
 def read_files(split: str, kinds: set[str], files: DataFilesDict) -> datasets.Dataset:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from common.data import cache, conversion, dataset, formats, templates
+from common.data import cache, conversion, dataset, files, formats, templates
 from common.data.messages import BadRow
 from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
@@ -432,6 +432,20 @@ def test_a_folders_splits_are_those_of_its_file_names(tokenizer, accelerator, tm
             accelerator, str(tmp_path / "set"), part, sft_row, tokenizer, {}, **how
         )["input_ids"][:]
         assert tokenizer.decode(ids) == f"{U1}{part}-0<|im_end|>"
+
+
+def test_files_of_a_folder_that_are_in_no_split_are_named(tmp_path, capsys):
+    for name in ("train", "more", "test"):
+        write(tmp_path / "set" / f"{name}.jsonl", [{"prompt": U1, "completion": name}])
+    folder = str(tmp_path / "set")
+    assert len(files.load(folder, "train").table) == 1
+    assert capsys.readouterr().out == (
+        f"NOTE: folder {folder!r}: 1 file in no split, not read: more.jsonl. "
+        "The splits are ['test', 'train']\n"
+    )
+    (tmp_path / "set" / "more.jsonl").unlink()
+    files.load(folder, "test")
+    assert capsys.readouterr().out == ""
 
 
 # ---------------------------------------------------------------------------------------------- token ids
@@ -1051,8 +1065,8 @@ def test_the_processes_of_a_machine_read_what_its_first_one_wrote(
     )
     first, second = load(accelerator, "bb"), load(accelerator, "cc")
     assert first != second and len(written) == 2
-    files = [written[0], None, written[1], None]
-    monkeypatch.setattr(dataset, "gather_object", lambda mine: files)
+    gathered = [written[0], None, written[1], None]
+    monkeypatch.setattr(dataset, "gather_object", lambda mine: gathered)
     for index, expected in enumerate([first, first, second, second]):
         process = types.SimpleNamespace(
             process_index=index,
