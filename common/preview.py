@@ -165,8 +165,8 @@ def describe_scores(args, values: dict, tokenizer: PreTrainedTokenizerBase) -> l
     row = json.loads(values["columns"])
     of_data = [row[name] for name in ANSWERS if isinstance(row.get(name), str)]
     responses = [*of_data[:1], NO_ANSWER]
-    if thoughts.is_opened_by(token_ids.decode(tokenizer, values["prompt_ids"])):
-        responses = [f"</think>{response}" for response in responses]
+    _, closer = thoughts.opened_by(token_ids.decode(tokenizer, values["prompt_ids"]))
+    responses = [closer + response for response in responses]
     n = len(responses)
     samples = Samples(
         prompts=[values["prompt_ids"]] * n,

@@ -86,9 +86,15 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
     return f"{opener}\n{of_field(message)}\n{closer}{gap}", answer
 
 
-def is_opened_by(prompt: str) -> bool:
-    """Whether a prompt ends with `<think>`, as templates of models that always think write it."""
-    return prompt.rstrip().endswith("<think>")
+def opened_by(prompt: str) -> tuple[str, str]:
+    """Returns the markers of the thought that a prompt opens at its end; two "" if it opens none.
+
+    Templates of models that always think write `<think>` there.
+    """
+    for opener, closer in MARKERS:
+        if prompt.rstrip().endswith(opener):
+            return opener, closer
+    return "", ""
 
 
 def without_empty_thought(text: str) -> str:

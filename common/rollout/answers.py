@@ -47,14 +47,15 @@ def is_right(response: str, answer: str | float) -> bool:
 
 
 def with_opened_thought(prompt: str, response: str) -> str:
-    """Returns a response after the `<think>` with which its prompt ends, if it does.
+    """Returns a response after the marker of the thought that its prompt has opened, if it has.
 
     Without it, a response that was cut while the model still thought looks like an answer.
 
     Args:
         prompt: what the model read.
     """
-    return f"<think>{response}" if thoughts.is_opened_by(prompt) else response
+    opener, _ = thoughts.opened_by(prompt)
+    return opener + response
 
 
 def final_answer(text: str | float) -> str:
@@ -62,15 +63,16 @@ def final_answer(text: str | float) -> str:
 
     There are two marks: `####` (GSM8K), after which the rest of the line counts, and `\\boxed{}`,
     of which the content does. The answer is the first of these that there is, after what a model
-    thought in `<think>`:
+    thought in `<think>` or other `thoughts.MARKERS`:
 
         the final answer of what the last `<answer>` and `</answer>` enclose, if no mark follows
         what the last mark states
         what follows the last "the answer is" or "answer:"
         the whole text
     """
-    answer = str(text).split("</think>")[-1]
-    answer = answer.split("<think>")[0]  # thoughts that did not end
+    answer = thoughts.without_thought(str(text))
+    for opener, _ in thoughts.MARKERS:
+        answer = answer.split(opener)[0]  # thoughts that did not end
     enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]
     if enclosed:
         rest = answer[enclosed[-1].end() :]

@@ -109,6 +109,8 @@ TABLE = [
     ("<think>4</think>5", "4", False),
     ("I think of 5.</think>4", "4", True),
     ("<think>18", "18", False),
+    ("<reasoning>4</reasoning>5", "5", True),
+    ("[THINK]The answer is 4", "4", False),
     # Whichever mark is last; Markdown's headings are marks, too.
     ("#### Step 2\nSo it is \\boxed{18}.", "18", True),
     (r"\boxed{17}, no: #### 18", "18", True),
@@ -138,11 +140,13 @@ def test_a_response_is_right(response, answer, right):
 
 
 def test_a_thought_that_the_prompt_opened_and_nothing_closed_is_no_answer():
-    prompts = ["<bot><think>\n", "<bot><think>\n", "<bot>", "<bot>"]
-    responses = ["Hmm, the answer is 46.", "So 46.</think>46", "The answer is 46.", "<think>46"]
-    expected = [0.0, 1.0, 1.0, 0.0]
+    prompts = ["<bot><think>\n", "<bot><think>\n", "<bot><seed:think>", "<bot>", "<bot>"]
+    responses = [
+        "Hmm, the answer is 46.", "So 46.</think>46", "It is 46.", "The answer is 46.", "<think>46"
+    ]  # fmt: skip
+    expected = [0.0, 1.0, 0.0, 1.0, 0.0]
     assert (
-        rewards.answer_reward(["data"] * 4, responses, ["46"] * 4, rendered_prompts=prompts)
+        rewards.answer_reward(["data"] * 5, responses, ["46"] * 5, rendered_prompts=prompts)
         == expected
     )
     whole = [answers.with_opened_thought(*pair) for pair in zip(prompts, responses)]
