@@ -175,10 +175,10 @@ def without_first(targets: list[bool]) -> list[bool]:
 def sft_row(
     row: dict, tokenizer, max_length: int, loss_on: str, strings_as_messages: bool = False
 ) -> dict:
-    """Returns `input_ids targets prompt_ids length n_targets truncated reason longest` of a row.
+    """Returns the columns of a row, see `dataset.load`.
 
-    `input_ids` and `targets` hold the sequences of the row one after the other. A row of several
-    has `sequence_lengths`, too, and a row with notes has `notes`, see `dataset.load`.
+    `input_ids` and `targets` hold the sequences of the row one after the other, whose lengths are
+    `sequence_lengths`. The others are `prompt_ids length n_targets truncated reason longest notes`.
     """
     prompt, completion = formats.conversation(row)
     if strings_as_messages:
@@ -197,21 +197,18 @@ def sft_row(
         sequences = cut[:1]
     ids = [token for sequence in sequences for token in sequence.ids]
     targets = [target for sequence in sequences for target in sequence.targets]
-    values = {
+    return {
         "input_ids": ids,
         "targets": targets,
+        "sequence_lengths": [len(sequence.ids) for sequence in sequences],
         "prompt_ids": prompt_ids,
         "length": len(ids),
         "n_targets": sum(targets),
         "truncated": any(len(ids) > max_length for ids, _ in whole),
         "reason": reason,
         "longest": max((len(ids) for ids, _ in whole), default=0),
+        "notes": notes,
     }
-    if len(sequences) > 1:
-        values["sequence_lengths"] = [len(sequence.ids) for sequence in sequences]
-    if notes:
-        values["notes"] = notes
-    return values
 
 
 def collate(columns: dict, packer: Packer) -> dict:

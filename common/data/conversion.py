@@ -15,7 +15,6 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-import pyarrow.compute
 import transformers
 from tqdm import tqdm
 
@@ -26,10 +25,6 @@ from common.data.template_limits import TooMuch
 # Lists of truth values among the columns that a row function may return. All other lists are of
 # token ids.
 BOOLEAN_COLUMNS = {"targets"}
-
-# Columns that the rows of a row function need not have. Unlike the others they are no part of the
-# result where no row has them.
-OPTIONAL_COLUMNS = ("sequence_lengths",)
 
 # The settings of a row function that cut rows, or leave them out.
 LIMITS = ("max_new_tokens", "max_length")
@@ -94,9 +89,8 @@ class Converter:
             raise BadRow(f"row {index + 1}: {error}") from None
         notes = values.pop("notes", []) + self.note_on_strings(row)
         longest = values.pop("longest", values["length"])
-        optional = {column_name: [] for column_name in OPTIONAL_COLUMNS}
         return {
-            **with_typed_lists({**optional, **values}),
+            **with_typed_lists(values),
             "notes": "\n".join(notes),
             "longest": longest,
             "roles": " ".join(formats.roles_of(row, as_messages)),
@@ -302,22 +296,13 @@ def select_usable(converted: datasets.Dataset) -> datasets.Dataset:
     reasons = column(converted, "reason")
     # The same rows from another path, or written at another time, are the same data.
     content = datasets.fingerprint.Hasher.hash_bytes(column(converted, CHECKSUM).tobytes())
-    # `remove_columns` changes a fingerprint by the names that it removes. So optional columns that
-    # no row uses go before the rows get their fingerprint, and those below after it.
-    unused = [name for name in OPTIONAL_COLUMNS if not has_values(converted, name)]
-    converted = converted.remove_columns(["notes", "longest", *unused])
+    converted = converted.remove_columns(["notes", "longest"])
     usable = converted.select(np.flatnonzero(reasons == ""), new_fingerprint=content)
     superfluous = [CHECKSUM]
     # `any` reads until it finds the first answer.
     if "answer" in usable.column_names and not any(usable["answer"]):
         superfluous.append("answer")
     return usable.remove_columns(superfluous)
-
-
-def has_values(converted: datasets.Dataset, name: str) -> bool:
-    """Whether any list of a column is not empty."""
-    lengths = pyarrow.compute.list_value_length(converted.data[name])
-    return bool(pyarrow.compute.sum(lengths).as_py())
 
 
 def describe_unusable(converted: datasets.Dataset, settings: dict) -> list[str]:

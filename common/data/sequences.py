@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.data.dataset import column
-
 
 class Sequences:
     """All sequences of a data set, numbered in the order of its rows.
@@ -22,19 +20,13 @@ class Sequences:
     def __init__(self, dataset):
         """
         Args:
-            dataset: a `datasets.Dataset` with `input_ids targets length row` and, if a row holds
-                several sequences, `sequence_lengths`, empty for a row of one.
+            dataset: a `datasets.Dataset` with `input_ids targets sequence_lengths row`.
         """
         self.dataset = dataset
-        self.lengths = column(dataset, "length")
-        self._row_of = np.arange(len(dataset))
-        if "sequence_lengths" in dataset.column_names:
-            by_row = [
-                lengths or [whole]
-                for lengths, whole in zip(dataset["sequence_lengths"][:], self.lengths.tolist())
-            ]
-            self.lengths = np.concatenate(by_row)
-            self._row_of = np.repeat(self._row_of, [len(lengths) for lengths in by_row])
+        lengths_of_rows = dataset["sequence_lengths"][:]
+        self.lengths = np.concatenate(lengths_of_rows)
+        per_row = [len(lengths) for lengths in lengths_of_rows]
+        self._row_of = np.repeat(np.arange(len(dataset)), per_row)
         # The number of each row's first sequence, and at the end the number of all sequences.
         self._starts = np.searchsorted(self._row_of, np.arange(len(dataset) + 1))
 

@@ -80,14 +80,13 @@ def reference(inputs, tmp_path_factory):
 
 def test_sequences_are_numbered_in_the_order_of_their_rows():
     """Rows of one, three and two sequences, and again of one: where each begins and ends, and its row."""
-    lengths = [[], [2, 1, 3], [1, 2], []]
+    lengths = [[4], [2, 1, 3], [1, 2], [2]]
     whole = [4, 6, 3, 2]
     numbers = iter(range(100))
     ids = [[next(numbers) for _ in range(length)] for length in whole]
     columns = {
         "input_ids": ids,
         "targets": [[number % 3 == 0 for number in row] for row in ids],
-        "length": whole,
         "row": [11, 12, 13, 14],
         "sequence_lengths": lengths,
     }
@@ -99,7 +98,7 @@ def test_sequences_are_numbered_in_the_order_of_their_rows():
     assert cut["targets"] == [[number % 3 == 0 for number in part] for part in cut["input_ids"]]
     assert cut["row"] == [13, 11, 12]
 
-    del columns["sequence_lengths"]
+    columns["sequence_lengths"] = [[length] for length in whole]
     single = Sequences(datasets.Dataset.from_dict(columns))
     assert len(single) == 4 and single.lengths.tolist() == whole
     assert single.of_rows([3, 1]).tolist() == [3, 1] and single[[2]]["input_ids"] == [ids[2]]

@@ -100,7 +100,7 @@ def learned(row: dict) -> list[tuple[list[int], list[int]]]:
     """(ids before it, ids of it) of each run of targets, sequence after sequence."""
     found = []
     start = 0
-    for length in row.get("sequence_lengths") or [row["length"]]:
+    for length in row["sequence_lengths"]:
         ids = row["input_ids"][start : start + length]
         targets = [False, *row["targets"][start : start + length], False]
         begins = [
@@ -140,7 +140,7 @@ def test_two_answers_without_thinking(name):
     )
     # One sequence, where the history of the second answer begins with the first answer as it was learned.
     first = found[0][0] + found[0][1]
-    assert len(row.get("sequence_lengths", [1])) == 2 - (found[1][0][: len(first)] == first)
+    assert len(row["sequence_lengths"]) == 2 - (found[1][0][: len(first)] == first)
 
 
 @pytest.mark.parametrize("name", NAMES)
