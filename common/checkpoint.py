@@ -128,7 +128,7 @@ def find_checkpoint(run: Run) -> Path | None:
 
 
 def refuse_to_start_over(run: Run, passed_over: list[Path]) -> None:
-    """Ends the program if a run that has no usable checkpoint is not a new one.
+    """Ends the program if there is no usable checkpoint, but the run was started before.
 
     It would begin at 0, and write over its own results.
 

@@ -611,7 +611,7 @@ def main():
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:  # in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                optimizer.step()
+                optimizer.step()  # has no effect before that micro-batch
                 optimizer.zero_grad()
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)

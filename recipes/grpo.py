@@ -418,14 +418,11 @@ def kl_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    The KL is logged, and `kl_coef` multiplies the term, whose mean gradient is that of the KL. The
-    old policy sampled the tokens. So the mean of ratio * x over them, E[ratio * x], is the mean of
-    x under the policy:
+    The old policy sampled the tokens. Weighted by `ratios`, a mean over them is one under the
+    current policy. What is right on average decides whether the ratio has a gradient in the term:
 
-        k2    its gradient is that of the KL on average, E[ratio * grad k2] = grad KL. So the ratio
-              has no gradient in the term.
-        k3    its value is the KL on average, E[ratio * k3] = KL. So all of the product is
-              differentiated.
+        k3    its value:       E[ratio * k3] = KL             it has: all is differentiated
+        k2    its gradient:    E[ratio * grad k2] = grad KL   it has none
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.
@@ -728,7 +725,8 @@ def log_rollout(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     logged["frac_groups_dropped"] = ~is_kept
     if run.args.n_samples_per_prompt > 1:
         groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
-        has_two = groups.isfinite().sum(1) > 1  # else failures left nothing to compare: NaN
+        # NaN where failures have left fewer than two scores to compare.
+        has_two = groups.isfinite().sum(1) > 1
         # With the penalty for length. `is_kept` was decided without it.
         equal = (~scores_differ(groups)).double()
         logged["frac_reward_zero_std"] = equal.where(has_two, math.nan)
@@ -896,10 +894,9 @@ def main():
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        # What the weights of these samples in the loss add up to.
+        # The samples' weights in the loss add up to this.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
-        # Micro-batches are cut in the order of these lengths. Where prompts are shared, all samples
-        # of a group have the same one, so the group stays together.
+        # Sorted by these lengths, responses that share a prompt stay together.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
@@ -918,7 +915,8 @@ def main():
                 if is_old_policy:
                     counted = old["mask"] * weights[:, None]
                     metrics.pending.add(correction.sampler_differences(output, old, counted))
-                    # So the log-probs of this very pass are the old ones: all ratios are exactly 1.
+                    # So this pass computes the old log-probs again. With these in place of the
+                    # stored ones, all ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
@@ -928,7 +926,7 @@ def main():
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:  # in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                optimizer.step()
+                optimizer.step()  # has no effect before that micro-batch
                 optimizer.zero_grad()
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
@@ -999,16 +997,17 @@ def skip_rollout(run: Run) -> None:
         "(the advantages of all groups are zero, or all responses are truncated or failed)"
     )
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
-    is_less_than_epoch = prompts_without_update < run.data.mixture.samples
-    if run.progress.finished or is_less_than_epoch:
+    lost_an_epoch = prompts_without_update >= run.data.mixture.samples
+    if run.progress.finished or not lost_an_epoch:
         run.metrics.warn(reason)
         return
     reason += f", nor from any of the last {prompts_without_update} prompts, a whole epoch"
-    if run.progress.global_step == 0:
-        run.metrics.log()  # the rewards of rollouts without an update
-        sys.exit(reason)
-    run.metrics.warn(f"{reason}: the run ends here")
-    run.progress.stopped_early = True
+    if run.progress.global_step > 0:
+        run.metrics.warn(f"{reason}: the run ends here")
+        run.progress.stopped_early = True
+        return
+    run.metrics.log()  # the rewards of rollouts without an update
+    sys.exit(reason)
 
 
 # ============================================================ evaluation

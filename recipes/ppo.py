@@ -7,7 +7,7 @@ with r_t = pi(a_t)/pi_old(a_t), A_t by GAE, whitened in the first term, and V cl
     loss = mean of -min(r_t A_t, clip(r_t, 1 - c, 1 + c) A_t)
                    + vf_coef * 1/2 max((V_t - G_t)^2, (clip(V_t) - G_t)^2),    G_t = A_t + V_old
 
-By default the reward of a token is -kl_coef * KL_t. The last token's also has the score of the
+By default the reward of a token is -kl_coef * KL_t, to which the last token adds the score of the
 response.
 
 Demo, offline:
@@ -711,7 +711,7 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
-        # Samples are permuted, not groups: seldom do responses to one prompt meet in an update.
+        # An update has few responses to the same prompt: samples are permuted, not groups.
         micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
@@ -730,7 +730,8 @@ def main():
                     counted = old["mask"] * weights[:, None]
                     metrics.pending.add(correction.sampler_differences(output, old, counted))
                     metrics.pending.add(ratio_rounding(output, old, counted))
-                    # So the log-probs of this very pass are the old ones: all ratios are exactly 1.
+                    # So this pass computes the old log-probs again. With these in place of the
+                    # stored ones, all ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(
                     output,
@@ -747,7 +748,7 @@ def main():
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:  # in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                optimizer.step()
+                optimizer.step()  # has no effect before that micro-batch
                 optimizer.zero_grad()
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)

@@ -210,9 +210,9 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
     if are_strings and prompt is None:
         return split_transcripts(chosen, rejected)
     if are_strings and isinstance(prompt, str):
-        # Unless they are transcripts, of which the column repeats the beginning.
-        repeat_it = chosen.startswith(prompt) and rejected.startswith(prompt)
-        if repeat_it and HH_MARKER in prompt:
+        # hh-rlhf with a column `prompt`: transcripts that begin with it, and may share more.
+        both_begin_with_it = chosen.startswith(prompt) and rejected.startswith(prompt)
+        if both_begin_with_it and HH_MARKER in prompt:
             return split_transcripts(chosen, rejected)
         return prompt, chosen, rejected
 

@@ -53,13 +53,12 @@ def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
     """Returns messages, each with a role and a text; a string becomes one message of `role`.
 
     Raises:
-        BadRow: a message says what no text can hold, such as an image, or is from nobody known.
+        BadRow: a message says what no text can hold, such as an image, or its sender is unknown.
     """
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
     messages = [value] if isinstance(value, dict) else value
-    messages = without_nulls(json.dumps(messages, default=str))
-    return [as_message(message, number) for number, message in enumerate(messages, 1)]
+    return [as_message(without_nulls(part), number) for number, part in enumerate(messages, 1)]
 
 
 def as_message(message: dict, number: int) -> dict:
@@ -124,6 +123,7 @@ def from_parts(message: dict, number: int) -> dict:
     calls = list(message.get("tool_calls", []))
     for part_number, part in enumerate(message["content"], 1):
         kind = part.get("type", "text")
+        # OpenAI names it by its type: {"type": "thinking", "thinking": ...}. Others do not.
         value = part.get(kind, part.get("value", part.get("text")))
         where = f"message {number}, part {part_number}"
         if kind not in ("text", "reasoning", "thinking", "tool_call"):
@@ -169,14 +169,15 @@ def tool_calls(value, where: str) -> list[dict]:
     ]
 
 
-def without_nulls(text: str):
-    """Returns the value of a JSON text without the keys, at any depth, whose value is null.
+def without_nulls(value: Any) -> Any:
+    """Returns a value without the keys, at any depth, whose value is None, as JSON would hold it.
 
     In a parquet file every row has the keys of all rows, and those that it lacks are null.
     Templates ask whether a key is there.
     """
-
-    def drop_nulls(parts: dict) -> dict:
-        return {key: part for key, part in parts.items() if part is not None}
-
-    return json.loads(text, object_hook=drop_nulls)
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(part) for part in value]
+    is_json = value is None or isinstance(value, (str, int, float))
+    return value if is_json else str(value)  # such as a date

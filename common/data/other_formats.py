@@ -81,8 +81,10 @@ def from_alpaca(row: dict) -> dict:
     for column in ("instruction", "input", "output"):
         fits = isinstance(row.get(column), (str, type(None)))
         refuse_unless(fits, row, column, "a string")
+    history = row.get("history") or []
+    refuse_unless(are_pairs(history), row, "history", "a list of pairs of strings")
     prompt = []
-    for question, answer in row.get("history") or []:
+    for question, answer in history:
         prompt.append({"role": "user", "content": question})
         prompt.append({"role": "assistant", "content": answer})
     question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
@@ -91,6 +93,13 @@ def from_alpaca(row: dict) -> dict:
         return {**row, "prompt": prompt}
     answer = [{"role": "assistant", "content": row["output"]}]
     return {**row, "prompt": prompt, "completion": answer}
+
+
+def are_pairs(history) -> bool:
+    """Whether a value is a list of pairs of strings."""
+    return isinstance(history, list) and all(
+        isinstance(turn, (list, tuple)) and list(map(type, turn)) == [str, str] for turn in history
+    )
 
 
 # ============================================================ a column `system`
@@ -112,14 +121,25 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
         if is_messages(row.get(column)):
             return {**row, column: with_system(row, row[column])}
     prompt = row.get("prompt")
-    answers = {name: row.get(name) for name in ("completion", "chosen", "rejected")}
-    answers = {name: answer for name, answer in answers.items() if answer is not None}
+    names = ("completion", "chosen", "rejected")
+    answers = {name: row[name] for name in names if row.get(name) is not None}
     lists = {name: answer for name, answer in answers.items() if is_messages(answer)}
     if lists and isinstance(prompt, str):
         return {**row, "prompt": with_system(row, as_messages(prompt, "user"))}
     if lists:  # they begin with the prompt
         return row | {name: with_system(row, messages) for name, messages in lists.items()}
+    return begin_strings_with_system(row, answers, strings_as_messages)
 
+
+def begin_strings_with_system(
+    row: dict, answers: dict[str, str], strings_as_messages: bool
+) -> dict:
+    """Returns a row of strings as one of messages that begin with its column `system`.
+
+    Args:
+        answers: those of the columns `completion`, `chosen` and `rejected` that the row has.
+    """
+    prompt = row.get("prompt")
     is_pair_of_transcripts = prompt is None and {"chosen", "rejected"} == set(answers)
     if not (isinstance(prompt, str) or is_pair_of_transcripts):
         return row  # a text; or what fits no format, which is refused where it is read

@@ -144,8 +144,7 @@ def render(
     try:
         schemas = None
         if tools:
-            text = tools if isinstance(tools, str) else json.dumps(tools, default=str)
-            schemas = without_nulls(text)
+            schemas = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
         known = conventions(tokenizer)
         if known.wants_argument_texts:
             messages = [with_argument_texts(message) for message in messages]

@@ -17,7 +17,7 @@ from common.data.ids import (
     n_shared_at_end,
 )
 
-# What the run prints about a data set whose template does something that a user should know.
+# What the run prints about a data set whose template does something that a user should know about.
 APPENDS_EOS = "the chat template writes no end of a turn, so the EOS is appended to what is learned"
 DROPS_THOUGHT = "the chat template drops the thinking of answers, so it is put back in"
 DROPS_EARLIER = "the chat template drops the thinking of an answer's earlier messages: not learned"
@@ -124,16 +124,16 @@ def encode_answer(
 ) -> Answer:
     r"""Returns the token ids of an answer, and of what precedes it.
 
-    Most templates write an answer right after their generation prompt. The answer is then what
-    follows the prompt, up to the token that ends it. `split_turn` handles templates that do not,
-    `encode_as_given` those that drop the answer's thinking, and `encode_last_as_given` those that
-    drop it in the last of several messages. Example, with ChatML:
+    Usually the answer is what the template writes after its generation prompt, up to the token that
+    ends it. Example, with ChatML:
 
         history    user: Hi
         answer     assistant: Yes
         prompt     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
         context    the same
         ids        Yes<|im_end|>
+
+    The numbered comments are all cases.
 
     Args:
         history, answer: messages.
@@ -153,24 +153,24 @@ def encode_answer(
     if reason:
         return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
 
-    places = range(len(history), len(history) + len(answer))
-    *drops_earlier, drops_last = [conversation.leaves_out_thought(place) for place in places]
-    notes = [DROPS_EARLIER] if any(drops_earlier) else []
-    if drops_last and len(answer) > 1:
-        # 2. It drops the thinking of the last of several messages.
-        return encode_last_as_given(tokenizer, prompt, history, answer, tools=tools, notes=notes)
-    if drops_last:
-        # 3. It drops the thinking of the only message.
-        context, ids = encode_as_given(tokenizer, prompt, conversation)
-        notes.append(DROPS_THOUGHT)
-    else:
-        # 4. It writes the last message whole.
+    first = len(history)
+    drops_thought = [conversation.leaves_out_thought(first + n) for n in range(len(answer))]
+    notes = [DROPS_EARLIER] if any(drops_thought[:-1]) else []
+    if not drops_thought[-1]:
+        # 2. It writes the last message whole.
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
         if context != prompt.ids:  # the answer follows only its beginning
             notes.append(note_on_mismatch(tokenizer, turn))
+    elif len(answer) == 1:
+        # 3. It drops the thinking of the only message.
+        context, ids = encode_with_thinking(tokenizer, prompt, conversation)
+        notes.append(DROPS_THOUGHT)
+    else:
+        # 4. It drops the thinking of the last of several messages.
+        return encode_last_alone(tokenizer, prompt, history, answer, tools=tools, notes=notes)
 
-    # 5. Maybe it writes no end of an answer.
+    # In cases 2 and 3 it may write no end of an answer.
     if not has_end(tokenizer, ids):
         ids = [*ids, tokenizer.eos_token_id]
         notes.append(APPENDS_EOS)
@@ -241,7 +241,7 @@ def without_whitespace(tokenizer, ids: list[int], only_in_prompt: str) -> list[i
 
 
 # ============================================================ an answer whose thinking is dropped
-def encode_last_as_given(
+def encode_last_alone(
     tokenizer,
     prompt: Beginning,
     history: list[dict],
@@ -252,9 +252,9 @@ def encode_last_as_given(
 ) -> Answer:
     """Returns an answer of several messages, where the template drops the last one's thinking.
 
-    The last message is encoded by itself, with its thinking, after a context that ends with the
-    messages before it. Those are part of the answer's ids as well, a tool's result included, and
-    are learned. Example:
+    `encode_answer` encodes the last message alone, with its thinking: to it, the messages before
+    are history. They are part of this answer all the same, a tool's result included, so their ids
+    are put in front. Example:
 
         prompt             <user>Hi<bot>
         context of last    <user>Hi<bot>Call<end><tool>5<end><bot>
@@ -276,20 +276,12 @@ def encode_last_as_given(
     )
 
 
-def encode_as_given(
+def encode_with_thinking(
     tokenizer, prompt: Beginning, conversation: templates.Conversation
 ) -> tuple[list[int], list[int]]:
-    r"""Returns the token ids of an answer's context, and of the answer with its thinking.
+    """Returns the token ids of an answer's context, and of the answer with its thinking.
 
-    The thinking is put in front of the content, in what the template writes. Examples, where the
-    user gave `<think>Why</think>Yes`, and the template writes `Yes`. What the prompt ends with,
-    after `<bot>`, decides:
-
-        after <bot>       context           answer
-        nothing           <bot>             <think>Why</think>Yes
-        <think></think>   <bot>             <think>Why</think>Yes    it holds no thought
-        <think>\n         <bot><think>\n    Why</think>Yes           opened already
-        anything else     all of it         <think>Why</think>Yes
+    The thinking is put in front of the content, in what the template writes without it.
 
     Args:
         prompt: what `encode_prompt` returns for the messages before the last one.
@@ -297,27 +289,44 @@ def encode_as_given(
     """
     thinking, content = thoughts.split(tokenizer, conversation.messages[-1])
     turn = turn_with_mark(tokenizer, prompt, conversation, content)
-    # The end of the prompt, where the template continues differently when it writes the answer.
-    end_of_prompt = turn.only_in_prompt
-    before_content, rest = split_at_content(turn.only_in_answer)
-    context = prompt
-    answer = thinking + rest
-    if end_of_prompt == "":
-        # First line of the table: the answer follows the prompt directly, so what the template
-        # writes between them, such as a space, is kept.
-        answer = before_content + answer
-    elif thoughts.is_whole_thought(end_of_prompt):
-        # Second line: the prompt says that nothing was thought, and something was.
-        context = encode_beginning(tokenizer, prompt.text.removesuffix(end_of_prompt))
-    elif end_of_prompt.strip() and answer.lstrip().startswith(end_of_prompt.strip()):
-        # Third line: the prompt has opened the thought. The whitespace after the marker may differ,
-        # so only what both have is left out: `<think>Why` after `<think>\n` becomes `Why`.
-        answer = answer.lstrip()
-        n_written = n_shared(answer, end_of_prompt.lstrip())
-        answer = answer[n_written:]
-    # Fourth line: the answer follows the whole prompt as it is.
+    before_content, content_and_rest = split_at_content(turn.only_in_answer)
+    context_text, answer = follow_prompt(
+        prompt.text,
+        end=turn.only_in_prompt,
+        before_content=before_content,
+        answer=thinking + content_and_rest,
+    )
+    context = encode_beginning(tokenizer, context_text)
     ids = encode_after(tokenizer, context, answer)
     return context.ids, up_to_end(tokenizer, ids)
+
+
+def follow_prompt(prompt: str, *, end: str, before_content: str, answer: str) -> tuple[str, str]:
+    r"""Returns the text that an answer with thinking follows, and what is left of the answer.
+
+    The end of the prompt decides. Examples with the answer `<think>Why</think>Yes`:
+
+        prompt                  end                context           what is left
+        <bot>                   nothing            <bot>             <think>Why</think>Yes
+        <bot><think></think>    <think></think>    <bot>             <think>Why</think>Yes
+        <bot><think>\n          <think>\n          <bot><think>\n    Why</think>Yes
+        <bot>Sure,              Sure,              <bot>Sure,        <think>Why</think>Yes
+
+    Args:
+        end: how the prompt ends where the template, if an answer follows, writes something else.
+        before_content: what the template writes between the prompt and the content, such as a
+            space.
+        answer: the thinking, the content, and what the template writes after it.
+    """
+    if end == "":
+        return prompt, before_content + answer
+    if thoughts.is_whole_thought(end):  # it says that nothing was thought, and something was
+        return prompt.removesuffix(end), answer
+    if end.strip() and answer.lstrip().startswith(end.strip()):  # the thought is opened already
+        answer = answer.lstrip()
+        # The whitespace after the marker may differ, so only what both have is left out.
+        return prompt, answer[n_shared(answer, end.lstrip()) :]
+    return prompt, answer
 
 
 def turn_with_mark(
@@ -326,7 +335,7 @@ def turn_with_mark(
     """Returns the turn of a last message without thinking, with `MARK` in front of its content.
 
     Args:
-        prompt, conversation: see `encode_as_given`.
+        prompt, conversation: see `encode_with_thinking`.
         content: that of the last message, without its thinking; if it is empty there is no mark.
     """
     *others, message = conversation.messages

@@ -10,7 +10,7 @@ from common.prove.bench import Bench, Finished, Unchecked
 from common.prove.compare import Check, Difference
 from common.prove.runs import INTERRUPTED
 
-# How often a run is begun again that has ended before it could be killed.
+# How many times to try again when a run ends before it could be killed.
 ATTEMPTS = 3
 
 
@@ -24,9 +24,10 @@ def resumed(bench: Bench, what: str, launcher: str, expected: Finished) -> Itera
         raise Unchecked(f"{what}: a run has too few updates for two checkpoints")
     for attempt in range(ATTEMPTS):
         name = f"killed-{launcher}-{attempt}"
+        watch = Watch(bench.folder / name / "checkpoints")
         with bench.slots.take(processes.number_of(launcher)):
-            watch = kill_twice(bench, name, launcher)
-        if watch:
+            was_killed = kill_twice(bench, name, launcher, watch)
+        if was_killed or watch.faults:
             break
     else:
         raise Unchecked(
@@ -66,9 +67,15 @@ class Watch:
                 self.add("the last checkpoint was deleted before the next one was whole")
             return
         self.has_seen = True
-        # Seen missing twice: it is not that the next one has come and this one goes.
-        if not (newest / "manifest.json").exists() and self.newest() == newest:
+        is_whole = (newest / "manifest.json").exists()
+        # It may be an old one that is being deleted. Then there is a newer one by now.
+        if not is_whole and self.newest() == newest:
             self.add(f"{newest.name} had its name before it was whole")
+
+    def sees_one(self) -> bool:
+        """Looks, and returns whether there has been a checkpoint."""
+        self.look()
+        return self.has_seen
 
     def look_closely(self) -> None:
         """Looks after a kill, when nothing moves: every file of the newest one must be there."""
@@ -89,40 +96,40 @@ class Watch:
             self.faults.append(fault)
 
 
-def kill_twice(bench: Bench, name: str, launcher: str) -> Watch | None:
+def kill_twice(bench: Bench, name: str, launcher: str, watch: Watch) -> bool:
     """Kills a run twice and lets it go on to its end, if no checkpoint was found at fault.
 
     Returns:
-        what was seen of the checkpoints; None if the run ended before it could be killed.
+        whether it could be killed both times: it may end before that.
     """
-    checkpoints = bench.folder / name / "checkpoints"
-    watch = Watch(checkpoints)
-    earlier: set[str] = set()
+    begin = bench.flags(bench.folder / name, **INTERRUPTED)
+    resume = [*begin, "--resume", "auto"]
 
-    def has_appeared() -> bool:
+    # 1. When the first checkpoint has appeared.
+    was_killed = bench.launch(f"{name}-0", launcher, begin, until=watch.sees_one)
+    watch.look_closely()
+    if watch.faults or not was_killed:
+        return was_killed
+
+    # 2. While the next one is written.
+    earlier_steps = steps_named_in(watch.folder)
+
+    def another_is_written() -> bool:
         watch.look()
-        return watch.has_seen
+        return bool(steps_named_in(watch.folder) - earlier_steps)
 
-    def is_written() -> bool:
-        watch.look()
-        return bool(steps_named_in(checkpoints) - earlier)
+    was_killed = bench.launch(f"{name}-1", launcher, resume, until=another_is_written)
+    watch.look_closely()
+    if watch.faults or not was_killed:
+        return was_killed
 
+    # 3. Watched to its end, and not killed.
     def never() -> bool:
         watch.look()
         return False
 
-    begin = bench.flags(bench.folder / name, **INTERRUPTED)
-    resume = [*begin, "--resume", "auto"]
-    for number, (flags, moment) in enumerate([(begin, has_appeared), (resume, is_written)]):
-        earlier = steps_named_in(checkpoints)
-        was_killed = bench.launch(f"{name}-{number}", launcher, flags, until=moment)
-        watch.look_closely()
-        if watch.faults:
-            return watch
-        if not was_killed:
-            return None
     bench.launch(name, launcher, resume, until=never)
-    return watch
+    return True
 
 
 def steps_named_in(checkpoints: Path) -> set[str]:

@@ -62,7 +62,8 @@ class Promise(NamedTuple):
         name: for `--only`.
         says: the contract in words.
         check: does the work, and yields the table line by line. It may raise `Unchecked` or
-            `RunFailed`; the lines before that stay.
+            `RunFailed`; the lines before that stay. So it first yields all that the recipe allows,
+            and then raises `Unchecked` with what it does not.
     """
 
     name: str
@@ -148,8 +149,7 @@ def check_means(bench: Bench) -> Iterator[Check]:
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
     unchecked = []
-    # Update 1 always has a line of its own. So the first line over a whole pass is that of the
-    # second pass.
+    # Update 1 always has a line of its own, so no line is over all of the first pass.
     has_second_pass = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     if has_second_pass:
         yield from means_of_a_pass(at_once, in_parts)
@@ -182,8 +182,8 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
     same = compare.lines([{**expected, "global_step": step}], [{**found, "global_step": step}])
     yield Check("training lines", same)
     if len(in_parts.training) > 2:
-        # This line must differ from one over a whole pass, since it lacks update 1. Otherwise the
-        # sums were not emptied when update 1 was logged.
+        # This line lacks update 1, so it must differ from one over a whole pass. If it does not,
+        # the sums were not emptied when update 1 was logged.
         rest_of_first_pass = in_parts.training[1]
         differs = compare.unlike([rest_of_first_pass], [expected])
         yield Check("since the last line alone", differs)
@@ -372,8 +372,8 @@ def check_resume(bench: Bench) -> Iterator[Check]:
         for launcher, what in (("plain", "1 process"), ("zero3", "ZeRO-3")):
             expected = bench.run(f"uninterrupted-{launcher}", launcher, **runs.INTERRUPTED)
             yield from interrupted.resumed(bench, what, launcher, expected)
-    # Lost random states show only in what draws from them: dropout, and sampling that is not seeded
-    # as it is in the recipes here. Of a fork that is not known, so all sampling counts.
+    # Lost random states show only in what draws from them: dropout, and sampling without seeds of
+    # its own. How a fork samples is not known, so any sampling counts.
     draws_at_random = bench.has_dropout or bench.generates
     if not draws_at_random:
         raise Unchecked(f"random states: {NO_DROPOUT}")

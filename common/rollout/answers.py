@@ -10,16 +10,22 @@ from common.models import architecture
 from common.rollout import generation
 from common.run import Run
 
-# What states the answer in a sentence: "The answer is 18.", "Answer: 18". It ends with its line, or
-# with a full stop, which the point in 1.5 is not.
+# What states the answer in a sentence: "The answer is 18.", "**Answer**: 18".
 STATEMENT = re.compile(
-    r"\banswer\b(?:[^.\n:=]*?\bis\b|\s*[:=])\s*:?\s*(.*?)(?:\.(?=\s|$)|\n|$)", re.IGNORECASE
+    r"""\banswer\b\**
+        (?: [^.\n:=]*? \bis\b | \s*[:=] )    # "answer to both is", "answer:"
+        \s*:?\s*
+        (.*?)                                # the answer itself
+        (?: \.(?=\s|$) | \n | $ )            # up to a full stop (not that in 1.5), or a line's end
+    """,
+    re.IGNORECASE | re.VERBOSE,
 )
 BOX = "\\boxed{"
 ENCLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-# A number as people write one, and the unit that may follow it in a response. Digits that begin
-# with a zero, such as 007, are no number but a text: they equal only themselves.
+# A number as people write one. Digits that begin with a zero, such as 007, are a text, which equals
+# only itself.
 NUMBER = re.compile(r"[-+]?(?=\.?\d)(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*|0)?(?:\.\d+)?")
+# The unit that may directly follow a number in a response: 18km, but not 3x.
 UNIT = re.compile(r"/?[^\W\d_]{2,}(?:/[^\W\d_]+)?")
 # What people and LaTeX write around an answer, and what replaces it.
 PLAIN_FORMS = [
@@ -40,7 +46,7 @@ def is_right(response: str, answer: str | float) -> bool:
     case, spaces that are not between two words, and a final full stop.
     """
     stated = plain(final_answer(response))
-    right = plain(final_answer(answer))
+    right = plain(final_answer(answer)).rstrip(".")
     if NUMBER.fullmatch(right):
         return number_in(stated) == to_decimal(right)
     return as_text(stated) == as_text(right)
@@ -59,16 +65,17 @@ def with_opened_thought(prompt: str, response: str) -> str:
 
 
 def final_answer(text: str | float) -> str:
-    """Returns the part of a text that states its answer.
+    """Returns the part of a text that states its answer, without any thinking.
 
-    There are two marks: `####` (GSM8K), after which the rest of the line counts, and `\\boxed{}`,
-    of which the content does. The answer is the first of these that there is, after what a model
-    thought in `<think>` or other `thoughts.MARKERS`:
+    The first of these that there is:
 
-        the final answer of what the last `<answer>` and `</answer>` enclose, if no mark follows
-        what the last mark states
+        what the last `<answer>` and `</answer>` enclose, read by these rules again, unless one of
+            the marks of the next line follows
+        what the last mark states: `\\boxed{...}`, or `####` (GSM8K) with the rest of its line
         what follows the last "the answer is" or "answer:"
         the whole text
+
+    What counts as thinking is between `thoughts.MARKERS`, such as `<think>` and `</think>`.
     """
     answer = thoughts.without_thought(str(text))
     for opener, _ in thoughts.MARKERS:
@@ -145,7 +152,7 @@ def rows_with_answer(eval_set, limit: int | None) -> dict[str, list]:
     """Returns the columns `row prompt_ids answer` of the first rows that have an answer.
 
     Args:
-        limit: at most so many rows, see `--exact_match_rows`; None: all.
+        limit: at most this many rows, see `--exact_match_rows`; None: all.
     """
     answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
     return eval_set.select_columns(["row", "prompt_ids", "answer"])[answered[:limit]]

@@ -140,8 +140,8 @@ class Stage:
         self.stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
         _, per_prompt, max_new_tokens = uniforms.shape
         draws = uniforms.reshape(-1, max_new_tokens)
-        with generation.speaking(run) as speak:
-            mine = partial(self.play_mine, run, prompts, draws, temperature, speak)
+        with generation.local_generator(run) as generate:
+            mine = partial(self.play_mine, run, prompts, draws, temperature, generate)
             by_number = self.on_all(run, mine)
         episodes = [by_number[number] for number in range(len(draws))]
         failures = [episode.failure for episode in episodes if episode.failure]
@@ -165,7 +165,7 @@ class Stage:
         prompts: dict,
         draws: np.ndarray,
         temperature: float,
-        speak: generation.Speaker,
+        generate: generation.LocalGenerator,
     ) -> dict[int, Episode]:
         """Plays this process's episodes, and returns them by their numbers among all.
 
@@ -174,7 +174,7 @@ class Stage:
         """
         episodes = self.begin(run, prompts, len(draws) // len(prompts["row"]))
         while live := {n: episode for n, episode in episodes.items() if episode.is_live}:
-            self.take_turn(run, live, draws[list(live)], temperature, speak)
+            self.take_turn(run, live, draws[list(live)], temperature, generate)
         return episodes
 
     def begin(self, run: Run, prompts: dict, per_prompt: int) -> dict[int, Episode]:
@@ -251,11 +251,11 @@ class Stage:
         live: dict[int, Episode],
         draws: np.ndarray,
         temperature: float,
-        speak: generation.Speaker,
+        generate: generation.LocalGenerator,
     ) -> None:
-        """Lets the model speak once in each live episode, and the environment reply.
+        """Generates an answer in each live episode, and lets the environment reply to it.
 
-        An environment replies while the model still speaks in other episodes.
+        An environment replies while answers are still generated in other episodes.
 
         Args:
             draws: `[live episodes, max_new_tokens]`.
@@ -271,7 +271,7 @@ class Stage:
         ids = [episode.prompt + episode.ids for episode in live.values()]
         numbers = list(live)  # of the episodes, by row
         calls = environments.Calls(run.args.environment_timeout)
-        for row, response in speak(ids, uniforms, temperature):
+        for row, response in generate(ids, uniforms, temperature):
             number = numbers[row]
             episode = live[number]
             self.add_answer(run, episode, response, temperature)

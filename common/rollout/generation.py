@@ -32,9 +32,9 @@ CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "pa
 def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) -> Samples:
     """Draws responses to prompts, the same on every process. All processes must call it.
 
-    Rollouts and their evaluations get responses by this call alone: from transformers, or from the
-    servers of `--vllm_url`; one answer each, or with `--environment` episodes of several. All that
-    follows knows only the `Samples` that it returns.
+    Rollouts and their evaluations get all their responses through this call: from transformers, or
+    from the servers of `--vllm_url`; one answer each, or with `--environment` episodes of several.
+    All that follows knows only the `Samples` that it returns.
 
     Args:
         prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text) and `row`
@@ -66,35 +66,32 @@ def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) ->
     )
 
 
-# Answers prompts with `uniforms` `[prompts, max_new_tokens]` at a temperature, see `sample`. Each
-# response comes with the number of its prompt as soon as it has ended, in any order.
-Speaker = Callable[[list[list[int]], np.ndarray, float], Iterator[tuple[int, Response]]]
+# Generates a response to each prompt, for this process alone: called with the prompts, `uniforms`
+# `[prompts, max_new_tokens]` and the temperature, see `sample`. It yields the number of a prompt
+# and its response as soon as that has ended, in any order.
+LocalGenerator = Callable[[list[list[int]], np.ndarray, float], Iterator[tuple[int, Response]]]
 
 
 @contextlib.contextmanager
-def speaking(run: Run) -> Iterator[Speaker]:
-    """Yields a `Speaker`: inside the block each process generates at its own pace.
+def local_generator(run: Run) -> Iterator[LocalGenerator]:
+    """Yields a `LocalGenerator`: inside the block each process generates at its own pace.
 
     All processes must enter and leave the block.
     """
     if run.servers is not None:
         run.servers.synchronise(run)  # they get the current weights
-        yield partial(run.servers.answers, run)
+        yield partial(run.servers.generate_locally, run)
         return
     # `ready_to_generate` sets aside the model's generation config, which names stop tokens, too.
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     with torch.no_grad(), ready_to_generate(run), run.accelerator.autocast():
-        yield partial(answers, run, stops)
+        yield partial(generate_locally, run, stops)
 
 
-def answers(
+def generate_locally(
     run: Run, stops: set[int], prompts: list[list[int]], uniforms: np.ndarray, temperature: float
 ) -> Iterator[tuple[int, Response]]:
-    """Generates a response to each prompt on this process alone, inside `ready_to_generate`.
-
-    Yields:
-        As a `Speaker`.
-    """
+    """Generates a response to each prompt by this process's model; see `LocalGenerator`."""
     max_new_tokens = uniforms.shape[1]
     batch_size = run.args.generate_batch_size or responses_that_fit(run, prompts, max_new_tokens)
     lengths = np.array([len(prompt) for prompt in prompts])
@@ -102,7 +99,13 @@ def answers(
     n_batches = math.ceil(len(prompts) / batch_size)
     for numbers in np.array_split(longest_first, n_batches):
         yield from generate_some(
-            run, numbers.tolist(), prompts, max_new_tokens, stops, temperature, uniforms
+            run,
+            prompts,
+            numbers.tolist(),
+            max_new_tokens=max_new_tokens,
+            stops=stops,
+            temperature=temperature,
+            uniforms=uniforms,
         )
 
 
@@ -153,7 +156,13 @@ def generate(
             if not micro_batch.weights.any():
                 continue  # only a padding row: there are fewer prompts than processes
             of_batch = generate_some(
-                run, micro_batch.rows, prompts, max_new_tokens, stops, temperature, uniforms
+                run,
+                prompts,
+                micro_batch.rows,
+                max_new_tokens=max_new_tokens,
+                stops=stops,
+                temperature=temperature,
+                uniforms=uniforms,
             )
             responses.update(of_batch)
     return distributed.gather_rows(responses)
@@ -177,8 +186,9 @@ def responses_that_fit(run: Run, prompts: list[list[int]], max_new_tokens: int) 
 
 def generate_some(
     run: Run,
-    numbers: Sequence[int],
     prompts: list[list[int]],
+    numbers: Sequence[int],
+    *,
     max_new_tokens: int,
     stops: set[int],
     temperature: float,

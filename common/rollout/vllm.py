@@ -240,10 +240,10 @@ class Servers:
         responses = dict(self.responses_as_they_come(requests))
         return [response for number in range(len(requests)) for response in responses[number]]
 
-    def answers(
+    def generate_locally(
         self, run: Run, prompts: list[list[int]], uniforms: np.ndarray, temperature: float
     ) -> Iterator[tuple[int, Response]]:
-        """Asks for a response to each prompt, for this process alone; a `generation.Speaker`."""
+        """Asks for a response to each prompt; see `generation.LocalGenerator`."""
         requests = make_requests(run, prompts, uniforms[:, None], temperature)
         for number, (response,) in self.responses_as_they_come(requests):
             yield number, response

@@ -389,6 +389,8 @@ def test_alpaca(reader, name):
     ]
     more = {**ALPACA, "system": "Be brief.", "history": [["One?", "One."]]}
     assert reader([more], name=name) == [([SYSTEM, *BEFORE, *QUESTIONS[0], *answers[0]], None)]
+    with pytest.raises(SystemExit, match=r"row 1: column 'history': expected a list of pairs"):
+        reader([{**ALPACA, "history": [["One?"]]}], name=name)
     pair = {"instruction": "Why?", "input": "", "chosen": "Because.", "rejected": "No."}
     assert reader([pair], preference_row, name, ids="chosen_ids") == [([YES], None)]
     assert reader([pair], preference_row, name, ids="rejected_ids") == [([NO], None)]

@@ -253,9 +253,9 @@ def test_environments_reply_while_the_model_speaks_to_others(
             has_answer.set()
             return super().step(message)
 
-    plain = generation.answers
+    plain = generation.generate_locally
 
-    def answers(run, stops, *args):
+    def generate_locally(run, stops, *args):
         for place, response in plain(run, stops, *args):
             yield place, response
             if response.ids[-1] in stops:
@@ -263,7 +263,7 @@ def test_environments_reply_while_the_model_speaks_to_others(
                 has_answer.clear()
 
     expected = played(accelerator, tokenizer, folder, module.Echo)[-1]
-    monkeypatch.setattr(generation, "answers", answers)
+    monkeypatch.setattr(generation, "generate_locally", generate_locally)
     found = played(accelerator, tokenizer, folder, Listens)[-1]
     assert len(waited) > 4 and all(waited)
     assert found.responses == expected.responses

@@ -1303,33 +1303,40 @@ def killed(folder: Path, *script) -> Killed:
     return made
 
 
+def kill_twice(made: Killed, name: str) -> tuple[bool, list[str]]:
+    """Whether a run was killed twice, and what was found at fault."""
+    watch = interrupted.Watch(made.folder / name / "checkpoints")
+    was_killed = interrupted.kill_twice(made, name, "plain", watch)
+    return was_killed, watch.faults
+
+
 def test_a_run_is_killed_at_its_first_checkpoint_and_at_the_next_new_one(tmp_path):
     """Also if it had written two when it was killed, as on a busy machine."""
     first = [(".global_step_000002.writing", False), ("global_step_000002", True)]
     next_one = [("another", False), ("global_step_000004", True)]
     made = killed(tmp_path, first, next_one, [])
-    assert interrupted.kill_twice(made, "prompt", "plain").faults == []
+    assert kill_twice(made, "prompt") == (True, [])
     assert made.names == ["prompt-0", "prompt-1", "prompt"]
 
     # The first run was killed while it wrote the second checkpoint: that name is not new.
     made = killed(tmp_path, first, [(".global_step_000006.writing", True)], [])
     folder = tmp_path / "late/checkpoints/.global_step_000004.writing"
     folder.mkdir(parents=True)
-    assert interrupted.kill_twice(made, "late", "plain").faults == []
+    assert kill_twice(made, "late") == (True, [])
 
     made = killed(tmp_path, first, [])
-    assert interrupted.kill_twice(made, "too-late", "plain") is None
+    assert kill_twice(made, "too-late") == (False, [])
 
 
 def test_a_run_that_cannot_be_killed_is_begun_again(tmp_path, monkeypatch):
     reference = finished(tmp_path / "whole", {"global_step": 1, "x": 1}, {"global_step": 6, "x": 1})
     names = []
 
-    def kill_twice(_, name, __):
+    def kill_twice(_, name, *__):
         names.append(name)
         (tmp_path / name).mkdir(exist_ok=True)
         write_jsonl(tmp_path / name / "metrics.jsonl", reference.lines)
-        return interrupted.Watch(tmp_path) if name == last else None
+        return name == last
 
     monkeypatch.setattr(interrupted, "kill_twice", kill_twice)
     last = "killed-plain-2"
