@@ -581,8 +581,8 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
     """
     now = identity_of(run)
     may_change = arguments.MAY_CHANGE | run.args.may_change
-    is_universal = before.get("world") == universal_world(now["world"])
-    if is_universal:  # or unsharded: either fits any device and number of processes
+    fits_any_world = before.get("world") == universal_world(now["world"])
+    if fits_any_world:  # it is universal, or unsharded
         may_change = may_change | {"world"}
     # An argument that is newer than the checkpoint is not compared.
     changed = [name for name in before if name not in may_change and now.get(name) != before[name]]

@@ -90,7 +90,7 @@ def encode_longer(tokenizer, beginning: Beginning, text: str) -> list[int]:
 
 
 def encode_after(tokenizer, beginning: Beginning, text: str) -> list[int]:
-    """Returns the token ids of a text as a model meets them that reads both texts at once.
+    """Returns the token ids of a text as they are where both texts are tokenised as one.
 
     They are those of the whole text, without the beginning's. If one token spans the border, no
     such cut exists, and the text is tokenised alone. Examples, with a space between tokens:

@@ -575,7 +575,7 @@ def note(kind: str, example: str = "") -> str:
     prints each kind once, with its number of rows and one example.
 
     Args:
-        kind: without tabs and newlines, as the example.
+        kind: like `example`, without tabs and newlines.
         example: what this row has; the tab is left out if there is none.
     """
     return f"{kind}\t{example}" if example else kind

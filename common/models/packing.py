@@ -369,7 +369,7 @@ def varlen_inputs(row: Row, device) -> dict:
 
     Returns:
         `cu_seq_lens_q` and `cu_seq_lens_k`: int32 `[groups + 1]`, the place of each beginning, and
-        the row's length; `max_length_q` and `max_length_k`: tokens of the longest, as a number.
+        the row's length; `max_length_q` and `max_length_k`: tokens of the longest, an int.
     """
     lengths = [group.length for group in row]
     beginnings = batches.send(np.cumsum([0, *lengths], dtype=np.int32), device)
@@ -386,4 +386,4 @@ def of_targets(values: Sequence[Sequence[int]], is_target: Sequence[Sequence]) -
     chosen: list[int] = []
     for values_of_answer, flags in zip(values, is_target):
         chosen += itertools.compress(values_of_answer, flags)
-    return np.array(chosen, dtype=np.int64)  # also where there is no target to tell the type by
+    return np.array(chosen, dtype=np.int64)  # without any target, too

@@ -408,12 +408,12 @@ class RoomyLayer(DynamicLayer):
 
 
 def room_like(new: torch.Tensor, places: int) -> torch.Tensor:
-    """Returns an empty tensor for so many tokens, otherwise of the shape of `new`."""
+    """Returns an empty tensor for `places` tokens, otherwise of the shape of `new`."""
     return new.new_empty(*new.shape[:-2], places, new.shape[-1])
 
 
 def with_room(cache: DynamicCache, places: int) -> DynamicCache:
-    """Gives the growing layers of an empty cache room for so many tokens.
+    """Gives the growing layers of an empty cache room for `places` tokens.
 
     Layers of other kinds, such as those of a sliding window, stay as they are.
     """
