@@ -418,11 +418,12 @@ def kl_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    The old policy sampled the tokens. Weighted by `ratios`, a mean over them is one under the
-    current policy. What is right on average decides whether the ratio has a gradient in the term:
+    The old policy sampled the tokens. The ratio makes a mean over them one over tokens of the
+    current policy. Then
 
-        k3    its value:       E[ratio * k3] = KL             it has: all is differentiated
-        k2    its gradient:    E[ratio * grad k2] = grad KL   it has none
+        k3    the mean of ratio * k3 is the KL. So its gradient is right if the ratio is
+              differentiated, too.
+        k2    the mean of ratio * grad k2 is the KL's gradient. So the ratio must be a constant.
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.
@@ -722,20 +723,32 @@ def log_rollout(run: Run, samples: Samples, scores: Scores, is_kept: torch.Tenso
     }
     for name, part in scores.parts.items():
         logged[f"rewards/{name}/mean"] = part
-    logged["frac_groups_dropped"] = ~is_kept
+    run.metrics.add_rollout(logged)
+    run.metrics.add_rollout({"frac_groups_dropped": ~is_kept})
     if run.args.n_samples_per_prompt > 1:
         groups = scores.total.double().reshape(-1, run.args.n_samples_per_prompt)
-        # NaN where failures have left fewer than two scores to compare.
-        has_two = groups.isfinite().sum(1) > 1
-        # With the penalty for length. `is_kept` was decided without it.
-        equal = (~scores_differ(groups)).double()
-        logged["frac_reward_zero_std"] = equal.where(has_two, math.nan)
-        logged["reward_std"] = std_of_groups(groups).flatten().where(has_two, math.nan)
-    run.metrics.add_rollout(logged)
+        run.metrics.add_rollout(spread_of_groups(groups))
     run.metrics.add_rollout({"completions/min_length": response_lengths}, reduce="min")
     run.metrics.add_rollout({"completions/max_length": response_lengths}, reduce="max")
     run.metrics.log_samples(scores.total, samples.examples(run.tokenizer, scores, "rollout"))
     note_dropped_groups(run, is_kept)
+
+
+def spread_of_groups(scores: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns metrics of how much the scores of a group differ, each `[groups]`.
+
+    They are NaN where failures have left a group fewer than two scores.
+
+    Args:
+        scores: `[groups, samples per prompt]`, with the penalty for length. So scores may differ in
+            a group that was dropped because they do not without it.
+    """
+    has_two = scores.isfinite().sum(1) > 1
+    are_equal = (~scores_differ(scores)).double()
+    return {
+        "frac_reward_zero_std": are_equal.where(has_two, math.nan),
+        "reward_std": std_of_groups(scores).flatten().where(has_two, math.nan),
+    }
 
 
 def note_dropped_groups(run: Run, is_kept: torch.Tensor) -> None:
@@ -878,10 +891,10 @@ def main():
     guard = guards.FiniteLosses(run)
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra  # after `checkpoint.begin`, which may replace it
-    # Not `updates_seen`: a resumed run may have taken prompts without making an update.
+    # A new run. Not `updates_seen == 0`: a resumed run may have taken prompts without an update.
     if state.position.prompts_seen == 0:
         evaluate(run, judge, packer)
-    update_data_position(run)
+    update_data_position(run)  # a resumed run may have used up its data
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
@@ -894,7 +907,7 @@ def main():
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        # The samples' weights in the loss add up to this.
+        # What the loss is divided by: tokens or responses of this update, by --average.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
         # Sorted by these lengths, responses that share a prompt stay together.
         sort_lengths = rollout.samples.lengths_for_split(packer)
@@ -913,10 +926,10 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if is_old_policy:
-                    counted = old["mask"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, old, counted))
+                    token_weights = old["mask"] * weights[:, None]
+                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
                     # So this pass computes the old log-probs again. With these in place of the
-                    # stored ones, all ratios are exactly 1.
+                    # stored ones, which were computed in other batches, all ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
@@ -988,7 +1001,7 @@ def skip_rollout(run: Run) -> None:
     """
     position = run.extra.position
     position.end_rollout()
-    # The model has not changed: until the next update, or the run's end, nothing is due.
+    # The model has not changed, so nothing is due before the next update or the end of the run.
     run.progress.idle = True
     update_data_position(run)
 
@@ -997,17 +1010,16 @@ def skip_rollout(run: Run) -> None:
         "(the advantages of all groups are zero, or all responses are truncated or failed)"
     )
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
-    lost_an_epoch = prompts_without_update >= run.data.mixture.samples
-    if run.progress.finished or not lost_an_epoch:
+    is_whole_epoch = prompts_without_update >= run.data.mixture.samples
+    nor = f", nor from any of the last {prompts_without_update} prompts, a whole epoch"
+    if run.progress.finished or not is_whole_epoch:
         run.metrics.warn(reason)
-        return
-    reason += f", nor from any of the last {prompts_without_update} prompts, a whole epoch"
-    if run.progress.global_step > 0:
-        run.metrics.warn(f"{reason}: the run ends here")
+    elif run.progress.global_step > 0:
+        run.metrics.warn(f"{reason}{nor}: the run ends here")
         run.progress.stopped_early = True
-        return
-    run.metrics.log()  # the rewards of rollouts without an update
-    sys.exit(reason)
+    else:
+        run.metrics.log()  # the rewards of rollouts without an update
+        sys.exit(reason + nor)
 
 
 # ============================================================ evaluation

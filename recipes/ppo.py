@@ -727,11 +727,11 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 if is_old_policy:
-                    counted = old["mask"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, old, counted))
-                    metrics.pending.add(ratio_rounding(output, old, counted))
+                    token_weights = old["mask"] * weights[:, None]
+                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
+                    metrics.pending.add(ratio_rounding(output, old, token_weights))
                     # So this pass computes the old log-probs again. With these in place of the
-                    # stored ones, all ratios are exactly 1.
+                    # stored ones, which were computed in other batches, all ratios are exactly 1.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(
                     output,

@@ -190,8 +190,9 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
 
         prompt    chosen    rejected    returned
         none      two transcripts       see `split_transcripts`
-        "Why?"    "So."     "No."       the same three strings
+        "Why?"    "So."     "No."       the same three strings, or see `split_transcripts`
         "Why?"    [A1]      "No."       [U] [A1] [A2]
+        [U]       "So."     "No."       [U] [A1] [A2]
         none      [U A1]    [U A2]      [U] [A1] [A2]
         "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    UltraFeedback states the prompt twice
     """
@@ -216,6 +217,7 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
             return split_transcripts(chosen, rejected)
         return prompt, chosen, rejected
 
+    # Messages: the other lines.
     chosen = as_messages(chosen, "assistant")
     rejected = as_messages(rejected, "assistant")
     are_answers = all(
@@ -363,20 +365,21 @@ def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     alone, as PPO has it, becomes a turn even if it is empty. Examples, with `U` and `A` for
     messages of user and assistant:
 
-        "Why?"                                 "So."     ->  [U]        [A]
-        "\n\nHuman: Why?\n\nAssistant:"        " So."    ->  [U]        [A]
-        ""                                     "So."     ->  ""         "So."
+        prompt                                 answer        returned
+        "Why?"                                 "So."         [U]    [A]
+        "\n\nHuman: Why?\n\nAssistant:"        " So."        [U]    [A]
+        ""                                     "So."         ""     "So."
+        [U]                                    [A]           [U]    [A]
     """
     is_answer_alone = bool(answers) and not prompt
     if isinstance(prompt, list) or is_answer_alone:
         return prompt, *answers
-    contents = answers
     turns = transcript_turns(prompt)
     if turns is None:
         turns = [{"role": "user", "content": prompt}]
     else:  # the answers of hh-rlhf begin with a space
-        contents = tuple(answer.strip() for answer in answers)  # type: ignore[union-attr]
-    return turns, *([{"role": "assistant", "content": content}] for content in contents)
+        answers = tuple(map(str.strip, answers))  # type: ignore[arg-type]
+    return turns, *([{"role": "assistant", "content": answer}] for answer in answers)
 
 
 def transcript_turns(text: str) -> list[dict] | None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from common.data import thoughts
 from common.data.messages import BadRow
 
 # Twice what the longest context of a model takes. Tokenising so much takes some ten seconds.
@@ -42,6 +43,22 @@ def encode_text(tokenizer, text: str) -> list[int]:
 def decode(tokenizer, ids: list[int]) -> str:
     """Returns the text of token ids as it is, special tokens included."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def decode_answers(tokenizer, answers: Sequence[list[int]]) -> list[str]:
+    """Returns the texts of answers without special tokens, but with the markers of thoughts.
+
+    Some tokenizers have markers that are special tokens. Without these, a thought would run into
+    what follows it.
+    """
+    markers = {marker for pair in thoughts.MARKERS for marker in pair}
+    left_out = {
+        number
+        for number, token in added_tokens(tokenizer).items()
+        if token.special and token.content not in markers
+    }
+    kept = [[token for token in ids if token not in left_out] for ids in answers]
+    return tokenizer.batch_decode(kept, skip_special_tokens=False)
 
 
 # ============================================================ a text and longer ones

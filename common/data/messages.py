@@ -122,20 +122,19 @@ def from_parts(message: dict, number: int) -> dict:
     thoughts = []
     calls = list(message.get("tool_calls", []))
     for part_number, part in enumerate(message["content"], 1):
-        kind = part.get("type", "text")
-        # OpenAI names it by its type: {"type": "thinking", "thinking": ...}. Others do not.
-        value = part.get(kind, part.get("value", part.get("text")))
         where = f"message {number}, part {part_number}"
-        if kind not in ("text", "reasoning", "thinking", "tool_call"):
+        kind = part.get("type", "text")
+        # Mostly it has the name of its type: {"type": "thinking", "thinking": ...}.
+        value = part.get(kind, part.get("value", part.get("text")))
+        if kind == "tool_call":
+            calls += tool_calls(value, where)
+        elif kind not in ("text", "reasoning", "thinking"):
             raise BadRow(
                 f"{where} is of type {kind!r}: only text, calls and reasoning are supported"
             )
-        if kind == "tool_call":
-            calls += tool_calls(value, where)
-            continue
-        if not isinstance(value, str):
+        elif not isinstance(value, str):
             raise BadRow(f"{where}: expected a text, found {part!r:.80}")
-        if kind == "text":
+        elif kind == "text":
             texts.append(value)
         else:
             thoughts.append(value)
@@ -170,10 +169,10 @@ def tool_calls(value, where: str) -> list[dict]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a value without the keys, at any depth, whose value is None, as JSON would hold it.
+    """Returns a value as JSON would hold it, without the keys, at any depth, whose value is None.
 
-    In a parquet file every row has the keys of all rows, and those that it lacks are null.
-    Templates ask whether a key is there.
+    Tuples become lists, and dates texts. A None in a list stays. In a parquet file every row has
+    the keys of all rows, and those that it lacks are null. Templates ask whether a key is there.
     """
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}

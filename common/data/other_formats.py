@@ -4,15 +4,17 @@ import json
 
 from common.data import formats
 from common.data.formats import refuse_unless
-from common.data.messages import BadRow, as_messages, is_messages
+from common.data.messages import BadRow, as_messages, is_message, is_messages
+
+# Columns that may hold messages, or strings.
+PARTS = ("prompt", "completion", "chosen", "rejected")
 
 
 def standard(row: dict, strings_as_messages: bool = False) -> dict:
     """Returns a row with the columns of `formats.py`, whichever format it has.
 
-    Its own columns stay: a reward function may ask for them. Rows that have `messages` or `prompt`
-    are returned as they are, except that a column `system` becomes the first message, and `tools`
-    that hold none become None.
+    Its own columns stay: a reward function may ask for them. In all rows a single message becomes a
+    list of one, a column `system` the first message, and `tools` that hold none become None.
 
     Args:
         strings_as_messages: strings will be made turns, so a system message may come before them.
@@ -20,16 +22,25 @@ def standard(row: dict, strings_as_messages: bool = False) -> dict:
     Raises:
         BadRow: a column of the format has a value of another kind.
     """
-    is_standard = row.get("messages") is not None or row.get("prompt") is not None
-    # Beside a text, the other columns may be something else. So their values must fit, too.
-    strict = row.get("text") is not None
-    if not is_standard and is_sharegpt(row, strict):
-        row = from_sharegpt(row)
-    elif not is_standard and is_alpaca(row, strict):
-        row = from_alpaca(row)
+    if row.get("messages") is None and row.get("prompt") is None:
+        row = from_other_format(row)
+    row = row | {name: [row[name]] for name in PARTS if is_message(row.get(name))}
     if row.get("tools") in ([], "[]"):
         row = {**row, "tools": None}
-    return begin_with_system(row, strings_as_messages) if row.get("system") else row
+    if row.get("system"):
+        row = begin_with_system(row, strings_as_messages)
+    return row
+
+
+def from_other_format(row: dict) -> dict:
+    """Returns a row of ShareGPT or Alpaca with the columns of `formats.py`, others as they are."""
+    # A row with a text may use these columns for something else, so their values must fit, too.
+    strict = row.get("text") is not None
+    if is_sharegpt(row, strict):
+        return from_sharegpt(row)
+    if is_alpaca(row, strict):
+        return from_alpaca(row)
+    return row
 
 
 # ============================================================ ShareGPT and Alpaca
@@ -121,14 +132,16 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
         if is_messages(row.get(column)):
             return {**row, column: with_system(row, row[column])}
     prompt = row.get("prompt")
-    names = ("completion", "chosen", "rejected")
-    answers = {name: row[name] for name in names if row.get(name) is not None}
+    answers = {name: row[name] for name in PARTS[1:] if row.get(name) is not None}
     lists = {name: answer for name, answer in answers.items() if is_messages(answer)}
     if lists and isinstance(prompt, str):
         return {**row, "prompt": with_system(row, as_messages(prompt, "user"))}
     if lists:  # they begin with the prompt
         return row | {name: with_system(row, messages) for name, messages in lists.items()}
-    return begin_strings_with_system(row, answers, strings_as_messages)
+    is_pair_of_transcripts = prompt is None and answers.keys() == {"chosen", "rejected"}
+    if isinstance(prompt, str) or is_pair_of_transcripts:
+        return begin_strings_with_system(row, answers, strings_as_messages)
+    return row  # a text, or what fits no format, which is refused where it is read
 
 
 def begin_strings_with_system(
@@ -137,22 +150,21 @@ def begin_strings_with_system(
     """Returns a row of strings as one of messages that begin with its column `system`.
 
     Args:
-        answers: those of the columns `completion`, `chosen` and `rejected` that the row has.
+        answers: the columns of the row that hold answers.
     """
-    prompt = row.get("prompt")
-    is_pair_of_transcripts = prompt is None and {"chosen", "rejected"} == set(answers)
-    if not (isinstance(prompt, str) or is_pair_of_transcripts):
-        return row  # a text; or what fits no format, which is refused where it is read
     if not strings_as_messages:
         raise BadRow(
             "column 'system' is next to strings, and plain text has no system message: "
             "--strings_as_messages makes them turns of a chat that begins with it"
         )
+    prompt = row.get("prompt")
     texts = list(answers.values())
-    if is_pair_of_transcripts:
+    if prompt is None:  # a pair of transcripts
         prompt, *texts = formats.split_transcripts(*texts)
+    if texts and not prompt:  # the answers follow the system message
+        return {**row, "prompt": with_system(row, [])}
     turns, *answer_turns = formats.as_turns(prompt, *texts)
-    begun = with_system(row, turns)  # type: ignore[arg-type]  # an empty prompt has no turns
+    begun = with_system(row, turns)  # type: ignore[arg-type]
     return {**row, **dict(zip(answers, answer_turns)), "prompt": begun}
 
 

@@ -133,7 +133,7 @@ def encode_answer(
         context    the same
         ids        Yes<|im_end|>
 
-    The numbered comments are all cases.
+    The cases are numbered below; 2 and 3 share the end.
 
     Args:
         history, answer: messages.
@@ -153,14 +153,14 @@ def encode_answer(
     if reason:
         return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
 
-    first = len(history)
-    drops_thought = [conversation.leaves_out_thought(first + n) for n in range(len(answer))]
+    places = range(len(history), len(history) + len(answer))
+    drops_thought = [conversation.leaves_out_thought(place) for place in places]
     notes = [DROPS_EARLIER] if any(drops_thought[:-1]) else []
     if not drops_thought[-1]:
         # 2. It writes the last message whole.
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
-        if context != prompt.ids:  # the answer follows only its beginning
+        if context != prompt.ids:  # the answer follows only the prompt's beginning
             notes.append(note_on_mismatch(tokenizer, turn))
     elif len(answer) == 1:
         # 3. It drops the thinking of the only message.
@@ -170,7 +170,7 @@ def encode_answer(
         # 4. It drops the thinking of the last of several messages.
         return encode_last_alone(tokenizer, prompt, history, answer, tools=tools, notes=notes)
 
-    # In cases 2 and 3 it may write no end of an answer.
+    # The template may write no token that ends the answer.
     if not has_end(tokenizer, ids):
         ids = [*ids, tokenizer.eos_token_id]
         notes.append(APPENDS_EOS)
@@ -252,9 +252,9 @@ def encode_last_alone(
 ) -> Answer:
     """Returns an answer of several messages, where the template drops the last one's thinking.
 
-    `encode_answer` encodes the last message alone, with its thinking: to it, the messages before
-    are history. They are part of this answer all the same, a tool's result included, so their ids
-    are put in front. Example:
+    `encode_answer` encodes the last message alone, with its thinking, as if the earlier ones were
+    history. But they belong to this answer, so their ids are put in front, those of a tool's result
+    as well. Example:
 
         prompt             <user>Hi<bot>
         context of last    <user>Hi<bot>Call<end><tool>5<end><bot>
@@ -281,7 +281,13 @@ def encode_with_thinking(
 ) -> tuple[list[int], list[int]]:
     """Returns the token ids of an answer's context, and of the answer with its thinking.
 
-    The thinking is put in front of the content, in what the template writes without it.
+    The template renders the answer without thinking, with a mark where the content begins. The
+    thinking goes there. Example:
+
+        prompt                 <user>Hi<bot><think></think>
+        rendered with MARK     <user>Hi<bot><think></think>MARKYes<end>
+        context                <user>Hi<bot>
+        answer                 <think>Why</think>Yes<end>
 
     Args:
         prompt: what `encode_prompt` returns for the messages before the last one.
@@ -313,12 +319,13 @@ def follow_prompt(prompt: str, *, end: str, before_content: str, answer: str) ->
         <bot>Sure,              Sure,              <bot>Sure,        <think>Why</think>Yes
 
     Args:
-        end: how the prompt ends where the template, if an answer follows, writes something else.
+        end: the end of the prompt that the template does not write before an answer; "" if it
+            writes all of the prompt.
         before_content: what the template writes between the prompt and the content, such as a
             space.
         answer: the thinking, the content, and what the template writes after it.
     """
-    if end == "":
+    if end == "":  # the answer goes where the template has written it
         return prompt, before_content + answer
     if thoughts.is_whole_thought(end):  # it says that nothing was thought, and something was
         return prompt.removesuffix(end), answer
@@ -326,7 +333,7 @@ def follow_prompt(prompt: str, *, end: str, before_content: str, answer: str) ->
         answer = answer.lstrip()
         # The whitespace after the marker may differ, so only what both have is left out.
         return prompt, answer[n_shared(answer, end.lstrip()) :]
-    return prompt, answer
+    return prompt, answer  # the model reads the end of the prompt, whatever it is
 
 
 def turn_with_mark(
@@ -334,12 +341,15 @@ def turn_with_mark(
 ) -> Turn:
     """Returns the turn of a last message without thinking, with `MARK` in front of its content.
 
+    It shows where the template writes the content. What it puts in front of that differs: nothing,
+    a space, or an empty thought.
+
     Args:
         prompt, conversation: see `encode_with_thinking`.
         content: that of the last message, without its thinking; if it is empty there is no mark.
     """
     *others, message = conversation.messages
-    marked = {**thoughts.removed(message), "content": MARK + content if content else ""}
+    marked = {**thoughts.removed(message), "content": content and MARK + content}
     text = templates.render(tokenizer, [*others, marked], conversation.tools)
     return compare_with_prompt(tokenizer, prompt, text)
 
@@ -413,6 +423,7 @@ def without_trailing_space(tokenizer, ids: list[int]) -> list[int]:
     """
     conventions = templates.conventions(tokenizer)
     ending = list(conventions.ending)
+    # Otherwise it has text, such as "###": then only the whitespace after that is dropped, below.
     is_white = decode(tokenizer, ending).strip() == ""
     if is_white and ends_with(ids, ending):
         return ids[: -len(ending)]
@@ -463,7 +474,7 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
     """Counts the tokens of a prompt that follow an earlier answer and the token that ended it.
 
-    It serves conversations whose template rewrites earlier turns, so that the ids of two prompts
+    It is for conversations whose template rewrites earlier turns, so that the ids of two prompts
     cannot be compared. The template is rendered with two different answers at that place: what both
     prompts end with is what follows the answer. Example: of
 
@@ -486,10 +497,12 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
     first, second = prompts
     n_alike = n_shared_at_end(first, second)  # tokens that follow the text of the answer
     following = first[len(first) - n_alike :]
-    has_end_token = templates.conventions(tokenizer).stop is not None
-    if has_end_token and following and is_marker(tokenizer, following[0]):
-        return n_alike - 1  # the first of them ends the answer
-    return n_alike
+    end_of_answer = templates.conventions(tokenizer).end_of_answer
+    if following[: len(end_of_answer)] == end_of_answer:
+        return n_alike - len(end_of_answer)
+    # An earlier answer may end with another token than the last one.
+    ends_answer = bool(following) and is_marker(tokenizer, following[0])
+    return n_alike - ends_answer
 
 
 # ============================================================ preferences

@@ -15,7 +15,7 @@ ATTEMPTS = 3
 
 
 def resumed(bench: Bench, what: str, launcher: str, expected: Finished) -> Iterator[Check]:
-    """Kills a run when a checkpoint has appeared and while one is written, and resumes it.
+    """Kills a run twice, resumes it, and compares its end with that of a run not killed.
 
     Args:
         expected: the run that was not killed.
@@ -97,10 +97,10 @@ class Watch:
 
 
 def kill_twice(bench: Bench, name: str, launcher: str, watch: Watch) -> bool:
-    """Kills a run twice and lets it go on to its end, if no checkpoint was found at fault.
+    """Kills a run twice and lets it go on to its end, unless a checkpoint is found at fault.
 
     Returns:
-        whether it could be killed both times: it may end before that.
+        False if the run ended before a kill.
     """
     begin = bench.flags(bench.folder / name, **INTERRUPTED)
     resume = [*begin, "--resume", "auto"]

@@ -85,14 +85,19 @@ def check_split(bench: Bench) -> Iterator[Check]:
     yield from same_run(bench, "2 processes", runs.two_processes(bench))
     if bench.quick or not bench.has("micro_train_tokens"):
         return
-    first = runs.one_process(bench).training[0]
-    tokens_of_sample = TOKENS_OF_SAMPLE
-    if "tokens" in first and "samples" in first:
-        tokens_of_sample = first["tokens"] / first["samples"]
     # Room for about five samples in a micro-batch.
-    changes: Changes = {"micro_train_tokens": round(5 * tokens_of_sample), **runs.SAVED_AT_END}
+    room = round(5 * tokens_of_sample(runs.one_process(bench)))
+    changes: Changes = {"micro_train_tokens": room, **runs.SAVED_AT_END}
     yield from same_run(bench, "micro-batches by tokens", bench.run("tokens", **changes))
     yield from same_run(bench, "2 processes by tokens", bench.run("2-by-tokens", "ddp", **changes))
+
+
+def tokens_of_sample(run: Finished) -> float:
+    """Returns the mean tokens of a sample in a run's first update."""
+    first_line = run.training[0]
+    if "tokens" not in first_line or "samples" not in first_line:
+        return TOKENS_OF_SAMPLE
+    return first_line["tokens"] / first_line["samples"]
 
 
 def check_engines(bench: Bench) -> Iterator[Check]:
@@ -121,7 +126,7 @@ def same_run(bench: Bench, what: str, found: Finished) -> Iterator[Check]:
 
 
 def check_last_update(bench: Bench) -> Iterator[Check]:
-    """A last, short update of n samples weighs each 1/n, not 1 / `--train_batch_size`.
+    """In a last, short update of n samples each weighs 1/n, not 1 / `--train_batch_size`.
 
     Two runs make one update of the same 6 rows, or 6 prompts where a recipe samples. It is a full
     update of one run, and a short one of the other.
@@ -136,7 +141,7 @@ def check_last_update(bench: Bench) -> Iterator[Check]:
         short = {"train_batch_size": BATCH}
     one_epoch: Changes = {"n_rows": n_rows, "max_steps": 0, "max_epochs": 1, **runs.SAVED_AT_END}
     expected = bench.run("full-update", micro_train_batch_size=2, **one_epoch, **full)
-    # The last micro-batch is short, too: 4 divides neither 6 rows nor 6 * RESPONSES samples.
+    # 4 divides neither 6 rows nor 18 samples: micro-batches of 3 3, or of 4 4 4 3 3.
     found = bench.run("short-update", micro_train_batch_size=4, **one_epoch, **short)
     only = {"loss", "grad_norm", "samples"}
     yield Check("log lines", compare.lines(expected.training, found.training, only))
@@ -149,7 +154,7 @@ def check_means(bench: Bench) -> Iterator[Check]:
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
     unchecked = []
-    # Update 1 always has a line of its own, so no line is over all of the first pass.
+    # Update 1 has its own line. So only the second pass is sure to have one line over all of it.
     has_second_pass = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     if has_second_pass:
         yield from means_of_a_pass(at_once, in_parts)
@@ -177,9 +182,9 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
     """
     expected = means_of_last_line(at_once)
     found = means_of_last_line(in_parts)
-    # The runs end at different updates, which is no fault here: both lines get the same step.
-    step = in_parts.last_step
-    same = compare.lines([{**expected, "global_step": step}], [{**found, "global_step": step}])
+    # The runs end at different steps, as they should, so both lines get the same one.
+    same_step = {"global_step": in_parts.last_step}
+    same = compare.lines([{**expected, **same_step}], [{**found, **same_step}])
     yield Check("training lines", same)
     if len(in_parts.training) > 2:
         # This line lacks update 1, so it must differ from one over a whole pass. If it does not,
@@ -192,8 +197,7 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
 def means_of_last_line(run: Finished) -> dict:
     """Returns the means of a run's last pass over the data, or over its one rollout.
 
-    They are in its last line, but for those of the rollout itself: a run that samples logs these
-    in its first line alone.
+    They are in its last line. Only those of the rollout itself are in the first line alone.
     """
     line = {**run.training[0], **run.training[-1]}
     return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}
@@ -348,7 +352,7 @@ def usable_training_rows(run: Finished) -> int:
 def check_evaluation(bench: Bench) -> Iterator[Check]:
     """An evaluation has no dropout, and leaves no trace in the training."""
     bench.need("eval_steps")
-    often = runs.uninterrupted(bench)  # with dropout in the model's config, if it can have it
+    often = runs.uninterrupted(bench)  # with dropout, if the model's config or an adapter has one
     if not often.evaluations:
         raise Unchecked("the recipe logs no evaluation")
     at_ends: Changes = {**runs.INTERRUPTED, "eval_steps": 0}
@@ -373,7 +377,7 @@ def check_resume(bench: Bench) -> Iterator[Check]:
             expected = bench.run(f"uninterrupted-{launcher}", launcher, **runs.INTERRUPTED)
             yield from interrupted.resumed(bench, what, launcher, expected)
     # Lost random states show only in what draws from them: dropout, and sampling without seeds of
-    # its own. How a fork samples is not known, so any sampling counts.
+    # its own. How a fork samples is not known, so a recipe that samples counts as drawing.
     draws_at_random = bench.has_dropout or bench.generates
     if not draws_at_random:
         raise Unchecked(f"random states: {NO_DROPOUT}")

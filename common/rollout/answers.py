@@ -6,6 +6,7 @@ from decimal import Decimal
 
 from common import counted
 from common.data import thoughts
+from common.data.ids import decode_answers
 from common.models import architecture
 from common.rollout import generation
 from common.run import Run
@@ -21,21 +22,31 @@ STATEMENT = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 BOX = "\\boxed{"
+HASHES = "####"  # of GSM8K
 ENCLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 # A number as people write one. Digits that begin with a zero, such as 007, are a text, which equals
 # only itself.
-NUMBER = re.compile(r"[-+]?(?=\.?\d)(?:[1-9]\d{0,2}(?:,\d{3})+|[1-9]\d*|0)?(?:\.\d+)?")
-# The unit that may directly follow a number in a response: 18km, but not 3x.
+NUMBER = re.compile(
+    r"""[-+]? (?=\.?\d)
+        (?: [1-9]\d{0,2}(?:,\d{3})+ | [1-9]\d* | 0 )?    # 1,200 or 1200; nothing in .5
+        (?: \.\d+ )?
+    """,
+    re.VERBOSE,
+)
+# The unit that may directly follow a number in a response: km, km/h, but not x as in 3x.
 UNIT = re.compile(r"/?[^\W\d_]{2,}(?:/[^\W\d_]+)?")
 # What people and LaTeX write around an answer, and what replaces it.
 PLAIN_FORMS = [
-    (re.compile(r"\\(?:text|textbf|mathrm|mbox) *\{([^{}]*)\}"), r"\1"),
+    (re.compile(r"\\(?:text|textbf|mathrm|mbox) *\{([^{}]*)\}"), r"\1"),  # \text{x}: x
     (re.compile(r"\\[dt]frac\b"), r"\\frac"),
-    (re.compile(r"\\frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),
-    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),  # \frac{1}{2}: 1/2
+    (re.compile(r"\{,\}"), ","),  # 1{,}000: 1,000
+    # Spaces and sizes of LaTeX, Markdown, currencies and per cent: nothing.
     (re.compile(r"\\[!,;: ()\[\]]|\\(?:left|right)\b|\*\*|`|\\?[$%]|[€£¥]"), ""),
-    (re.compile(r"[-\u2212\u2013] *(?=[\d.])"), "-"),
+    (re.compile(r"[-\u2212\u2013] *(?=[\d.])"), "-"),  # all minus signs
 ]
+# A space that is not between two words.
+LONE_SPACE = re.compile(r"(?<!\w) | (?!\w)")
 
 
 def is_right(response: str, answer: str | float) -> bool:
@@ -53,7 +64,7 @@ def is_right(response: str, answer: str | float) -> bool:
 
 
 def with_opened_thought(prompt: str, response: str) -> str:
-    """Returns a response after the marker of the thought that its prompt has opened, if it has.
+    """Returns a response with the marker in front that opened its thought in the prompt, if any.
 
     Without it, a response that was cut while the model still thought looks like an answer.
 
@@ -65,32 +76,29 @@ def with_opened_thought(prompt: str, response: str) -> str:
 
 
 def final_answer(text: str | float) -> str:
-    """Returns the part of a text that states its answer, without any thinking.
+    r"""Returns the part of a text that states its answer, without any thinking.
 
-    The first of these that there is:
+    That is the last of these in the text:
 
-        what the last `<answer>` and `</answer>` enclose, read by these rules again, unless one of
-            the marks of the next line follows
-        what the last mark states: `\\boxed{...}`, or `####` (GSM8K) with the rest of its line
-        what follows the last "the answer is" or "answer:"
-        the whole text
+        \boxed{...}             what is in the braces
+        ####                    the rest of the line, or the next line if that is empty
+        <answer>...</answer>    the final answer of what is between them
 
-    What counts as thinking is between `thoughts.MARKERS`, such as `<think>` and `</think>`.
+    If there is none, it is what follows the last "the answer is" or "answer:", or else the whole
+    text. Thinking is what is between `thoughts.MARKERS`, such as `<think>` and `</think>`.
     """
     answer = thoughts.without_thought(str(text))
     for opener, _ in thoughts.MARKERS:
-        answer = answer.split(opener)[0]  # thoughts that did not end
+        answer = answer.split(opener)[0]  # a thought that did not end
+    box_at, boxed = last_box(answer)
+    hashes_at = answer.rfind(HASHES)
     enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]
-    if enclosed:
-        rest = answer[enclosed[-1].end() :]
-        if "####" not in rest and BOX not in rest:
-            return final_answer(enclosed[-1][1])
-    place_of_box, boxed = last_box(answer)
-    place_of_mark = answer.rfind("####")
-    if place_of_mark > place_of_box:
-        lines = answer[place_of_mark:].lstrip("#").strip().splitlines()
+    if enclosed and enclosed[-1].end() > max(box_at, hashes_at):
+        return final_answer(enclosed[-1][1])
+    if hashes_at > box_at:
+        lines = answer[hashes_at:].lstrip("#").strip().splitlines()
         return lines[0] if lines else ""
-    if place_of_box >= 0:
+    if box_at >= 0:
         return boxed
     statements = STATEMENT.findall(answer)
     return statements[-1] if statements else answer
@@ -142,8 +150,8 @@ def to_decimal(number: str) -> Decimal:
 
 def as_text(text: str) -> str:
     """Returns a text in the form in which it is compared: (B) becomes b, the letter alone."""
-    # Only the spaces between two words count: (3, 4) is (3,4), and 1 1/2 is not 11/2.
-    text = re.sub(r"(?<!\w) | (?!\w)", "", " ".join(text.split()))
+    text = " ".join(text.split())
+    text = LONE_SPACE.sub("", text)  # (3, 4) is (3,4), and 1 1/2 is not 11/2
     text = text.rstrip(".").casefold()
     return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
 
@@ -224,7 +232,7 @@ def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list
     )
     tokenizer = run.tokenizer
     response_ids = [response.ids for response in responses]
-    texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    texts = decode_answers(tokenizer, response_ids)
     prompt_texts = tokenizer.batch_decode(prompts)
     right = [
         is_right(with_opened_thought(prompt, text), answer)

@@ -40,23 +40,23 @@ def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) ->
         prompts: columns of the data: `prompt_ids`, `columns` (the row as a JSON text) and `row`
             (its number), each prompt once.
         uniforms: `[prompts, responses to each, max_new_tokens]` in [0, 1), see `SampleByUniform`;
-            what a server draws depends on them as well.
+            a server draws with seeds that are made from them.
         temperature: 0 is greedy; above it, tokens are drawn from the whole vocabulary.
     """
-    if run.stage is not None:
+    if run.stage is not None:  # with --environment
         return run.stage.play(run, prompts, uniforms, temperature)
     _, per_prompt, max_new_tokens = uniforms.shape  # a number for each token of each response
-    prompt_ids = repeat_each(prompts["prompt_ids"], per_prompt)
+    prompt_of_each = repeat_each(prompts["prompt_ids"], per_prompt)
     if run.servers is not None:
         responses = run.servers.generate(run, prompts["prompt_ids"], uniforms, temperature)
     else:
         draws = uniforms.reshape(-1, max_new_tokens)  # a row for each response
         responses = generate(
-            run, prompt_ids, max_new_tokens, temperature=temperature, uniforms=draws
+            run, prompt_of_each, max_new_tokens, temperature=temperature, uniforms=draws
         )
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     return Samples(
-        prompts=prompt_ids,
+        prompts=prompt_of_each,
         responses=[response.ids for response in responses],
         row_texts=repeat_each(prompts["columns"], per_prompt),
         data_rows=repeat_each(prompts["row"], per_prompt),
@@ -66,9 +66,9 @@ def sample(run: Run, prompts: dict, uniforms: np.ndarray, temperature: float) ->
     )
 
 
-# Generates a response to each prompt, for this process alone: called with the prompts, `uniforms`
+# Generates a response to each prompt, for this process alone. Called with the prompts, `uniforms`
 # `[prompts, max_new_tokens]` and the temperature, see `sample`. It yields the number of a prompt
-# and its response as soon as that has ended, in any order.
+# with its response, each as soon as the response has ended, in any order.
 LocalGenerator = Callable[[list[list[int]], np.ndarray, float], Iterator[tuple[int, Response]]]
 
 
@@ -82,7 +82,7 @@ def local_generator(run: Run) -> Iterator[LocalGenerator]:
         run.servers.synchronise(run)  # they get the current weights
         yield partial(run.servers.generate_locally, run)
         return
-    # `ready_to_generate` sets aside the model's generation config, which names stop tokens, too.
+    # Found before `ready_to_generate`, which sets aside the generation config that names some.
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     with torch.no_grad(), ready_to_generate(run), run.accelerator.autocast():
         yield partial(generate_locally, run, stops)
@@ -247,6 +247,8 @@ def generate_batch(rows: "Rows") -> Iterator[tuple[int, Response]]:
 class Rows:
     """Rows of a batch that are generated together: a prompt each, and its response so far.
 
+    `extend` adds new tokens to all rows, `keep` leaves out those that are finished.
+
     Attributes:
         model, pad_token_id: of the run.
         stops: tokens that end a response.
@@ -256,8 +258,8 @@ class Rows:
         prompt_length: of `ids`, padding included: the new tokens begin there.
         max_new_tokens: the most new tokens that a row may have.
         padding: `[rows]`, how many places of a row are padding.
-        cache: keys and values of all tokens but each row's last; at first it is empty. Where rows
-            of the model's cache cannot be picked it is None at first: the model makes its own.
+        cache: keys and values of all tokens but each row's last. It is empty at first, or None if
+            the model makes a cache of its own, whose rows cannot be picked.
         sampler: draws the new tokens; None: they are chosen greedily.
         without_probability: tokens that are never chosen, see `LogProbModel.vocabulary`.
     """
@@ -285,8 +287,8 @@ class Rows:
             places = self.prompt_length + max_new_tokens
             self.cache = with_room(DynamicCache(config=self.model.config), places)
         self.sampler = sampler
-        head_size = self.model.get_output_embeddings().out_features
-        self.without_probability = list(range(run.unwrapped.vocabulary, head_size))
+        n_logits = self.model.get_output_embeddings().out_features
+        self.without_probability = list(range(run.unwrapped.vocabulary, n_logits))
 
     @property
     def new_ids(self) -> torch.Tensor:
@@ -371,7 +373,7 @@ class RoomyLayer(DynamicLayer):
     tensors, so that only those of the new token are written. The numbers are the same.
 
     Attributes:
-        places: tokens that there is room for.
+        places: tokens that there is room for; `with_room` sets it.
         room: keys and values `[rows, heads, places, head size]`; None before the first token, and
             in a layer that reads the keys of another one.
     """
@@ -419,7 +421,8 @@ def with_room(cache: DynamicCache, places: int) -> DynamicCache:
     """
     for layer in cache.layers:
         if type(layer) is DynamicLayer:  # and no subclass of it
-            layer.__class__ = RoomyLayer  # it holds nothing yet, so only its methods change
+            # In place, so that it keeps what its constructor has set. It holds no keys yet.
+            layer.__class__ = RoomyLayer
             layer.places = places
     return cache
 
@@ -537,13 +540,16 @@ def without_router_logits(model):
 def unsharded(prepared, model):
     """Unshards the weights of `model`, and keeps a forward pass from sharding them again.
 
-    The layers of other models that `prepared` holds, such as PPO's critic, stay in shards.
+    Args:
+        prepared: what FSDP2 wrapped. Layers of other models in it, such as PPO's critic, stay in
+            shards.
+        model: the one that generates.
     """
     # `prepared` itself holds all weights outside the layers, such as those of the embeddings.
     modules_that_generate = {prepared, *model.modules()}
     fsdp_modules = [module for module in prepared.modules() if isinstance(module, FSDPModule)]
     reshards_in_training = {module: reshards_after_forward(module) for module in fsdp_modules}
-    prepared.set_reshard_after_forward(False)
+    prepared.set_reshard_after_forward(False)  # a forward pass leaves the weights whole
     try:
         for module in fsdp_modules:
             if module in modules_that_generate:

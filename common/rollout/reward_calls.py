@@ -51,7 +51,7 @@ class Given:
 
     Attributes:
         prompts: as the data has them, strings or lists of messages.
-        responses: texts, without special tokens; of an episode its last answer.
+        responses: texts, see `decode_answers`; of an episode its last answer.
         keywords: columns of the data, and our own keywords, see `OWN_KEYWORDS`.
         data_rows: the number of each prompt's row in the data, for messages.
         columns: those of the training data; in a mixture, these rows may lack some of them.

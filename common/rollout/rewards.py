@@ -13,6 +13,7 @@ from torch import nn
 
 from common import arguments, distributed
 from common.data.dataset import Data
+from common.data.ids import decode_answers
 from common.models import load, prepare
 from common.models.logprobs import ScoreModel
 from common.models.packing import Packer
@@ -300,7 +301,7 @@ def check_model_scores(tokenizer, samples: Samples, scores: list[float]) -> None
     if is_finite.all():
         return
     first = int(np.argmin(is_finite))
-    response = tokenizer.decode(samples.responses[first], skip_special_tokens=True)
+    (response,) = decode_answers(tokenizer, [samples.responses[first]])
     finite = np.array(scores)[is_finite]
     others = ""
     if len(finite):

@@ -10,6 +10,7 @@ import torch
 
 from common import batches, distributed, guards
 from common.checkpoint import carried
+from common.data.ids import decode_answers
 from common.models.packing import Packer
 from common.run import Run
 
@@ -231,7 +232,7 @@ class Samples:
                 last_answer(response, is_sampled)
                 for response, is_sampled in zip(self.responses, self.is_sampled)
             ]
-        return tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return decode_answers(tokenizer, answers)
 
     def prompt_texts(self, tokenizer, rows: Sequence[int]) -> list[str]:
         """Returns what the model read before some responses, special tokens included."""

@@ -269,6 +269,9 @@ TRANSCRIPTS = {
         ({"prompt": "Why?", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
         ({"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
         ({"prompt": [QUESTION], **PAIR_OF_LISTS}, False),
+        ({"prompt": QUESTION, **PAIR_OF_LISTS}, False),
+        ({"prompt": QUESTION, "chosen": YES, "rejected": NO}, True),
+        ({"prompt": "Why?", "chosen": YES, "rejected": NO}, False),
     ],
 )
 def test_a_column_system_begins_the_chat(row, as_messages):
@@ -278,8 +281,22 @@ def test_a_column_system_begins_the_chat(row, as_messages):
     if as_messages:
         prompt, *answers = formats.as_turns(prompt, *answers)
     assert (prompt, *answers) == ([SYSTEM, QUESTION], [YES], [NO])
-    empty = {**row, "system": ""}
-    assert other_formats.standard(empty, as_messages) == empty
+    plain = other_formats.standard(row, as_messages)
+    assert other_formats.standard({**row, "system": ""}, as_messages) == {**plain, "system": ""}
+
+
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_a_single_message_is_read_as_a_list_of_one(as_messages, tokenizer):
+    """With a column `system` it was lost, or the system message came after it; as turns it ended in a traceback."""
+    row = other_formats.standard({"prompt": QUESTION, "completion": YES}, as_messages)
+    assert row == {"prompt": [QUESTION], "completion": [YES]}
+    ids = [
+        prompt_row(given, tokenizer, 1000, 8, strings_as_messages=as_messages)["prompt_ids"]
+        for given in (row, {"prompt": [QUESTION]})
+    ]
+    assert ids[0] == ids[1]
+    alone = other_formats.standard({"prompt": QUESTION, "system": "Be brief."}, as_messages)
+    assert alone["prompt"] == [SYSTEM, QUESTION]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import collections
 import json
 import runpy
+import types
 
 import datasets
 import numpy as np
@@ -159,9 +160,14 @@ def test_a_reward_function_gets_the_columns_of_all_sets():
         return [0.0, 1.0]
 
     class Tokenizer:
+        added_tokens_decoder = types.MappingProxyType({})
+
+        def __len__(self):
+            return 3
+
         @staticmethod
         def batch_decode(ids, skip_special_tokens):
             return ["x"] * len(ids)
 
-    given = reward_calls.collect(Tokenizer, samples, [0, 1], step=0)
+    given = reward_calls.collect(Tokenizer(), samples, [0, 1], step=0)
     assert reward_calls.call("f", function, given, timeout=0) == [0.0, 1.0]

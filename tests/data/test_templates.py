@@ -871,3 +871,21 @@ def test_max_length_holds_for_each_sequence():
         assert row["n_targets"] == sum(row["targets"]) == sum(len(ids) for _, ids in learned(row))
     short = sft_row({"messages": chat}, tokenizer, 5, "assistant")
     assert short["reason"] == "nothing to learn within max_length" and short["length"] == 5
+
+
+@pytest.mark.parametrize("name", ["cohere2", "qwen3", "llama3"])
+def test_tokens_since_an_answer_leave_out_all_that_ends_it(name):
+    """Cohere's templates end an answer with two tokens: the second one was counted, and learned, as new."""
+    tokenizer = templates.tokenizer(name)
+    messages = [
+        {"role": "user", "content": "One"},
+        {"role": "assistant", "content": "Two words"},
+        {"role": "user", "content": "Three"},
+    ]
+    prompt = tokens.encode_prompt(tokenizer, messages)
+    answer = tokens.encode_answer(tokenizer, messages[:1], messages[1:2])
+    end = tokenizer.decode(answer.ids[-2:] if name == "cohere2" else answer.ids[-1:])
+    _, _, following = prompt.text.partition("Two words" + end)
+    assert following and tokens.tokens_since(tokenizer, messages, 1) == len(
+        tokenizer(following, add_special_tokens=False).input_ids
+    )

@@ -7,7 +7,9 @@ import datasets
 import pytest
 
 import architectures
+import templates
 from bare_runs import bare_run, data_of
+from common.data.ids import decode_answers
 from common.rollout import answers, generation, rewards
 from runs import launch, recipe, refuses, write_jsonl
 
@@ -142,6 +144,18 @@ def test_a_response_is_right(response, answer, right):
     assert answers.is_right(response, answer) == right
     found = rewards.answer_reward(["", ""], [response, str(answer)], [answer, answer])
     assert found == [float(right), 1.0]
+
+
+def test_markers_of_thoughts_that_are_special_tokens_stay_in_the_text():
+    """Without them the thought runs into the answer, or, if the prompt opened it, hides all of it."""
+    tokenizer = templates.tokenizer("qwen2_5")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    texts = ["[THINK]The answer is 5[/THINK]4<|im_end|>", "one<|im_end|>"]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    (thought, plain) = decode_answers(tokenizer, ids)
+    assert plain == tokenizer.decode(ids[1], skip_special_tokens=True) == "one"
+    assert "[THINK]" in thought and "[/THINK]" in thought and "<|im_end|>" not in thought
+    assert answers.is_right(thought, "4") and not answers.is_right(thought, "5")
 
 
 def test_a_thought_that_the_prompt_opened_and_nothing_closed_is_no_answer():
