@@ -84,8 +84,8 @@ def check_recipe(recipe_file: str) -> None:
 
     A copy of a recipe outside any clone is fine: it runs with the installed `common`.
 
-    Until the recipe calls `arguments.parse`, no garbage is collected. Modules are never freed, and
-    looking through them again and again takes a fifth of a recipe's start.
+    If the recipe is the program, no garbage is collected until it calls `arguments.parse`: modules
+    are never freed, and looking through them again and again takes a fifth of a recipe's start.
 
     Args:
         recipe_file: the recipe's `__file__`.
@@ -99,4 +99,5 @@ def check_recipe(recipe_file: str) -> None:
             f"{recipe_file} would run with 'common' of {REPOSITORY}. "
             f"Run `pip install -e {clone}` in this environment first, or set PYTHONPATH={clone}."
         )
-    gc.disable()
+    if getattr(sys.modules["__main__"], "__file__", None) == recipe_file:
+        gc.disable()

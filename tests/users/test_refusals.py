@@ -1,6 +1,7 @@
 """A user's mistakes, as the console shows them: one message, the last thing on the screen, and the exit status."""
 
 import errno
+import gc
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from common import errors
+from recipes import load as load_recipe
 from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe
 
 MODEL = ["--model_name_or_path", ASSETS / "model"]
@@ -171,6 +173,12 @@ def worker(tmp_path, monkeypatch):
 
 def divide():
     return 1 / 0
+
+
+def test_garbage_is_collected_where_a_recipe_is_imported():
+    """Whoever imports one takes its functions, and need not call its `main`."""
+    load_recipe("dpo")
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("call", ["main()", "errors.run(main)"])
