@@ -313,8 +313,8 @@ class Metrics:
     def add_flop(self) -> None:
         """Adds this process's operations to the open means; `training_line` takes them out again.
 
-        With a weight of 1 on every process their mean is one over processes, which MFU needs. It
-        is reduced together with all others, so it costs no collective of its own.
+        Each process adds one number of weight 1. So `reduce` returns the mean over processes, as
+        MFU needs it, without a collective of its own.
         """
         # Made on the device of another metric: a copy from the host would make a GPU wait.
         on_device = self.open.sums["loss"].numbers

@@ -418,12 +418,11 @@ def kl_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    The old policy sampled the tokens. The ratio makes a mean over them one over tokens of the
-    current policy. Then
+    The old policy sampled the tokens. Weighted by `ratios`, a mean over them is a mean under the
+    current policy:
 
-        k3    the mean of ratio * k3 is the KL. So its gradient is right if the ratio is
-              differentiated, too.
-        k2    the mean of ratio * grad k2 is the KL's gradient. So the ratio must be a constant.
+        k3    E_old[ratio * k3] = KL, so both factors are differentiated.
+        k2    E_old[ratio * grad k2] = grad KL, so the ratio is a constant.
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.
@@ -740,8 +739,8 @@ def spread_of_groups(scores: torch.Tensor) -> dict[str, torch.Tensor]:
     They are NaN where failures have left a group fewer than two scores.
 
     Args:
-        scores: `[groups, samples per prompt]`, with the penalty for length. So scores may differ in
-            a group that was dropped because they do not without it.
+        scores: `[groups, samples per prompt]`, with the penalty for length, so that those of a
+            dropped group may differ.
     """
     has_two = scores.isfinite().sum(1) > 1
     are_equal = (~scores_differ(scores)).double()
@@ -993,8 +992,8 @@ def update_data_position(run: Run) -> None:
 def skip_rollout(run: Run) -> None:
     """Skips a rollout that has nothing to train on, with a warning.
 
-    If the data end with this rollout, the run ends as usual, even if it has learned nothing.
-    Otherwise, after a whole epoch of prompts without an update, it ends early.
+    The run goes on, or ends as usual if this rollout is the last of the data. But once a whole
+    epoch of prompts has led to no update, it ends early.
 
     Raises:
         SystemExit: it would end early, and has learned nothing.
@@ -1006,20 +1005,19 @@ def skip_rollout(run: Run) -> None:
     update_data_position(run)
 
     reason = (
-        f"no update from rollout {position.rollouts_seen}: it has no response to train on "
-        "(the advantages of all groups are zero, or all responses are truncated or failed)"
+        f"no update: rollout {position.rollouts_seen} has no response to train on (the advantages "
+        "of all groups are zero, or all responses are truncated or failed)"
     )
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
-    is_whole_epoch = prompts_without_update >= run.data.mixture.samples
-    nor = f", nor from any of the last {prompts_without_update} prompts, a whole epoch"
-    if run.progress.finished or not is_whole_epoch:
+    if run.progress.finished or prompts_without_update < run.data.mixture.samples:
         run.metrics.warn(reason)
-    elif run.progress.global_step > 0:
-        run.metrics.warn(f"{reason}{nor}: the run ends here")
-        run.progress.stopped_early = True
-    else:
+        return
+    reason += f". The last {prompts_without_update} prompts, a whole epoch, led to no update"
+    if run.progress.global_step == 0:
         run.metrics.log()  # the rewards of rollouts without an update
-        sys.exit(reason + nor)
+        sys.exit(reason)
+    run.metrics.warn(f"{reason}, so the run ends here")
+    run.progress.stopped_early = True
 
 
 # ============================================================ evaluation

@@ -144,15 +144,17 @@ def conversation(row: dict) -> tuple[Text, Text]:
 
 
 def is_whole_text(row: dict) -> bool:
-    """Whether a row is to be learned as its column `text`.
+    """Whether a row is no more than its column `text`.
 
-    With `messages`, or a prompt and a completion, it is not. Then `text` is the same in another
-    form, as in Alpaca's original file.
+    Besides messages, a pair, or a prompt with a completion, `text` is the same in another form, as
+    in Alpaca's original file.
     """
-    if row.get("messages") is not None:
-        return False
-    has_completion = row.get("prompt") is not None and row.get("completion") is not None
-    return row.get("text") is not None and not has_completion
+
+    def has(*columns: str) -> bool:
+        return all(row.get(column) is not None for column in columns)
+
+    has_parts = has("messages") or has("prompt", "completion") or has("chosen", "rejected")
+    return has("text") and not has_parts
 
 
 def refuse_weights(messages: list[dict]) -> None:
@@ -201,7 +203,7 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
     needed = ["chosen", "rejected"]
     if prompt is not None:
         needed.append("prompt")
-    expected = "'chosen' and 'rejected', and 'prompt', unless both begin with it"
+    expected = "'chosen' and 'rejected', and 'prompt' unless both begin with it"
     require(row, *needed, expected=expected)
 
     chosen = row["chosen"]
@@ -217,13 +219,13 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
             return split_transcripts(chosen, rejected)
         return prompt, chosen, rejected
 
-    # Messages: the other lines.
+    # The other lines: at least one of the three is messages.
     chosen = as_messages(chosen, "assistant")
     rejected = as_messages(rejected, "assistant")
-    are_answers = all(
+    begin_with_answer = all(
         not messages or messages[0]["role"] == "assistant" for messages in (chosen, rejected)
     )
-    if prompt is not None and are_answers:
+    if prompt is not None and begin_with_answer:
         return as_messages(prompt, "user"), chosen, rejected
     return with_prompt_once(prompt, chosen, rejected)
 
@@ -378,7 +380,7 @@ def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     if turns is None:
         turns = [{"role": "user", "content": prompt}]
     else:  # the answers of hh-rlhf begin with a space
-        answers = tuple(map(str.strip, answers))  # type: ignore[arg-type]
+        answers = tuple(answer.strip() for answer in answers)  # type: ignore[union-attr]
     return turns, *([{"role": "assistant", "content": answer}] for answer in answers)
 
 

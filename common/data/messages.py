@@ -124,7 +124,7 @@ def from_parts(message: dict, number: int) -> dict:
     for part_number, part in enumerate(message["content"], 1):
         where = f"message {number}, part {part_number}"
         kind = part.get("type", "text")
-        # Mostly it has the name of its type: {"type": "thinking", "thinking": ...}.
+        # {"type": "thinking", "thinking": ...}; others have it under "value" or "text".
         value = part.get(kind, part.get("value", part.get("text")))
         if kind == "tool_call":
             calls += tool_calls(value, where)
@@ -171,8 +171,8 @@ def tool_calls(value, where: str) -> list[dict]:
 def without_nulls(value: Any) -> Any:
     """Returns a value as JSON would hold it, without the keys, at any depth, whose value is None.
 
-    Tuples become lists, and dates texts. A None in a list stays. In a parquet file every row has
-    the keys of all rows, and those that it lacks are null. Templates ask whether a key is there.
+    Parquet gives every row the keys of all rows, null where a row lacks them, and templates ask
+    whether a key is there.
     """
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}

@@ -6,15 +6,15 @@ from common.data import formats
 from common.data.formats import refuse_unless
 from common.data.messages import BadRow, as_messages, is_message, is_messages
 
-# Columns that may hold messages, or strings.
-PARTS = ("prompt", "completion", "chosen", "rejected")
+# Columns that hold an answer: a string, or messages.
+ANSWERS = ("completion", "chosen", "rejected")
 
 
 def standard(row: dict, strings_as_messages: bool = False) -> dict:
     """Returns a row with the columns of `formats.py`, whichever format it has.
 
     Its own columns stay: a reward function may ask for them. In all rows a single message becomes a
-    list of one, a column `system` the first message, and `tools` that hold none become None.
+    list of one, a column `system` the first message, and empty `tools` None.
 
     Args:
         strings_as_messages: strings will be made turns, so a system message may come before them.
@@ -24,7 +24,8 @@ def standard(row: dict, strings_as_messages: bool = False) -> dict:
     """
     if row.get("messages") is None and row.get("prompt") is None:
         row = from_other_format(row)
-    row = row | {name: [row[name]] for name in PARTS if is_message(row.get(name))}
+    singles = [name for name in ("prompt", *ANSWERS) if is_message(row.get(name))]
+    row = row | {name: [row[name]] for name in singles}
     if row.get("tools") in ([], "[]"):
         row = {**row, "tools": None}
     if row.get("system"):
@@ -34,7 +35,7 @@ def standard(row: dict, strings_as_messages: bool = False) -> dict:
 
 def from_other_format(row: dict) -> dict:
     """Returns a row of ShareGPT or Alpaca with the columns of `formats.py`, others as they are."""
-    # A row with a text may use these columns for something else, so their values must fit, too.
+    # Beside a text these columns may be something else, so their values must fit, too.
     strict = row.get("text") is not None
     if is_sharegpt(row, strict):
         return from_sharegpt(row)
@@ -86,7 +87,7 @@ def is_alpaca(row: dict, strict: bool) -> bool:
 def from_alpaca(row: dict) -> dict:
     """Returns a row of `instruction`, `input` and `output` as one of `prompt` and `completion`.
 
-    Instruction and input, with a line feed between them, are the user's message. `history` has
+    Instruction and input, joined by a newline, are the user's message. `history` has
     pairs of earlier questions and answers.
     """
     for column in ("instruction", "input", "output"):
@@ -119,53 +120,51 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
 
     Examples, with `S`, `U` and `A` for messages of system, user and assistant:
 
-        messages [U A]                      ->  messages [S U A]
-        prompt "Why?", chosen [A]           ->  prompt [S U], chosen [A]
-        chosen [U A], rejected [U A]        ->  chosen [S U A], rejected [S U A]
-        prompt "Why?", completion "So."     ->  prompt [S U], completion [A]
-        text "Why? So."                     ->  as it is: a text is a whole
+        1. messages [U A]                      ->  messages [S U A]
+        2. chosen [U A], rejected [U A]        ->  chosen [S U A], rejected [S U A]
+        3. prompt "Why?" or [U], chosen [A]    ->  prompt [S U], chosen [A]
+        4. prompt "Why?", completion "So."     ->  prompt [S U], completion [A]
+        5. text "Why? So."                     ->  as it is: a text is a whole
 
     Raises:
         BadRow: its strings are read as plain text, which has no system message.
     """
-    for column in ("messages", "prompt"):
-        if is_messages(row.get(column)):
-            return {**row, column: with_system(row, row[column])}
+    if is_messages(row.get("messages")):
+        return {**row, "messages": with_system(row, row["messages"])}
     prompt = row.get("prompt")
-    answers = {name: row[name] for name in PARTS[1:] if row.get(name) is not None}
-    lists = {name: answer for name, answer in answers.items() if is_messages(answer)}
-    if lists and isinstance(prompt, str):
-        return {**row, "prompt": with_system(row, as_messages(prompt, "user"))}
-    if lists:  # they begin with the prompt
+    lists = {name: row[name] for name in ANSWERS if is_messages(row.get(name))}
+    if lists and not prompt:  # 2. They begin with the prompt.
         return row | {name: with_system(row, messages) for name, messages in lists.items()}
-    is_pair_of_transcripts = prompt is None and answers.keys() == {"chosen", "rejected"}
-    if isinstance(prompt, str) or is_pair_of_transcripts:
-        return begin_strings_with_system(row, answers, strings_as_messages)
-    return row  # a text, or what fits no format, which is refused where it is read
+    if lists and isinstance(prompt, str):
+        prompt = as_messages(prompt, "user")
+    if is_messages(prompt):
+        return {**row, "prompt": with_system(row, prompt)}
+    is_pair = row.get("chosen") is not None and row.get("rejected") is not None
+    if isinstance(prompt, str) or is_pair:
+        return begin_strings_with_system(row, strings_as_messages)
+    return row  # 5. Or it fits no format, and is refused where it is read.
 
 
-def begin_strings_with_system(
-    row: dict, answers: dict[str, str], strings_as_messages: bool
-) -> dict:
-    """Returns a row of strings as one of messages that begin with its column `system`.
-
-    Args:
-        answers: the columns of the row that hold answers.
-    """
+def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:
+    """Returns a row of strings as one of messages that begin with its column `system`."""
     if not strings_as_messages:
         raise BadRow(
             "column 'system' is next to strings, and plain text has no system message: "
             "--strings_as_messages makes them turns of a chat that begins with it"
         )
-    prompt = row.get("prompt")
-    texts = list(answers.values())
-    if prompt is None:  # a pair of transcripts
-        prompt, *texts = formats.split_transcripts(*texts)
-    if texts and not prompt:  # the answers follow the system message
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        names = ["chosen", "rejected"]
+        prompt, *answers = formats.preference(row)
+    else:
+        names = [name for name in ANSWERS if row.get(name) is not None]
+        formats.require(row, "prompt", *names, expected="of strings")
+        prompt = row["prompt"]
+        answers = [row[name] for name in names]
+    if answers and not prompt:  # the system message is the whole prompt
         return {**row, "prompt": with_system(row, [])}
-    turns, *answer_turns = formats.as_turns(prompt, *texts)
+    turns, *answer_turns = formats.as_turns(prompt, *answers)
     begun = with_system(row, turns)  # type: ignore[arg-type]
-    return {**row, **dict(zip(answers, answer_turns)), "prompt": begun}
+    return {**row, **dict(zip(names, answer_turns)), "prompt": begun}
 
 
 def with_system(row: dict, messages: list[dict]) -> list[dict]:

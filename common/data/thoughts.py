@@ -81,7 +81,7 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
             opener = known_opener
             closer = known_closer
             break
-    # Gemma writes the content right after the marker.
+    # Gemma's template writes nothing between the marker and the content.
     gap = "" if closer == "<channel|>" else "\n\n"
     return f"{opener}\n{of_field(message)}\n{closer}{gap}", answer
 

@@ -341,15 +341,15 @@ def turn_with_mark(
 ) -> Turn:
     """Returns the turn of a last message without thinking, with `MARK` in front of its content.
 
-    It shows where the template writes the content. What it puts in front of that differs: nothing,
-    a space, or an empty thought.
+    So `split_at_content` finds the content, after whatever the template writes in front of it: a
+    space, an empty thought, or nothing.
 
     Args:
         prompt, conversation: see `encode_with_thinking`.
         content: that of the last message, without its thinking; if it is empty there is no mark.
     """
     *others, message = conversation.messages
-    marked = {**thoughts.removed(message), "content": content and MARK + content}
+    marked = {**thoughts.removed(message), "content": MARK + content if content else ""}
     text = templates.render(tokenizer, [*others, marked], conversation.tools)
     return compare_with_prompt(tokenizer, prompt, text)
 
@@ -416,21 +416,16 @@ def ends_with(ids: list[int], ending: list[int]) -> bool:
 def without_trailing_space(tokenizer, ids: list[int]) -> list[int]:
     r"""Returns an answer without the whitespace that the template writes after every answer.
 
-    Two cases, with a space between tokens, where the template writes `\n\n`:
+    Examples where that is `\n\n`, with a space between tokens:
 
-        Yes \n\n     tokens of its own, which are dropped
-        Yes .\n\n    the end of a token, whose rest is tokenised again
+        Yes \n \n     ->  Yes
+        Yes .\n\n     ->  Yes .    a token ends with it, so the rest is tokenised again
     """
-    conventions = templates.conventions(tokenizer)
-    ending = list(conventions.ending)
-    # Otherwise it has text, such as "###": then only the whitespace after that is dropped, below.
-    is_white = decode(tokenizer, ending).strip() == ""
-    if is_white and ends_with(ids, ending):
-        return ids[: -len(ending)]
-    white = conventions.white_ending
-    last_token = decode(tokenizer, ids[-1:])
-    if white and last_token.endswith(white):
-        return ids[:-1] + encode_text(tokenizer, last_token.removesuffix(white))
+    white = templates.conventions(tokenizer).white_ending
+    for n_tokens in range(1, len(white) + 1):  # each has a character at least
+        end = decode(tokenizer, ids[-n_tokens:])
+        if end.endswith(white):
+            return ids[:-n_tokens] + encode_text(tokenizer, end.removesuffix(white))
     return ids
 
 
@@ -472,11 +467,11 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 
 
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
-    """Counts the tokens of a prompt that follow an earlier answer and the token that ended it.
+    """Returns how many tokens of a prompt come after an earlier answer and the end of that.
 
-    It is for conversations whose template rewrites earlier turns, so that the ids of two prompts
-    cannot be compared. The template is rendered with two different answers at that place: what both
-    prompts end with is what follows the answer. Example: of
+    It is for templates that rewrite earlier turns: there the ids of two prompts cannot be compared.
+    The template is rendered with two different answers at that place: what both prompts end with is
+    what follows the answer. Example: of
 
         <user> One <bot> a <end> <user> Two <bot>
         <user> One <bot> b <end> <user> Two <bot>

@@ -18,6 +18,7 @@ def resumed(bench: Bench, what: str, launcher: str, expected: Finished) -> Itera
     """Kills a run twice, resumes it, and compares its end with that of a run not killed.
 
     Args:
+        what, launcher: the processes, in words and for `Bench.launch`.
         expected: the run that was not killed.
     """
     if expected.last_step < 2 * INTERRUPTED["save_steps"]:
@@ -68,7 +69,7 @@ class Watch:
             return
         self.has_seen = True
         is_whole = (newest / "manifest.json").exists()
-        # It may be an old one that is being deleted. Then there is a newer one by now.
+        # An old one may be half deleted. Then a newer one exists by now.
         if not is_whole and self.newest() == newest:
             self.add(f"{newest.name} had its name before it was whole")
 
@@ -139,7 +140,7 @@ def steps_named_in(checkpoints: Path) -> set[str]:
 
 
 def samples(expected: Finished, found: Finished) -> Difference:
-    """Counts the lines of `samples.jsonl` that differ; a recipe that asks nothing has none."""
+    """Counts the lines of `samples.jsonl` that differ; a recipe that samples nothing has none."""
     expected_lines = sample_lines(expected)
     found_lines = sample_lines(found)
     unlike = sum(line != other for line, other in zip(expected_lines, found_lines))

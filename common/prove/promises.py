@@ -154,7 +154,7 @@ def check_means(bench: Bench) -> Iterator[Check]:
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
     unchecked = []
-    # Update 1 has its own line. So only the second pass is sure to have one line over all of it.
+    # Update 1 has a line of its own. So of the passes only the second has one line over all of it.
     has_second_pass = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     if has_second_pass:
         yield from means_of_a_pass(at_once, in_parts)
@@ -195,9 +195,9 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
 
 
 def means_of_last_line(run: Finished) -> dict:
-    """Returns the means of a run's last pass over the data, or over its one rollout.
+    """Returns the metrics over a run's last pass, without those of its last update alone.
 
-    They are in its last line. Only those of the rollout itself are in the first line alone.
+    They are in its last line. Only those of a rollout, of which the run has one, are in its first.
     """
     line = {**run.training[0], **run.training[-1]}
     return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}

@@ -24,8 +24,7 @@ STATEMENT = re.compile(
 BOX = "\\boxed{"
 HASHES = "####"  # of GSM8K
 ENCLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-# A number as people write one. Digits that begin with a zero, such as 007, are a text, which equals
-# only itself.
+# A number as people write one. 007 is none, so it is compared as text.
 NUMBER = re.compile(
     r"""[-+]? (?=\.?\d)
         (?: [1-9]\d{0,2}(?:,\d{3})+ | [1-9]\d* | 0 )?    # 1,200 or 1200; nothing in .5
@@ -46,7 +45,7 @@ PLAIN_FORMS = [
     (re.compile(r"[-\u2212\u2013] *(?=[\d.])"), "-"),  # all minus signs
 ]
 # A space that is not between two words.
-LONE_SPACE = re.compile(r"(?<!\w) | (?!\w)")
+LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
 
 
 def is_right(response: str, answer: str | float) -> bool:
@@ -89,7 +88,7 @@ def final_answer(text: str | float) -> str:
     """
     answer = thoughts.without_thought(str(text))
     for opener, _ in thoughts.MARKERS:
-        answer = answer.split(opener)[0]  # a thought that did not end
+        answer = answer.split(opener)[0]  # the response was cut while the model thought
     box_at, boxed = last_box(answer)
     hashes_at = answer.rfind(HASHES)
     enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]

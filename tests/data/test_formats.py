@@ -272,6 +272,9 @@ TRANSCRIPTS = {
         ({"prompt": QUESTION, **PAIR_OF_LISTS}, False),
         ({"prompt": QUESTION, "chosen": YES, "rejected": NO}, True),
         ({"prompt": "Why?", "chosen": YES, "rejected": NO}, False),
+        ({"prompt": "\n\nHuman: Why?\n\nAssistant:", **TRANSCRIPTS}, True),
+        ({"prompt": "", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
+        ({"prompt": [], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
     ],
 )
 def test_a_column_system_begins_the_chat(row, as_messages):
@@ -283,6 +286,14 @@ def test_a_column_system_begins_the_chat(row, as_messages):
     assert (prompt, *answers) == ([SYSTEM, QUESTION], [YES], [NO])
     plain = other_formats.standard(row, as_messages)
     assert other_formats.standard({**row, "system": ""}, as_messages) == {**plain, "system": ""}
+
+
+@pytest.mark.parametrize("row", [
+    {"chosen": 1, "rejected": 2}, {"prompt": "Why?", "chosen": 1, "rejected": "No."}, {"prompt": "Why?", "completion": 1},
+])  # fmt: skip
+def test_numbers_beside_a_system_message_are_refused(row):
+    with pytest.raises(BadRow, match="expected a string or a list of messages"):
+        other_formats.standard({**row, "system": "Be brief."}, True)
 
 
 @pytest.mark.parametrize("as_messages", [False, True])
