@@ -84,7 +84,7 @@ def check_recipe(recipe_file: str) -> None:
 
     A copy of a recipe outside any clone is fine: it runs with the installed `common`.
 
-    If the recipe is the program, no garbage is collected until it calls `arguments.parse`: modules
+    Where it is the program's first line, no garbage is collected until `arguments.parse`: modules
     are never freed, and looking through them again and again takes a fifth of a recipe's start.
 
     Args:
@@ -99,5 +99,6 @@ def check_recipe(recipe_file: str) -> None:
             f"{recipe_file} would run with 'common' of {REPOSITORY}. "
             f"Run `pip install -e {clone}` in this environment first, or set PYTHONPATH={clone}."
         )
-    if getattr(sys.modules["__main__"], "__file__", None) == recipe_file:
+    is_program = getattr(sys.modules["__main__"], "__file__", None) == recipe_file
+    if is_program and "torch" not in sys.modules:
         gc.disable()

@@ -28,7 +28,7 @@ if getattr(common, "PROJECT", None) != "preference-recipes":
         f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
         "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
     )
-common.check_recipe(__file__)  # also answers --help, before torch is imported
+common.check_recipe(__file__)
 
 import math
 from dataclasses import dataclass

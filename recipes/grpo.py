@@ -30,7 +30,7 @@ if getattr(common, "PROJECT", None) != "preference-recipes":
         f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
         "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
     )
-common.check_recipe(__file__)  # also answers --help, before torch is imported
+common.check_recipe(__file__)
 
 import math
 import sys
@@ -418,8 +418,8 @@ def kl_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
-    The old policy sampled the tokens. Weighted by `ratios`, a mean over them is a mean under the
-    current policy:
+    With d = logps - ref_logps, k3 = exp(-d) - 1 + d and k2 = d^2 / 2. The old policy sampled the
+    tokens. Weighted by `ratios`, a mean over them is a mean under the current policy:
 
         k3    E_old[ratio * k3] = KL, so both factors are differentiated.
         k2    E_old[ratio * grad k2] = grad KL, so the ratio is a constant.
@@ -908,7 +908,7 @@ def main():
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         # What the loss is divided by: tokens or responses of this update, by --average.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
-        # Sorted by these lengths, responses that share a prompt stay together.
+        # Where prompts are shared, the longest length of each group, so that it stays together.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
@@ -927,8 +927,8 @@ def main():
                 if is_old_policy:
                     token_weights = old["mask"] * weights[:, None]
                     metrics.pending.add(correction.sampler_differences(output, old, token_weights))
-                    # So this pass computes the old log-probs again. With these in place of the
-                    # stored ones, which were computed in other batches, all ratios are exactly 1.
+                    # This very pass computes the old log-probs, so all ratios are exactly 1. Stored
+                    # ones, where there are any, were computed in other batches.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
@@ -992,8 +992,8 @@ def update_data_position(run: Run) -> None:
 def skip_rollout(run: Run) -> None:
     """Skips a rollout that has nothing to train on, with a warning.
 
-    The run goes on, or ends as usual if this rollout is the last of the data. But once a whole
-    epoch of prompts has led to no update, it ends early.
+    The run goes on, or ends as usual if this rollout is the last of the data, even if nothing was
+    learned. But once a whole epoch of prompts has led to no update, it ends early.
 
     Raises:
         SystemExit: it would end early, and has learned nothing.

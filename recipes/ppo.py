@@ -33,7 +33,7 @@ if getattr(common, "PROJECT", None) != "preference-recipes":
         f"'common' is {common.__file__ or common.__path__[0]}, not this recipe's package: move or "
         "rename it, or keep the recipe in another folder, and `pip install -e` its repository"
     )
-common.check_recipe(__file__)  # also answers --help, before torch is imported
+common.check_recipe(__file__)
 
 import math
 import sys
@@ -730,8 +730,8 @@ def main():
                     token_weights = old["mask"] * weights[:, None]
                     metrics.pending.add(correction.sampler_differences(output, old, token_weights))
                     metrics.pending.add(ratio_rounding(output, old, token_weights))
-                    # So this pass computes the old log-probs again. With these in place of the
-                    # stored ones, which were computed in other batches, all ratios are exactly 1.
+                    # This very pass computes the old log-probs, so all ratios are exactly 1. Stored
+                    # ones, where there are any, were computed in other batches.
                     old = {**old, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(
                     output,

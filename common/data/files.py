@@ -1,9 +1,11 @@
 """Reads the rows of a data set from the hub, a local file or a folder of files."""
 
+import functools
 import glob
 import gzip
 import io
 import json
+import os
 import re
 import sys
 import zlib
@@ -93,7 +95,7 @@ def load(name: str, split: str) -> Rows:
     try:
         if files or Path(name).is_dir():
             splits = split_files(Path(name))
-            note_unread(name, files, splits)
+            note_unread(Path(name), files, splits)
             table = read_files(split, kinds, splits)
         else:
             hub_name, _, config = name.partition(":")
@@ -183,17 +185,27 @@ def split_files(path: Path) -> DataFilesDict:
     return DataFilesDict.from_patterns(get_data_patterns(escaped), base_path=escaped)
 
 
-def note_unread(name: str, files: list[Path], splits: DataFilesDict) -> None:
+def note_unread(folder: Path, files: list[Path], splits: DataFilesDict) -> None:
     """Prints which files of a folder are in no split: `more.jsonl` next to `train.jsonl`."""
-    read = {Path(file).resolve() for paths in splits.values() for file in paths}
-    unread = [file.name for file in files if file.resolve() not in read]
+    read = {os.path.realpath(file) for paths in splits.values() for file in paths}
+    unread = []
+    for file in files:
+        path = file.relative_to(folder)
+        is_hidden = any(part.startswith((".", "__")) for part in path.parts)  # to `datasets`
+        if file.is_file() and not is_hidden and os.path.realpath(file) not in read:
+            unread.append(str(path))
     if unread:
         listed = ", ".join(sorted(unread)[:5]) + (", ..." if len(unread) > 5 else "")
-        print(
-            f"NOTE: folder {name!r}: {counted(len(unread), 'file')} in no split, not read: "
-            f"{listed}. The splits are {sorted(map(str, splits))}",
-            flush=True,
+        print_once(
+            f"NOTE: folder {str(folder)!r}: {counted(len(unread), 'file')} in none of the splits "
+            f"{sorted(map(str, splits))}, so not read: {listed}"
         )
+
+
+@functools.cache
+def print_once(note: str) -> None:
+    """Prints a note, unless this process has done so already."""
+    print(note, flush=True)
 
 
 def read_files(split: str, kinds: set[str], files: DataFilesDict) -> datasets.Dataset:

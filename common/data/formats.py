@@ -144,9 +144,9 @@ def conversation(row: dict) -> tuple[Text, Text]:
 
 
 def is_whole_text(row: dict) -> bool:
-    """Whether a row is no more than its column `text`.
+    """Whether a row is read as its column `text` alone.
 
-    Besides messages, a pair, or a prompt with a completion, `text` is the same in another form, as
+    Next to messages, a pair, or a prompt with a completion, `text` is the same in another form, as
     in Alpaca's original file.
     """
 
@@ -363,18 +363,20 @@ def is_plain_text(row: dict) -> bool:
 def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     r"""Returns a prompt and its answers as message lists: strings become turns.
 
-    An answer without a prompt stays as it is, because nothing says whose turn it would be. A prompt
-    alone, as PPO has it, becomes a turn even if it is empty. Examples, with `U` and `A` for
-    messages of user and assistant:
+    Either all are strings, or all are message lists. An answer without a prompt stays as it is,
+    because nothing says whose turn it would be. Examples, with `U` and `A` for messages of user and
+    assistant:
 
         prompt                                 answer        returned
         "Why?"                                 "So."         [U]    [A]
         "\n\nHuman: Why?\n\nAssistant:"        " So."        [U]    [A]
         ""                                     "So."         ""     "So."
+        ""                                     none, PPO     [U]
         [U]                                    [A]           [U]    [A]
     """
-    is_answer_alone = bool(answers) and not prompt
-    if isinstance(prompt, list) or is_answer_alone:
+    if not isinstance(prompt, str):
+        return prompt, *answers
+    if answers and not prompt:
         return prompt, *answers
     turns = transcript_turns(prompt)
     if turns is None:

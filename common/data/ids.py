@@ -51,11 +51,11 @@ def decode_answers(tokenizer, answers: Sequence[list[int]]) -> list[str]:
     Some tokenizers have markers that are special tokens. Without these, a thought would run into
     what follows it.
     """
-    markers = {marker for pair in thoughts.MARKERS for marker in pair}
+    markers = [marker for pair in thoughts.MARKERS for marker in pair]
     left_out = {
         number
         for number, token in added_tokens(tokenizer).items()
-        if token.special and token.content not in markers
+        if token.special and not any(marker.startswith(token.content) for marker in markers)
     }
     kept = [[token for token in ids if token not in left_out] for ids in answers]
     return tokenizer.batch_decode(kept, skip_special_tokens=False)

@@ -120,10 +120,12 @@ def from_parts(message: dict, number: int) -> dict:
     """
     texts = []
     thoughts = []
-    calls = list(message.get("tool_calls", []))
+    calls = []
+    if message.get("tool_calls"):
+        calls += tool_calls(message["tool_calls"], f"message {number}")
     for part_number, part in enumerate(message["content"], 1):
         where = f"message {number}, part {part_number}"
-        kind = part.get("type", "text")
+        kind = str(part.get("type", "text"))
         # {"type": "thinking", "thinking": ...}; others have it under "value" or "text".
         value = part.get(kind, part.get("value", part.get("text")))
         if kind == "tool_call":
@@ -175,7 +177,7 @@ def without_nulls(value: Any) -> Any:
     whether a key is there.
     """
     if isinstance(value, dict):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+        return {str(key): without_nulls(part) for key, part in value.items() if part is not None}
     if isinstance(value, (list, tuple)):
         return [without_nulls(part) for part in value]
     is_json = value is None or isinstance(value, (str, int, float))

@@ -13,8 +13,8 @@ ANSWERS = ("completion", "chosen", "rejected")
 def standard(row: dict, strings_as_messages: bool = False) -> dict:
     """Returns a row with the columns of `formats.py`, whichever format it has.
 
-    Its own columns stay: a reward function may ask for them. In all rows a single message becomes a
-    list of one, a column `system` the first message, and empty `tools` None.
+    Its own columns stay: a reward function may ask for them. In all rows a column `system` becomes
+    the first message, and empty `tools` None.
 
     Args:
         strings_as_messages: strings will be made turns, so a system message may come before them.
@@ -24,8 +24,6 @@ def standard(row: dict, strings_as_messages: bool = False) -> dict:
     """
     if row.get("messages") is None and row.get("prompt") is None:
         row = from_other_format(row)
-    singles = [name for name in ("prompt", *ANSWERS) if is_message(row.get(name))]
-    row = row | {name: [row[name]] for name in singles}
     if row.get("tools") in ([], "[]"):
         row = {**row, "tools": None}
     if row.get("system"):
@@ -109,7 +107,7 @@ def from_alpaca(row: dict) -> dict:
 
 def are_pairs(history) -> bool:
     """Whether a value is a list of pairs of strings."""
-    return isinstance(history, list) and all(
+    return isinstance(history, (list, tuple)) and all(
         isinstance(turn, (list, tuple)) and list(map(type, turn)) == [str, str] for turn in history
     )
 
@@ -129,24 +127,34 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
     Raises:
         BadRow: its strings are read as plain text, which has no system message.
     """
-    if is_messages(row.get("messages")):
+    if is_messages(row.get("messages")):  # 1.
         return {**row, "messages": with_system(row, row["messages"])}
+    singles = [name for name in ("prompt", *ANSWERS) if is_message(row.get(name))]
+    row = row | {name: [row[name]] for name in singles}  # a single message is a list of one
     prompt = row.get("prompt")
     lists = {name: row[name] for name in ANSWERS if is_messages(row.get(name))}
     if lists and not prompt:  # 2. They begin with the prompt.
         return row | {name: with_system(row, messages) for name, messages in lists.items()}
     if lists and isinstance(prompt, str):
         prompt = as_messages(prompt, "user")
-    if is_messages(prompt):
+    if is_messages(prompt):  # 3.
         return {**row, "prompt": with_system(row, prompt)}
     is_pair = row.get("chosen") is not None and row.get("rejected") is not None
-    if isinstance(prompt, str) or is_pair:
+    if isinstance(prompt, str) or is_pair:  # 4. Or a pair of transcripts.
         return begin_strings_with_system(row, strings_as_messages)
     return row  # 5. Or it fits no format, and is refused where it is read.
 
 
 def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:
-    """Returns a row of strings as one of messages that begin with its column `system`."""
+    """Returns a row of strings as one of messages that begin with its column `system`.
+
+    Examples, with `S`, `U` and `A` for messages of system, user and assistant:
+
+        prompt "Why?", completion "So."         ->  prompt [S U], completion [A]
+        prompt "Why?" alone                     ->  prompt [S U]
+        prompt "", completion "So."             ->  prompt [S], completion "So."
+        chosen and rejected are transcripts     ->  prompt [S U], chosen [A], rejected [A]
+    """
     if not strings_as_messages:
         raise BadRow(
             "column 'system' is next to strings, and plain text has no system message: "
@@ -157,10 +165,10 @@ def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:
         prompt, *answers = formats.preference(row)
     else:
         names = [name for name in ANSWERS if row.get(name) is not None]
-        formats.require(row, "prompt", *names, expected="of strings")
+        formats.require(row, "prompt", *names, expected="'prompt' and answers, as strings")
         prompt = row["prompt"]
         answers = [row[name] for name in names]
-    if answers and not prompt:  # the system message is the whole prompt
+    if answers and not prompt:
         return {**row, "prompt": with_system(row, [])}
     turns, *answer_turns = formats.as_turns(prompt, *answers)
     begun = with_system(row, turns)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import pyarrow.compute
 
 
 class Sequences:
@@ -23,9 +24,9 @@ class Sequences:
             dataset: a `datasets.Dataset` with `input_ids targets sequence_lengths row`.
         """
         self.dataset = dataset
-        lengths_of_rows = dataset["sequence_lengths"][:]
-        self.lengths = np.concatenate(lengths_of_rows)
-        per_row = [len(lengths) for lengths in lengths_of_rows]
+        lists = dataset.with_format("arrow")["sequence_lengths"][:]  # lists of Python take long
+        self.lengths = pyarrow.compute.list_flatten(lists).to_numpy()
+        per_row = pyarrow.compute.list_value_length(lists).to_numpy()
         self._row_of = np.repeat(np.arange(len(dataset)), per_row)
         # The number of each row's first sequence, and at the end the number of all sequences.
         self._starts = np.searchsorted(self._row_of, np.arange(len(dataset) + 1))

@@ -52,6 +52,19 @@ def without_thought(content: str) -> str:
     return content
 
 
+def outside_of(text: str) -> str:
+    """Returns what a response says outside its thoughts.
+
+    One thought may have no opening marker, since the prompt has opened it, and the last one may
+    have no end, since the response was cut.
+    """
+    for opener, closer in MARKERS:
+        first, *others = text.split(opener)
+        text = first + "".join(other.partition(closer)[2] for other in others)
+        text = text.rpartition(closer)[2]
+    return text
+
+
 def removed(message: dict) -> dict:
     """Returns a message without its thinking."""
     others = {key: value for key, value in message.items() if key not in FIELDS}
@@ -108,6 +121,25 @@ def without_empty_thought(text: str) -> str:
         if found and inside.strip() in ("", opener):
             return rest.lstrip()
     return text
+
+
+def without_empty_end(prompt: str, end: str) -> str:
+    r"""Returns a prompt without the empty thought with which it ends, if it does.
+
+    Examples: `<bot><think>\n</think>` gives `<bot>`, and so does `<bot></think>`, as DeepSeek-V3.1
+    asks for an answer without thinking.
+
+    Args:
+        end: its end that may be such a thought, in whichever markers; or "".
+    """
+    if is_whole_thought(end):
+        return prompt.removesuffix(end)
+    for opener, closer in MARKERS:
+        if prompt.rstrip().endswith(closer):
+            before = prompt.rstrip().removesuffix(closer)
+            is_opened = before.rstrip().endswith(opener)
+            return before.rstrip().removesuffix(opener) if is_opened else before
+    return prompt
 
 
 def is_whole_thought(text: str) -> bool:

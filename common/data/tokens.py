@@ -133,7 +133,7 @@ def encode_answer(
         context    the same
         ids        Yes<|im_end|>
 
-    The cases are numbered below; 2 and 3 share the end.
+    The cases are numbered below. In 2 and 3 an end is added if there is none.
 
     Args:
         history, answer: messages.
@@ -284,10 +284,10 @@ def encode_with_thinking(
     The template renders the answer without thinking, with a mark where the content begins. The
     thinking goes there. Example:
 
-        prompt                 <user>Hi<bot><think></think>
-        rendered with MARK     <user>Hi<bot><think></think>MARKYes<end>
-        context                <user>Hi<bot>
-        answer                 <think>Why</think>Yes<end>
+        prompt             <user>Hi<bot><think></think>
+        rendered           <user>Hi<bot>MARKYes<end>
+        context            <user>Hi<bot>                   see `follow_prompt`
+        answer             <think>Why</think>Yes<end>
 
     Args:
         prompt: what `encode_prompt` returns for the messages before the last one.
@@ -310,30 +310,30 @@ def encode_with_thinking(
 def follow_prompt(prompt: str, *, end: str, before_content: str, answer: str) -> tuple[str, str]:
     r"""Returns the text that an answer with thinking follows, and what is left of the answer.
 
-    The end of the prompt decides. Examples with the answer `<think>Why</think>Yes`:
+    Examples with the answer `<think>Why</think>Yes`. What the template writes before an answer may
+    be less than the prompt: `end` is the rest of the prompt.
 
-        prompt                  end                context           what is left
-        <bot>                   nothing            <bot>             <think>Why</think>Yes
-        <bot><think></think>    <think></think>    <bot>             <think>Why</think>Yes
-        <bot><think>\n          <think>\n          <bot><think>\n    Why</think>Yes
-        <bot>Sure,              Sure,              <bot>Sure,        <think>Why</think>Yes
+        prompt                     end          context           what is left
+        1. <bot><think></think>    any          <bot>             <think>Why</think>Yes
+        2. <bot>                   nothing      <bot>             <think>Why</think>Yes
+        3. <bot><think>\n          <think>\n    <bot><think>\n    Why</think>Yes
+        4. <bot>Sure,              Sure,        <bot>Sure,        <think>Why</think>Yes
 
     Args:
-        end: the end of the prompt that the template does not write before an answer; "" if it
-            writes all of the prompt.
         before_content: what the template writes between the prompt and the content, such as a
             space.
         answer: the thinking, the content, and what the template writes after it.
     """
-    if end == "":  # the answer goes where the template has written it
+    without_thought = thoughts.without_empty_end(prompt, end)
+    if without_thought != prompt:  # 1. It says that nothing was thought, and something was.
+        return without_thought, answer
+    if end == "":  # 2.
         return prompt, before_content + answer
-    if thoughts.is_whole_thought(end):  # it says that nothing was thought, and something was
-        return prompt.removesuffix(end), answer
-    if end.strip() and answer.lstrip().startswith(end.strip()):  # the thought is opened already
+    if end.strip() and answer.lstrip().startswith(end.strip()):  # 3. It has opened the thought.
         answer = answer.lstrip()
         # The whitespace after the marker may differ, so only what both have is left out.
         return prompt, answer[n_shared(answer, end.lstrip()) :]
-    return prompt, answer  # the model reads the end of the prompt, whatever it is
+    return prompt, answer  # 4.
 
 
 def turn_with_mark(
@@ -467,11 +467,12 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 
 
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
-    """Returns how many tokens of a prompt come after an earlier answer and the end of that.
+    """Returns how many tokens of a prompt follow an earlier answer and its end token.
 
-    It is for templates that rewrite earlier turns: there the ids of two prompts cannot be compared.
-    The template is rendered with two different answers at that place: what both prompts end with is
-    what follows the answer. Example: of
+    With `--loss_on all` they have not been learned yet. Where the template rewrites earlier turns,
+    the prompt does not begin with what was learned, so lengths cannot be subtracted. Instead the
+    prompt is rendered with two different answers at that place. What both end with follows the
+    answer. Example: of
 
         <user> One <bot> a <end> <user> Two <bot>
         <user> One <bot> b <end> <user> Two <bot>
@@ -495,9 +496,9 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
     end_of_answer = templates.conventions(tokenizer).end_of_answer
     if following[: len(end_of_answer)] == end_of_answer:
         return n_alike - len(end_of_answer)
-    # An earlier answer may end with another token than the last one.
+    # The conventions know how a last answer ends. An earlier one may end with another marker.
     ends_answer = bool(following) and is_marker(tokenizer, following[0])
-    return n_alike - ends_answer
+    return n_alike - int(ends_answer)
 
 
 # ============================================================ preferences

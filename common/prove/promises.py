@@ -150,11 +150,15 @@ def check_last_update(bench: Bench) -> Iterator[Check]:
 
 # ============================================================ what is logged
 def check_means(bench: Bench) -> Iterator[Check]:
-    """A logged metric is the mean over all samples, however they are split."""
+    """A logged metric is the mean over all samples, however they are split.
+
+    And `grad_norm` is the norm before clipping.
+    """
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
     unchecked = []
-    # Update 1 has a line of its own. So of the passes only the second has one line over all of it.
+    # `in_parts` logs updates 1, n and 2 n, of n in a pass. So only the line of the second pass is
+    # over all of one.
     has_second_pass = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     if has_second_pass:
         yield from means_of_a_pass(at_once, in_parts)
@@ -195,9 +199,9 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
 
 
 def means_of_last_line(run: Finished) -> dict:
-    """Returns the metrics over a run's last pass, without those of its last update alone.
+    """Returns what a run's last line says about a whole pass, without metrics of one update alone.
 
-    They are in its last line. Only those of a rollout, of which the run has one, are in its first.
+    Metrics of a rollout, such as `reward`, are logged once, in the first line, and come from there.
     """
     line = {**run.training[0], **run.training[-1]}
     return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}

@@ -13,16 +13,16 @@ from common.run import Run
 
 # What states the answer in a sentence: "The answer is 18.", "**Answer**: 18".
 STATEMENT = re.compile(
-    r"""\banswer\b\**
-        (?: [^.\n:=]*? \bis\b | \s*[:=] )    # "answer to both is", "answer:"
+    r"""\banswer\b \*{0,2}
+        (?: [^.\n:=]{0,200}? \bis\b | \s*[:=] )    # "answer to both is", "answer:"
         \s*:?\s*
-        (.*?)                                # the answer itself
-        (?: \.(?=\s|$) | \n | $ )            # up to a full stop (not that in 1.5), or a line's end
+        (.*?)                                      # the answer itself, up to
+        (?: \.(?=\s|$) | \n | $ )                  # a full stop (not that in 1.5), or a line's end
     """,
     re.IGNORECASE | re.VERBOSE,
 )
 BOX = "\\boxed{"
-HASHES = "####"  # of GSM8K
+HASHES = "####"
 ENCLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 # A number as people write one. 007 is none, so it is compared as text.
 NUMBER = re.compile(
@@ -42,7 +42,8 @@ PLAIN_FORMS = [
     (re.compile(r"\{,\}"), ","),  # 1{,}000: 1,000
     # Spaces and sizes of LaTeX, Markdown, currencies and per cent: nothing.
     (re.compile(r"\\[!,;: ()\[\]]|\\(?:left|right)\b|\*\*|`|\\?[$%]|[€£¥]"), ""),
-    (re.compile(r"[-\u2212\u2013] *(?=[\d.])"), "-"),  # all minus signs
+    (re.compile("\u2212"), "-"),  # a minus sign
+    (re.compile(r"[-\u2013] *(?=[\d.])"), "-"),  # a dash before a number, and spaces after it
 ]
 # A space that is not between two words.
 LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
@@ -80,23 +81,20 @@ def final_answer(text: str | float) -> str:
     That is the last of these in the text:
 
         \boxed{...}             what is in the braces
-        ####                    the rest of the line, or the next line if that is empty
+        #### (GSM8K)            the rest of the line, or the next line if that is empty
         <answer>...</answer>    the final answer of what is between them
 
     If there is none, it is what follows the last "the answer is" or "answer:", or else the whole
-    text. Thinking is what is between `thoughts.MARKERS`, such as `<think>` and `</think>`.
+    text. What thinking is: `thoughts.outside_of`.
     """
-    answer = thoughts.without_thought(str(text))
-    for opener, _ in thoughts.MARKERS:
-        answer = answer.split(opener)[0]  # the response was cut while the model thought
+    answer = thoughts.outside_of(str(text))
     box_at, boxed = last_box(answer)
-    hashes_at = answer.rfind(HASHES)
+    hashes_at, line = last_hashes(answer)
     enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]
     if enclosed and enclosed[-1].end() > max(box_at, hashes_at):
         return final_answer(enclosed[-1][1])
     if hashes_at > box_at:
-        lines = answer[hashes_at:].lstrip("#").strip().splitlines()
-        return lines[0] if lines else ""
+        return line
     if box_at >= 0:
         return boxed
     statements = STATEMENT.findall(answer)
@@ -114,6 +112,21 @@ def last_box(text: str) -> tuple[int, str]:
             if depth == 0:
                 return start, text[begin:place]
         start = text.rfind(BOX, 0, start)
+    return -1, ""
+
+
+def last_hashes(text: str) -> tuple[int, str]:
+    """Returns where the last `####` is that marks an answer, and the answer; -1 and "" if none.
+
+    If other lines follow the answer, it must be a number: otherwise `####` begins a heading.
+    """
+    place = text.rfind(HASHES)
+    while place >= 0:
+        lines = text[place:].lstrip("#").strip().splitlines()
+        answer = lines[0] if lines else ""
+        if len(lines) < 2 or NUMBER.fullmatch(plain(answer)):
+            return place, answer
+        place = text.rfind(HASHES, 0, place)
     return -1, ""
 
 
@@ -148,11 +161,11 @@ def to_decimal(number: str) -> Decimal:
 
 
 def as_text(text: str) -> str:
-    """Returns a text in the form in which it is compared: (B) becomes b, the letter alone."""
+    """Returns a text in the form in which it is compared: (B) and B) become b."""
     text = " ".join(text.split())
     text = LONE_SPACE.sub("", text)  # (3, 4) is (3,4), and 1 1/2 is not 11/2
     text = text.rstrip(".").casefold()
-    return text[1:-1] if re.fullmatch(r"\(\w\)", text) else text
+    return text.strip("()") if re.fullmatch(r"\(?\w\)", text) else text
 
 
 def rows_with_answer(eval_set, limit: int | None) -> dict[str, list]:

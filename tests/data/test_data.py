@@ -435,16 +435,21 @@ def test_a_folders_splits_are_those_of_its_file_names(tokenizer, accelerator, tm
 
 
 def test_files_of_a_folder_that_are_in_no_split_are_named(tmp_path, capsys):
-    for name in ("train", "more", "test"):
+    for name in ("train", "parts/more", ".ipynb_checkpoints/more", "test"):
         write(tmp_path / "set" / f"{name}.jsonl", [{"prompt": U1, "completion": name}])
+    (tmp_path / "set" / "loop.jsonl").symlink_to("loop.jsonl")
     folder = str(tmp_path / "set")
-    assert len(files.load(folder, "train").table) == 1
+    for _ in range(2):  # it is named once
+        assert files.load(folder, "train").table
     assert capsys.readouterr().out == (
-        f"NOTE: folder {folder!r}: 1 file in no split, not read: more.jsonl. "
-        "The splits are ['test', 'train']\n"
+        f"NOTE: folder {folder!r}: 1 file in none of the splits ['test', 'train'], so not read: "
+        "parts/more.jsonl\n"
     )
-    (tmp_path / "set" / "more.jsonl").unlink()
+    (tmp_path / "set" / "parts" / "more.jsonl").unlink()
     files.load(folder, "test")
+    (tmp_path / "spark" / "train.parquet").mkdir(parents=True)
+    write(tmp_path / "spark" / "train.parquet" / "part-0.parquet", [{"prompt": U1}])
+    files.load(str(tmp_path / "spark"), "train")
     assert capsys.readouterr().out == ""
 
 

@@ -299,8 +299,8 @@ def test_numbers_beside_a_system_message_are_refused(row):
 @pytest.mark.parametrize("as_messages", [False, True])
 def test_a_single_message_is_read_as_a_list_of_one(as_messages, tokenizer):
     """With a column `system` it was lost, or the system message came after it; as turns it ended in a traceback."""
-    row = other_formats.standard({"prompt": QUESTION, "completion": YES}, as_messages)
-    assert row == {"prompt": [QUESTION], "completion": [YES]}
+    row = {"prompt": QUESTION, "completion": YES}
+    assert other_formats.standard(row, as_messages) == row  # reward functions get it as it is
     ids = [
         prompt_row(given, tokenizer, 1000, 8, strings_as_messages=as_messages)["prompt_ids"]
         for given in (row, {"prompt": [QUESTION]})

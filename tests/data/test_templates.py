@@ -889,3 +889,23 @@ def test_tokens_since_an_answer_leave_out_all_that_ends_it(name):
     assert following and tokens.tokens_since(tokenizer, messages, 1) == len(
         tokenizer(following, add_special_tokens=False).input_ids
     )
+
+
+@pytest.mark.parametrize("empty", ["<think></think>", "<think>\n\n</think>\n\n", "</think>"])
+def test_an_empty_thought_in_front_of_every_answer_gives_way_to_a_real_one(empty):
+    """As DeepSeek-V3.1 writes one, without thinking: prompt and answer begin alike, and both were learned."""
+    tokenizer = templates.tokenizer("qwen2_5")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        f"{{% if m.role == 'assistant' %}}{empty}{{% endif %}}{{{{ m.content }}}}<|im_end|>\n"
+        "{% endfor %}"
+        f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{empty}{{% endif %}}"
+    )
+    history = [{"role": "user", "content": "Hi"}]
+    plain = tokens.encode_answer(tokenizer, history, [{"role": "assistant", "content": "Yes"}])
+    assert tokenizer.decode(plain.context).endswith(f"assistant\n{empty}")
+    assert tokenizer.decode(plain.ids) == "Yes<|im_end|>"
+    answer = {"role": "assistant", "content": "Yes", "reasoning_content": "Why"}
+    found = tokens.encode_answer(tokenizer, history, [answer])
+    assert tokenizer.decode(found.context).endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(found.ids) == "<think>\nWhy\n</think>\n\nYes<|im_end|>"

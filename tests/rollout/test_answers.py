@@ -117,6 +117,13 @@ TABLE = [
     ("I think of 5.</think>4", "4", True),
     ("<think>18", "18", False),
     ("<reasoning>4</reasoning>5", "5", True),
+    ("<answer>5</answer>\n<reasoning>because 2 + 3</reasoning>", "5", True),
+    ("5 <thought>fine</thought>", "5", True),
+    ("#### 2. Add\n9+9\n\n**Answer:** 18", "18", True),
+    ("\\boxed{5}\n#### Note\nDone", "5", True),
+    ("x \u2212 y", "x - y", True),
+    ("The answer is B)", "B", True),
+    ("<|channel>thought\nThe answer is 4", "4", False),
     ("[THINK]The answer is 4", "4", False),
     # Whichever mark is last; Markdown's headings are marks, too.
     ("#### Step 2\nSo it is \\boxed{18}.", "18", True),
@@ -137,6 +144,13 @@ TABLE = [
     ("so <answer> </answer> tags. The answer is 5", "5", True),
     ("I use <answer>...</answer>.\n#### 5", "5", True),
 ]
+
+
+@pytest.mark.parametrize("repeated", ["*", "**Answer** ", "the answer ", "<think>", "answer"])
+def test_a_degenerate_response_is_judged_in_linear_time(repeated):
+    """Counted in characters that the patterns look at, a thousand times as many took minutes."""
+    text = "The answer" + repeated * (2**17 // len(repeated))
+    assert not answers.is_right(text, "5")
 
 
 @pytest.mark.parametrize("response, answer, right", TABLE)
