@@ -531,6 +531,20 @@ def losses_and_metrics(
     return losses, sample_weights, logged + sampler_metrics
 
 
+def old_of_this_pass(run: Run, output: dict, old: dict, weights: torch.Tensor) -> dict:
+    """Returns `old` with the log-probs of this very pass, so that all ratios are exactly 1.
+
+    For a pass of the old policy itself. Stored log-probs, if there are any, were computed in other
+    micro-batches. Logs how far the sampler's are from those of this pass.
+
+    Args:
+        weights: `[samples]`, 0 for a padding row.
+    """
+    token_weights = old["mask"] * weights[:, None]
+    run.metrics.pending.add(correction.sampler_differences(output, old, token_weights))
+    return {**old, "logps": output["logps"].detach()}
+
+
 # ============================================================ the rollout
 @checkpoint.carried
 @dataclass
@@ -611,7 +625,7 @@ def make_rollout(
     )
     with run.metrics.timed("score"):
         rollout.tokens |= compute_logps(run, rollout, reference, packer)
-    # `skip_rollout` counts prompts from the last rollout that had something to train on.
+    # `skip_or_end` counts prompts from the last rollout that had something to train on.
     state.prompts_seen_when_trainable = state.position.prompts_seen
     return rollout
 
@@ -890,25 +904,27 @@ def main():
     guard = guards.FiniteLosses(run)
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra  # after `checkpoint.begin`, which may replace it
-    # A new run. Not `updates_seen == 0`: a resumed run may have taken prompts without an update.
-    if state.position.prompts_seen == 0:
+    # Not `updates_seen == 0`: a resumed run may have taken prompts without making an update.
+    is_new_run = state.position.prompts_seen == 0
+    if is_new_run:
         evaluate(run, judge, packer)
-    update_data_position(run)  # a resumed run may have used up its data
+    update_data_position(run)  # for `progress.finished`: a resumed run may have used up its data
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
         rollout = state.rollout
         if rollout is None:  # no response is left to train on
-            skip_rollout(run)  # ends the run if a whole epoch led to no update
-            log_evaluate_save(run, judge, packer)
+            skip_or_end(run)
+            log_evaluate_save(run, judge, packer)  # something is due only if the run has ended
             continue
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        # What the loss is divided by: tokens or responses of this update, by --average.
+        # The loss is divided by this update's tokens or responses, see --average.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
-        # Where prompts are shared, the longest length of each group, so that it stays together.
+
+        # With shared prompts a sample counts as long as its group's longest: groups stay together.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
@@ -924,12 +940,8 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
-                if is_old_policy:
-                    token_weights = old["mask"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
-                    # This very pass computes the old log-probs, so all ratios are exactly 1. Stored
-                    # ones, where there are any, were computed in other batches.
-                    old = {**old, "logps": output["logps"].detach()}
+                if is_old_policy:  # this pass computes the old log-probs itself
+                    old = old_of_this_pass(run, output, old, weights)
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
                 # The loss is the weighted mean over the update's samples. The engine itself divides
@@ -981,7 +993,7 @@ def update_data_position(run: Run) -> None:
     """
     state: State = run.extra
     run.progress.rows_seen = state.position.prompts_seen
-    if run.args.max_steps:  # then the prompts start again as often as it takes
+    if run.args.max_steps:  # it ends the run, however often the prompts repeat
         return
     prompts_of_run = run.args.max_epochs * run.data.mixture.samples
     all_are_taken = state.position.prompts_seen >= prompts_of_run
@@ -989,34 +1001,33 @@ def update_data_position(run: Run) -> None:
     run.progress.data_ended = all_are_taken and all_are_trained_on
 
 
-def skip_rollout(run: Run) -> None:
-    """Skips a rollout that has nothing to train on, with a warning.
+def skip_or_end(run: Run) -> None:
+    """Goes on to the next rollout, because this one has nothing to train on; with a warning.
 
-    The run goes on, or ends as usual if this rollout is the last of the data, even if nothing was
-    learned. But once a whole epoch of prompts has led to no update, it ends early.
+    If it was the last of the data the run ends as usual, even if nothing was learned. After a whole
+    epoch of prompts without an update the run ends, too.
 
     Raises:
-        SystemExit: it would end early, and has learned nothing.
+        SystemExit: after such an epoch, if the run has made no update at all.
     """
     position = run.extra.position
     position.end_rollout()
-    # The model has not changed, so nothing is due before the next update or the end of the run.
-    run.progress.idle = True
+    run.progress.idle = True  # nothing is due: the model has not changed
     update_data_position(run)
 
     reason = (
         f"no update: rollout {position.rollouts_seen} has no response to train on (the advantages "
         "of all groups are zero, or all responses are truncated or failed)"
     )
-    prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
-    if run.progress.finished or prompts_without_update < run.data.mixture.samples:
+    prompts_in_vain = position.prompts_seen - run.extra.prompts_seen_when_trainable
+    if run.progress.finished or prompts_in_vain < run.data.mixture.samples:
         run.metrics.warn(reason)
         return
-    reason += f". The last {prompts_without_update} prompts, a whole epoch, led to no update"
+    ending = f"{reason}. The last {prompts_in_vain} prompts, a whole epoch, led to no update"
     if run.progress.global_step == 0:
         run.metrics.log()  # the rewards of rollouts without an update
-        sys.exit(reason)
-    run.metrics.warn(f"{reason}, so the run ends here")
+        sys.exit(ending)
+    run.metrics.warn(f"{ending}, so the run ends here")
     run.progress.stopped_early = True
 
 

@@ -355,6 +355,21 @@ def ratio_rounding(output: dict, old: dict, token_weights: torch.Tensor) -> list
     return [Logged(per_token, token_weights, reduce="max")]
 
 
+def old_of_this_pass(run: Run, output: dict, old: dict, weights: torch.Tensor) -> dict:
+    """Returns `old` with the log-probs of this very pass, so that all ratios are exactly 1.
+
+    For a pass of the old policy itself. Logs how far the stored log-probs are from them, and the
+    sampler's.
+
+    Args:
+        weights: `[samples]`, 0 for a padding row.
+    """
+    token_weights = old["mask"] * weights[:, None]
+    run.metrics.pending.add(correction.sampler_differences(output, old, token_weights))
+    run.metrics.pending.add(ratio_rounding(output, old, token_weights))
+    return {**old, "logps": output["logps"].detach()}
+
+
 # ============================================================ the rollout
 @checkpoint.carried
 @dataclass
@@ -711,7 +726,8 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
-        # An update has few responses to the same prompt: samples are permuted, not groups.
+        # Sorted by their own lengths. GRPO keeps groups together to share their prompts, but here
+        # an update seldom has two responses to one prompt.
         micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
         divisor = engine.begin_update(run, micro_batches)
         loss_scale = engine.loss_scale(run)
@@ -726,13 +742,8 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
-                if is_old_policy:
-                    token_weights = old["mask"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, old, token_weights))
-                    metrics.pending.add(ratio_rounding(output, old, token_weights))
-                    # This very pass computes the old log-probs, so all ratios are exactly 1. Stored
-                    # ones, where there are any, were computed in other batches.
-                    old = {**old, "logps": output["logps"].detach()}
+                if is_old_policy:  # this pass computes the old log-probs itself
+                    old = old_of_this_pass(run, output, old, weights)
                 losses, token_weights, logged = losses_and_metrics(
                     output,
                     old,

@@ -333,13 +333,14 @@ def is_in_order(parts: list[str], whole: list[str]) -> bool:
 
 
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
-    """Returns the roles that appear in a row, each once. The error about a bad row lists them.
+    """Returns the roles of a row's messages, each once.
 
-    Strings have no role; `strings_as_messages` makes turns of user and assistant of them.
+    The run names them where rows lack an assistant, and on the console. Strings have no role;
+    `strings_as_messages` makes turns of user and assistant of them.
     """
     roles = []
     for name in ("messages", "prompt", "completion", "chosen", "rejected"):
-        value = row.get(name)  # anything: nothing is checked yet
+        value = row.get(name)  # anything: a recipe checks only the columns that it reads
         messages = value if isinstance(value, list) else [value]
         roles += [role_of(message) for message in messages if isinstance(message, dict)]
     if not roles and strings_as_messages and is_plain_text(row):

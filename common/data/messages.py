@@ -95,8 +95,13 @@ def with_arguments(call: Any) -> Any:
 
 
 def role_of(message: dict) -> str:
-    """Returns the role of a message in either form; a `function_call` is the assistant's."""
-    return message.get("role") or SENDERS.get(message.get("from"), "assistant")
+    """Returns the role of a message in either form, of which nothing was checked.
+
+    An unknown sender counts as the assistant, as `function_call` does.
+    """
+    if message.get("role"):
+        return str(message["role"])
+    return SENDERS.get(str(message.get("from")), "assistant")
 
 
 def from_sharegpt(message: dict, number: int) -> dict:

@@ -121,28 +121,34 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
         1. messages [U A]                      ->  messages [S U A]
         2. chosen [U A], rejected [U A]        ->  chosen [S U A], rejected [S U A]
         3. prompt "Why?" or [U], chosen [A]    ->  prompt [S U], chosen [A]
-        4. prompt "Why?", completion "So."     ->  prompt [S U], completion [A]
-        5. text "Why? So."                     ->  as it is: a text is a whole
+        4. strings                             ->  see `begin_strings_with_system`
+        5. text "Why? So.", or no format       ->  as it is
 
     Raises:
         BadRow: its strings are read as plain text, which has no system message.
     """
     if is_messages(row.get("messages")):  # 1.
         return {**row, "messages": with_system(row, row["messages"])}
-    singles = [name for name in ("prompt", *ANSWERS) if is_message(row.get(name))]
-    row = row | {name: [row[name]] for name in singles}  # a single message is a list of one
+    row = with_lists(row)
     prompt = row.get("prompt")
     lists = {name: row[name] for name in ANSWERS if is_messages(row.get(name))}
     if lists and not prompt:  # 2. They begin with the prompt.
         return row | {name: with_system(row, messages) for name, messages in lists.items()}
+    # 3. The prompt is messages, or next to messages.
     if lists and isinstance(prompt, str):
         prompt = as_messages(prompt, "user")
-    if is_messages(prompt):  # 3.
+    if is_messages(prompt):
         return {**row, "prompt": with_system(row, prompt)}
     is_pair = row.get("chosen") is not None and row.get("rejected") is not None
-    if isinstance(prompt, str) or is_pair:  # 4. Or a pair of transcripts.
+    if isinstance(prompt, str) or is_pair:  # 4.
         return begin_strings_with_system(row, strings_as_messages)
-    return row  # 5. Or it fits no format, and is refused where it is read.
+    return row  # 5.
+
+
+def with_lists(row: dict) -> dict:
+    """Returns a row in which a single message is a list of one."""
+    singles = [name for name in ("prompt", *ANSWERS) if is_message(row.get(name))]
+    return row | {name: [row[name]] for name in singles}
 
 
 def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:

@@ -25,10 +25,10 @@ def of_message(message: dict) -> str:
 
 
 def of_content(content: str) -> str:
-    """Returns what precedes the last closing marker of a content; "" if nothing does.
+    """Returns the thinking in a content; "" if there is none.
 
-    An opening marker at its beginning is left out. There may be none, where a prompt has written
-    it.
+    It is what precedes the last closing marker, of the first pair of `MARKERS` that closes a
+    thought. The opening marker is left out; it is missing where the prompt has written it.
     """
     for opener, closer in MARKERS:
         before, found, _ = content.rpartition(closer)
@@ -55,12 +55,14 @@ def without_thought(content: str) -> str:
 def outside_of(text: str) -> str:
     """Returns what a response says outside its thoughts.
 
-    One thought may have no opening marker, since the prompt has opened it, and the last one may
-    have no end, since the response was cut.
+    Examples that give `Yes`: `<think>a</think>Yes`; `a</think>Yes`, whose thought the prompt has
+    opened; `Yes<think>a`, whose thought was cut.
     """
     for opener, closer in MARKERS:
-        first, *others = text.split(opener)
-        text = first + "".join(other.partition(closer)[2] for other in others)
+        # Of each thought that is opened here, only what follows its end.
+        before, *opened = text.split(opener)
+        text = before + "".join(thought.partition(closer)[2] for thought in opened)
+        # And the thought that the prompt has opened.
         text = text.rpartition(closer)[2]
     return text
 
@@ -71,8 +73,14 @@ def removed(message: dict) -> dict:
     return {**others, "content": without_thought(message["content"])}
 
 
+def markers_of(tokenizer) -> tuple[str, str]:
+    """Returns the pair of `MARKERS` that the chat template closes thoughts with, else `<think>`."""
+    template = str(tokenizer.chat_template)
+    return next((pair for pair in MARKERS if pair[1] in template), MARKERS[0])
+
+
 def split(tokenizer, message: dict) -> tuple[str, str]:
-    r"""Returns the thinking of an answer as a text, and the content that follows it.
+    r"""Returns the thinking of an answer that has some, as a text, and the content after it.
 
     The text has the markers that the user wrote, or that the chat template knows, or else
     `<think>`. It ends with the whitespace that separates it from the content. Examples:
@@ -87,13 +95,7 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
     answer = after_thought.lstrip()
     if of_content(content):
         return content.removesuffix(answer), answer
-    template = str(tokenizer.chat_template)
-    opener, closer = MARKERS[0]
-    for known_opener, known_closer in MARKERS:
-        if known_closer in template:
-            opener = known_opener
-            closer = known_closer
-            break
+    opener, closer = markers_of(tokenizer)
     # Gemma's template writes nothing between the marker and the content.
     gap = "" if closer == "<channel|>" else "\n\n"
     return f"{opener}\n{of_field(message)}\n{closer}{gap}", answer
@@ -123,22 +125,26 @@ def without_empty_thought(text: str) -> str:
     return text
 
 
-def without_empty_end(prompt: str, end: str) -> str:
-    r"""Returns a prompt without the empty thought with which it ends, if it does.
+def without_thought_at_end(prompt: str, only_in_prompt: str) -> str:
+    r"""Returns a prompt without the empty thought that it ends with, if it does.
 
-    Examples: `<bot><think>\n</think>` gives `<bot>`, and so does `<bot></think>`, as DeepSeek-V3.1
-    asks for an answer without thinking.
+    A prompt ends with one to say that the answer has no thinking. DeepSeek-V3.1's has only the
+    closing marker. Examples: `<bot><think>\n</think>` and `<bot></think>` give `<bot>`.
 
     Args:
-        end: its end that may be such a thought, in whichever markers; or "".
+        only_in_prompt: the end of the prompt that an answer without thinking lacks, or "". If it is
+            a whole thought it is left out, whatever its markers.
     """
-    if is_whole_thought(end):
-        return prompt.removesuffix(end)
+    if is_whole_thought(only_in_prompt):
+        return prompt.removesuffix(only_in_prompt)
     for opener, closer in MARKERS:
-        if prompt.rstrip().endswith(closer):
-            before = prompt.rstrip().removesuffix(closer)
-            is_opened = before.rstrip().endswith(opener)
-            return before.rstrip().removesuffix(opener) if is_opened else before
+        before, found, after = prompt.rpartition(closer)
+        if not found or after.strip():
+            continue
+        before_opener, is_opened, inside = before.rpartition(opener)
+        if not is_opened or closer in inside:  # another thought is opened, and closed, earlier
+            return before
+        return prompt if inside.strip() else before_opener
     return prompt
 
 

@@ -281,58 +281,68 @@ def encode_with_thinking(
 ) -> tuple[list[int], list[int]]:
     """Returns the token ids of an answer's context, and of the answer with its thinking.
 
-    The template renders the answer without thinking, with a mark where the content begins. The
-    thinking goes there. Example:
+    1. The template renders the answer without thinking, with a mark where the content begins.
+    2. There the thinking is put in.
+    3. The end of the prompt decides what that follows, see `follow_prompt`.
+    4. Both are tokenised.
 
-        prompt             <user>Hi<bot><think></think>
-        rendered           <user>Hi<bot>MARKYes<end>
-        context            <user>Hi<bot>                   see `follow_prompt`
-        answer             <think>Why</think>Yes<end>
+    Example, by these steps:
+
+        prompt    <user>Hi<bot><think></think>
+        1.        <user>Hi<bot>MARKYes<end>
+        2.        <think>Why</think>Yes<end>
+        3.        <user>Hi<bot>    <think>Why</think>Yes<end>
 
     Args:
         prompt: what `encode_prompt` returns for the messages before the last one.
         conversation: it ends with the answer, whose thinking the template drops.
     """
     thinking, content = thoughts.split(tokenizer, conversation.messages[-1])
-    turn = turn_with_mark(tokenizer, prompt, conversation, content)
+    turn = turn_with_mark(tokenizer, prompt, conversation, content)  # 1.
     before_content, content_and_rest = split_at_content(turn.only_in_answer)
-    context_text, answer = follow_prompt(
+    answer = thinking + content_and_rest  # 2.
+    context_text, answer = follow_prompt(  # 3.
         prompt.text,
-        end=turn.only_in_prompt,
+        only_in_prompt=turn.only_in_prompt,
         before_content=before_content,
-        answer=thinking + content_and_rest,
+        answer=answer,
     )
+    # 4.
     context = encode_beginning(tokenizer, context_text)
     ids = encode_after(tokenizer, context, answer)
     return context.ids, up_to_end(tokenizer, ids)
 
 
-def follow_prompt(prompt: str, *, end: str, before_content: str, answer: str) -> tuple[str, str]:
-    r"""Returns the text that an answer with thinking follows, and what is left of the answer.
+def follow_prompt(
+    prompt: str, *, only_in_prompt: str, before_content: str, answer: str
+) -> tuple[str, str]:
+    r"""Returns how much of the prompt an answer with thinking follows, and what is left of it.
 
-    Examples with the answer `<think>Why</think>Yes`. What the template writes before an answer may
-    be less than the prompt: `end` is the rest of the prompt.
+    What the prompt has already is left out of the answer. Examples with `<think>Why</think>Yes`:
 
-        prompt                     end          context           what is left
-        1. <bot><think></think>    any          <bot>             <think>Why</think>Yes
-        2. <bot>                   nothing      <bot>             <think>Why</think>Yes
-        3. <bot><think>\n          <think>\n    <bot><think>\n    Why</think>Yes
-        4. <bot>Sure,              Sure,        <bot>Sure,        <think>Why</think>Yes
+        prompt                     context           what is left
+        1. <bot><think></think>    <bot>             <think>Why</think>Yes
+        2. <bot>                   <bot>             <think>Why</think>Yes
+        3. <bot><think>\n          <bot><think>\n    Why</think>Yes
+        4. <bot>Sure,              <bot>Sure,        <think>Why</think>Yes
 
     Args:
+        only_in_prompt: the end of the prompt that the template does not write before an answer: in
+            3 `<think>\n`, in 4 `Sure,`.
         before_content: what the template writes between the prompt and the content, such as a
-            space.
+            space. It belongs only where the answer follows all of the prompt, in 2.
         answer: the thinking, the content, and what the template writes after it.
     """
-    without_thought = thoughts.without_empty_end(prompt, end)
+    without_thought = thoughts.without_thought_at_end(prompt, only_in_prompt)
     if without_thought != prompt:  # 1. It says that nothing was thought, and something was.
         return without_thought, answer
-    if end == "":  # 2.
+    written = only_in_prompt.strip()
+    if only_in_prompt == "":  # 2.
         return prompt, before_content + answer
-    if end.strip() and answer.lstrip().startswith(end.strip()):  # 3. It has opened the thought.
+    if written and answer.lstrip().startswith(written):  # 3. It has opened the thought.
         answer = answer.lstrip()
         # The whitespace after the marker may differ, so only what both have is left out.
-        return prompt, answer[n_shared(answer, end.lstrip()) :]
+        return prompt, answer[n_shared(answer, only_in_prompt.lstrip()) :]
     return prompt, answer  # 4.
 
 
@@ -346,7 +356,8 @@ def turn_with_mark(
 
     Args:
         prompt, conversation: see `encode_with_thinking`.
-        content: that of the last message, without its thinking; if it is empty there is no mark.
+        content: that of the last message, without its thinking. An empty one gets no mark, since a
+            template may ask whether there is a content.
     """
     *others, message = conversation.messages
     marked = {**thoughts.removed(message), "content": MARK + content if content else ""}

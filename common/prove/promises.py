@@ -150,15 +150,12 @@ def check_last_update(bench: Bench) -> Iterator[Check]:
 
 # ============================================================ what is logged
 def check_means(bench: Bench) -> Iterator[Check]:
-    """A logged metric is the mean over all samples, however they are split.
-
-    And `grad_norm` is the norm before clipping.
-    """
+    """A logged metric is the mean over all samples, however split; `grad_norm` is unclipped."""
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
     unchecked = []
-    # `in_parts` logs updates 1, n and 2 n, of n in a pass. So only the line of the second pass is
-    # over all of one.
+    # With n updates in a pass, `in_parts` logs after updates 1, n and 2n. Only the last of these
+    # lines is over a whole pass.
     has_second_pass = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     if has_second_pass:
         yield from means_of_a_pass(at_once, in_parts)

@@ -1,4 +1,4 @@
-"""Whether a response gives the right answer, and the share of a held-out set that does."""
+"""Whether a response gives the right answer, and the share of right ones on a held-out set."""
 
 import re
 import sys
@@ -178,18 +178,18 @@ def rows_with_answer(eval_set, limit: int | None) -> dict[str, list]:
     return eval_set.select_columns(["row", "prompt_ids", "answer"])[answered[:limit]]
 
 
-def are_checked(args, eval_set) -> bool:
-    """Whether the prompts of a held-out set are answered, to see how many answers are right."""
+def has_exact_match(args, eval_set) -> bool:
+    """Whether exact match is evaluated on a held-out set: it has a column `answer`."""
     return "answer" in eval_set.column_names and args.exact_match_rows != 0
 
 
 def describe(run: Run) -> str:
-    """Returns what exact match takes in each evaluation, for the console; "" if nothing."""
+    """Returns how many answers an evaluation generates for exact match, in words; "" if none."""
     args = run.args
     counts = [
         len(rows_with_answer(eval_set, args.exact_match_rows)["row"])
         for eval_set in run.data.eval_sets.values()
-        if are_checked(args, eval_set)
+        if has_exact_match(args, eval_set)
     ]
     if not counts:
         return ""
@@ -210,7 +210,7 @@ def check_room(run: Run) -> None:
     max_new_tokens = run.args.max_new_tokens
     limit = architecture.positions_of(run.unwrapped.model)
     for prefix, eval_set in run.data.eval_sets.items():
-        if limit is None or not are_checked(run.args, eval_set):
+        if limit is None or not has_exact_match(run.args, eval_set):
             continue
         rows = rows_with_answer(eval_set, run.args.exact_match_rows)
         longest, row = max((len(ids), row) for ids, row in zip(rows["prompt_ids"], rows["row"]))
@@ -235,7 +235,7 @@ def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list
         The share of right responses by its tag, nothing if no prompt is answered; all prompts and
         responses, see `common/transcript.py`.
     """
-    if not are_checked(run.args, eval_set):
+    if not has_exact_match(run.args, eval_set):
         return {}, []
     rows = rows_with_answer(eval_set, run.args.exact_match_rows)
     prompts = rows["prompt_ids"]

@@ -11,6 +11,7 @@ import pytest
 
 import templates
 from common.data import dataset, files, formats, other_formats
+from common.data.conversion import Converter
 from common.data.messages import BadRow
 from common.data.pairs import preference_row
 from common.data.prompts import prompt_row
@@ -294,6 +295,15 @@ def test_a_column_system_begins_the_chat(row, as_messages):
 def test_numbers_beside_a_system_message_are_refused(row):
     with pytest.raises(BadRow, match="expected a string or a list of messages"):
         other_formats.standard({**row, "system": "Be brief."}, True)
+
+
+@pytest.mark.parametrize("chosen", [{"role": 1, "content": "x"}, {"from": ["x"], "value": "x"}])
+def test_columns_that_a_recipe_does_not_read_may_hold_anything(chosen, tokenizer):
+    """Their roles are named all the same."""
+    settings = {"max_length": 1000, "max_new_tokens": 8}
+    converter = Converter(prompt_row, tokenizer, {}, settings)
+    found = converter.convert_row({"prompt": "Hi", "chosen": [chosen]}, 0)
+    assert found["reason"] == "" and found["roles"] in ("1", "assistant")
 
 
 @pytest.mark.parametrize("as_messages", [False, True])

@@ -909,3 +909,14 @@ def test_an_empty_thought_in_front_of_every_answer_gives_way_to_a_real_one(empty
     found = tokens.encode_answer(tokenizer, history, [answer])
     assert tokenizer.decode(found.context).endswith("<|im_start|>assistant\n")
     assert tokenizer.decode(found.ids) == "<think>\nWhy\n</think>\n\nYes<|im_end|>"
+
+
+@pytest.mark.parametrize("prompt, only_in_prompt, expected", [
+    ("<bot><think>\n</think>\n", "", "<bot>"), ("<bot></think>", "", "<bot>"),
+    ("<think>a</think>b<bot></think>", "", "<think>a</think>b<bot>"),
+    ("<bot><think>Okay.</think>", "", "<bot><think>Okay.</think>"), ("<bot>", "", "<bot>"),
+    ("<bot><|analysis|><|/analysis|>", "<|analysis|><|/analysis|>", "<bot>"),
+    ("<bot></think>Sure", "", "<bot></think>Sure"),
+])  # fmt: skip
+def test_a_prompt_without_the_empty_thought_at_its_end(prompt, only_in_prompt, expected):
+    assert thoughts.without_thought_at_end(prompt, only_in_prompt) == expected
