@@ -908,15 +908,11 @@ def main():
     is_new_run = state.position.prompts_seen == 0
     if is_new_run:
         evaluate(run, judge, packer)
-    update_data_position(run)  # for `progress.finished`: a resumed run may have used up its data
+    update_data_position(run)  # a resumed run may have used up its data
     while not progress.finished:
-        if state.rollout is None:
-            state.rollout = make_rollout(run, judge, reference, packer)
-        rollout = state.rollout
-        if rollout is None:  # no response is left to train on
-            skip_or_end(run)
-            log_evaluate_save(run, judge, packer)  # something is due only if the run has ended
-            continue
+        rollout = state.rollout or next_rollout(run, judge, reference, packer)
+        if rollout is None:  # the run ends without another update
+            break
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
@@ -986,6 +982,20 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
     checkpoint.stop_if_asked(run)
 
 
+def next_rollout(
+    run: Run, judge: Judge, reference: Reference | None, packer: Packer
+) -> Rollout | None:
+    """Makes rollouts until one has something to train on. Returns None if the run ends before."""
+    state: State = run.extra
+    while not run.progress.finished:
+        state.rollout = make_rollout(run, judge, reference, packer)
+        if state.rollout is not None:
+            return state.rollout
+        skip_or_end(run)
+        log_evaluate_save(run, judge, packer)
+    return None
+
+
 def update_data_position(run: Run) -> None:
     """Tells `progress` how many prompts were taken, and whether the run has used up its data.
 
@@ -1002,10 +1012,12 @@ def update_data_position(run: Run) -> None:
 
 
 def skip_or_end(run: Run) -> None:
-    """Goes on to the next rollout, because this one has nothing to train on; with a warning.
+    """Leaves a rollout that has nothing to train on, with a warning.
 
-    If it was the last of the data the run ends as usual, even if nothing was learned. After a whole
-    epoch of prompts without an update the run ends, too.
+    The run goes on with the next one, unless
+
+        this was the last of the data: it ends as usual, even if nothing was learned
+        a whole epoch of prompts has led to no update: it ends early
 
     Raises:
         SystemExit: after such an epoch, if the run has made no update at all.
@@ -1013,14 +1025,15 @@ def skip_or_end(run: Run) -> None:
     position = run.extra.position
     position.end_rollout()
     run.progress.idle = True  # nothing is due: the model has not changed
-    update_data_position(run)
+    update_data_position(run)  # if the data are used up, `progress.finished` is true from here on
 
     reason = (
         f"no update: rollout {position.rollouts_seen} has no response to train on (the advantages "
         "of all groups are zero, or all responses are truncated or failed)"
     )
     prompts_in_vain = position.prompts_seen - run.extra.prompts_seen_when_trainable
-    if run.progress.finished or prompts_in_vain < run.data.mixture.samples:
+    is_epoch_in_vain = prompts_in_vain >= run.data.mixture.samples
+    if run.progress.finished or not is_epoch_in_vain:
         run.metrics.warn(reason)
         return
     ending = f"{reason}. The last {prompts_in_vain} prompts, a whole epoch, led to no update"

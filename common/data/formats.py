@@ -335,12 +335,12 @@ def is_in_order(parts: list[str], whole: list[str]) -> bool:
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
     """Returns the roles of a row's messages, each once.
 
-    The run names them where rows lack an assistant, and on the console. Strings have no role;
-    `strings_as_messages` makes turns of user and assistant of them.
+    They are named where rows lack an assistant. If there are none, the console knows that prompts
+    are strings. These have no role, but `strings_as_messages` makes turns of them.
     """
     roles = []
     for name in ("messages", "prompt", "completion", "chosen", "rejected"):
-        value = row.get(name)  # anything: a recipe checks only the columns that it reads
+        value = row.get(name)  # it may be anything: a recipe checks only the columns that it reads
         messages = value if isinstance(value, list) else [value]
         roles += [role_of(message) for message in messages if isinstance(message, dict)]
     if not roles and strings_as_messages and is_plain_text(row):

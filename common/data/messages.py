@@ -95,9 +95,9 @@ def with_arguments(call: Any) -> Any:
 
 
 def role_of(message: dict) -> str:
-    """Returns the role of a message in either form, of which nothing was checked.
+    """Returns the role of a message in either form. The message may be unchecked.
 
-    An unknown sender counts as the assistant, as `function_call` does.
+    A sender who is not in `SENDERS` counts as the assistant: `function_call`, or an unknown one.
     """
     if message.get("role"):
         return str(message["role"])
@@ -121,7 +121,8 @@ def from_sharegpt(message: dict, number: int) -> dict:
 def from_parts(message: dict, number: int) -> dict:
     """Returns a message whose content is a list of parts as one whose content is a text.
 
-    Thinking goes to `reasoning_content` and calls to `tool_calls`, where chat templates look.
+    Thinking goes to `reasoning_content` and calls to `tool_calls`, where chat templates look. Calls
+    are added to those of the message; thinking takes the place of the message's.
     """
     texts = []
     thoughts = []
@@ -135,16 +136,14 @@ def from_parts(message: dict, number: int) -> dict:
         value = part.get(kind, part.get("value", part.get("text")))
         if kind == "tool_call":
             calls += tool_calls(value, where)
-        elif kind not in ("text", "reasoning", "thinking"):
+            continue
+        if kind not in ("text", "reasoning", "thinking"):
             raise BadRow(
                 f"{where} is of type {kind!r}: only text, calls and reasoning are supported"
             )
-        elif not isinstance(value, str):
+        if not isinstance(value, str):
             raise BadRow(f"{where}: expected a text, found {part!r:.80}")
-        elif kind == "text":
-            texts.append(value)
-        else:
-            thoughts.append(value)
+        (texts if kind == "text" else thoughts).append(value)
 
     message = {**message, "content": "".join(texts)}
     if thoughts:

@@ -120,7 +120,7 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
 
         1. messages [U A]                      ->  messages [S U A]
         2. chosen [U A], rejected [U A]        ->  chosen [S U A], rejected [S U A]
-        3. prompt "Why?" or [U], chosen [A]    ->  prompt [S U], chosen [A]
+        3. prompt [U], or "Why?" with [A]      ->  prompt [S U]
         4. strings                             ->  see `begin_strings_with_system`
         5. text "Why? So.", or no format       ->  as it is
 

@@ -27,8 +27,8 @@ def of_message(message: dict) -> str:
 def of_content(content: str) -> str:
     """Returns the thinking in a content; "" if there is none.
 
-    It is what precedes the last closing marker, of the first pair of `MARKERS` that closes a
-    thought. The opening marker is left out; it is missing where the prompt has written it.
+    `<think>Why</think>Yes` has the thinking `Why`, and so has `Why</think>Yes`, whose prompt has
+    opened the thought. Of several pairs of `MARKERS` the first one counts.
     """
     for opener, closer in MARKERS:
         before, found, _ = content.rpartition(closer)
@@ -59,10 +59,10 @@ def outside_of(text: str) -> str:
     opened; `Yes<think>a`, whose thought was cut.
     """
     for opener, closer in MARKERS:
-        # Of each thought that is opened here, only what follows its end.
+        # Of each thought that is opened here, keep what follows its end.
         before, *opened = text.split(opener)
         text = before + "".join(thought.partition(closer)[2] for thought in opened)
-        # And the thought that the prompt has opened.
+        # Drop the thought that the prompt has opened.
         text = text.rpartition(closer)[2]
     return text
 
@@ -126,25 +126,27 @@ def without_empty_thought(text: str) -> str:
 
 
 def without_thought_at_end(prompt: str, only_in_prompt: str) -> str:
-    r"""Returns a prompt without the empty thought that it ends with, if it does.
+    r"""Returns a prompt without the thought with which it ends to say that nothing is thought.
 
-    A prompt ends with one to say that the answer has no thinking. DeepSeek-V3.1's has only the
-    closing marker. Examples: `<bot><think>\n</think>` and `<bot></think>` give `<bot>`.
+    Examples:
+
+        prompt                        returned
+        <bot><think>\n</think>\n      <bot>
+        <bot></think>                 <bot>            as DeepSeek-V3.1 writes it
+        <bot></think>Sure,            as it is
 
     Args:
         only_in_prompt: the end of the prompt that an answer without thinking lacks, or "". If it is
-            a whole thought it is left out, whatever its markers.
+            a whole thought it is left out, whatever its markers and what is inside.
     """
     if is_whole_thought(only_in_prompt):
         return prompt.removesuffix(only_in_prompt)
     for opener, closer in MARKERS:
-        before, found, after = prompt.rpartition(closer)
-        if not found or after.strip():
-            continue
-        before_opener, is_opened, inside = before.rpartition(opener)
-        if not is_opened or closer in inside:  # another thought is opened, and closed, earlier
-            return before
-        return prompt if inside.strip() else before_opener
+        before, is_closed, after = prompt.rpartition(closer)
+        if is_closed and not after.strip():
+            before_opener, is_opened, inside = before.rpartition(opener)
+            is_empty_thought = is_opened and not inside.strip()
+            return before_opener if is_empty_thought else before
     return prompt
 
 

@@ -282,8 +282,8 @@ def encode_with_thinking(
     """Returns the token ids of an answer's context, and of the answer with its thinking.
 
     1. The template renders the answer without thinking, with a mark where the content begins.
-    2. There the thinking is put in.
-    3. The end of the prompt decides what that follows, see `follow_prompt`.
+    2. The thinking goes in place of the mark.
+    3. `follow_prompt` decides how much of the prompt precedes it.
     4. Both are tokenised.
 
     Example, by these steps:
@@ -291,17 +291,20 @@ def encode_with_thinking(
         prompt    <user>Hi<bot><think></think>
         1.        <user>Hi<bot>MARKYes<end>
         2.        <think>Why</think>Yes<end>
-        3.        <user>Hi<bot>    <think>Why</think>Yes<end>
+        3.        context <user>Hi<bot>, answer <think>Why</think>Yes<end>
 
     Args:
         prompt: what `encode_prompt` returns for the messages before the last one.
         conversation: it ends with the answer, whose thinking the template drops.
     """
     thinking, content = thoughts.split(tokenizer, conversation.messages[-1])
-    turn = turn_with_mark(tokenizer, prompt, conversation, content)  # 1.
+    # 1.
+    turn = turn_with_mark(tokenizer, prompt, conversation, content)
     before_content, content_and_rest = split_at_content(turn.only_in_answer)
-    answer = thinking + content_and_rest  # 2.
-    context_text, answer = follow_prompt(  # 3.
+    # 2.
+    answer = thinking + content_and_rest
+    # 3.
+    context_text, answer = follow_prompt(
         prompt.text,
         only_in_prompt=turn.only_in_prompt,
         before_content=before_content,
@@ -316,11 +319,11 @@ def encode_with_thinking(
 def follow_prompt(
     prompt: str, *, only_in_prompt: str, before_content: str, answer: str
 ) -> tuple[str, str]:
-    r"""Returns how much of the prompt an answer with thinking follows, and what is left of it.
+    r"""Returns how much of the prompt an answer with thinking follows, and the rest of the answer.
 
     What the prompt has already is left out of the answer. Examples with `<think>Why</think>Yes`:
 
-        prompt                     context           what is left
+        prompt                     context           rest of the answer
         1. <bot><think></think>    <bot>             <think>Why</think>Yes
         2. <bot>                   <bot>             <think>Why</think>Yes
         3. <bot><think>\n          <bot><think>\n    Why</think>Yes
@@ -330,20 +333,20 @@ def follow_prompt(
         only_in_prompt: the end of the prompt that the template does not write before an answer: in
             3 `<think>\n`, in 4 `Sure,`.
         before_content: what the template writes between the prompt and the content, such as a
-            space. It belongs only where the answer follows all of the prompt, in 2.
+            space. Only in 2 does it write answers after all of the prompt.
         answer: the thinking, the content, and what the template writes after it.
     """
     without_thought = thoughts.without_thought_at_end(prompt, only_in_prompt)
     if without_thought != prompt:  # 1. It says that nothing was thought, and something was.
         return without_thought, answer
-    written = only_in_prompt.strip()
     if only_in_prompt == "":  # 2.
         return prompt, before_content + answer
-    if written and answer.lstrip().startswith(written):  # 3. It has opened the thought.
+    opened = only_in_prompt.strip()
+    if opened and answer.lstrip().startswith(opened):  # 3. It has opened the thought.
         answer = answer.lstrip()
         # The whitespace after the marker may differ, so only what both have is left out.
         return prompt, answer[n_shared(answer, only_in_prompt.lstrip()) :]
-    return prompt, answer  # 4.
+    return prompt, answer  # 4. It ends with something else.
 
 
 def turn_with_mark(

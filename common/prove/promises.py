@@ -150,7 +150,10 @@ def check_last_update(bench: Bench) -> Iterator[Check]:
 
 # ============================================================ what is logged
 def check_means(bench: Bench) -> Iterator[Check]:
-    """A logged metric is the mean over all samples, however split; `grad_norm` is unclipped."""
+    """A logged metric is the mean over all samples, however split; `grad_norm` is unclipped.
+
+    The runs do not learn, so how a pass is cut into updates must not change its means.
+    """
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
     unchecked = []
@@ -163,6 +166,8 @@ def check_means(bench: Bench) -> Iterator[Check]:
         unchecked.append("a line over a whole pass: the recipe makes one pass over the data")
     if bench.has("max_grad_norm"):
         yield norm_before_clipping(bench)
+    else:
+        unchecked.append("grad_norm before clipping: the recipe has no --max_grad_norm")
     if at_once.evaluations or in_parts.evaluations:
         yield from means_of_evaluations(bench, at_once, in_parts)
     else:
@@ -181,8 +186,8 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
 
     With n = 1 there are only the first and the last of these.
     """
-    expected = means_of_last_line(at_once)
-    found = means_of_last_line(in_parts)
+    expected = means_of_last_pass(at_once)
+    found = means_of_last_pass(in_parts)
     # The runs end at different steps, as they should, so both lines get the same one.
     same_step = {"global_step": in_parts.last_step}
     same = compare.lines([{**expected, **same_step}], [{**found, **same_step}])
@@ -195,10 +200,11 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
         yield Check("since the last line alone", differs)
 
 
-def means_of_last_line(run: Finished) -> dict:
-    """Returns what a run's last line says about a whole pass, without metrics of one update alone.
+def means_of_last_pass(run: Finished) -> dict:
+    """Returns the metrics of a run's last pass, without those of one update alone.
 
-    Metrics of a rollout, such as `reward`, are logged once, in the first line, and come from there.
+    These runs have at most one rollout. Its metrics, such as `reward`, are in the first line alone,
+    so they are taken from there.
     """
     line = {**run.training[0], **run.training[-1]}
     return {tag: value for tag, value in line.items() if not compare.is_of_last_update(tag)}

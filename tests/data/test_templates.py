@@ -914,7 +914,7 @@ def test_an_empty_thought_in_front_of_every_answer_gives_way_to_a_real_one(empty
 @pytest.mark.parametrize("prompt, only_in_prompt, expected", [
     ("<bot><think>\n</think>\n", "", "<bot>"), ("<bot></think>", "", "<bot>"),
     ("<think>a</think>b<bot></think>", "", "<think>a</think>b<bot>"),
-    ("<bot><think>Okay.</think>", "", "<bot><think>Okay.</think>"), ("<bot>", "", "<bot>"),
+    ("<user>what does <think> mean<bot></think>", "", "<user>what does <think> mean<bot>"), ("<bot>", "", "<bot>"),
     ("<bot><|analysis|><|/analysis|>", "<|analysis|><|/analysis|>", "<bot>"),
     ("<bot></think>Sure", "", "<bot></think>Sure"),
 ])  # fmt: skip
