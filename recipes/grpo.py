@@ -534,8 +534,8 @@ def losses_and_metrics(
 def old_of_this_pass(run: Run, output: dict, old: dict, weights: torch.Tensor) -> dict:
     """Returns `old` with the log-probs of this very pass, so that all ratios are exactly 1.
 
-    For a pass of the old policy itself. Stored log-probs, if there are any, were computed in other
-    micro-batches. Logs how far the sampler's are from those of this pass.
+    Only while the policy is still the old one. Stored log-probs, if there are any, are the same but
+    for rounding: they were computed in other micro-batches. Also logs how far the sampler's are.
 
     Args:
         weights: `[samples]`, 0 for a padding row.
@@ -910,9 +910,11 @@ def main():
         evaluate(run, judge, packer)
     update_data_position(run)  # a resumed run may have used up its data
     while not progress.finished:
-        rollout = state.rollout or next_rollout(run, judge, reference, packer)
-        if rollout is None:  # the run ends without another update
+        if state.rollout is None:
+            state.rollout = next_rollout(run, judge, reference, packer)
+        if state.rollout is None:  # the run has ended without another update
             break
+        rollout = state.rollout
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
@@ -920,7 +922,8 @@ def main():
         # The loss is divided by this update's tokens or responses, see --average.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
 
-        # With shared prompts a sample counts as long as its group's longest: groups stay together.
+        # Micro-batches are cut in the order of these. Where prompts are shared each sample has the
+        # length of its group's longest, so that a group stays together.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
@@ -985,14 +988,13 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
 def next_rollout(
     run: Run, judge: Judge, reference: Reference | None, packer: Packer
 ) -> Rollout | None:
-    """Makes rollouts until one has something to train on. Returns None if the run ends before."""
-    state: State = run.extra
+    """Returns the next rollout that has something to train on; None if the run ends before."""
     while not run.progress.finished:
-        state.rollout = make_rollout(run, judge, reference, packer)
-        if state.rollout is not None:
-            return state.rollout
+        rollout = make_rollout(run, judge, reference, packer)
+        if rollout is not None:
+            return rollout
         skip_or_end(run)
-        log_evaluate_save(run, judge, packer)
+        log_evaluate_save(run, judge, packer)  # the run may end here, or a signal may ask for it
     return None
 
 
@@ -1024,8 +1026,9 @@ def skip_or_end(run: Run) -> None:
     """
     position = run.extra.position
     position.end_rollout()
-    run.progress.idle = True  # nothing is due: the model has not changed
-    update_data_position(run)  # if the data are used up, `progress.finished` is true from here on
+    # The model has not changed, so nothing is due before the next update or the end of the run.
+    run.progress.idle = True
+    update_data_position(run)  # the run is finished if the data are used up
 
     reason = (
         f"no update: rollout {position.rollouts_seen} has no response to train on (the advantages "

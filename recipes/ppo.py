@@ -358,8 +358,8 @@ def ratio_rounding(output: dict, old: dict, token_weights: torch.Tensor) -> list
 def old_of_this_pass(run: Run, output: dict, old: dict, weights: torch.Tensor) -> dict:
     """Returns `old` with the log-probs of this very pass, so that all ratios are exactly 1.
 
-    For a pass of the old policy itself. Logs how far the stored log-probs are from them, and the
-    sampler's.
+    Only while the policy is still the old one. The stored log-probs are the same but for rounding:
+    they were computed in other micro-batches. Also logs how far they are, and the sampler's.
 
     Args:
         weights: `[samples]`, 0 for a padding row.

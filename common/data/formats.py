@@ -333,10 +333,10 @@ def is_in_order(parts: list[str], whole: list[str]) -> bool:
 
 
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
-    """Returns the roles of a row's messages, each once.
+    """Returns the roles of a row's messages, each once; none if it is read as plain text.
 
-    They are named where rows lack an assistant. If there are none, the console knows that prompts
-    are strings. These have no role, but `strings_as_messages` makes turns of them.
+    The user reads which roles a row without an assistant has, and whether to ask the saved model by
+    messages or by strings. Those that `strings_as_messages` makes turns of have roles, too.
     """
     roles = []
     for name in ("messages", "prompt", "completion", "chosen", "rejected"):

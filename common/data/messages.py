@@ -122,7 +122,7 @@ def from_parts(message: dict, number: int) -> dict:
     """Returns a message whose content is a list of parts as one whose content is a text.
 
     Thinking goes to `reasoning_content` and calls to `tool_calls`, where chat templates look. Calls
-    are added to those of the message; thinking takes the place of the message's.
+    are added to those of the message; thinking replaces its `reasoning_content`.
     """
     texts = []
     thoughts = []
@@ -132,8 +132,9 @@ def from_parts(message: dict, number: int) -> dict:
     for part_number, part in enumerate(message["content"], 1):
         where = f"message {number}, part {part_number}"
         kind = str(part.get("type", "text"))
-        # {"type": "thinking", "thinking": ...}; others have it under "value" or "text".
-        value = part.get(kind, part.get("value", part.get("text")))
+        # Under its own kind, as in {"type": "thinking", "thinking": ...}, or one of these.
+        keys = (kind, "value", "text")
+        value = next((part[key] for key in keys if key in part), None)
         if kind == "tool_call":
             calls += tool_calls(value, where)
             continue
@@ -143,7 +144,10 @@ def from_parts(message: dict, number: int) -> dict:
             )
         if not isinstance(value, str):
             raise BadRow(f"{where}: expected a text, found {part!r:.80}")
-        (texts if kind == "text" else thoughts).append(value)
+        if kind == "text":
+            texts.append(value)
+        else:
+            thoughts.append(value)
 
     message = {**message, "content": "".join(texts)}
     if thoughts:

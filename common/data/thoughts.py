@@ -28,7 +28,7 @@ def of_content(content: str) -> str:
     """Returns the thinking in a content; "" if there is none.
 
     `<think>Why</think>Yes` has the thinking `Why`, and so has `Why</think>Yes`, whose prompt has
-    opened the thought. Of several pairs of `MARKERS` the first one counts.
+    opened the thought. Of several pairs of markers the first in `MARKERS` counts.
     """
     for opener, closer in MARKERS:
         before, found, _ = content.rpartition(closer)
@@ -87,6 +87,7 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
 
         content                     reasoning_content    returned
         <think>Why</think>\nYes     none                 <think>Why</think>\n             Yes
+        Why</think>\nYes            none                 <think>Why</think>\n             Yes
         Yes                         Why                  <think>\nWhy\n</think>\n\n       Yes
         \n\nYes                     Why                  <think>\nWhy\n</think>\n\n       Yes
     """
@@ -94,7 +95,9 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
     after_thought = without_thought(content)
     answer = after_thought.lstrip()
     if of_content(content):
-        return content.removesuffix(answer), answer
+        thinking = content.removesuffix(answer)
+        opener = next(opener for opener, closer in MARKERS if closer in thinking)
+        return thinking if opener in thinking else opener + thinking, answer
     opener, closer = markers_of(tokenizer)
     # Gemma's template writes nothing between the marker and the content.
     gap = "" if closer == "<channel|>" else "\n\n"
@@ -145,8 +148,9 @@ def without_thought_at_end(prompt: str, only_in_prompt: str) -> str:
         before, is_closed, after = prompt.rpartition(closer)
         if is_closed and not after.strip():
             before_opener, is_opened, inside = before.rpartition(opener)
-            is_empty_thought = is_opened and not inside.strip()
-            return before_opener if is_empty_thought else before
+            if is_opened and not inside.strip():
+                return before_opener
+            return before  # the closing marker alone: one that is opened earlier is another's
     return prompt
 
 

@@ -125,15 +125,20 @@ def encode_answer(
     r"""Returns the token ids of an answer, and of what precedes it.
 
     Usually the answer is what the template writes after its generation prompt, up to the token that
-    ends it. Example, with ChatML:
+    ends it. But a template may
+
+        1. not write the answer: no ids, and a note that says why
+        2. write its last message whole: cut from what it writes, see `split_turn`
+        3. drop the thinking of its only message: put back in, see `encode_with_thinking`
+        4. drop the thinking of the last of several messages: see `encode_last_alone`
+
+    In 2 and 3 an end token is added if there is none. Example, with ChatML:
 
         history    user: Hi
         answer     assistant: Yes
         prompt     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
         context    the same
         ids        Yes<|im_end|>
-
-    The cases are numbered below. In 2 and 3 an end is added if there is none.
 
     Args:
         history, answer: messages.
@@ -323,7 +328,7 @@ def follow_prompt(
 
     What the prompt has already is left out of the answer. Examples with `<think>Why</think>Yes`:
 
-        prompt                     context           rest of the answer
+           prompt                  context           rest of the answer
         1. <bot><think></think>    <bot>             <think>Why</think>Yes
         2. <bot>                   <bot>             <think>Why</think>Yes
         3. <bot><think>\n          <bot><think>\n    Why</think>Yes
@@ -333,7 +338,7 @@ def follow_prompt(
         only_in_prompt: the end of the prompt that the template does not write before an answer: in
             3 `<think>\n`, in 4 `Sure,`.
         before_content: what the template writes between the prompt and the content, such as a
-            space. Only in 2 does it write answers after all of the prompt.
+            space. Needed in 2 alone: elsewhere this answer begins at another place than its own.
         answer: the thinking, the content, and what the template writes after it.
     """
     without_thought = thoughts.without_thought_at_end(prompt, only_in_prompt)
@@ -342,9 +347,10 @@ def follow_prompt(
     if only_in_prompt == "":  # 2.
         return prompt, before_content + answer
     opened = only_in_prompt.strip()
-    if opened and answer.lstrip().startswith(opened):  # 3. It has opened the thought.
+    if opened and answer.lstrip().startswith(opened):
+        # 3. It has opened the thought. The whitespace after the marker may differ, so only what
+        # both have is left out.
         answer = answer.lstrip()
-        # The whitespace after the marker may differ, so only what both have is left out.
         return prompt, answer[n_shared(answer, only_in_prompt.lstrip()) :]
     return prompt, answer  # 4. It ends with something else.
 
@@ -483,10 +489,10 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
     """Returns how many tokens of a prompt follow an earlier answer and its end token.
 
-    With `--loss_on all` they have not been learned yet. Where the template rewrites earlier turns,
-    the prompt does not begin with what was learned, so lengths cannot be subtracted. Instead the
-    prompt is rendered with two different answers at that place. What both end with follows the
-    answer. Example: of
+    Where the template rewrites earlier turns, each answer has a sequence of its own, and these
+    overlap. `--loss_on all` learns each token of a context once: these are the ones that no earlier
+    sequence has. To find them, the prompt is rendered with two different answers at that place:
+    what both end with follows the answer. Example: of
 
         <user> One <bot> a <end> <user> Two <bot>
         <user> One <bot> b <end> <user> Two <bot>

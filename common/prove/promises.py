@@ -157,13 +157,13 @@ def check_means(bench: Bench) -> Iterator[Check]:
     at_once = runs.pass_at_once(bench)
     in_parts = runs.pass_in_parts(bench)
     unchecked = []
-    # With n updates in a pass, `in_parts` logs after updates 1, n and 2n. Only the last of these
-    # lines is over a whole pass.
+    # With n updates in a pass, `in_parts` logs after updates 1, n and 2n. Unless n is 1, only the
+    # last of these lines is over a whole pass.
     has_second_pass = in_parts.last_step >= 2 * runs.updates_of_a_pass(bench)
     if has_second_pass:
         yield from means_of_a_pass(at_once, in_parts)
     else:
-        unchecked.append("a line over a whole pass: the recipe makes one pass over the data")
+        unchecked.append("a line over a whole pass: the recipe makes only one pass")
     if bench.has("max_grad_norm"):
         yield norm_before_clipping(bench)
     else:

@@ -798,6 +798,8 @@ def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
     tokenizer = types.SimpleNamespace(chat_template="... </think> ... [/THINK] ...")
     message = {"content": "yes", "reasoning_content": "why"}
     assert thoughts.split(tokenizer, message) == ("<think>\nwhy\n</think>\n\n", "yes")
+    opened_elsewhere = {"content": "why[/THINK] yes"}
+    assert thoughts.split(tokenizer, opened_elsewhere) == ("[THINK]why[/THINK] ", "yes")
     empty = {**message, "content": "<think>\n</think>\nyes"}
     assert thoughts.split(tokenizer, empty) == ("<think>\nwhy\n</think>\n\n", "yes")
     whole = {**message, "content": "<think>why</think> yes"}
@@ -894,7 +896,7 @@ def test_tokens_since_an_answer_leave_out_all_that_ends_it(name):
 @pytest.mark.parametrize("empty", ["<think></think>", "<think>\n\n</think>\n\n", "</think>"])
 def test_an_empty_thought_in_front_of_every_answer_gives_way_to_a_real_one(empty):
     """As DeepSeek-V3.1 writes one, without thinking: prompt and answer begin alike, and both were learned."""
-    tokenizer = templates.tokenizer("qwen2_5")
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         f"{{% if m.role == 'assistant' %}}{empty}{{% endif %}}{{{{ m.content }}}}<|im_end|>\n"

@@ -1,5 +1,6 @@
 """Whether a response gives the right answer: a table of what people and models write."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -162,7 +163,7 @@ def test_a_response_is_right(response, answer, right):
 
 def test_markers_of_thoughts_that_are_special_tokens_stay_in_the_text():
     """Without them the thought runs into the answer, or, if the prompt opened it, hides all of it."""
-    tokenizer = templates.tokenizer("qwen2_5")
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     texts = ["[THINK]The answer is 5[/THINK]4<|im_end|>", "one<|im_end|>"]
     ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]

@@ -761,7 +761,7 @@ def test_a_fork_that_always_makes_one_epoch_is_not_red(tmp_path):
     report, output = prove(file, tmp_path, *flags, repository=repository)
     assert of_status(report, "red") == [] and of_status(report, "green") == ["still"], output
     assert of_status(report, "unchecked") == ["means", "log-lines", "seed"]
-    assert "the recipe makes one pass over the data" in output
+    assert "the recipe makes only one pass" in output
     assert output.count("the recipe has no --max_epochs") == 2
 
 
