@@ -88,7 +88,7 @@ def played(accelerator, tokenizer, model, respond=None):
     uniforms = np.zeros((len(rows), 1, MAX_NEW_TOKENS))
     with pytest.MonkeyPatch.context() as patch:
         if respond:
-            patch.setattr(generation, "answers", respond)
+            patch.setattr(generation, "generate_locally", respond)
         return generation.sample(run, prompts, uniforms, 0.0)
 
 
