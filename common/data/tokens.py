@@ -163,6 +163,8 @@ def encode_answer(
     notes = [DROPS_EARLIER] if any(drops_thought[:-1]) else []
     if not drops_thought[-1]:
         # 2. It writes the last message whole.
+        if len(answer) == 1 and not turn.continues_prompt:
+            turn = with_prompt_as_read(tokenizer, turn, templates.render(tokenizer, history, tools))
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
         if context != prompt.ids:  # the answer follows only the prompt's beginning
@@ -194,6 +196,27 @@ def compare_with_prompt(tokenizer, prompt: Beginning, text_with_answer: str) -> 
         only_in_prompt=decode(tokenizer, prompt.ids[n_alike:]),
         only_in_answer=decode(tokenizer, ids_with_answer[n_alike:]),
     )
+
+
+def with_prompt_as_read(tokenizer, turn: Turn, history: str) -> Turn:
+    r"""Returns a turn whose answer follows the prompt, where the template rewrites the history.
+
+    gpt-oss drops the thinking of a call once an answer follows the call's result. Without this, all
+    that differs would count as the answer, the result included. Example:
+
+        prompt.text         <user>Hi<bot>Think<bot>Call<tool>5<bot>
+        text_with_answer    <user>Hi<bot>Call<tool>5<bot>Yes<end>
+        returned            <user>Hi<bot>Think<bot>Call<tool>5<bot>Yes<end>
+
+    Args:
+        history: what the template writes without the generation prompt.
+    """
+    generation_prompt = turn.prompt.text.removeprefix(history)
+    is_rewritten = len(turn.only_in_prompt) > len(generation_prompt)
+    if not (is_rewritten and generation_prompt in turn.text_with_answer and generation_prompt):
+        return turn
+    answer = turn.text_with_answer.rpartition(generation_prompt)[2]
+    return compare_with_prompt(tokenizer, turn.prompt, turn.prompt.text + answer)
 
 
 def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:

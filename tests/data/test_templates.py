@@ -922,3 +922,25 @@ def test_an_empty_thought_in_front_of_every_answer_gives_way_to_a_real_one(empty
 ])  # fmt: skip
 def test_a_prompt_without_the_empty_thought_at_its_end(prompt, only_in_prompt, expected):
     assert thoughts.without_thought_at_end(prompt, only_in_prompt) == expected
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "completion"])
+def test_an_answer_whose_history_is_rewritten_by_it_is_learned_after_the_prompt(loss_on):
+    """gpt-oss drops the thinking of a call once the result is answered: the result was learned with the answer."""
+    tokenizer = templates.tokenizer("gptoss")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 2}}}
+    messages = [
+        {"role": "user", "content": "2+3?"},
+        {"role": "assistant", "content": "", "thinking": "Use it", "tool_calls": [call]},
+        {"role": "tool", "content": "5", "name": "add"},
+        {"role": "assistant", "content": "It is 5."},
+    ]
+    row = sft_row({"messages": messages}, tokenizer, 4000, loss_on)
+    assert row["sequence_lengths"] == [row["length"]] and row["notes"] == []
+    texts = [tokenizer.decode(ids) for _, ids in learned(row)]
+    called = "<|channel|>analysis<|message|>Use it<|end|><|start|>assistant to=functions.add"
+    assert texts[-1] == "<|channel|>final<|message|>It is 5.<|return|>"
+    assert len(texts) == (2 if loss_on == "assistant" else 1)
+    assert loss_on == "completion" or texts[0].startswith(called)
+    prompt = inference_ids("gptoss", messages[:3])
+    assert learned(row)[-1][0] == prompt
