@@ -608,7 +608,7 @@ def main():
                 # The loss is the mean over the update's response tokens. The engine itself divides
                 # by `divisor`, the number of micro-batches of all processes.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
-                accelerator.backward(loss)
+                accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()  # has no effect before that micro-batch

@@ -912,8 +912,8 @@ def main():
     while not progress.finished:
         if state.rollout is None:
             state.rollout = next_rollout(run, judge, reference, packer)
-        if state.rollout is None:  # the run has ended without another update
-            break
+            if state.rollout is None:  # the run has ended without another update
+                break
         rollout = state.rollout
 
         # All processes agree on the samples of this update. Each takes its share of them.
@@ -922,8 +922,8 @@ def main():
         # The loss is divided by this update's tokens or responses, see --average.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
 
-        # Micro-batches are cut in the order of these. Where prompts are shared each sample has the
-        # length of its group's longest, so that a group stays together.
+        # Micro-batches are cut in the order of these lengths. Where prompts are shared each sample
+        # has that of its group's longest, so that a group stays together.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
@@ -946,7 +946,7 @@ def main():
                 # The loss is the weighted mean over the update's samples. The engine itself divides
                 # by `divisor`, the number of micro-batches of all processes.
                 loss = (losses * sample_weights).sum() * divisor / update_weight
-                accelerator.backward(loss)
+                accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()  # has no effect before that micro-batch
@@ -1014,12 +1014,11 @@ def update_data_position(run: Run) -> None:
 
 
 def skip_or_end(run: Run) -> None:
-    """Leaves a rollout that has nothing to train on, with a warning.
+    """Goes past a rollout that has nothing to train on, with a warning.
 
-    The run goes on with the next one, unless
-
-        this was the last of the data: it ends as usual, even if nothing was learned
-        a whole epoch of prompts has led to no update: it ends early
+        the data are used up              the run ends as usual, even if nothing was learned
+        a whole epoch led to no update    the run ends early
+        else                              it goes on with the next rollout
 
     Raises:
         SystemExit: after such an epoch, if the run has made no update at all.

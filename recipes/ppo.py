@@ -358,8 +358,8 @@ def ratio_rounding(output: dict, old: dict, token_weights: torch.Tensor) -> list
 def old_of_this_pass(run: Run, output: dict, old: dict, weights: torch.Tensor) -> dict:
     """Returns `old` with the log-probs of this very pass, so that all ratios are exactly 1.
 
-    Only while the policy is still the old one. The stored log-probs are the same but for rounding:
-    they were computed in other micro-batches. Also logs how far they are, and the sampler's.
+    Only while the policy is still the old one. Then the stored log-probs differ by rounding alone:
+    they were computed in other micro-batches. Logs that rounding, and how far the sampler's are.
 
     Args:
         weights: `[samples]`, 0 for a padding row.
@@ -756,7 +756,7 @@ def main():
                 # The loss is the mean over the update's tokens. The engine itself divides by
                 # `divisor`, the number of micro-batches of all processes.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
-                accelerator.backward(loss)
+                accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()  # has no effect before that micro-batch

@@ -255,7 +255,7 @@ def main():
                 # The loss is the mean over the update's pairs. The engine itself divides by
                 # `divisor`, the number of micro-batches of all processes.
                 loss = (losses * weights).sum() * divisor / len(update_rows)
-                accelerator.backward(loss)
+                accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()  # has no effect before that micro-batch

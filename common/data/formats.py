@@ -333,10 +333,11 @@ def is_in_order(parts: list[str], whole: list[str]) -> bool:
 
 
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
-    """Returns the roles of a row's messages, each once; none if it is read as plain text.
+    """Returns the roles of a row's messages, each once; none if it has no message.
 
-    The user reads which roles a row without an assistant has, and whether to ask the saved model by
-    messages or by strings. Those that `strings_as_messages` makes turns of have roles, too.
+    Strings that `strings_as_messages` makes turns of count as user and assistant. The roles are in
+    the note on rows without an assistant. Whether there are any decides if the run's last hint asks
+    the model by messages or by a string.
     """
     roles = []
     for name in ("messages", "prompt", "completion", "chosen", "rejected"):

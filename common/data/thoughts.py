@@ -97,7 +97,8 @@ def split(tokenizer, message: dict) -> tuple[str, str]:
     if of_content(content):
         thinking = content.removesuffix(answer)
         opener = next(opener for opener, closer in MARKERS if closer in thinking)
-        return thinking if opener in thinking else opener + thinking, answer
+        has_opener = opener in thinking  # else the prompt had opened it: second line of the table
+        return thinking if has_opener else opener + thinking, answer
     opener, closer = markers_of(tokenizer)
     # Gemma's template writes nothing between the marker and the content.
     gap = "" if closer == "<channel|>" else "\n\n"
@@ -129,7 +130,7 @@ def without_empty_thought(text: str) -> str:
 
 
 def without_thought_at_end(prompt: str, only_in_prompt: str) -> str:
-    r"""Returns a prompt without the thought with which it ends to say that nothing is thought.
+    r"""Returns a prompt without the empty thought at its end, which tells a model not to think.
 
     Examples:
 

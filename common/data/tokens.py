@@ -124,15 +124,14 @@ def encode_answer(
 ) -> Answer:
     r"""Returns the token ids of an answer, and of what precedes it.
 
-    Usually the answer is what the template writes after its generation prompt, up to the token that
-    ends it. But a template may
+    It depends on what the template writes:
 
-        1. not write the answer: no ids, and a note that says why
-        2. write its last message whole: cut from what it writes, see `split_turn`
-        3. drop the thinking of its only message: put back in, see `encode_with_thinking`
-        4. drop the thinking of the last of several messages: see `encode_last_alone`
+        1. not the answer: no ids, and a note that says why
+        2. all of its last message, as usual: what follows the prompt, see `split_turn`
+        3. not the thinking of its only message: put back in, see `encode_with_thinking`
+        4. not that of the last of several messages: 3 for that one, see `encode_last_alone`
 
-    In 2 and 3 an end token is added if there is none. Example, with ChatML:
+    An end token is added where the template writes none. Example, with ChatML:
 
         history    user: Hi
         answer     assistant: Yes
@@ -359,9 +358,9 @@ def follow_prompt(
 
     Args:
         only_in_prompt: the end of the prompt that the template does not write before an answer: in
-            3 `<think>\n`, in 4 `Sure,`.
+            2 "", in 3 `<think>\n`, in 4 `Sure,`.
         before_content: what the template writes between the prompt and the content, such as a
-            space. Needed in 2 alone: elsewhere this answer begins at another place than its own.
+            space. Used in 2 alone, where the answer begins where the template has begun it.
         answer: the thinking, the content, and what the template writes after it.
     """
     without_thought = thoughts.without_thought_at_end(prompt, only_in_prompt)
