@@ -1,6 +1,7 @@
 """Where our files are, who started this process, a check of recipes, and small helpers."""
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -68,6 +69,13 @@ def speaks_for_all() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+@functools.cache
+def print_once(text: str) -> None:
+    """Prints a line once, on the main process."""
+    if speaks_for_all():
+        print(text, flush=True)
+
+
 def end_by_interrupt(kind: type[BaseException], error: BaseException, trace) -> None:
     """Shows an error that nobody caught; for Ctrl-C one line instead of what it interrupted."""
     if not issubclass(kind, KeyboardInterrupt):
@@ -84,7 +92,7 @@ def check_recipe(recipe_file: str) -> None:
 
     A copy of a recipe outside any clone is fine: it runs with the installed `common`.
 
-    Where it is the program's first line, no garbage is collected until `arguments.parse`: modules
+    If Python was started with the recipe, no garbage is collected until `arguments.parse`. Modules
     are never freed, and looking through them again and again takes a fifth of a recipe's start.
 
     Args:
@@ -100,5 +108,7 @@ def check_recipe(recipe_file: str) -> None:
             f"Run `pip install -e {clone}` in this environment first, or set PYTHONPATH={clone}."
         )
     is_program = getattr(sys.modules["__main__"], "__file__", None) == recipe_file
-    if is_program and "torch" not in sys.modules:
+    # A reward function may import the recipe while it runs: then `parse` is not called again.
+    is_starting = "torch" not in sys.modules
+    if is_program and is_starting:
         gc.disable()

@@ -178,7 +178,7 @@ def parse(args_class: type, demo: Path, argv: list[str] | None = None):
 
 
 def read(args_class: type, demo: Path, argv: list[str] | None = None):
-    """Does the part of `parse` that needs nothing besides YAML and flags: no data.
+    """Does the part of `parse` that reads YAML and flags alone.
 
     Returns:
         the arguments, and whether they are those of the demo.

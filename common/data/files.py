@@ -1,6 +1,5 @@
 """Reads the rows of a data set from the hub, a local file or a folder of files."""
 
-import functools
 import glob
 import gzip
 import io
@@ -18,7 +17,7 @@ import datasets
 import pandas
 from datasets.data_files import DataFilesDict, get_data_patterns
 
-from common import counted, hub, in_one_line
+from common import counted, hub, in_one_line, print_once
 from common.data import cache
 
 # The `datasets` builder for each file suffix. JSON has a reader of our own, see `JsonRows`.
@@ -191,8 +190,8 @@ def note_unread(folder: Path, files: list[Path], splits: DataFilesDict) -> None:
     unread = []
     for file in files:
         path = file.relative_to(folder)
-        is_hidden = any(part.startswith((".", "__")) for part in path.parts)  # to `datasets`
-        if file.is_file() and not is_hidden and os.path.realpath(file) not in read:
+        is_ignored = any(part.startswith((".", "__")) for part in path.parts)  # by `datasets`
+        if file.is_file() and not is_ignored and os.path.realpath(file) not in read:
             unread.append(str(path))
     if unread:
         listed = ", ".join(sorted(unread)[:5]) + (", ..." if len(unread) > 5 else "")
@@ -200,12 +199,6 @@ def note_unread(folder: Path, files: list[Path], splits: DataFilesDict) -> None:
             f"NOTE: folder {str(folder)!r}: {counted(len(unread), 'file')} in none of the splits "
             f"{sorted(map(str, splits))}, so not read: {listed}"
         )
-
-
-@functools.cache
-def print_once(note: str) -> None:
-    """Prints a note, unless this process has done so already."""
-    print(note, flush=True)
 
 
 def read_files(split: str, kinds: set[str], files: DataFilesDict) -> datasets.Dataset:

@@ -85,8 +85,8 @@ def is_alpaca(row: dict, strict: bool) -> bool:
 def from_alpaca(row: dict) -> dict:
     """Returns a row of `instruction`, `input` and `output` as one of `prompt` and `completion`.
 
-    Instruction and input, joined by a newline, are the user's message. `history` has
-    pairs of earlier questions and answers.
+    Instruction and input, joined by a newline, are the user's message. `history` has pairs of
+    earlier questions and answers.
     """
     for column in ("instruction", "input", "output"):
         fits = isinstance(row.get(column), (str, type(None)))

@@ -24,7 +24,7 @@ class Sequences:
             dataset: a `datasets.Dataset` with `input_ids targets sequence_lengths row`.
         """
         self.dataset = dataset
-        lists = dataset.with_format("arrow")["sequence_lengths"][:]  # lists of Python take long
+        lists = dataset.with_format("arrow")["sequence_lengths"][:]  # Python lists would take long
         self.lengths = pyarrow.compute.list_flatten(lists).to_numpy()
         per_row = pyarrow.compute.list_value_length(lists).to_numpy()
         self._row_of = np.repeat(np.arange(len(dataset)), per_row)

@@ -212,9 +212,11 @@ def with_prompt_as_read(tokenizer, turn: Turn, history: str) -> Turn:
     """
     generation_prompt = turn.prompt.text.removeprefix(history)
     is_rewritten = len(turn.only_in_prompt) > len(generation_prompt)
-    if not (is_rewritten and generation_prompt in turn.text_with_answer and generation_prompt):
+    if not is_rewritten or generation_prompt == "":
         return turn
-    answer = turn.text_with_answer.rpartition(generation_prompt)[2]
+    _, found, answer = turn.text_with_answer.rpartition(generation_prompt)
+    if not found:
+        return turn
     return compare_with_prompt(tokenizer, turn.prompt, turn.prompt.text + answer)
 
 

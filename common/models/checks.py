@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.models import architecture, load
+from common import print_once
+from common.models import architecture
 from common.models.logprobs import LogProbModel
 from common.models.packing import Packer
 from common.run import Run
@@ -122,7 +123,7 @@ def can_pack(run: Run, models: list[nn.Module], varlen: bool = False) -> bool:
 def note_attention_without_mask(configs: list[PreTrainedConfig]) -> None:
     """Prints a note where the user chose an attention that keeps answers in rows of their own."""
     for kind in {config._attn_implementation for config in configs} - {"sdpa"}:
-        load.note(
+        print_once(
             f"NOTE: with --attn_implementation {kind} each answer has a row of its own: "
             "only sdpa is given a mask, by which a row can hold several"
         )

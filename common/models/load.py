@@ -24,7 +24,7 @@ from transformers import (
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from common import cpu, distributed, folders, hub, record, speaks_for_all, zero
+from common import cpu, distributed, folders, hub, print_once, record, zero
 from common.data import templates, tokens
 from common.models.architecture import OTHER_SENSES
 
@@ -115,7 +115,7 @@ def separate_pad(tokenizer, pad_token: str | None = None) -> None:
             "the EOS. Give --pad_token TOKEN: a token of its vocabulary with which no answer ends"
         )
     tokenizer.pad_token = found[0]
-    note(
+    print_once(
         f"NOTE: pads with {found[0]!r}, because the tokenizer has no pad token other than its "
         f"EOS, {eos!r}; --pad_token names another"
     )
@@ -181,7 +181,7 @@ def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedMod
     refuse_classifier(name, model.config)
     if unused:
         parts = sorted({weight.split(".")[0] for weight in unused})
-        note(
+        print_once(
             f"NOTE: {name!r} has {len(unused)} weights that {type(model).__name__} does not have, "
             f"of {', '.join(parts)}: they are not loaded, and no saved actor has them"
         )
@@ -279,7 +279,7 @@ def score_model(
             "expected a reward model with one label, as recipes/reward.py saves it"
         )
     if missing:
-        note(f"{name!r} has no score head: a new one is drawn from the seed")
+        print_once(f"{name!r} has no score head: a new one is drawn from the seed")
         draw_score_head(model)
     # transformers reads the score of the last token before the padding.
     model.config.pad_token_id = tokenizer.pad_token_id
@@ -315,7 +315,7 @@ def load(
         device = str(PartialState().device)
         settings |= {"quantization_config": quantization, "device_map": {"": device}}
     if is_large(name):
-        note(f"loading {name}")
+        print_once(f"loading {name}")
     read = read_on_main_process if is_fsdp_enabled() else from_pretrained
     with contextlib.nullcontext() if frozen else zero.unrounded_shards():
         model, info = read(
@@ -385,13 +385,6 @@ def is_large(name: str) -> bool:
     """Whether a model may take long to load: from the hub, or from weights of more than a GiB."""
     files = Path(name).glob("*.safetensors")
     return not Path(name).exists() or sum(file.stat().st_size for file in files) > 2**30
-
-
-@functools.cache
-def note(text: str) -> None:
-    """Prints a line once, on the main process."""
-    if speaks_for_all():
-        print(text, flush=True)
 
 
 def holds_tokenizer(folder: Path) -> bool:

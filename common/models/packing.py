@@ -386,4 +386,4 @@ def of_targets(values: Sequence[Sequence[int]], is_target: Sequence[Sequence]) -
     chosen: list[int] = []
     for values_of_answer, flags in zip(values, is_target):
         chosen += itertools.compress(values_of_answer, flags)
-    return np.array(chosen, dtype=np.int64)  # without any target, too
+    return np.array(chosen, dtype=np.int64)  # of this type without any target, too

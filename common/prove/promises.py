@@ -141,7 +141,7 @@ def check_last_update(bench: Bench) -> Iterator[Check]:
         short = {"train_batch_size": BATCH}
     one_epoch: Changes = {"n_rows": n_rows, "max_steps": 0, "max_epochs": 1, **runs.SAVED_AT_END}
     expected = bench.run("full-update", micro_train_batch_size=2, **one_epoch, **full)
-    # 4 divides neither 6 rows nor 18 samples: micro-batches of 3 3, or of 4 4 4 3 3.
+    # 4 divides neither 6 rows nor 18 samples: micro-batches of 3 and 3, or of 4, 4, 4, 3 and 3.
     found = bench.run("short-update", micro_train_batch_size=4, **one_epoch, **short)
     only = {"loss", "grad_norm", "samples"}
     yield Check("log lines", compare.lines(expected.training, found.training, only))

@@ -179,7 +179,7 @@ def rows_with_answer(eval_set, limit: int | None) -> dict[str, list]:
 
 
 def has_exact_match(args, eval_set) -> bool:
-    """Whether exact match is evaluated on a held-out set: it has answers, some are asked for."""
+    """Whether a held-out set has answers, and `--exact_match_rows` asks for some of them."""
     return "answer" in eval_set.column_names and args.exact_match_rows != 0
 
 

@@ -82,7 +82,7 @@ def local_generator(run: Run) -> Iterator[LocalGenerator]:
         run.servers.synchronise(run)  # they get the current weights
         yield partial(run.servers.generate_locally, run)
         return
-    # Found before `ready_to_generate`, which sets aside the generation config that names some.
+    # Before `ready_to_generate`, which sets the generation config and its stop tokens aside.
     stops = tokens.stop_tokens(run.tokenizer, run.unwrapped.model)
     with torch.no_grad(), ready_to_generate(run), run.accelerator.autocast():
         yield partial(generate_locally, run, stops)

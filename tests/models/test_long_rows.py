@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, modeling_flash_attention_utils
 
+import common
 from architectures import build
-from common.models import architecture, checks, load, packing
+from common.models import architecture, checks, packing
 from common.models.logprobs import LogProbModel
 from common.models.packing import Packer
 from runs import recipe
@@ -247,7 +248,7 @@ def test_sft_packs_for_flash_attention(flash):
 
 
 def test_flash_attention_packs_by_lengths_alone_and_says_so(flash, capsys):
-    load.note.cache_clear()
+    common.print_once.cache_clear()
     wrapper = flash_model()
     assert can_pack(wrapper, varlen=True)
     assert capsys.readouterr().out == ""
