@@ -908,7 +908,7 @@ def main():
     is_new_run = state.position.prompts_seen == 0
     if is_new_run:
         evaluate(run, judge, packer)
-    update_data_position(run)  # a resumed run may have used up its data
+    update_data_position(run)  # the prompts decide when the run has finished, here and below
     while not progress.finished:
         if state.rollout is None:
             state.rollout = next_rollout(run, judge, reference, packer)
@@ -922,8 +922,8 @@ def main():
         # The loss is divided by this update's tokens or responses, see --average.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
 
-        # Micro-batches are cut in the order of these lengths. Where prompts are shared each sample
-        # has that of its group's longest, so that a group stays together.
+        # Micro-batches are cut in the order of these lengths: each sample's own, or, where prompts
+        # are shared, that of its group's longest, so that a group stays together.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)
