@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterable
@@ -107,8 +108,8 @@ def find_checkpoint(run: Run) -> Path | None:
     process.
 
     Raises:
-        SystemExit: one is whole, but another version of `common` wrote it; for the rest see
-            `refuse_to_start_over`.
+        SystemExit: the checkpoint that `--resume` names cannot be used; another version of
+            `common` wrote it; for `auto` see `refuse_to_start_over`.
     """
     folders.put_back(run.checkpoints)  # a whole one that a killed run was replacing
     if run.args.resume == "never":
@@ -122,28 +123,27 @@ def find_checkpoint(run: Run) -> Path | None:
         if fault is None:
             return path
         run.accelerator.print(f"passed over {path}: {fault}")
+    if run.args.resume != "auto":
+        sys.exit(f"--resume {run.args.resume}: it cannot be used, see above")
     refuse_to_start_over(run, candidates)
     run.accelerator.print(f"no checkpoint in {run.checkpoints}: starting from the beginning")
     return None
 
 
 def refuse_to_start_over(run: Run, passed_over: list[Path]) -> None:
-    """Ends the program if there is no usable checkpoint, but the run was started before.
+    """Refuses `--resume auto` where a run that has got further would begin at 0 again.
 
-    It would begin at 0, and write over its own results.
+    A run that was killed before its first checkpoint does begin at 0.
 
     Args:
         passed_over: the checkpoints that cannot be used.
 
     Raises:
-        SystemExit: the checkpoint that `--resume` names cannot be used; those in the run's folder
-            cannot; there are none, but an actor, so the run has ended.
+        SystemExit: the folder has checkpoints, but none that can be used; or it has none, but the
+            final actor, so the run has ended.
     """
-    if run.args.resume != "auto":
-        sys.exit(f"--resume {run.args.resume}: it cannot be used, see above")
-    # Copies that somebody has renamed are no candidates, but the run is not new.
-    copies = list(run.checkpoints.glob("global_step_*"))
-    unusable = passed_over or copies
+    # Copies that somebody has renamed were not passed over, but the run is not new.
+    unusable = passed_over or list(run.checkpoints.glob("global_step_*"))
     if unusable:
         sys.exit(
             f"--resume auto: of {counted(len(unusable), 'checkpoint')} none is whole "
@@ -154,7 +154,7 @@ def refuse_to_start_over(run: Run, passed_over: list[Path]) -> None:
 
 
 def remove_half_written(run: Run) -> None:
-    """Removes the half-written checkpoints that a killed run left.
+    """Removes what a killed run left of checkpoints that it was writing or replacing.
 
     For the main process, after `find_checkpoint` has put back a whole one that was being replaced.
     """
@@ -185,21 +185,25 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
 
 
 def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
-    """Returns for how many more checkpoints the disk must have room; at least one.
+    """Returns how many checkpoints the disk must still have room for; at least one.
 
-    A run keeps `--save_total_limit` of them, and needs room for one more while it writes it. If it
-    resumes, those that it has already are subtracted, up to the one that it resumes from. Example,
-    where it keeps 3 and resumes from update 20: of 10, 20 and 30 two count, and the disk must have
-    room for 2 more.
+    A run keeps `--save_total_limit` of them, and needs room for one more while it writes it, unless
+    so many are not due. If it resumes, those that it has already are subtracted, up to the one that
+    it resumes from. Example, where it keeps 3 and resumes from update 20: of 10, 20 and 30 two
+    count, so 2 more must fit.
     """
-    if run.args.save_total_limit == 0:  # all are kept: how many will come is not known here
+    if run.args.save_total_limit == 0:  # all are kept, unless the user removes some
         return 1
+    resume_step = 0
     n_kept = 0
     if resumes_from:  # later ones are moved aside
-        step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
-        steps = [folders.step_of(path) for path in folders.by_step(run.checkpoints)]
-        n_kept = sum(kept_step <= step for kept_step in steps)
-    return max(run.args.save_total_limit + 1 - n_kept, 1)
+        resume_step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
+        saved_steps = [folders.step_of(path) for path in folders.by_step(run.checkpoints)]
+        n_kept = sum(step <= resume_step for step in saved_steps)
+    interval = run.progress.updates_in(run.args.save_steps)
+    n_due = math.ceil(run.progress.total_steps / interval) - resume_step // interval
+    n_again = int(resumes_from is not None)  # see `save_again_if_needed`
+    return max(min(run.args.save_total_limit + 1 - n_kept, n_due + n_again), 1)
 
 
 def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
@@ -230,20 +234,19 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
 def save_again_if_needed(run: Run, path: Path, lines_are_lost: bool) -> None:
     """Saves what the run resumed from, unless the next resume can use the same checkpoint.
 
-        it is in                                    then
-        the run's own folder                        nothing is saved
-        the run's own folder, log lines are lost    saved again: its `log_bytes` count those lines
-        another folder                              saved here, if the run saves by `--save_steps`:
-                                                    `--resume auto` looks only here
+    A checkpoint in the run's own folder is saved again only if log lines are lost, because its
+    `log_bytes` count those lines. One in another folder is saved in the run's own, where
+    `--resume auto` looks, if the run saves by `--save_steps` at all.
 
     Args:
         path: the checkpoint that the run resumed from.
         lines_are_lost: what `move_aside` returned.
     """
-    if is_own(run, path) and not lines_are_lost:
-        run.last_saved = run.progress.global_step
-    elif is_own(run, path) or run.args.save_steps:
+    is_needed = lines_are_lost if is_own(run, path) else run.args.save_steps > 0
+    if is_needed:
         save(run)
+    elif is_own(run, path):
+        run.last_saved = run.progress.global_step
 
 
 def is_own(run: Run, path: Path) -> bool:
@@ -360,8 +363,8 @@ def stop_if_asked(run: Run) -> None:
 def save_end_if_resumable(run: Run) -> None:
     """Saves the end of a run that has a checkpoint, although it does not save by `--save_steps`.
 
-    Mostly a signal had stopped it, and it was resumed. If that checkpoint stayed the last one,
-    `--resume auto` would repeat all updates since then.
+    Usually a signal had stopped it, which saved that checkpoint, and it was resumed. If that stayed
+    the last one, `--resume auto` would repeat all updates since then.
     """
     has_checkpoint = run.last_saved is not None
     if has_checkpoint and not run.args.save_steps:

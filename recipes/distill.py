@@ -269,7 +269,7 @@ def sample_responses(run: Run, own: dict[str, list], is_own: np.ndarray) -> Samp
     """
     args = run.args
     with run.metrics.timed("generate"):
-        # They decide what is drawn, so the number of processes does not.
+        # Drawn here for all processes, so that responses do not depend on their number.
         uniforms = run.extra.position.draw_uniforms(args, len(is_own))[is_own]
         samples = generation.sample(run, own, uniforms, args.temperature)
         vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
@@ -576,11 +576,10 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
-        # Micro-batches are cut in the order of these lengths. Where prompts are shared, all samples
-        # of a group have the same one, so the group stays together.
+        # Cut in an order that keeps a group together, where prompts are shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
-        divisor = engine.begin_update(run, micro_batches)
+        divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
         is_old_student = progress.global_step == rollout.started_at  # no update was applied since
@@ -589,7 +588,7 @@ def main():
             with metrics.timed("data"):
                 data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
                 weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
-                batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
+                batch, stored = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
             with metrics.timed("teacher"):  # what the teachers say about the same tokens
                 lessons = lessons_of(
                     all_teachers, rollout, micro_batch.rows, batch=batch, packer=packer
@@ -597,19 +596,19 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, lessons=lessons, beta=beta)
+                old = stored
                 if is_old_student:
                     # The tokens that were sampled. Those of the data's completions were not.
-                    sampled = old["mask"] * old["is_own"] * weights[:, None]
-                    metrics.pending.add(correction.sampler_differences(output, old, sampled))
+                    sampled = stored["mask"] * stored["is_own"] * weights[:, None]
+                    metrics.pending.add(correction.sampler_differences(output, stored, sampled))
                     # So the log-probs of this very pass are the old ones: all ratios are exactly 1.
-                    old = {**old, "logps": output["logps"].detach()}
+                    old = {**stored, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
-                # The loss is the mean over the update's response tokens. The engine itself divides
-                # by `divisor`, the number of micro-batches of all processes.
+                # The mean over the update's response tokens; `* divisor` undoes the engine's own.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
-                if accelerator.sync_gradients:  # in the update's last micro-batch
+                if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()  # has no effect before that micro-batch
                 optimizer.zero_grad()

@@ -289,7 +289,7 @@ def main():
             data.mixture, args.train_batch_size, args.seed, progress.updates_seen
         )
         micro_batches = batches.split_update(run, update_rows, lengths)
-        divisor = engine.begin_update(run, micro_batches)
+        divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
 
@@ -306,11 +306,10 @@ def main():
                     output, batch["mask"], ref_logps, weights, args=args
                 )
                 guard.check(columns["row"], losses, weights)
-                # The loss is the mean over the update's pairs. The engine itself divides by
-                # `divisor`, the number of micro-batches of all processes.
+                # The mean over the update's pairs; `* divisor` undoes the engine's own.
                 loss = (losses * weights).sum() * divisor / len(update_rows)
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
-                if accelerator.sync_gradients:  # in the update's last micro-batch
+                if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()  # has no effect before that micro-batch
                 optimizer.zero_grad()

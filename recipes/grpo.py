@@ -264,25 +264,38 @@ def estimate_advantages(
         is_trained: bool `[samples]`; None: all that have a score. A sample that is not trained on
             still counts in its group, but not in `batch`.
     """
-    grouped = scores.double().reshape(-1, group_size)
+    grouped = scores.double().reshape(-1, group_size)  # NaN where there is no score
     is_scored = grouped.isfinite()
     if is_trained is None:
         is_trained = is_scored.flatten()
     means = grouped.nanmean(1, keepdim=True)
     advantages = grouped - baselines(grouped, means, baseline)
 
-    if advantage_std == "group":
+    if advantage_std == "batch":
+        advantages = standardise(advantages, is_trained, centre=baseline == "none")
+    elif advantage_std == "group":
         advantages = advantages / (std_of_groups(advantages) + EPSILON)
     elif advantage_std == "mean":
         advantages = torch.where(means > 0, advantages / means, 0.0)  # 0: a group of zeros
-    elif advantage_std == "batch":
-        trained = advantages.flatten()[is_trained]
-        if len(trained) > 1:  # a single one has no standard deviation, and stays as it is
-            if baseline == "none":
-                advantages = advantages - trained.mean()
-            advantages = advantages / (trained.std() + EPSILON)
-    advantages = advantages.where(is_scored, 0.0)  # those without a score were NaN up to here
-    return advantages.flatten().to(scores.dtype)
+    return advantages.where(is_scored, 0.0).flatten().to(scores.dtype)
+
+
+def standardise(advantages: torch.Tensor, is_trained: torch.Tensor, centre: bool) -> torch.Tensor:
+    """Returns advantages divided by their standard deviation over the trained samples.
+
+    A single trained sample has no standard deviation: then they stay as they are.
+
+    Args:
+        advantages: `[groups, group size]`.
+        is_trained: bool `[samples]`.
+        centre: subtract the mean over the trained samples first.
+    """
+    trained = advantages.flatten()[is_trained]
+    if len(trained) < 2:
+        return advantages
+    if centre:
+        advantages = advantages - trained.mean()
+    return advantages / (trained.std() + EPSILON)
 
 
 def baselines(grouped: torch.Tensor, means: torch.Tensor, baseline: str) -> torch.Tensor:
@@ -421,8 +434,8 @@ def kl_losses(
     With d = logps - ref_logps, k3 = exp(-d) - 1 + d and k2 = d^2 / 2. The old policy sampled the
     tokens. Weighted by `ratios`, a mean over them is a mean under the current policy:
 
-        k3    E_old[ratio * k3] = KL, so both factors are differentiated.
-        k2    E_old[ratio * grad k2] = grad KL, so the ratio is a constant.
+        k3    E_old[ratio * k3] is the KL itself: both factors are differentiated.
+        k2    E_old[ratio * grad k2] is the gradient of the KL: the ratio is a constant.
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.
@@ -531,18 +544,19 @@ def losses_and_metrics(
     return losses, sample_weights, logged + sampler_metrics
 
 
-def old_of_this_pass(run: Run, output: dict, old: dict, weights: torch.Tensor) -> dict:
-    """Returns `old` with the log-probs of this very pass, so that all ratios are exactly 1.
+def old_of_this_pass(run: Run, output: dict, stored: dict, weights: torch.Tensor) -> dict:
+    """Returns what is stored, with the log-probs of this very pass: all ratios are exactly 1.
 
-    Only while the policy is still the old one. Stored log-probs, if there are any, are the same but
-    for rounding: they were computed in other micro-batches. Also logs how far the sampler's are.
+    To be called only while the policy is the one that made the rollout. Stored log-probs, if there
+    are any, then differ from these by rounding alone, because they were computed in other
+    micro-batches. Logs how far the sampler's log-probs are from these.
 
     Args:
         weights: `[samples]`, 0 for a padding row.
     """
-    token_weights = old["mask"] * weights[:, None]
-    run.metrics.pending.add(correction.sampler_differences(output, old, token_weights))
-    return {**old, "logps": output["logps"].detach()}
+    token_weights = stored["mask"] * weights[:, None]
+    run.metrics.pending.add(correction.sampler_differences(output, stored, token_weights))
+    return {**stored, "logps": output["logps"].detach()}
 
 
 # ============================================================ the rollout
@@ -650,11 +664,11 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     position = run.extra.position
     kept_samples = []
     kept_scores = []
-    prompts_missing = args.rollout_batch_size
+    groups_missing = args.rollout_batch_size
     for round_number in range(1 + args.refill_rounds):
-        prompts_of_round = position.take_prompts(run, prompts_missing)
+        prompts_of_round = position.take_prompts(run, groups_missing)
         with run.metrics.timed("generate"):
-            # They decide what is drawn, so the number of processes does not.
+            # Drawn here for all processes, so that responses do not depend on their number.
             uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
             samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
             vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
@@ -669,9 +683,9 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
         sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
         kept_samples.append(samples.select(sample_is_kept))
         kept_scores.append(scores.total[sample_is_kept])
-        prompts_missing -= int(group_is_kept.sum())
+        groups_missing -= int(group_is_kept.sum())
         at_end_of_epoch = position.prompts_seen % run.data.mixture.samples == 0
-        if prompts_missing == 0 or at_end_of_epoch:
+        if groups_missing == 0 or at_end_of_epoch:
             break
     return Samples.joined(kept_samples), torch.cat(kept_scores)
 
@@ -811,7 +825,7 @@ def advance_rollout(run: Run) -> None:
     if state.position.update == updates_of(state.rollout, run.args):
         state.position.end_rollout()
         state.rollout = None
-    update_data_position(run)
+    count_prompts(run)
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -844,7 +858,7 @@ def main():
     rewards.check_signatures(args, data)  # can the functions be called with these columns?
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
-    # The learning-rate schedule is as long as if no group were dropped.
+    # As many updates as if no group were dropped: so long is the learning-rate schedule.
     progress = Progress(
         data.mixture.samples,
         args.train_batch_size,
@@ -904,16 +918,16 @@ def main():
     guard = guards.FiniteLosses(run)
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra  # after `checkpoint.begin`, which may replace it
-    # Not `updates_seen == 0`: a resumed run may have taken prompts without making an update.
-    is_new_run = state.position.prompts_seen == 0
-    if is_new_run:
+    if state.position.prompts_seen == 0:  # not `updates_seen`: rollouts may have led to no update
         evaluate(run, judge, packer)
-    update_data_position(run)  # the prompts decide when the run has finished, here and below
+    count_prompts(run)  # a resumed run may have used them up; `advance_rollout` counts again
     while not progress.finished:
         if state.rollout is None:
-            state.rollout = next_rollout(run, judge, reference, packer)
-            if state.rollout is None:  # the run has ended without another update
-                break
+            state.rollout = make_rollout(run, judge, reference, packer)
+        if state.rollout is None:  # nothing to train on: go on with the next prompts
+            skip_or_end(run)
+            log_evaluate_save(run, judge, packer)  # due only if the run ends here, or a signal came
+            continue
         rollout = state.rollout
 
         # All processes agree on the samples of this update. Each takes its share of them.
@@ -922,11 +936,10 @@ def main():
         # The loss is divided by this update's tokens or responses, see --average.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
 
-        # Micro-batches are cut in the order of these lengths: each sample's own, or, where prompts
-        # are shared, that of its group's longest, so that a group stays together.
+        # Cut in an order that keeps a group together, where prompts are shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
-        divisor = engine.begin_update(run, micro_batches)
+        divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
         is_old_policy = progress.global_step == rollout.started_at  # no update was applied since
@@ -935,19 +948,19 @@ def main():
             with metrics.timed("data"):
                 data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
                 weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
-                batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
+                batch, stored = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
-                if is_old_policy:  # this pass computes the old log-probs itself
-                    old = old_of_this_pass(run, output, old, weights)
+                old = stored
+                if is_old_policy:  # the log-probs of this pass are the old ones, so ratios are 1
+                    old = old_of_this_pass(run, output, stored, weights)
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
-                # The loss is the weighted mean over the update's samples. The engine itself divides
-                # by `divisor`, the number of micro-batches of all processes.
+                # The weighted mean over the update's samples; `* divisor` undoes the engine's own.
                 loss = (losses * sample_weights).sum() * divisor / update_weight
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
-                if accelerator.sync_gradients:  # in the update's last micro-batch
+                if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()  # has no effect before that micro-batch
                 optimizer.zero_grad()
@@ -985,23 +998,10 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
     checkpoint.stop_if_asked(run)
 
 
-def next_rollout(
-    run: Run, judge: Judge, reference: Reference | None, packer: Packer
-) -> Rollout | None:
-    """Returns the next rollout that has something to train on; None if the run ends before."""
-    while not run.progress.finished:
-        rollout = make_rollout(run, judge, reference, packer)
-        if rollout is not None:
-            return rollout
-        skip_or_end(run)
-        log_evaluate_save(run, judge, packer)  # the run may end here, or a signal may ask for it
-    return None
+def count_prompts(run: Run) -> None:
+    """Tells `progress` how many prompts were taken, and whether the run has used up all of them.
 
-
-def update_data_position(run: Run) -> None:
-    """Tells `progress` how many prompts were taken, and whether the run has used up its data.
-
-    `progress` cannot tell by counting updates: rollouts lose groups, and then make fewer.
+    `progress` cannot tell by its updates: a rollout that loses groups makes fewer of them.
     """
     state: State = run.extra
     run.progress.rows_seen = state.position.prompts_seen
@@ -1016,29 +1016,27 @@ def update_data_position(run: Run) -> None:
 def skip_or_end(run: Run) -> None:
     """Goes past a rollout that has nothing to train on, with a warning.
 
-        the data are used up              the run ends as usual, even if nothing was learned
-        a whole epoch led to no update    the run ends early
-        else                              it goes on with the next rollout
+    The run ends early if a whole epoch of prompts has led to no update: the rest would not either.
+    That is an error if it has never made one. If the data end first, it ends as usual.
 
     Raises:
-        SystemExit: after such an epoch, if the run has made no update at all.
+        SystemExit: the error.
     """
     position = run.extra.position
     position.end_rollout()
-    # The model has not changed, so nothing is due before the next update or the end of the run.
-    run.progress.idle = True
-    update_data_position(run)  # the run is finished if the data are used up
+    run.progress.idle = True  # the model has not changed, so nothing is due until the next update
+    count_prompts(run)
 
     reason = (
         f"no update: rollout {position.rollouts_seen} has no response to train on (the advantages "
         "of all groups are zero, or all responses are truncated or failed)"
     )
-    prompts_in_vain = position.prompts_seen - run.extra.prompts_seen_when_trainable
-    is_epoch_in_vain = prompts_in_vain >= run.data.mixture.samples
-    if run.progress.finished or not is_epoch_in_vain:
+    prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
+    is_less_than_an_epoch = prompts_without_update < run.data.mixture.samples
+    if run.progress.finished or is_less_than_an_epoch:
         run.metrics.warn(reason)
         return
-    ending = f"{reason}. The last {prompts_in_vain} prompts, a whole epoch, led to no update"
+    ending = f"{reason}. The last {prompts_without_update} prompts, a whole epoch, led to no update"
     if run.progress.global_step == 0:
         run.metrics.log()  # the rewards of rollouts without an update
         sys.exit(ending)

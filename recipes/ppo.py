@@ -160,6 +160,9 @@ class Args(RewardArgs):
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimates KL(policy || reference) of each token from the sampled token alone.
 
+    What is called unbiased is so where the tokens were sampled by the policy itself. With `--kl_in
+    loss` that holds until the rollout's first update.
+
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
     difference = logps - ref_logps
@@ -326,7 +329,7 @@ def losses_and_metrics(
         # The critic is not corrected: it fits the returns of these samples, whoever drew them.
         corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
         actor_terms = actor_terms * corrections
-    if args.kl_in == "loss" and "ref_logps" in old:
+    if args.kl_in == "loss" and "ref_logps" in old:  # there are none with --kl_coef 0
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
         actor_terms = actor_terms + kl_coef * kl
     # While only the critic learns, the actor's gradient is zero. It must exist: engines expect it.
@@ -355,19 +358,20 @@ def ratio_rounding(output: dict, old: dict, token_weights: torch.Tensor) -> list
     return [Logged(per_token, token_weights, reduce="max")]
 
 
-def old_of_this_pass(run: Run, output: dict, old: dict, weights: torch.Tensor) -> dict:
-    """Returns `old` with the log-probs of this very pass, so that all ratios are exactly 1.
+def old_of_this_pass(run: Run, output: dict, stored: dict, weights: torch.Tensor) -> dict:
+    """Returns what is stored, with the log-probs of this very pass: all ratios are exactly 1.
 
-    Only while the policy is still the old one. Then the stored log-probs differ by rounding alone:
-    they were computed in other micro-batches. Logs that rounding, and how far the sampler's are.
+    To be called only while the policy is the one that made the rollout. The stored log-probs then
+    differ from these by rounding alone, because they were computed in other micro-batches. Logs
+    this rounding, and how far the sampler's log-probs are from these.
 
     Args:
         weights: `[samples]`, 0 for a padding row.
     """
-    token_weights = old["mask"] * weights[:, None]
-    run.metrics.pending.add(correction.sampler_differences(output, old, token_weights))
-    run.metrics.pending.add(ratio_rounding(output, old, token_weights))
-    return {**old, "logps": output["logps"].detach()}
+    token_weights = stored["mask"] * weights[:, None]
+    run.metrics.pending.add(correction.sampler_differences(output, stored, token_weights))
+    run.metrics.pending.add(ratio_rounding(output, stored, token_weights))
+    return {**stored, "logps": output["logps"].detach()}
 
 
 # ============================================================ the rollout
@@ -415,7 +419,7 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     position = state.position
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
     with run.metrics.timed("generate"):
-        # They decide what is drawn, so the number of processes does not.
+        # Drawn here for all processes, so that responses do not depend on their number.
         uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
         samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
         vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
@@ -572,9 +576,8 @@ def advance_rollout(run: Run) -> None:
 def set_learning_rates(run: Run, rollout: Rollout) -> dict[str, float]:
     """Sets the learning rates of actor and critic for the next update; returns them as metrics.
 
-    In the critic's warm-up the actor is held still: its learning rate is 0, so its weights do not
-    decay either. A hook of the optimizer, `optim.hold_step_counts`, then keeps Adam from counting
-    its steps.
+    In the critic's warm-up the actor's is 0, so its weights do not decay either, and Adam does not
+    count its steps, see `optim.hold_step_counts`.
     """
     held = [] if rollout.actor_learns else ["actor"]
     rates = optim.set_learning_rates(run, held)
@@ -698,8 +701,8 @@ def main():
     episodes.start(run)  # does nothing without --environment
 
     # ============================================================ reference and rewards
-    # The reference is used only for the KL, so where it is the policy with its adapters off, the
-    # critic need not run.
+    # Only the KL needs the reference. Where it is the policy with its adapters off, values are
+    # not computed.
     reference = Reference(run, with_values=False) if args.kl_coef else None
     judge = Judge(run)
     models = [model, judge.model, reference.model if reference else None]
@@ -726,10 +729,10 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
-        # Sorted by their own lengths. GRPO keeps groups together to share their prompts, but here
-        # an update seldom has two responses to one prompt.
+        # Cut in the order of each sample's own length. Keeping groups together would not pay: an
+        # update seldom has two responses to one prompt.
         micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
-        divisor = engine.begin_update(run, micro_batches)
+        divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
         loss_scale = engine.loss_scale(run)
         learning_rates = set_learning_rates(run, rollout)
         is_old_policy = progress.global_step == rollout.started_at  # no update was applied since
@@ -738,12 +741,13 @@ def main():
             with metrics.timed("data"):
                 data_rows = [rollout.samples.data_rows[row] for row in micro_batch.rows]
                 weights = batches.send(micro_batch.weights, run.device)  # 0: a padding row
-                batch, old = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
+                batch, stored = rollout.samples.collate(micro_batch.rows, rollout.tokens, packer)
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
-                if is_old_policy:  # this pass computes the old log-probs itself
-                    old = old_of_this_pass(run, output, old, weights)
+                old = stored
+                if is_old_policy:  # the log-probs of this pass are the old ones, so ratios are 1
+                    old = old_of_this_pass(run, output, stored, weights)
                 losses, token_weights, logged = losses_and_metrics(
                     output,
                     old,
@@ -753,11 +757,10 @@ def main():
                     actor_learns=rollout.actor_learns,
                 )
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
-                # The loss is the mean over the update's tokens. The engine itself divides by
-                # `divisor`, the number of micro-batches of all processes.
+                # The mean over the update's tokens; `* divisor` undoes the engine's own.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
-                if accelerator.sync_gradients:  # in the update's last micro-batch
+                if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()  # has no effect before that micro-batch
                 optimizer.zero_grad()

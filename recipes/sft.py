@@ -320,7 +320,7 @@ def main():
         update_sequences = train_sequences.of_rows(update_rows)
         update_targets = int(target_counts[update_rows].sum())
         micro_batches = batches.split_update(run, update_sequences, lengths)
-        divisor = engine.begin_update(run, micro_batches)
+        divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
 
@@ -334,11 +334,10 @@ def main():
                 output = model(batch, extras=("correct",))
                 losses, token_weights, logged = losses_and_metrics(output, batch["mask"], weights)
                 guard.check(columns["row"], losses, token_weights)
-                # The loss is the mean over the update's targets. The engine itself divides by
-                # `divisor`, the number of micro-batches of all processes.
+                # The mean over the update's targets; `* divisor` undoes the engine's own.
                 loss = (losses * token_weights).sum() * divisor / update_targets
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
-                if accelerator.sync_gradients:  # in the update's last micro-batch
+                if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()  # has no effect before that micro-batch
                 optimizer.zero_grad()

@@ -204,7 +204,7 @@ FAULTS = [
         "responses that are not trained on count in the deviation of the batch (verl 6452)",
         "recipes/grpo.py",
         replace(
-            "estimate_advantages",
+            "standardise",
             "advantages.flatten()[is_trained]",
             by="advantages.flatten()",
         ),

@@ -107,18 +107,25 @@ def refuse_media_and_kto(row: dict) -> None:
     """Raises `BadRow` if the row has images, videos or audios, or is in KTO's format."""
     refuse_media(row)
     has_label = str(row.get("label")).lower() in ("true", "false")
-    is_pair = row.get("chosen") is not None and row.get("rejected") is not None
-    # The label of a text is that of a classification data set.
-    if has_label and not (is_pair or is_whole_text(row)):
+    # Next to a text alone, `label` is the class in a classification data set.
+    if has_label and not (is_pair(row) or is_whole_text(row)):
         raise BadRow(IS_KTO)
+
+
+def is_pair(row: dict) -> bool:
+    """Whether a row has a chosen and a rejected answer, of any kind."""
+    return row.get("chosen") is not None and row.get("rejected") is not None
 
 
 # ============================================================ conversations, completions, text
 def conversation(row: dict) -> tuple[Text, Text]:
     """Returns an SFT row as (prompt, completion), both strings or both message lists.
 
-    The formats are tried in this order: `messages`, `prompt` and `completion`, `text`. The first
-    and the last have an empty prompt.
+    It is read by `messages`, if it has them; else by `text`, if that is all, see `is_whole_text`;
+    else by `prompt` and `completion`. Of the first two the prompt is empty.
+
+    Raises:
+        BadRow: none of these is there, or a value is of another kind.
     """
     refuse_media_and_kto(row)
     if row.get("messages") is not None:
@@ -140,7 +147,9 @@ def conversation(row: dict) -> tuple[Text, Text]:
     completion = row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt, completion
-    return as_messages(prompt, "user"), as_messages(completion, "assistant")
+    completion_messages = as_messages(completion, "assistant")
+    refuse_weights(completion_messages)
+    return as_messages(prompt, "user"), completion_messages
 
 
 def is_whole_text(row: dict) -> bool:
@@ -190,13 +199,16 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
     All three are strings, or all three are message lists. Examples, with `U` and `A` for messages
     of user and assistant:
 
-        prompt    chosen    rejected    returned
-        none      two transcripts       see `split_transcripts`
-        "Why?"    "So."     "No."       the same three strings, or see `split_transcripts`
-        "Why?"    [A1]      "No."       [U] [A1] [A2]
-        [U]       "So."     "No."       [U] [A1] [A2]
-        none      [U A1]    [U A2]      [U] [A1] [A2]
-        "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    UltraFeedback states the prompt twice
+           prompt    chosen    rejected    returned
+        1. "Why?"    "So."     "No."       see `preference_of_strings`
+        2. "Why?"    [A1]      "No."       [U] [A1] [A2]
+           [U]       "So."     "No."       [U] [A1] [A2]
+        3. none      [U A1]    [U A2]      [U] [A1] [A2]
+           "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    (as in UltraFeedback)
+
+    Raises:
+        BadRow: a column is missing or has a value of another kind, or the answers do not begin
+            with the same prompt.
     """
     refuse_media_and_kto(row)
     prompt = row.get("prompt")
@@ -208,26 +220,29 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
 
     chosen = row["chosen"]
     rejected = row["rejected"]
-    are_strings = isinstance(chosen, str) and isinstance(rejected, str)
-    # In the order of the table.
-    if are_strings and prompt is None:
-        return split_transcripts(chosen, rejected)
-    if are_strings and isinstance(prompt, str):
-        # hh-rlhf with a column `prompt`: transcripts that begin with it, and may share more.
-        both_begin_with_it = chosen.startswith(prompt) and rejected.startswith(prompt)
-        if both_begin_with_it and HH_MARKER in prompt:
-            return split_transcripts(chosen, rejected)
-        return prompt, chosen, rejected
-
-    # The other lines: at least one of the three is messages.
+    if all(isinstance(row[column], str) for column in needed):  # 1.
+        return preference_of_strings(prompt, chosen, rejected)
     chosen = as_messages(chosen, "assistant")
     rejected = as_messages(rejected, "assistant")
-    begin_with_answer = all(
+    are_answers_alone = all(
         not messages or messages[0]["role"] == "assistant" for messages in (chosen, rejected)
     )
-    if prompt is not None and begin_with_answer:
+    if prompt is not None and are_answers_alone:  # 2.
         return as_messages(prompt, "user"), chosen, rejected
-    return with_prompt_once(prompt, chosen, rejected)
+    return with_prompt_once(prompt, chosen, rejected)  # 3.
+
+
+def preference_of_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Returns (prompt, chosen, rejected) of strings, the prompt stated once.
+
+    If both answers are hh-rlhf transcripts that begin with the prompt, they are split where they
+    part: they may share more than the prompt. Without a prompt they must be transcripts.
+    """
+    shared = os.path.commonprefix([chosen, rejected])
+    are_transcripts = HH_MARKER in (prompt or shared) and shared.startswith(prompt or "")
+    if prompt is None or are_transcripts:
+        return split_transcripts(chosen, rejected)
+    return prompt, chosen, rejected
 
 
 def with_prompt_once(
@@ -242,12 +257,13 @@ def with_prompt_once(
         BadRow: they do not begin with the same prompt, or column `prompt` contradicts it.
     """
     prompt, chosen_answer, rejected_answer = split_conversations(chosen, rejected)
-    if prompt and stated:
-        prompt = join_prompts(as_messages(stated, "user"), prompt)  # [] if they contradict
+    if not prompt:
+        raise BadRow("'chosen' and 'rejected' do not begin with the same prompt")
+    if stated:
+        prompt = join_prompts(as_messages(stated, "user"), prompt)
     if not prompt:
         raise BadRow(
-            "'chosen' and 'rejected' do not begin with the same prompt, "
-            "that of column 'prompt' if there is one"
+            "'chosen' and 'rejected' begin with another prompt than that of column 'prompt'"
         )
     return prompt, chosen_answer, rejected_answer
 
@@ -301,32 +317,31 @@ def split_conversations(
 def join_prompts(stated: list[dict], repeated: list[dict]) -> list[dict]:
     """Returns the whole prompt of a row whose answers repeat what column `prompt` states.
 
-    The answers may repeat more of the prompt than the column states, or less. The result is empty
-    if the two contradict each other. Examples, with `S`, `U` and `A` for messages of system, user
-    and assistant:
+    The answers may repeat more of the prompt than the column states, or less. Roles and texts are
+    compared. Examples, with `S`, `U` and `A` for messages of system, user and assistant:
 
-        stated        repeated    returned
-        U             S U         S U
-        S U1 A1 U2    U2          S U1 A1 U2
-        U1            U2          nothing
+           stated        repeated    returned
+        1. U             S U         S U
+        2. S U1 A1 U2    U2          S U1 A1 U2
+        3. U1            U2          []            (they contradict each other)
 
     Args:
         stated: column `prompt`.
         repeated: what both answers begin with.
     """
-    of_column = [message["content"].strip() for message in stated]
-    of_answers = [message["content"].strip() for message in repeated]
-    # First line of the table: the answers repeat the whole prompt, maybe with more around it.
-    if is_in_order(of_column, of_answers):
+    stated_turns = [(message["role"], message["content"].strip()) for message in stated]
+    repeated_turns = [(message["role"], message["content"].strip()) for message in repeated]
+    # 1. The answers repeat all that the column states, maybe with other messages around.
+    if is_in_order(stated_turns, repeated_turns):
         return repeated
-    # Second line: they repeat only its end.
+    # 2. They repeat only its end.
     for length in range(min(len(stated), len(repeated)), 0, -1):
-        if of_column[-length:] == of_answers[:length]:
+        if stated_turns[-length:] == repeated_turns[:length]:
             return stated[:-length] + repeated
-    return []
+    return []  # 3.
 
 
-def is_in_order(parts: list[str], whole: list[str]) -> bool:
+def is_in_order(parts: list, whole: list) -> bool:
     """Whether a list has all parts in their order, maybe with others between them."""
     remaining = iter(whole)
     return all(part in remaining for part in parts)  # `in` continues where it stopped
@@ -335,9 +350,9 @@ def is_in_order(parts: list[str], whole: list[str]) -> bool:
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
     """Returns the roles of a row's messages, each once; none if it has no message.
 
-    Strings that `strings_as_messages` makes turns of count as user and assistant. The roles are in
-    the note on rows without an assistant. Whether there are any decides if the run's last hint asks
-    the model by messages or by a string.
+    Strings count as user and assistant if `strings_as_messages` makes turns of them. Two things
+    that a run prints need the roles: the note on rows without an assistant names them, and the hint
+    at the end asks the model by messages if there are any, else by a string.
     """
     roles = []
     for name in ("messages", "prompt", "completion", "chosen", "rejected"):
@@ -365,20 +380,18 @@ def is_plain_text(row: dict) -> bool:
 def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     r"""Returns a prompt and its answers as message lists: strings become turns.
 
-    Either all are strings, or all are message lists. An answer without a prompt stays as it is,
+    Either all are strings, or all are message lists. An answer to an empty prompt stays a string,
     because nothing says whose turn it would be. Examples, with `U` and `A` for messages of user and
     assistant:
 
-        prompt                                 answer        returned
-        "Why?"                                 "So."         [U]    [A]
-        "\n\nHuman: Why?\n\nAssistant:"        " So."        [U]    [A]
-        ""                                     "So."         ""     "So."
-        ""                                     none, PPO     [U]
-        [U]                                    [A]           [U]    [A]
+        prompt                                 answer            returned
+        "Why?"                                 "So."             [U]    [A]
+        "\n\nHuman: Why?\n\nAssistant:"        " So."            [U]    [A]
+        ""                                     "So."             ""     "So."
+        ""                                     none (in PPO)     [U]
+        [U]                                    [A]               [U]    [A]
     """
-    if not isinstance(prompt, str):
-        return prompt, *answers
-    if answers and not prompt:
+    if not isinstance(prompt, str) or (answers and not prompt):
         return prompt, *answers
     turns = transcript_turns(prompt)
     if turns is None:

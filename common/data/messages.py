@@ -65,22 +65,32 @@ def as_message(message: dict, number: int) -> dict:
     """Returns a message with `role` and a text as its `content`; what else it has is kept.
 
     Args:
-        number: its place in the conversation from 1, for errors.
+        number: its position in the conversation, counted from 1, for errors.
     """
     if "role" not in message:
         message = from_sharegpt(message, number)
     if isinstance(message.get("content"), list):
         message = from_parts(message, number)
-    if isinstance(message.get("tool_calls"), list):
-        message = {**message, "tool_calls": [with_arguments(c) for c in message["tool_calls"]]}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message = {**message, "tool_calls": [with_arguments(nested(call)) for call in calls]}
     return {"content": "", **message}
 
 
-def with_arguments(call: Any) -> Any:
-    """Returns a tool call. Arguments that are the JSON text of an object become that object.
+def nested(call: Any) -> Any:
+    """Returns a tool call in which name and arguments are under `function`, as in OpenAI's API."""
+    if not isinstance(call, dict) or "function" in call or "name" not in call:
+        return call
+    function = {"name": call["name"], "arguments": call.get("arguments", {})}
+    others = {key: value for key, value in call.items() if key not in function}
+    return {"type": "function", **others, "function": function}
 
-    OpenAI's API writes them as a text, which most templates would write in quotes. For templates
-    that want a text, `templates.render` makes one.
+
+def with_arguments(call: Any) -> Any:
+    """Returns a tool call in which arguments that are the JSON of an object are that object.
+
+    OpenAI's API writes them as a string, which most templates would quote once more. For templates
+    that want a string, `templates.render` makes one.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
@@ -105,7 +115,11 @@ def role_of(message: dict) -> str:
 
 
 def from_sharegpt(message: dict, number: int) -> dict:
-    """Returns a message of `from` and `value` as one of role and content."""
+    """Returns a message of `from` and `value` as one of role and content.
+
+    Raises:
+        BadRow: an unknown sender, or a function call that is none.
+    """
     sender = message["from"]
     value = message.get("value", "")
     others = {key: part for key, part in message.items() if key not in ("from", "value")}
@@ -121,33 +135,32 @@ def from_sharegpt(message: dict, number: int) -> dict:
 def from_parts(message: dict, number: int) -> dict:
     """Returns a message whose content is a list of parts as one whose content is a text.
 
-    Thinking goes to `reasoning_content` and calls to `tool_calls`, where chat templates look. Calls
-    are added to those of the message; thinking replaces its `reasoning_content`.
+    Thinking goes to `reasoning_content`, in place of what the message has there. Calls go to
+    `tool_calls`, after those that the message has.
+
+    Raises:
+        BadRow: a part is neither text, nor thinking, nor a call, or not what its type says.
     """
-    texts = []
-    thoughts = []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    strings_of = {"text": texts, "reasoning": thoughts, "thinking": thoughts}
     calls = []
     if message.get("tool_calls"):
         calls += tool_calls(message["tool_calls"], f"message {number}")
     for part_number, part in enumerate(message["content"], 1):
         where = f"message {number}, part {part_number}"
         kind = str(part.get("type", "text"))
-        # Under its own kind, as in {"type": "thinking", "thinking": ...}, or one of these.
-        keys = (kind, "value", "text")
-        value = next((part[key] for key in keys if key in part), None)
+        value = value_of_part(part, kind)
         if kind == "tool_call":
             calls += tool_calls(value, where)
-            continue
-        if kind not in ("text", "reasoning", "thinking"):
+        elif kind not in strings_of:
             raise BadRow(
                 f"{where} is of type {kind!r}: only text, calls and reasoning are supported"
             )
-        if not isinstance(value, str):
+        elif not isinstance(value, str):
             raise BadRow(f"{where}: expected a text, found {part!r:.80}")
-        if kind == "text":
-            texts.append(value)
         else:
-            thoughts.append(value)
+            strings_of[kind].append(value)
 
     message = {**message, "content": "".join(texts)}
     if thoughts:
@@ -157,11 +170,25 @@ def from_parts(message: dict, number: int) -> dict:
     return message
 
 
-def tool_calls(value, where: str) -> list[dict]:
-    """Returns the calls that a JSON text of one or several `{"name", "arguments"}` makes.
+def value_of_part(part: dict, kind: str) -> Any:
+    """Returns what a part of a content holds; None if it holds nothing.
+
+    It is under the part's own type, as in `{"type": "thinking", "thinking": ...}`, or else under
+    `value` or `text`.
+    """
+    return next((part[key] for key in (kind, "value", "text") if key in part), None)
+
+
+def tool_calls(value: Any, where: str) -> list[dict]:
+    """Returns tool calls as a list of `{"type": "function", "function": {"name", "arguments"}}`.
 
     Args:
-        where: the message, for errors.
+        value: one call or a list of calls, or the JSON of either. A call may also be
+            `{"name", "arguments"}`.
+        where: the message, and the part of it, for errors.
+
+    Raises:
+        BadRow: something else.
     """
     try:
         given = json.loads(value) if isinstance(value, str) else value
@@ -172,14 +199,11 @@ def tool_calls(value, where: str) -> list[dict]:
         raise BadRow(
             f"{where}: expected a function call, JSON of name and arguments, found {value!r:.80}"
         )
-    return [
-        call if "function" in call else {"type": "function", "function": {"arguments": {}, **call}}
-        for call in calls
-    ]
+    return [nested(call) for call in calls]
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a value as JSON would hold it, without the keys, at any depth, whose value is None.
+    """Returns a value as JSON would hold it, with keys whose value is None removed at every depth.
 
     Parquet gives every row the keys of all rows, null where a row lacks them, and templates ask
     whether a key is there.

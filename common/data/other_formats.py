@@ -13,11 +13,12 @@ ANSWERS = ("completion", "chosen", "rejected")
 def standard(row: dict, strings_as_messages: bool = False) -> dict:
     """Returns a row with the columns of `formats.py`, whichever format it has.
 
-    Its own columns stay: a reward function may ask for them. In all rows a column `system` becomes
-    the first message, and empty `tools` None.
+    Its own columns stay: a reward function may ask for them. In every row a column `system` becomes
+    the first message, and an empty list of `tools` becomes None.
 
     Args:
-        strings_as_messages: strings will be made turns, so a system message may come before them.
+        strings_as_messages: whether strings will become turns of a chat. Only then can a system
+            message come before them.
 
     Raises:
         BadRow: a column of the format has a value of another kind.
@@ -47,8 +48,7 @@ def from_sharegpt(row: dict) -> dict:
     """Returns a row of `conversations` as one of `messages`, or of a pair as one of `prompt`."""
     fits = is_messages(row["conversations"])
     refuse_unless(fits, row, "conversations", "a list of messages with from and value")
-    is_preference = row.get("chosen") is not None and row.get("rejected") is not None
-    column = "prompt" if is_preference else "messages"
+    column = "prompt" if formats.is_pair(row) else "messages"
     return {**row, column: row["conversations"], "tools": standard_tools(row.get("tools"))}
 
 
@@ -60,12 +60,13 @@ def standard_tools(tools: list | str | None):
         return tools  # refused where it is rendered
     if not isinstance(given, list):
         return tools
-    return [
-        {"type": "function", "function": tool}
-        if isinstance(tool, dict) and "name" in tool and "function" not in tool
-        else tool
-        for tool in given
-    ]
+    return [nested_tool(tool) for tool in given]
+
+
+def nested_tool(tool):
+    """Returns a tool whose schema is under `function`."""
+    is_flat = isinstance(tool, dict) and "name" in tool and "function" not in tool
+    return {"type": "function", "function": tool} if is_flat else tool
 
 
 def is_sharegpt(row: dict, strict: bool) -> bool:
@@ -118,11 +119,11 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
 
     Examples, with `S`, `U` and `A` for messages of system, user and assistant:
 
-        1. messages [U A]                      ->  messages [S U A]
-        2. chosen [U A], rejected [U A]        ->  chosen [S U A], rejected [S U A]
-        3. prompt [U], or "Why?" with [A]      ->  prompt [S U]
-        4. strings                             ->  see `begin_strings_with_system`
-        5. text "Why? So.", or no format       ->  as it is
+        1. messages [U A]                        ->  messages [S U A]
+        2. chosen [U A], rejected [U A]          ->  chosen [S U A], rejected [S U A]
+        3. prompt [U], or "Why?" next to [A]     ->  prompt [S U]
+        4. strings                               ->  see `begin_strings_with_system`
+        5. text "Why? So.", or no format         ->  the same row
 
     Raises:
         BadRow: its strings are read as plain text, which has no system message.
@@ -131,16 +132,16 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
         return {**row, "messages": with_system(row, row["messages"])}
     row = with_lists(row)
     prompt = row.get("prompt")
-    lists = {name: row[name] for name in ANSWERS if is_messages(row.get(name))}
-    if lists and not prompt:  # 2. They begin with the prompt.
-        return row | {name: with_system(row, messages) for name, messages in lists.items()}
-    # 3. The prompt is messages, or next to messages.
-    if lists and isinstance(prompt, str):
-        prompt = as_messages(prompt, "user")
-    if is_messages(prompt):
+    answers = {name: row[name] for name in ANSWERS if is_messages(row.get(name))}
+    # A completion never repeats its prompt, not even an empty one.
+    repeat_prompt = not prompt and "completion" not in answers
+    if answers and repeat_prompt:  # 2.
+        return row | {name: with_system(row, messages) for name, messages in answers.items()}
+    if answers and isinstance(prompt, str):  # 3. Next to messages a string is a message, too.
+        prompt = as_messages(prompt, "user") if prompt else []
+    if is_messages(prompt):  # 3.
         return {**row, "prompt": with_system(row, prompt)}
-    is_pair = row.get("chosen") is not None and row.get("rejected") is not None
-    if isinstance(prompt, str) or is_pair:  # 4.
+    if isinstance(prompt, str) or formats.is_pair(row):  # 4.
         return begin_strings_with_system(row, strings_as_messages)
     return row  # 5.
 
@@ -160,13 +161,16 @@ def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:
         prompt "Why?" alone                     ->  prompt [S U]
         prompt "", completion "So."             ->  prompt [S], completion "So."
         chosen and rejected are transcripts     ->  prompt [S U], chosen [A], rejected [A]
+
+    Raises:
+        BadRow: strings are not to become turns, or a column has a value of another kind.
     """
     if not strings_as_messages:
         raise BadRow(
             "column 'system' is next to strings, and plain text has no system message: "
             "--strings_as_messages makes them turns of a chat that begins with it"
         )
-    if row.get("chosen") is not None and row.get("rejected") is not None:
+    if formats.is_pair(row):
         names = ["chosen", "rejected"]
         prompt, *answers = formats.preference(row)
     else:
@@ -174,11 +178,11 @@ def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:
         formats.require(row, "prompt", *names, expected="'prompt' and answers, as strings")
         prompt = row["prompt"]
         answers = [row[name] for name in names]
-    if answers and not prompt:
+    if answers and not prompt:  # nobody asks: the answer becomes a turn later, next to messages
         return {**row, "prompt": with_system(row, [])}
     turns, *answer_turns = formats.as_turns(prompt, *answers)
-    begun = with_system(row, turns)  # type: ignore[arg-type]
-    return {**row, **dict(zip(names, answer_turns)), "prompt": begun}
+    prompt_turns = with_system(row, turns)  # type: ignore[arg-type]
+    return {**row, **dict(zip(names, answer_turns)), "prompt": prompt_turns}
 
 
 def with_system(row: dict, messages: list[dict]) -> list[dict]:

@@ -25,7 +25,7 @@ def of_message(message: dict) -> str:
 
 
 def of_content(content: str) -> str:
-    """Returns the thinking in a content; "" if there is none.
+    """Returns the thinking in a content: all up to the last closing marker; "" if there is none.
 
     `<think>Why</think>Yes` has the thinking `Why`, and so has `Why</think>Yes`, whose prompt has
     opened the thought. Of several pairs of markers the first in `MARKERS` counts.
@@ -74,35 +74,37 @@ def removed(message: dict) -> dict:
 
 
 def markers_of(tokenizer) -> tuple[str, str]:
-    """Returns the pair of `MARKERS` that the chat template closes thoughts with, else `<think>`."""
+    """Returns the first of `MARKERS` that closes thoughts in the chat template, else `<think>`."""
     template = str(tokenizer.chat_template)
     return next((pair for pair in MARKERS if pair[1] in template), MARKERS[0])
 
 
-def split(tokenizer, message: dict) -> tuple[str, str]:
-    r"""Returns the thinking of an answer that has some, as a text, and the content after it.
+def split_from_content(tokenizer, message: dict) -> tuple[str, str]:
+    r"""Returns the thinking of a message that has some, with its markers, and the content.
 
-    The text has the markers that the user wrote, or that the chat template knows, or else
-    `<think>`. It ends with the whitespace that separates it from the content. Examples:
+    Thinking in the content keeps its markers, see `with_opener`. Thinking in a field gets those of
+    `markers_of`. The whitespace between both belongs to the thinking. Examples, with | between the
+    two that are returned:
 
         content                     reasoning_content    returned
-        <think>Why</think>\nYes     none                 <think>Why</think>\n             Yes
-        Why</think>\nYes            none                 <think>Why</think>\n             Yes
-        Yes                         Why                  <think>\nWhy\n</think>\n\n       Yes
-        \n\nYes                     Why                  <think>\nWhy\n</think>\n\n       Yes
+        <think>Why</think>\nYes     none                 <think>Why</think>\n | Yes
+        Why</think>\nYes            none                 <think>Why</think>\n | Yes
+        \n\nYes                     Why                  <think>\nWhy\n</think>\n\n | Yes
     """
     content = message["content"]
-    after_thought = without_thought(content)
-    answer = after_thought.lstrip()
+    answer = without_thought(content).lstrip()
     if of_content(content):
-        thinking = content.removesuffix(answer)
-        opener = next(opener for opener, closer in MARKERS if closer in thinking)
-        has_opener = opener in thinking  # else the prompt had opened it: second line of the table
-        return thinking if has_opener else opener + thinking, answer
+        return with_opener(content.removesuffix(answer)), answer
     opener, closer = markers_of(tokenizer)
     # Gemma's template writes nothing between the marker and the content.
     gap = "" if closer == "<channel|>" else "\n\n"
     return f"{opener}\n{of_field(message)}\n{closer}{gap}", answer
+
+
+def with_opener(thinking: str) -> str:
+    """Returns closed thinking with its opening marker, which the prompt may have written."""
+    opener = next(opener for opener, closer in MARKERS if closer in thinking)
+    return thinking if thinking.lstrip().startswith(opener) else opener + thinking
 
 
 def opened_by(prompt: str) -> tuple[str, str]:
@@ -130,36 +132,37 @@ def without_empty_thought(text: str) -> str:
 
 
 def without_thought_at_end(prompt: str, only_in_prompt: str) -> str:
-    r"""Returns a prompt without the empty thought at its end, which tells a model not to think.
+    r"""Returns a prompt without the thought that ends it, which tells a model not to think.
 
     Examples:
 
-        prompt                        returned
-        <bot><think>\n</think>\n      <bot>
-        <bot></think>                 <bot>            as DeepSeek-V3.1 writes it
-        <bot></think>Sure,            as it is
+        prompt                       returned
+        <bot><think>\n</think>\n     <bot>
+        <bot></think>                <bot>               (DeepSeek-V3.1 writes no opening marker)
+        <bot></think>Sure,           <bot></think>Sure,
 
     Args:
-        only_in_prompt: the end of the prompt that an answer without thinking lacks, or "". If it is
-            a whole thought it is left out, whatever its markers and what is inside.
+        only_in_prompt: the end of the prompt that the template does not write before an answer
+            without thinking. If it is a whole thought it is removed, whatever its markers are and
+            whatever it says.
     """
     if is_whole_thought(only_in_prompt):
         return prompt.removesuffix(only_in_prompt)
     for opener, closer in MARKERS:
-        before, is_closed, after = prompt.rpartition(closer)
-        if is_closed and not after.strip():
-            before_opener, is_opened, inside = before.rpartition(opener)
-            if is_opened and not inside.strip():
-                return before_opener
-            return before  # the closing marker alone: one that is opened earlier is another's
+        before, closed, after = prompt.rpartition(closer)
+        if not closed or after.strip():
+            continue  # the prompt does not end with this marker
+        start, opened, inside = before.rpartition(opener)
+        is_empty = bool(opened) and not inside.strip()
+        return start if is_empty else before  # else the closing marker stands alone
     return prompt
 
 
 def is_whole_thought(text: str) -> bool:
-    r"""Whether a text is a thought, maybe an empty one, from its opening to its closing marker.
+    r"""Whether a text looks like a thought, maybe an empty one, from its first marker to its last.
 
-    Templates have more markers than those of `MARKERS`, so these are recognised by their form.
-    Examples:
+    Templates have more markers than those of `MARKERS`, so these are recognised by their form: the
+    last one closes, and the text has a word for thinking. Examples:
 
         <think></think>                      is one
         [THINK]\n[/THINK]                    is one

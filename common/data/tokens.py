@@ -39,8 +39,8 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
 
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    # Asked of "a": the ids of "" may be an appended EOS alone. Where both are the same token, that
-    # would look like a BOS.
+    # Of "a", not of "": a tokenizer that appends an EOS returns it alone for "", and where BOS and
+    # EOS are one token it would pass for a BOS.
     adds_bos = tokenizer("a").input_ids[:1] == [bos]
     # The prompt shows whether there is a BOS already; if it is empty, the first answer with tokens.
     first_ids = next((ids for ids in (prompt_ids, *answer_ids) if ids), [])
@@ -124,12 +124,12 @@ def encode_answer(
 ) -> Answer:
     r"""Returns the token ids of an answer, and of what precedes it.
 
-    It depends on what the template writes:
+    How they are found depends on what the template does:
 
-        1. not the answer: no ids, and a note that says why
-        2. all of its last message, as usual: what follows the prompt, see `split_turn`
-        3. not the thinking of its only message: put back in, see `encode_with_thinking`
-        4. not that of the last of several messages: 3 for that one, see `encode_last_alone`
+        1. It leaves the answer out: there are no ids, and a note says why.
+        2. It drops the thinking of the last of several messages: see `encode_last_alone`.
+        3. It drops the thinking of an only message: see `encode_with_thinking`.
+        4. It writes the last message whole, as is usual: see `split_turn`.
 
     An end token is added where the template writes none. Example, with ChatML:
 
@@ -152,29 +152,25 @@ def encode_answer(
     conversation = templates.Conversation(tokenizer, history + answer, tools)
     turn = compare_with_prompt(tokenizer, prompt, conversation.text)
 
-    # 1. The template does not write the answer.
     reason = templates.why_unwritten(conversation, len(history), turn.only_in_answer)
-    if reason:
+    if reason:  # 1.
         return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
 
     places = range(len(history), len(history) + len(answer))
     drops_thought = [conversation.leaves_out_thought(place) for place in places]
     notes = [DROPS_EARLIER] if any(drops_thought[:-1]) else []
-    if not drops_thought[-1]:
-        # 2. It writes the last message whole.
-        if len(answer) == 1 and not turn.continues_prompt:
-            turn = with_prompt_as_read(tokenizer, turn, templates.render(tokenizer, history, tools))
+    if drops_thought[-1] and len(answer) > 1:  # 2.
+        return encode_last_alone(tokenizer, prompt, history, answer, tools=tools, notes=notes)
+    if drops_thought[-1]:  # 3.
+        context, ids = encode_with_thinking(tokenizer, prompt, conversation)
+        notes.append(DROPS_THOUGHT)
+    else:  # 4.
+        if len(answer) == 1:  # of several, the template may have rewritten the earlier ones
+            turn = with_history_as_read(tokenizer, turn, conversation)
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
         if context != prompt.ids:  # the answer follows only the prompt's beginning
             notes.append(note_on_mismatch(tokenizer, turn))
-    elif len(answer) == 1:
-        # 3. It drops the thinking of the only message.
-        context, ids = encode_with_thinking(tokenizer, prompt, conversation)
-        notes.append(DROPS_THOUGHT)
-    else:
-        # 4. It drops the thinking of the last of several messages.
-        return encode_last_alone(tokenizer, prompt, history, answer, tools=tools, notes=notes)
 
     # The template may write no token that ends the answer.
     if not has_end(tokenizer, ids):
@@ -197,20 +193,26 @@ def compare_with_prompt(tokenizer, prompt: Beginning, text_with_answer: str) -> 
     )
 
 
-def with_prompt_as_read(tokenizer, turn: Turn, history: str) -> Turn:
-    r"""Returns a turn whose answer follows the prompt, where the template rewrites the history.
+def with_history_as_read(tokenizer, turn: Turn, conversation: templates.Conversation) -> Turn:
+    r"""Returns a turn in which the answer follows the whole prompt, as the model reads it.
 
-    gpt-oss drops the thinking of a call once an answer follows the call's result. Without this, all
-    that differs would count as the answer, the result included. Example:
+    That is `turn` itself, unless the template rewrites the history once an answer follows: gpt-oss
+    then drops the thinking before a tool call. Prompt and text with answer part there, and all that
+    comes after, even the tool's result, would count as the answer. So the answer is taken from
+    behind the last generation prompt, and put behind the prompt. Example:
 
         prompt.text         <user>Hi<bot>Think<bot>Call<tool>5<bot>
         text_with_answer    <user>Hi<bot>Call<tool>5<bot>Yes<end>
         returned            <user>Hi<bot>Think<bot>Call<tool>5<bot>Yes<end>
 
     Args:
-        history: what the template writes without the generation prompt.
+        conversation: it ends with the answer, which is one message.
     """
+    if turn.continues_prompt:
+        return turn
+    history = templates.render(tokenizer, conversation.messages[:-1], conversation.tools)
     generation_prompt = turn.prompt.text.removeprefix(history)
+    # The texts part before the generation prompt begins, so within the history.
     is_rewritten = len(turn.only_in_prompt) > len(generation_prompt)
     if not is_rewritten or generation_prompt == "":
         return turn
@@ -223,28 +225,28 @@ def with_prompt_as_read(tokenizer, turn: Turn, history: str) -> Turn:
 def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
     r"""Returns the token ids of an answer's context, and of the answer and what follows it.
 
-    Examples, with a space between tokens:
+    Examples, with a space between tokens (`ab` is one token):
 
-        prompt                    with answer    context                   answer
-        <bot>                     <bot> Yes      <bot>                     Yes
-        <bot> a                   <bot> ab c     <bot> a                   b c
-        <bot> <think> </think>    <bot> Yes      <bot> <think> </think>    Yes
-        <bot> \n\n                <bot> \n Yes   <bot> \n\n                Yes
-        <bot> <think>             <bot> Yes      <bot>                     Yes
+           prompt                    with answer    context                   answer
+        1. <bot>                     <bot> Yes      <bot>                     Yes
+        2. <bot> a                   <bot> ab c     <bot> a                   b c
+        3. <bot> <think> </think>    <bot> Yes      <bot> <think> </think>    Yes
+        4. <bot> \n\n                <bot> \n Yes   <bot> \n\n                Yes
+        5. <bot> <think>             <bot> Yes      <bot>                     Yes
     """
     prompt_ids = turn.prompt.ids
     answer_ids = turn.ids_with_answer[turn.n_shared :]
-    if turn.continues_prompt:  # first line of the table
+    if turn.continues_prompt:  # 1.
         return prompt_ids, answer_ids
     if turn.text_with_answer.startswith(turn.prompt.text):
-        # Second line: a token spans the border. At inference the prompt is tokenised alone, and so
-        # is what the model generates.
+        # 2. A token spans the border. At inference the prompt is tokenised alone, and so is what
+        # the model generates.
         return prompt_ids, encode_text(tokenizer, turn.text_with_answer[len(turn.prompt.text) :])
     is_whitespace = turn.only_in_prompt.strip() == ""
     if is_whitespace or thoughts.is_whole_thought(turn.only_in_prompt):
-        # Third and fourth line: a model would give this answer after the whole prompt.
+        # 3 and 4. A model would give this answer after the whole prompt.
         return prompt_ids, without_whitespace(tokenizer, answer_ids, turn.only_in_prompt)
-    # Last line: after the rest of the prompt, such as an open thought, it would not.
+    # 5. After the rest of the prompt, such as an open thought, it would not.
     return turn.ids_with_answer[: turn.n_shared], answer_ids
 
 
@@ -281,9 +283,9 @@ def encode_last_alone(
 ) -> Answer:
     """Returns an answer of several messages, where the template drops the last one's thinking.
 
-    `encode_answer` encodes the last message alone, with its thinking, as if the earlier ones were
-    history. But they belong to this answer, so their ids are put in front, those of a tool's result
-    as well. Example:
+    The last message is encoded alone, as the answer to all messages before it, so its thinking is
+    put back in. The answer's earlier messages, a tool's result among them, are then in its context:
+    their ids are moved from there to the front of the answer. Example:
 
         prompt             <user>Hi<bot>
         context of last    <user>Hi<bot>Call<end><tool>5<end><bot>
@@ -294,7 +296,7 @@ def encode_last_alone(
         prompt: what `encode_prompt` returns for the history.
         notes: on the messages before the last one.
     """
-    last = encode_answer(tokenizer, history + answer[:-1], answer[-1:], tools)
+    last = encode_answer(tokenizer, history + answer[:-1], answer[-1:], tools)  # its case 3
     # All of the prompt, or its beginning if the first message follows only that.
     n_context = n_shared(prompt.ids, last.context)
     return Answer(
@@ -310,12 +312,7 @@ def encode_with_thinking(
 ) -> tuple[list[int], list[int]]:
     """Returns the token ids of an answer's context, and of the answer with its thinking.
 
-    1. The template renders the answer without thinking, with a mark where the content begins.
-    2. The thinking goes in place of the mark.
-    3. `follow_prompt` decides how much of the prompt precedes it.
-    4. Both are tokenised.
-
-    Example, by these steps:
+    Example, by the steps below:
 
         prompt    <user>Hi<bot><think></think>
         1.        <user>Hi<bot>MARKYes<end>
@@ -326,20 +323,20 @@ def encode_with_thinking(
         prompt: what `encode_prompt` returns for the messages before the last one.
         conversation: it ends with the answer, whose thinking the template drops.
     """
-    thinking, content = thoughts.split(tokenizer, conversation.messages[-1])
-    # 1.
+    thinking, content = thoughts.split_from_content(tokenizer, conversation.messages[-1])
+    # 1. Where does the template write the content? A mark shows it.
     turn = turn_with_mark(tokenizer, prompt, conversation, content)
     before_content, content_and_rest = split_at_content(turn.only_in_answer)
-    # 2.
-    answer = thinking + content_and_rest
-    # 3.
+    # 2. The thinking goes in front of it.
+    with_thinking = thinking + content_and_rest
+    # 3. How much of the prompt does that follow?
     context_text, answer = follow_prompt(
         prompt.text,
         only_in_prompt=turn.only_in_prompt,
         before_content=before_content,
-        answer=answer,
+        answer=with_thinking,
     )
-    # 4.
+    # 4. Both become token ids.
     context = encode_beginning(tokenizer, context_text)
     ids = encode_after(tokenizer, context, answer)
     return context.ids, up_to_end(tokenizer, ids)
@@ -348,49 +345,48 @@ def encode_with_thinking(
 def follow_prompt(
     prompt: str, *, only_in_prompt: str, before_content: str, answer: str
 ) -> tuple[str, str]:
-    r"""Returns how much of the prompt an answer with thinking follows, and the rest of the answer.
+    r"""Returns how much of a prompt an answer with thinking follows, and the rest of the answer.
 
-    What the prompt has already is left out of the answer. Examples with `<think>Why</think>Yes`:
+    The rest does not repeat what the prompt has written. Examples with `<think>Why</think>Yes`:
 
-           prompt                  context           rest of the answer
-        1. <bot><think></think>    <bot>             <think>Why</think>Yes
-        2. <bot>                   <bot>             <think>Why</think>Yes
-        3. <bot><think>\n          <bot><think>\n    Why</think>Yes
-        4. <bot>Sure,              <bot>Sure,        <think>Why</think>Yes
+           prompt                  only_in_prompt     context           rest of the answer
+        1. <bot><think></think>    <think></think>    <bot>             <think>Why</think>Yes
+        2. <bot>                   nothing            <bot>             <think>Why</think>Yes
+        3. <bot><think>\n          <think>\n          <bot><think>\n    Why</think>Yes
+        4. <bot>Sure,              Sure,              <bot>Sure,        <think>Why</think>Yes
 
     Args:
-        only_in_prompt: the end of the prompt that the template does not write before an answer: in
-            2 "", in 3 `<think>\n`, in 4 `Sure,`.
+        only_in_prompt: the end of the prompt that the template does not write before an answer
+            without thinking. Nothing in 1, if it writes an empty thought there, too.
         before_content: what the template writes between the prompt and the content, such as a
-            space. Used in 2 alone, where the answer begins where the template has begun it.
+            space. In 2 the answer begins with it.
         answer: the thinking, the content, and what the template writes after it.
     """
     without_thought = thoughts.without_thought_at_end(prompt, only_in_prompt)
-    if without_thought != prompt:  # 1. It says that nothing was thought, and something was.
+    if without_thought != prompt:  # 1. The prompt ends with no thought, which this answer has.
         return without_thought, answer
     if only_in_prompt == "":  # 2.
         return prompt, before_content + answer
-    opened = only_in_prompt.strip()
-    if opened and answer.lstrip().startswith(opened):
-        # 3. It has opened the thought. The whitespace after the marker may differ, so only what
-        # both have is left out.
-        answer = answer.lstrip()
-        return prompt, answer[n_shared(answer, only_in_prompt.lstrip()) :]
-    return prompt, answer  # 4. It ends with something else.
+    answer_begins = answer.lstrip()
+    if only_in_prompt.strip() and answer_begins.startswith(only_in_prompt.strip()):
+        # 3. The prompt opens the thought. The whitespace after the marker may be another one in the
+        # answer, so only what both have is left out.
+        return prompt, answer_begins[n_shared(answer_begins, only_in_prompt.lstrip()) :]
+    return prompt, answer  # 4. The prompt ends with something else.
 
 
 def turn_with_mark(
     tokenizer, prompt: Beginning, conversation: templates.Conversation, content: str
 ) -> Turn:
-    """Returns the turn of a last message without thinking, with `MARK` in front of its content.
+    """Returns the turn of a conversation whose last message has no thinking and begins with `MARK`.
 
-    So `split_at_content` finds the content, after whatever the template writes in front of it: a
-    space, an empty thought, or nothing.
+    The mark shows `split_at_content` where the template writes the content. It may write a space,
+    an empty thought, or nothing in front of it.
 
     Args:
         prompt, conversation: see `encode_with_thinking`.
-        content: that of the last message, without its thinking. An empty one gets no mark, since a
-            template may ask whether there is a content.
+        content: of the last message, without its thinking. An empty one gets no mark, because a
+            template may ask whether there is content.
     """
     *others, message = conversation.messages
     marked = {**thoughts.removed(message), "content": MARK + content if content else ""}
@@ -403,11 +399,11 @@ def split_at_content(written: str) -> tuple[str, str]:
 
     Examples, with _ for a space:
 
-        written                        returned
+        written                        before     rest
         MARKYes<end>                   nothing    Yes<end>
         _MARKYes<end>                  _          Yes<end>
-        <think></think>MARKYes<end>    nothing    Yes<end>    an empty thought is left out
-        _<call>                        _          <call>      no content is written
+        <think></think>MARKYes<end>    nothing    Yes<end>    (an empty thought is left out)
+        _<call>                        _          <call>      (no content is written)
 
     Args:
         written: the answer in `turn_with_mark`.
@@ -436,17 +432,17 @@ def up_to_end(tokenizer, ids: list[int]) -> list[int]:
 
     Examples, with a space between tokens:
 
-        ending of the template    answer              returned
-        <end> \n                  Yes <end> \n        Yes <end>
-        <end> \n                  call <call> \n      call <call>    a tool call may end differently
-        \n\n                      Yes \n\n            Yes            no token ends an answer
-        \n\n                      Yes .\n\n           Yes .          and the whitespace has merged
+        ending of the template    answer           returned
+        <end> \n                  Yes <end> \n     Yes <end>
+        <end> \n                  call <call> \n   call <call>  (a tool call may end differently)
+        \n\n                      Yes \n\n         Yes          (no token ends an answer)
+        \n\n                      Yes .\n\n        Yes .        (a token of text and whitespace)
     """
     conventions = templates.conventions(tokenizer)
     if conventions.writes_no_stop:
         return without_trailing_space(tokenizer, ids)
     ending = list(conventions.ending)
-    if ends_with(ids, ending):
+    if ends_with(ids, ending):  # `ending` begins with `end_of_answer`, which stays
         return ids[: -len(ending)] + conventions.end_of_answer
     # A tool call, which may end differently, or a template whose ending is not known.
     length = turn_length(tokenizer, ids)
@@ -466,7 +462,7 @@ def without_trailing_space(tokenizer, ids: list[int]) -> list[int]:
         Yes .\n\n     ->  Yes .    a token ends with it, so the rest is tokenised again
     """
     white = templates.conventions(tokenizer).white_ending
-    for n_tokens in range(1, len(white) + 1):  # each has a character at least
+    for n_tokens in range(1, len(white) + 1):  # no more tokens than characters
         end = decode(tokenizer, ids[-n_tokens:])
         if end.endswith(white):
             return ids[:-n_tokens] + encode_text(tokenizer, end.removesuffix(white))
@@ -511,17 +507,16 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 
 
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
-    """Returns how many tokens of a prompt follow an earlier answer and its end token.
+    """Returns how many tokens of a prompt come after an earlier answer and the token that ends it.
 
-    Where the template rewrites earlier turns, each answer has a sequence of its own, and these
-    overlap. `--loss_on all` learns each token of a context once: these are the ones that no earlier
-    sequence has. To find them, the prompt is rendered with two different answers at that place:
-    what both end with follows the answer. Example: of
+    `--loss_on all` needs it where the template rewrites earlier turns. Each answer then has a
+    sequence of its own, which repeats the earlier ones. Only the tokens counted here are new in it.
+
+    The prompt is rendered with two different answers in that place. What both end with comes after
+    the answer, except for its end token. Example, with three new tokens:
 
         <user> One <bot> a <end> <user> Two <bot>
         <user> One <bot> b <end> <user> Two <bot>
-
-    the last four tokens are equal. The first of them ends the answer, so three are new.
 
     Args:
         messages: the history of the prompt.
@@ -535,14 +530,22 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
         text = templates.render(tokenizer, changed, tools, add_generation_prompt=True)
         prompts.append(encode_text(tokenizer, text))
     first, second = prompts
-    n_alike = n_shared_at_end(first, second)  # tokens that follow the text of the answer
-    following = first[len(first) - n_alike :]
+    n_after_text = n_shared_at_end(first, second)
+    after_text = first[len(first) - n_after_text :]
+    return n_after_text - length_of_end(tokenizer, after_text)
+
+
+def length_of_end(tokenizer, after_text: list[int]) -> int:
+    """Returns how many tokens end an earlier answer.
+
+    Args:
+        after_text: all tokens of the prompt after the answer's text.
+    """
     end_of_answer = templates.conventions(tokenizer).end_of_answer
-    if following[: len(end_of_answer)] == end_of_answer:
-        return n_alike - len(end_of_answer)
+    if after_text[: len(end_of_answer)] == end_of_answer:
+        return len(end_of_answer)
     # The conventions know how a last answer ends. An earlier one may end with another marker.
-    ends_answer = bool(following) and is_marker(tokenizer, following[0])
-    return n_alike - int(ends_answer)
+    return int(bool(after_text) and is_marker(tokenizer, after_text[0]))
 
 
 # ============================================================ preferences

@@ -46,7 +46,7 @@ class Layout:
         place       of a token: its index in all rows, written one after the other
         piece       a prompt or an answer: answer i is piece i, and the prompts are numbered after
                     the answers
-        predictor   of a token: the one before it in its text, whose output predicts it
+        predictor   of a token: the one before it in its prompt and answer, whose output predicts it
 
     Example: answers 0 and 1, `4 5` and `6`, to the prompt `1 2`; answer 2, `7 8 9`, to the prompt
     `3`. The prompts are pieces 3 and 4. Here they are in two rows; the last place is padding:
@@ -85,13 +85,13 @@ class Layout:
         """Writes a group, starting at `place`; returns the next free place."""
         prompt_piece = next(self.prompt_pieces)
         start = self.write(group.prompt, place, position=0, piece=prompt_piece, prompt=prompt_piece)
-        # With an empty prompt this is no place of the group. Nothing reads it then: the first token
-        # of such an answer is no target, see `refuse_unpredicted`.
+        # An empty prompt has no last token: this is then another group's place, or -1. It is never
+        # read, since the first token of such an answer is no target, see `refuse_unpredicted`.
         last_of_prompt = start - 1
-        after_prompt = len(group.prompt)  # each answer's first position, as if it followed directly
+        first_position = len(group.prompt)  # of each answer, as if it alone followed the prompt
         for number, answer in group.answers.items():
             end = self.write(
-                answer, start, position=after_prompt, piece=number, prompt=prompt_piece
+                answer, start, position=first_position, piece=number, prompt=prompt_piece
             )
             # The prompt's last token predicts the first one; each token of the answer the next.
             self.predictors[number] = [last_of_prompt, *range(start, end - 1)]

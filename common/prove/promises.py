@@ -177,24 +177,25 @@ def check_means(bench: Bench) -> Iterator[Check]:
 
 
 def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
-    """Compares the last lines of two runs that do not learn, each over one whole pass.
+    """Compares the last lines of two runs that do not learn: each is over one whole pass.
 
-    `at_once` has one update a pass, so each of its lines is over a whole pass. `in_parts` has n
+    `at_once` makes one update a pass, so each of its lines is over a whole pass. `in_parts` makes n
     updates a pass. Its lines are over
 
-        update 1    updates 2 to n, the rest of the first pass    the second pass
+        1. update 1
+        2. updates 2 to n, the rest of the first pass; if n is 1, there is no such line
+        3. the second pass
 
-    With n = 1 there are only the first and the last of these.
+    Line 3 must equal a line of `at_once`. Line 2 must not, since it lacks update 1: it would if the
+    sums were not emptied when line 1 was written.
     """
     expected = means_of_last_pass(at_once)
     found = means_of_last_pass(in_parts)
-    # The runs end at different steps, as they should, so both lines get the same one.
+    # The runs end at different steps, as they should. So `global_step` is made equal here.
     same_step = {"global_step": in_parts.last_step}
     same = compare.lines([{**expected, **same_step}], [{**found, **same_step}])
     yield Check("training lines", same)
     if len(in_parts.training) > 2:
-        # This line lacks update 1, so it must differ from one over a whole pass. If it does not,
-        # the sums were not emptied when update 1 was logged.
         rest_of_first_pass = in_parts.training[1]
         differs = compare.unlike([rest_of_first_pass], [expected])
         yield Check("since the last line alone", differs)
@@ -250,7 +251,7 @@ def due(interval: int, last: int, also: int | None = None) -> list[int]:
 
     Args:
         last: the last step, at which it is always due.
-        also: a step before the first multiple of the interval, if it is due there, too.
+        also: a further step at which it is due.
     """
     steps = {*range(interval, last + 1, interval), last}
     return sorted(steps if also is None else {also, *steps})

@@ -6,6 +6,7 @@ from decimal import Decimal
 
 from common import counted
 from common.data import thoughts
+from common.data.conversion import answer_text
 from common.data.ids import decode_answers
 from common.models import architecture
 from common.rollout import generation
@@ -52,9 +53,9 @@ LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
 def is_right(response: str, answer: str | float) -> bool:
     """Returns whether a response and an answer have the same final answer.
 
-    If the answer is a number, the response must state exactly one number, of the same value: 1,200
-    is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text, without regard to
-    case, spaces that are not between two words, and a final full stop.
+    If the answer is a number, the final answer of the response must hold exactly one number, of
+    the same value: 1,200 is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text
+    in the forms of `plain` and `as_text`.
     """
     stated = plain(final_answer(response))
     right = plain(final_answer(answer)).rstrip(".")
@@ -87,7 +88,7 @@ def final_answer(text: str | float) -> str:
     If there is none, it is what follows the last "the answer is" or "answer:", or else the whole
     text. What thinking is: `thoughts.outside_of`.
     """
-    answer = thoughts.outside_of(str(text))
+    answer = thoughts.outside_of(answer_text(text))
     box_at, boxed = last_box(answer)
     hashes_at, line = last_hashes(answer)
     enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]

@@ -541,11 +541,11 @@ def unsharded(prepared, model):
     """Unshards the weights of `model`, and keeps a forward pass from sharding them again.
 
     Args:
-        prepared: what FSDP2 wrapped. Layers of other models in it, such as PPO's critic, stay in
-            shards.
+        prepared: what FSDP2 wrapped. It may hold other models, such as PPO's critic, whose layers
+            stay in shards.
         model: the one that generates.
     """
-    # `prepared` itself holds all weights outside the layers, such as those of the embeddings.
+    # With the root, which holds what is outside the layers, such as the embeddings.
     modules_that_generate = {prepared, *model.modules()}
     fsdp_modules = [module for module in prepared.modules() if isinstance(module, FSDPModule)]
     reshards_in_training = {module: reshards_after_forward(module) for module in fsdp_modules}
@@ -559,8 +559,9 @@ def unsharded(prepared, model):
         for module, reshards in reshards_in_training.items():
             module.set_reshard_after_forward(reshards, recurse=False)
         engine.reshard(prepared)
-        # FSDP2 records the order of forward passes, and gathers weights ahead in that order. A
-        # process that generated nothing has recorded another one, and the next update would hang.
+        # FSDP2 records the order in which modules run, and gathers weights ahead in this order. A
+        # process that generated nothing has recorded another order than the rest, and the next
+        # update would hang.
         if hasattr(prepared, "reset_iter_state"):  # torch 2.13
             prepared.reset_iter_state()
 
@@ -568,8 +569,8 @@ def unsharded(prepared, model):
 def reshards_after_forward(module: FSDPModule) -> bool:
     """Whether FSDP2 shards a module's weights again after its forward pass.
 
-    The launch config's `fsdp_reshard_after_forward` decides it for most. Others, such as the root,
-    accelerate always leaves whole until their backward pass.
+    For most the launch config's `fsdp_reshard_after_forward` decides it. A few, such as the root,
+    stay whole until their backward pass in any case: accelerate sees to that.
     """
     # torch has a public method to set it, and none to read it.
     weights = module._get_fsdp_state()._fsdp_param_group

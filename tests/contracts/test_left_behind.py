@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import checkpoint, folders, left_behind
+from common.progress import Progress
 from runs import launch, lines, recipe, tiny_inputs, weights
 
 
@@ -229,6 +230,7 @@ def test_checkpoints_that_are_left_behind_do_not_count_as_kept(tmp_path, monkeyp
         args=types.SimpleNamespace(save_total_limit=2, save_steps=1, output_dir=str(tmp_path)),
         output_dir=tmp_path,
         checkpoints=tmp_path / "checkpoints",
+        progress=Progress(100, 1, 1, 0),
         unwrapped=types.SimpleNamespace(
             parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)],
             named_modules=lambda: [],

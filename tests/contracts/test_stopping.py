@@ -22,6 +22,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from common import checkpoint, folders, run_folder
+from common.progress import Progress
 from common.prove import processes
 from runs import (
     LAUNCHERS,
@@ -243,11 +244,22 @@ def partial_run(**given):
 
 
 @pytest.mark.parametrize(
-    "free, kept, there, fits",
-    [(61, 2, 0, True), (59, 2, 0, False), (21, 2, 2, True), (19, 2, 2, False), (19, 0, 5, False)],
+    "free, kept, there, total, fits",
+    [
+        (61, 2, 0, 100, True),
+        (59, 2, 0, 100, False),
+        (21, 2, 2, 100, True),
+        (19, 2, 2, 100, False),
+        (19, 0, 5, 100, False),
+        # One is due at the end, or two: there is never a third.
+        (21, 2, 0, 10, True),
+        (19, 2, 0, 10, False),
+        (41, 2, 0, 11, True),
+        (39, 2, 0, 11, False),
+    ],
 )
 def test_a_disk_too_small_is_refused_before_training(
-    tmp_path, monkeypatch, free, kept, there, fits
+    tmp_path, monkeypatch, free, kept, there, total, fits
 ):
     """A billion parameters: 20 GB a checkpoint at most."""
     newest = None
@@ -262,7 +274,7 @@ def test_a_disk_too_small_is_refused_before_training(
         parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)],
         named_modules=lambda: [],
     )
-    run = partial_run(args=args, unwrapped=model)
+    run = partial_run(args=args, unwrapped=model, progress=Progress(total, 1, 1, 0))
     if fits:
         return checkpoint.check_disk(run, resumes_from=newest)
     with pytest.raises(
@@ -289,7 +301,7 @@ def test_the_disk_that_counts_is_that_of_the_checkpoints(tmp_path, monkeypatch):
         parameters=lambda: [types.SimpleNamespace(ds_numel=10**9, numel=lambda: 0)],
         named_modules=lambda: [],
     )
-    run = partial_run(args=args, unwrapped=model)
+    run = partial_run(args=args, unwrapped=model, progress=Progress(100, 1, 1, 0))
     checkpoint.check_disk(run)
     free[elsewhere] = 1
     with pytest.raises(SystemExit, match=r"out/checkpoints has .* GiB free, too little"):

@@ -189,7 +189,7 @@ def test_prompt_inside_conversations():
         chosen[1:],
         other[1:],
     )
-    with pytest.raises(BadRow, match="do not begin with the same prompt"):
+    with pytest.raises(BadRow, match="begin with another prompt than that of column 'prompt'"):
         formats.preference({"prompt": "something else", "chosen": chosen, "rejected": rejected})
     with pytest.raises(BadRow, match="do not begin with the same prompt"):
         formats.preference(
@@ -510,10 +510,9 @@ def test_a_tool_call_is_learned_though_it_has_no_text():
     calls = CHATML.replace(
         "+ m['content']", "+ m['content'] + (m.tool_calls | string if m.tool_calls else '')"
     )
-    tokenizer, call = (
-        make_tokenizer(calls),
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]},
-    )
+    tokenizer = make_tokenizer(calls)
+    add = {"type": "function", "function": {"name": "add", "arguments": "{}"}}
+    call = {"role": "assistant", "content": "", "tool_calls": [add]}
     chat = [user("two and two?"), call, {"role": "tool", "content": "4"}, assistant("four")]
     shown = [chat[0], assistant(str(call["tool_calls"])), *chat[2:]]
     for loss_on, learned in (("assistant", [1, 3]), ("completion", [3])):

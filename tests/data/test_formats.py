@@ -276,6 +276,7 @@ TRANSCRIPTS = {
         ({"prompt": "\n\nHuman: Why?\n\nAssistant:", **TRANSCRIPTS}, True),
         ({"prompt": "", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
         ({"prompt": [], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
+        ({"prompt": "", **TRANSCRIPTS}, True),
     ],
 )
 def test_a_column_system_begins_the_chat(row, as_messages):
@@ -340,13 +341,21 @@ def test_a_column_system_beside_plain_strings_is_refused(row):
     assert other_formats.standard(text) == text
 
 
-def test_a_prompt_that_contradicts_its_conversations_is_refused():
-    row = {
-        "prompt": [message("system", "Be long."), QUESTION],
-        "chosen": [SYSTEM, QUESTION, YES],
-        "rejected": [SYSTEM, QUESTION, NO],
-    }
-    with pytest.raises(BadRow, match="do not begin with the same prompt"):
+@pytest.mark.parametrize("prompt", ["", []])
+def test_a_system_message_begins_the_prompt_of_a_completion_that_nobody_asks_for(prompt):
+    """It came after an empty message of the user, or into the completion."""
+    row = {"prompt": prompt, "completion": [YES], "system": "Be brief."}
+    assert formats.conversation(other_formats.standard(row)) == ([SYSTEM], [YES])
+
+
+@pytest.mark.parametrize("prompt, inside", [
+    ([message("system", "Be long."), QUESTION], [SYSTEM, QUESTION]),
+    # The same words by somebody else.
+    ([message("user", "Because.")], [QUESTION, YES, message("user", "And?")]),
+])  # fmt: skip
+def test_a_prompt_that_contradicts_its_conversations_is_refused(prompt, inside):
+    row = {"prompt": prompt, "chosen": [*inside, YES], "rejected": [*inside, NO]}
+    with pytest.raises(BadRow, match="begin with another prompt than that of column 'prompt'"):
         formats.preference(row)
 
 
@@ -506,10 +515,22 @@ def test_the_arguments_of_a_call_may_be_a_text(name, written, given):
     assert written in tokenizer.decode(row["input_ids"])
 
 
+@pytest.mark.parametrize("content", ["", []])
+@pytest.mark.parametrize("given", ['{"x": 1}', {"x": 1}])
+def test_a_call_may_have_its_name_outside_of_function(content, given):
+    """Its id came into `function`, where no template looks, or all stayed as it was."""
+    call = {"id": "c1", "name": "add", "arguments": given}
+    row = {"messages": [QUESTION, {"role": "assistant", "content": content, "tool_calls": [call]}]}
+    (found,) = formats.conversation(row)[1][1]["tool_calls"]
+    expected = {"name": "add", "arguments": {"x": 1}}
+    assert found == {"type": "function", "id": "c1", "function": expected}
+
+
 def test_transcripts_that_repeat_the_column_prompt_are_learned_without_it():
     prompt = "\n\nHuman: Why?\n\nAssistant:"
-    row = {"prompt": prompt, "chosen": prompt + " So.", "rejected": prompt + " No."}
-    assert formats.preference(row) == (prompt, " So.", " No.")
+    for stated in (prompt, ""):
+        row = {"prompt": stated, "chosen": prompt + " So.", "rejected": prompt + " No."}
+        assert formats.preference(row) == (prompt, " So.", " No.")
     # Nothing says so of other strings: an answer may begin with the question.
     row = {"prompt": "2+2", "chosen": "2+2=4", "rejected": "2+2=5"}
     assert formats.preference(row) == ("2+2", "2+2=4", "2+2=5")
@@ -635,6 +656,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a.png"}}
     ({"messages": [QUESTION, YES], "label": True}, ["column 'label'", "KTO", "good answers", "pairs"]),
     ({"prompt": "a", "completion": "b", "label": False}, ["column 'label'", "KTO"]),
     ({"messages": [QUESTION, {**YES, "loss_weight": 0.0}]}, ["message 2", "loss_weight 0.0", "--loss_on"]),
+    ({"prompt": "a", "completion": [{**YES, "weight": 0}]}, ["message 1", "weight 0"]),
     ({"conversations": [said("human", "a"), said("moon", "b")]}, ["message 2", "'moon'", "function_call"]),
     ({"conversations": [said("human", "a"), said("function_call", "look up b")]}, ["message 2", "JSON", "look up b"]),
     ({"conversations": "a"}, ["column 'conversations'", "found 'a'"]),

@@ -797,13 +797,18 @@ def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expect
 def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
     tokenizer = types.SimpleNamespace(chat_template="... </think> ... [/THINK] ...")
     message = {"content": "yes", "reasoning_content": "why"}
-    assert thoughts.split(tokenizer, message) == ("<think>\nwhy\n</think>\n\n", "yes")
+    assert thoughts.split_from_content(tokenizer, message) == ("<think>\nwhy\n</think>\n\n", "yes")
     opened_elsewhere = {"content": "why[/THINK] yes"}
-    assert thoughts.split(tokenizer, opened_elsewhere) == ("[THINK]why[/THINK] ", "yes")
+    assert thoughts.split_from_content(tokenizer, opened_elsewhere) == (
+        "[THINK]why[/THINK] ",
+        "yes",
+    )
     empty = {**message, "content": "<think>\n</think>\nyes"}
-    assert thoughts.split(tokenizer, empty) == ("<think>\nwhy\n</think>\n\n", "yes")
+    assert thoughts.split_from_content(tokenizer, empty) == ("<think>\nwhy\n</think>\n\n", "yes")
     whole = {**message, "content": "<think>why</think> yes"}
-    assert thoughts.split(tokenizer, whole) == ("<think>why</think> ", "yes")
+    assert thoughts.split_from_content(tokenizer, whole) == ("<think>why</think> ", "yes")
+    later = {"content": "a</think>b<think>c</think>yes"}  # the first thought is the prompt's
+    assert thoughts.split_from_content(tokenizer, later)[0] == "<think>a</think>b<think>c</think>"
 
 
 @pytest.mark.parametrize("text, expected", [

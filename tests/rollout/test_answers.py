@@ -124,6 +124,8 @@ TABLE = [
     ("\\boxed{5}\n#### Note\nDone", "5", True),
     ("x \u2212 y", "x - y", True),
     ("The answer is B)", "B", True),
+    ("The answer is 0.00001", 1e-05, True),
+    ("10000000000000000", 1e16, True),
     ("<|channel>thought\nThe answer is 4", "4", False),
     ("[THINK]The answer is 4", "4", False),
     # Whichever mark is last; Markdown's headings are marks, too.
@@ -157,7 +159,8 @@ def test_a_degenerate_response_is_judged_in_linear_time(repeated):
 @pytest.mark.parametrize("response, answer, right", TABLE)
 def test_a_response_is_right(response, answer, right):
     assert answers.is_right(response, answer) == right
-    found = rewards.answer_reward(["", ""], [response, str(answer)], [answer, answer])
+    itself = answers.answer_text(answer)
+    found = rewards.answer_reward(["", ""], [response, itself], [answer, answer])
     assert found == [float(right), 1.0]
 
 
