@@ -131,9 +131,7 @@ def find_checkpoint(run: Run) -> Path | None:
 
 
 def refuse_to_start_over(run: Run, passed_over: list[Path]) -> None:
-    """Refuses `--resume auto` where a run that has got further would begin at 0 again.
-
-    A run that was killed before its first checkpoint does begin at 0.
+    """Refuses `--resume auto` unless the run may begin at 0: without any checkpoint, and no actor.
 
     Args:
         passed_over: the checkpoints that cannot be used.
@@ -142,7 +140,7 @@ def refuse_to_start_over(run: Run, passed_over: list[Path]) -> None:
         SystemExit: the folder has checkpoints, but none that can be used; or it has none, but the
             final actor, so the run has ended.
     """
-    # Copies that somebody has renamed were not passed over, but the run is not new.
+    # Renamed copies are no candidates, but they show that the run is not new.
     unusable = passed_over or list(run.checkpoints.glob("global_step_*"))
     if unusable:
         sys.exit(
@@ -187,12 +185,16 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
 def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
     """Returns how many checkpoints the disk must still have room for; at least one.
 
-    A run keeps `--save_total_limit` of them, and needs room for one more while it writes it, unless
-    so many are not due. If it resumes, those that it has already are subtracted, up to the one that
-    it resumes from. Example, where it keeps 3 and resumes from update 20: of 10, 20 and 30 two
-    count, so 2 more must fit.
+    It is the smaller of two numbers:
+
+        that the limit lets in    `--save_total_limit` and one that is being written, less those
+                                  that the run has already, up to the one that it resumes from
+        that are still due        one more if it resumes: that checkpoint may be saved again
+
+    Example: with a limit of 3, a run that resumes from update 20 has two of its checkpoints of 10,
+    20 and 30 (the last is moved aside), so 2 more must fit.
     """
-    if run.args.save_total_limit == 0:  # all are kept, unless the user removes some
+    if run.args.save_total_limit == 0:  # the user may remove some meanwhile: only one is certain
         return 1
     resume_step = 0
     n_kept = 0
@@ -200,10 +202,12 @@ def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
         resume_step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
         saved_steps = [folders.step_of(path) for path in folders.by_step(run.checkpoints)]
         n_kept = sum(step <= resume_step for step in saved_steps)
-    interval = run.progress.updates_in(run.args.save_steps)
+    interval = max(run.progress.updates_in(run.args.save_steps), 1)
     n_due = math.ceil(run.progress.total_steps / interval) - resume_step // interval
-    n_again = int(resumes_from is not None)  # see `save_again_if_needed`
-    return max(min(run.args.save_total_limit + 1 - n_kept, n_due + n_again), 1)
+    if resumes_from:
+        n_due += 1
+    n_let_in = run.args.save_total_limit + 1 - n_kept
+    return max(min(n_let_in, n_due), 1)
 
 
 def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
@@ -232,21 +236,21 @@ def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
 
 
 def save_again_if_needed(run: Run, path: Path, lines_are_lost: bool) -> None:
-    """Saves what the run resumed from, unless the next resume can use the same checkpoint.
+    """Makes sure that the next `--resume auto` finds what this run resumed from.
 
-    A checkpoint in the run's own folder is saved again only if log lines are lost, because its
-    `log_bytes` count those lines. One in another folder is saved in the run's own, where
-    `--resume auto` looks, if the run saves by `--save_steps` at all.
+        the checkpoint is in                   then
+        the run's own folder                   it is this run's last one
+        the run's own folder, lines are lost   it is saved again: its `log_bytes` count lost lines
+        another folder                         it is saved here, if `--save_steps` is not 0
 
     Args:
         path: the checkpoint that the run resumed from.
         lines_are_lost: what `move_aside` returned.
     """
-    is_needed = lines_are_lost if is_own(run, path) else run.args.save_steps > 0
-    if is_needed:
-        save(run)
-    elif is_own(run, path):
+    if is_own(run, path) and not lines_are_lost:
         run.last_saved = run.progress.global_step
+    elif is_own(run, path) or run.args.save_steps:
+        save(run)
 
 
 def is_own(run: Run, path: Path) -> bool:

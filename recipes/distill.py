@@ -575,14 +575,14 @@ def main():
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
-        # Cut in an order that keeps a group together, where prompts are shared.
+        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
+        # Sorted so that a group stays together where its prompt can be shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        is_old_student = progress.global_step == rollout.started_at  # no update was applied since
+        student_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
@@ -597,7 +597,7 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, lessons=lessons, beta=beta)
                 old = stored
-                if is_old_student:
+                if not student_has_moved:
                     # The tokens that were sampled. Those of the data's completions were not.
                     sampled = stored["mask"] * stored["is_own"] * weights[:, None]
                     metrics.pending.add(correction.sampler_differences(output, stored, sampled))
@@ -605,12 +605,13 @@ def main():
                     old = {**stored, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
-                # The mean over the update's response tokens; `* divisor` undoes the engine's own.
+                # The mean over the update's response tokens; `divisor` cancels the engine's own.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                optimizer.step()  # has no effect before that micro-batch
+                # Accelerate's wrappers: both do nothing before the update's last micro-batch.
+                optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)

@@ -544,14 +544,17 @@ def losses_and_metrics(
     return losses, sample_weights, logged + sampler_metrics
 
 
-def old_of_this_pass(run: Run, output: dict, stored: dict, weights: torch.Tensor) -> dict:
-    """Returns what is stored, with the log-probs of this very pass: all ratios are exactly 1.
+def with_logps_of_this_pass(run: Run, output: dict, stored: dict, weights: torch.Tensor) -> dict:
+    """Returns the stored values with `logps` replaced by those of this pass.
 
-    To be called only while the policy is the one that made the rollout. Stored log-probs, if there
-    are any, then differ from these by rounding alone, because they were computed in other
-    micro-batches. Logs how far the sampler's log-probs are from these.
+    To be called only while the policy is the one that made the rollout: then all ratios are exactly
+    1. With stored log-probs they would be 1 up to rounding, since those were computed in other
+    micro-batches; a rollout of one update has stored none. Logs how far the sampler's log-probs
+    are from the new ones.
 
     Args:
+        output: of this pass, with `logps`.
+        stored: `Rollout.tokens` of the same samples.
         weights: `[samples]`, 0 for a padding row.
     """
     token_weights = stored["mask"] * weights[:, None]
@@ -674,11 +677,10 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
             vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
         samples.check_finite(run)
         with run.metrics.timed("score"):
-            unpenalised = judge.score(run, samples, packer)
-        scores = with_penalty(unpenalised, samples, args)
-
-        # Judged without the penalty: a group that is all right, or all wrong, teaches nothing.
-        group_is_kept = groups_to_keep(unpenalised.total, args)
+            scores = judge.score(run, samples, packer)
+        # Without the penalty on length: a group that is all right, or all wrong, teaches nothing.
+        group_is_kept = groups_to_keep(scores.total, args)
+        scores = with_penalty(scores, samples, args)
         log_rollout(run, samples, scores, group_is_kept)
         sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
         kept_samples.append(samples.select(sample_is_kept))
@@ -920,14 +922,14 @@ def main():
     state = run.extra  # after `checkpoint.begin`, which may replace it
     if state.position.prompts_seen == 0:  # not `updates_seen`: rollouts may have led to no update
         evaluate(run, judge, packer)
-    count_prompts(run)  # a resumed run may have used them up; `advance_rollout` counts again
+    count_prompts(run)  # a resumed run may already be at the end of its prompts
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
-        if state.rollout is None:  # nothing to train on: go on with the next prompts
-            skip_or_end(run)
-            log_evaluate_save(run, judge, packer)  # due only if the run ends here, or a signal came
-            continue
+            if state.rollout is None:  # it has nothing to train on: go on with the next prompts
+                skip_or_end(run)
+                log_evaluate_save(run, judge, packer)  # only what is due if the run ends here
+                continue
         rollout = state.rollout
 
         # All processes agree on the samples of this update. Each takes its share of them.
@@ -936,13 +938,13 @@ def main():
         # The loss is divided by this update's tokens or responses, see --average.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
 
-        # Cut in an order that keeps a group together, where prompts are shared.
+        # Sorted so that a group stays together where its prompt can be shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
         loss_scale = engine.loss_scale(run)
         learning_rate = scheduler.get_last_lr()[0]
-        is_old_policy = progress.global_step == rollout.started_at  # no update was applied since
+        policy_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
@@ -953,16 +955,17 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 old = stored
-                if is_old_policy:  # the log-probs of this pass are the old ones, so ratios are 1
-                    old = old_of_this_pass(run, output, stored, weights)
+                if not policy_has_moved:  # this pass's log-probs are the old ones: ratios are 1
+                    old = with_logps_of_this_pass(run, output, stored, weights)
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
-                # The weighted mean over the update's samples; `* divisor` undoes the engine's own.
+                # The weighted mean over the update's samples; `divisor` cancels the engine's own.
                 loss = (losses * sample_weights).sum() * divisor / update_weight
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                optimizer.step()  # has no effect before that micro-batch
+                # Accelerate's wrappers: both do nothing before the update's last micro-batch.
+                optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)
@@ -1016,8 +1019,10 @@ def count_prompts(run: Run) -> None:
 def skip_or_end(run: Run) -> None:
     """Goes past a rollout that has nothing to train on, with a warning.
 
-    The run ends early if a whole epoch of prompts has led to no update: the rest would not either.
-    That is an error if it has never made one. If the data end first, it ends as usual.
+        the data end here                                 the run ends as usual
+        less than an epoch of prompts without an update   it goes on
+        a whole epoch, after earlier updates              it ends early
+        a whole epoch, and there never was an update      an error
 
     Raises:
         SystemExit: the error.
@@ -1032,13 +1037,13 @@ def skip_or_end(run: Run) -> None:
         "of all groups are zero, or all responses are truncated or failed)"
     )
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
-    is_less_than_an_epoch = prompts_without_update < run.data.mixture.samples
-    if run.progress.finished or is_less_than_an_epoch:
+    is_whole_epoch = prompts_without_update >= run.data.mixture.samples
+    if run.progress.finished or not is_whole_epoch:
         run.metrics.warn(reason)
         return
     ending = f"{reason}. The last {prompts_without_update} prompts, a whole epoch, led to no update"
     if run.progress.global_step == 0:
-        run.metrics.log()  # the rewards of rollouts without an update
+        run.metrics.log()  # so that the rewards are in the log
         sys.exit(ending)
     run.metrics.warn(f"{ending}, so the run ends here")
     run.progress.stopped_early = True

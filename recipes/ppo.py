@@ -322,7 +322,7 @@ def losses_and_metrics(
         output["values"], old["values"], old["returns"], args.value_clip_range
     )
     token_weights = old["mask"] * weights[:, None]
-    actor_terms = actor_losses
+    actor_terms = actor_losses  # to which the correction and the KL are added
     sampler_metrics = []
     if args.vllm_url:
         # A server's log-probs differ from those of training, so the actor's losses are weighted.
@@ -358,14 +358,16 @@ def ratio_rounding(output: dict, old: dict, token_weights: torch.Tensor) -> list
     return [Logged(per_token, token_weights, reduce="max")]
 
 
-def old_of_this_pass(run: Run, output: dict, stored: dict, weights: torch.Tensor) -> dict:
-    """Returns what is stored, with the log-probs of this very pass: all ratios are exactly 1.
+def with_logps_of_this_pass(run: Run, output: dict, stored: dict, weights: torch.Tensor) -> dict:
+    """Returns the stored values with `logps` replaced by those of this pass; logs the difference.
 
-    To be called only while the policy is the one that made the rollout. The stored log-probs then
-    differ from these by rounding alone, because they were computed in other micro-batches. Logs
-    this rounding, and how far the sampler's log-probs are from these.
+    To be called only while the policy is the one that made the rollout: then all ratios are exactly
+    1. With the stored log-probs they would be 1 up to rounding, since those were computed in other
+    micro-batches. Logs this rounding, and how far the sampler's log-probs are from the new ones.
 
     Args:
+        output: of this pass, with `logps`.
+        stored: `Rollout.tokens` of the same samples.
         weights: `[samples]`, 0 for a padding row.
     """
     token_weights = stored["mask"] * weights[:, None]
@@ -728,14 +730,14 @@ def main():
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is over these
-        # Cut in the order of each sample's own length. Keeping groups together would not pay: an
-        # update seldom has two responses to one prompt.
+        response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
+        # Sorted by each sample's own length, not by its group's as in grpo.py: an update seldom has
+        # two responses to one prompt.
         micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
         loss_scale = engine.loss_scale(run)
         learning_rates = set_learning_rates(run, rollout)
-        is_old_policy = progress.global_step == rollout.started_at  # no update was applied since
+        policy_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
 
         for micro_batch in micro_batches:
             with metrics.timed("data"):
@@ -746,8 +748,8 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 old = stored
-                if is_old_policy:  # the log-probs of this pass are the old ones, so ratios are 1
-                    old = old_of_this_pass(run, output, stored, weights)
+                if not policy_has_moved:  # this pass's log-probs are the old ones: ratios are 1
+                    old = with_logps_of_this_pass(run, output, stored, weights)
                 losses, token_weights, logged = losses_and_metrics(
                     output,
                     old,
@@ -757,12 +759,13 @@ def main():
                     actor_learns=rollout.actor_learns,
                 )
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
-                # The mean over the update's tokens; `* divisor` undoes the engine's own.
+                # The mean over the update's tokens; `divisor` cancels the engine's own.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                optimizer.step()  # has no effect before that micro-batch
+                # Accelerate's wrappers: both do nothing before the update's last micro-batch.
+                optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)

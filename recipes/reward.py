@@ -252,12 +252,13 @@ def main():
                 scores = model(batch)
                 losses, logged = losses_and_metrics(scores, columns["margin"], weights, args)
                 guard.check(columns["row"], losses, weights)
-                # The mean over the update's pairs; `* divisor` undoes the engine's own.
+                # The mean over the update's pairs; `divisor` cancels the engine's own.
                 loss = (losses * weights).sum() * divisor / len(update_rows)
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                optimizer.step()  # has no effect before that micro-batch
+                # Accelerate's wrappers: both do nothing before the update's last micro-batch.
+                optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)

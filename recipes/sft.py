@@ -334,12 +334,13 @@ def main():
                 output = model(batch, extras=("correct",))
                 losses, token_weights, logged = losses_and_metrics(output, batch["mask"], weights)
                 guard.check(columns["row"], losses, token_weights)
-                # The mean over the update's targets; `* divisor` undoes the engine's own.
+                # The mean over the update's targets; `divisor` cancels the engine's own.
                 loss = (losses * token_weights).sum() * divisor / update_targets
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                optimizer.step()  # has no effect before that micro-batch
+                # Accelerate's wrappers: both do nothing before the update's last micro-batch.
+                optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
             metrics.count_flop(batch, micro_batch.weights)

@@ -10,10 +10,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -254,12 +252,7 @@ def answer_of(row: dict, values: dict) -> dict[str, str]:
     nothing_asked = values.get("prompt_ids") == []
     if row["answer"] is None or nothing_asked:
         return {"answer": ""}
-    return {"answer": answer_text(row["answer"])}
-
-
-def answer_text(answer: Any) -> str:
-    """Returns an answer as a string: 1e-05 as 0.00001, since responses write no exponents."""
-    return f"{Decimal(repr(answer)):f}" if isinstance(answer, float) else str(answer)
+    return {"answer": str(row["answer"])}
 
 
 def checksum(values: dict) -> int:

@@ -121,8 +121,12 @@ def is_pair(row: dict) -> bool:
 def conversation(row: dict) -> tuple[Text, Text]:
     """Returns an SFT row as (prompt, completion), both strings or both message lists.
 
-    It is read by `messages`, if it has them; else by `text`, if that is all, see `is_whole_text`;
-    else by `prompt` and `completion`. Of the first two the prompt is empty.
+    The first of these columns that the row has decide:
+
+        columns                   prompt    completion
+        messages                  []        the messages
+        text, but no other        ""        the text          (see `is_whole_text`)
+        prompt and completion     both as strings, or both as message lists
 
     Raises:
         BadRow: none of these is there, or a value is of another kind.
@@ -202,12 +206,12 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
            prompt    chosen    rejected    returned
         1. "Why?"    "So."     "No."       see `preference_of_strings`
         2. "Why?"    [A1]      "No."       [U] [A1] [A2]
-           [U]       "So."     "No."       [U] [A1] [A2]
+        2. [U]       "So."     "No."       [U] [A1] [A2]
         3. none      [U A1]    [U A2]      [U] [A1] [A2]
-           "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    (as in UltraFeedback)
+        3. "Why?"    [U A1]    [U A2]      [U] [A1] [A2]    (as in UltraFeedback)
 
     Raises:
-        BadRow: a column is missing or has a value of another kind, or the answers do not begin
+        BadRow: a column is missing or has a value of another kind; in 3 the answers do not begin
             with the same prompt.
     """
     refuse_media_and_kto(row)
@@ -220,14 +224,15 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
 
     chosen = row["chosen"]
     rejected = row["rejected"]
-    if all(isinstance(row[column], str) for column in needed):  # 1.
+    are_strings = all(isinstance(row[column], str) for column in needed)
+    if are_strings:  # 1.
         return preference_of_strings(prompt, chosen, rejected)
     chosen = as_messages(chosen, "assistant")
     rejected = as_messages(rejected, "assistant")
-    are_answers_alone = all(
+    begin_with_answer = all(
         not messages or messages[0]["role"] == "assistant" for messages in (chosen, rejected)
     )
-    if prompt is not None and are_answers_alone:  # 2.
+    if prompt is not None and begin_with_answer:  # 2.
         return as_messages(prompt, "user"), chosen, rejected
     return with_prompt_once(prompt, chosen, rejected)  # 3.
 
@@ -235,12 +240,13 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
 def preference_of_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
     """Returns (prompt, chosen, rejected) of strings, the prompt stated once.
 
-    If both answers are hh-rlhf transcripts that begin with the prompt, they are split where they
-    part: they may share more than the prompt. Without a prompt they must be transcripts.
+    Where both answers are hh-rlhf transcripts that begin with the prompt, they are split by
+    `split_transcripts`: the prompt may then be longer than the one stated. Without a prompt they
+    must be such transcripts. Any others stay as they are.
     """
     shared = os.path.commonprefix([chosen, rejected])
-    are_transcripts = HH_MARKER in (prompt or shared) and shared.startswith(prompt or "")
-    if prompt is None or are_transcripts:
+    repeat_prompt = HH_MARKER in shared and shared.startswith(prompt or "")
+    if prompt is None or repeat_prompt:
         return split_transcripts(chosen, rejected)
     return prompt, chosen, rejected
 
@@ -259,13 +265,14 @@ def with_prompt_once(
     prompt, chosen_answer, rejected_answer = split_conversations(chosen, rejected)
     if not prompt:
         raise BadRow("'chosen' and 'rejected' do not begin with the same prompt")
-    if stated:
-        prompt = join_prompts(as_messages(stated, "user"), prompt)
-    if not prompt:
+    if not stated:
+        return prompt, chosen_answer, rejected_answer
+    whole_prompt = join_prompts(as_messages(stated, "user"), prompt)
+    if not whole_prompt:
         raise BadRow(
             "'chosen' and 'rejected' begin with another prompt than that of column 'prompt'"
         )
-    return prompt, chosen_answer, rejected_answer
+    return whole_prompt, chosen_answer, rejected_answer
 
 
 def split_transcripts(chosen: str, rejected: str) -> tuple[str, str, str]:
@@ -317,21 +324,26 @@ def split_conversations(
 def join_prompts(stated: list[dict], repeated: list[dict]) -> list[dict]:
     """Returns the whole prompt of a row whose answers repeat what column `prompt` states.
 
-    The answers may repeat more of the prompt than the column states, or less. Roles and texts are
-    compared. Examples, with `S`, `U` and `A` for messages of system, user and assistant:
+    The answers may repeat more of the prompt than the column states, or only its end. Messages are
+    equal if they have the same text, and both or neither are the assistant's. Examples, with `S`,
+    `U` and `A` for messages of system, user and assistant:
 
            stated        repeated    returned
         1. U             S U         S U
         2. S U1 A1 U2    U2          S U1 A1 U2
-        3. U1            U2          []            (they contradict each other)
+        3. U1            U2          []            (neither is part of the other)
 
     Args:
         stated: column `prompt`.
         repeated: what both answers begin with.
     """
-    stated_turns = [(message["role"], message["content"].strip()) for message in stated]
-    repeated_turns = [(message["role"], message["content"].strip()) for message in repeated]
-    # 1. The answers repeat all that the column states, maybe with other messages around.
+
+    def turns_of(messages: list[dict]) -> list[tuple[bool, str]]:
+        return [(part["role"] == "assistant", part["content"].strip()) for part in messages]
+
+    stated_turns = turns_of(stated)
+    repeated_turns = turns_of(repeated)
+    # 1. The answers repeat all that the column states, maybe with other messages around or between.
     if is_in_order(stated_turns, repeated_turns):
         return repeated
     # 2. They repeat only its end.
@@ -350,15 +362,15 @@ def is_in_order(parts: list, whole: list) -> bool:
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
     """Returns the roles of a row's messages, each once; none if it has no message.
 
-    Strings count as user and assistant if `strings_as_messages` makes turns of them. Two things
-    that a run prints need the roles: the note on rows without an assistant names them, and the hint
-    at the end asks the model by messages if there are any, else by a string.
+    Strings count as user and assistant if `strings_as_messages` makes turns of them. The roles are
+    for two things that a run prints: the note on rows without an assistant, and the call at the end
+    that shows how to ask the model, with messages or with a string.
     """
     roles = []
     for name in ("messages", "prompt", "completion", "chosen", "rejected"):
         value = row.get(name)  # it may be anything: a recipe checks only the columns that it reads
-        messages = value if isinstance(value, list) else [value]
-        roles += [role_of(message) for message in messages if isinstance(message, dict)]
+        parts = value if isinstance(value, list) else [value]
+        roles += [role_of(part) for part in parts if isinstance(part, dict)]
     if not roles and strings_as_messages and is_plain_text(row):
         roles = ["user", "assistant"]
     return list(dict.fromkeys(roles))
@@ -380,9 +392,8 @@ def is_plain_text(row: dict) -> bool:
 def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     r"""Returns a prompt and its answers as message lists: strings become turns.
 
-    Either all are strings, or all are message lists. An answer to an empty prompt stays a string,
-    because nothing says whose turn it would be. Examples, with `U` and `A` for messages of user and
-    assistant:
+    Either all are strings, or all are message lists. Where an answer has an empty prompt nothing is
+    asked, so both stay strings. Examples, with `U` and `A` for messages of user and assistant:
 
         prompt                                 answer            returned
         "Why?"                                 "So."             [U]    [A]
@@ -391,14 +402,17 @@ def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
         ""                                     none (in PPO)     [U]
         [U]                                    [A]               [U]    [A]
     """
-    if not isinstance(prompt, str) or (answers and not prompt):
+    if not isinstance(prompt, str):
         return prompt, *answers
+    if answers and not prompt:  # nothing is asked
+        return prompt, *answers
+    texts = [str(answer) for answer in answers]
     turns = transcript_turns(prompt)
     if turns is None:
         turns = [{"role": "user", "content": prompt}]
-    else:  # the answers of hh-rlhf begin with a space
-        answers = tuple(answer.strip() for answer in answers)  # type: ignore[union-attr]
-    return turns, *([{"role": "assistant", "content": answer}] for answer in answers)
+    else:
+        texts = [text.strip() for text in texts]  # in hh-rlhf they begin with a space
+    return turns, *([{"role": "assistant", "content": text}] for text in texts)
 
 
 def transcript_turns(text: str) -> list[dict] | None:

@@ -65,25 +65,33 @@ def as_message(message: dict, number: int) -> dict:
     """Returns a message with `role` and a text as its `content`; what else it has is kept.
 
     Args:
-        number: its position in the conversation, counted from 1, for errors.
+        number: its position in its column, counted from 1, for errors.
     """
     if "role" not in message:
         message = from_sharegpt(message, number)
     if isinstance(message.get("content"), list):
         message = from_parts(message, number)
     calls = message.get("tool_calls")
+    if isinstance(calls, str) and calls:  # JSON, as in a column of CSV
+        calls = tool_calls(calls, f"message {number}")
     if isinstance(calls, list):
         message = {**message, "tool_calls": [with_arguments(nested(call)) for call in calls]}
     return {"content": "", **message}
 
 
 def nested(call: Any) -> Any:
-    """Returns a tool call in which name and arguments are under `function`, as in OpenAI's API."""
+    """Returns a tool call in which name and arguments are under `function`, as in OpenAI's API.
+
+    A call whose arguments are not found is returned as it is.
+    """
     if not isinstance(call, dict) or "function" in call or "name" not in call:
         return call
-    function = {"name": call["name"], "arguments": call.get("arguments", {})}
-    others = {key: value for key, value in call.items() if key not in function}
-    return {"type": "function", **others, "function": function}
+    others = {key: value for key, value in call.items() if key != "name"}
+    found = [others.pop(key) for key in ("arguments", "parameters") if key in others]
+    if not found and set(others) - {"id", "type"}:  # they have another name
+        return call
+    function = {"name": call["name"], "arguments": found[0] if found else {}}
+    return {**others, "type": "function", "function": function}
 
 
 def with_arguments(call: Any) -> Any:
@@ -125,6 +133,8 @@ def from_sharegpt(message: dict, number: int) -> dict:
     others = {key: part for key, part in message.items() if key not in ("from", "value")}
     if sender == "function_call":
         calls = tool_calls(value, f"message {number}")
+        for call in calls:
+            call.pop("id", None)  # results in ShareGPT do not name one
         return {"role": "assistant", **others, "tool_calls": calls}
     if sender not in SENDERS:
         expected = ", ".join([*SENDERS, "function_call"])
@@ -139,11 +149,10 @@ def from_parts(message: dict, number: int) -> dict:
     `tool_calls`, after those that the message has.
 
     Raises:
-        BadRow: a part is neither text, nor thinking, nor a call, or not what its type says.
+        BadRow: a part of another type, or one whose value does not fit its type.
     """
-    texts: list[str] = []
-    thoughts: list[str] = []
-    strings_of = {"text": texts, "reasoning": thoughts, "thinking": thoughts}
+    texts = []
+    thoughts = []
     calls = []
     if message.get("tool_calls"):
         calls += tool_calls(message["tool_calls"], f"message {number}")
@@ -153,14 +162,14 @@ def from_parts(message: dict, number: int) -> dict:
         value = value_of_part(part, kind)
         if kind == "tool_call":
             calls += tool_calls(value, where)
-        elif kind not in strings_of:
+            continue
+        if kind not in ("text", "reasoning", "thinking"):
             raise BadRow(
                 f"{where} is of type {kind!r}: only text, calls and reasoning are supported"
             )
-        elif not isinstance(value, str):
+        if not isinstance(value, str):
             raise BadRow(f"{where}: expected a text, found {part!r:.80}")
-        else:
-            strings_of[kind].append(value)
+        (texts if kind == "text" else thoughts).append(value)
 
     message = {**message, "content": "".join(texts)}
     if thoughts:
@@ -183,23 +192,22 @@ def tool_calls(value: Any, where: str) -> list[dict]:
     """Returns tool calls as a list of `{"type": "function", "function": {"name", "arguments"}}`.
 
     Args:
-        value: one call or a list of calls, or the JSON of either. A call may also be
-            `{"name", "arguments"}`.
+        value: one call or a list of calls, or the JSON of either. A call may be flat, see `nested`.
         where: the message, and the part of it, for errors.
 
     Raises:
-        BadRow: something else.
+        BadRow: it is no call.
     """
     try:
         given = json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        given = None
-    calls = given if isinstance(given, list) else [given]
-    if not all(isinstance(call, dict) and ("name" in call or "function" in call) for call in calls):
+        given = None  # refused below
+    calls = [nested(call) for call in (given if isinstance(given, list) else [given])]
+    if not calls or not all(isinstance(call, dict) and "function" in call for call in calls):
         raise BadRow(
             f"{where}: expected a function call, JSON of name and arguments, found {value!r:.80}"
         )
-    return [nested(call) for call in calls]
+    return calls
 
 
 def without_nulls(value: Any) -> Any:

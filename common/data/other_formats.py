@@ -121,7 +121,7 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
 
         1. messages [U A]                        ->  messages [S U A]
         2. chosen [U A], rejected [U A]          ->  chosen [S U A], rejected [S U A]
-        3. prompt [U], or "Why?" next to [A]     ->  prompt [S U]
+        3. prompt [U], or "Why?" and answer [A]  ->  prompt [S U]
         4. strings                               ->  see `begin_strings_with_system`
         5. text "Why? So.", or no format         ->  the same row
 
@@ -133,14 +133,15 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
     row = with_lists(row)
     prompt = row.get("prompt")
     answers = {name: row[name] for name in ANSWERS if is_messages(row.get(name))}
-    # A completion never repeats its prompt, not even an empty one.
-    repeat_prompt = not prompt and "completion" not in answers
-    if answers and repeat_prompt:  # 2.
+    # Without a column `prompt`, chosen and rejected begin with it. A completion never does.
+    answers_hold_prompt = not prompt and ("chosen" in answers or "rejected" in answers)
+    if answers_hold_prompt:  # 2.
         return row | {name: with_system(row, messages) for name, messages in answers.items()}
-    if answers and isinstance(prompt, str):  # 3. Next to messages a string is a message, too.
-        prompt = as_messages(prompt, "user") if prompt else []
     if is_messages(prompt):  # 3.
         return {**row, "prompt": with_system(row, prompt)}
+    if answers and isinstance(prompt, str):  # 3. Next to messages a string is a message, too.
+        messages = as_messages(prompt, "user") if prompt else []
+        return {**row, "prompt": with_system(row, messages)}
     if isinstance(prompt, str) or formats.is_pair(row):  # 4.
         return begin_strings_with_system(row, strings_as_messages)
     return row  # 5.
@@ -153,7 +154,7 @@ def with_lists(row: dict) -> dict:
 
 
 def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:
-    """Returns a row of strings as one of messages that begin with its column `system`.
+    """Turns a row of strings into one of messages that begin with its column `system`.
 
     Examples, with `S`, `U` and `A` for messages of system, user and assistant:
 
@@ -163,7 +164,7 @@ def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:
         chosen and rejected are transcripts     ->  prompt [S U], chosen [A], rejected [A]
 
     Raises:
-        BadRow: strings are not to become turns, or a column has a value of another kind.
+        BadRow: `strings_as_messages` is off, or a column has a value of another kind.
     """
     if not strings_as_messages:
         raise BadRow(
@@ -171,18 +172,19 @@ def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:
             "--strings_as_messages makes them turns of a chat that begins with it"
         )
     if formats.is_pair(row):
-        names = ["chosen", "rejected"]
-        prompt, *answers = formats.preference(row)
+        prompt, chosen, rejected = formats.preference(row)
+        answers = {"chosen": chosen, "rejected": rejected}
     else:
         names = [name for name in ANSWERS if row.get(name) is not None]
         formats.require(row, "prompt", *names, expected="'prompt' and answers, as strings")
         prompt = row["prompt"]
-        answers = [row[name] for name in names]
-    if answers and not prompt:  # nobody asks: the answer becomes a turn later, next to messages
+        answers = {name: row[name] for name in names}
+    if answers and not prompt:
+        # Nothing is asked. Next to the system message the answer is read as a message, too.
         return {**row, "prompt": with_system(row, [])}
-    turns, *answer_turns = formats.as_turns(prompt, *answers)
+    turns, *answer_turns = formats.as_turns(prompt, *answers.values())
     prompt_turns = with_system(row, turns)  # type: ignore[arg-type]
-    return {**row, **dict(zip(names, answer_turns)), "prompt": prompt_turns}
+    return {**row, **dict(zip(answers, answer_turns)), "prompt": prompt_turns}
 
 
 def with_system(row: dict, messages: list[dict]) -> list[dict]:

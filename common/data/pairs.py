@@ -61,4 +61,7 @@ def missing_text(prompt, chosen, rejected) -> str:
         return "empty prompt"
     if not (formats.has_text(chosen) and formats.has_text(rejected)):
         return "empty answer"
+    for answer in (chosen, rejected):
+        if isinstance(answer, list) and answer[-1]["role"] != "assistant":
+            return "answer that does not end with a message of the assistant"
     return ""

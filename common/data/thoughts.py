@@ -15,6 +15,8 @@ MARKERS = [
     ("[THINK]", "[/THINK]"),
     ("◁think▷", "◁/think▷"),
 ]
+# The form of markers in templates: <...>, [...] or ◁...▷.
+ANY_MARKER = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|◁[^◁▷]*▷")
 # Fields of a message that hold a thought. To transformers they all mean the same.
 FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -102,9 +104,14 @@ def split_from_content(tokenizer, message: dict) -> tuple[str, str]:
 
 
 def with_opener(thinking: str) -> str:
-    """Returns closed thinking with its opening marker, which the prompt may have written."""
-    opener = next(opener for opener, closer in MARKERS if closer in thinking)
-    return thinking if thinking.lstrip().startswith(opener) else opener + thinking
+    """Returns closed thinking with its opening marker, which the prompt may have written.
+
+    Examples: `Why</think>` gets one; `<think>Why</think>` and `Sure. <think>Why</think>` have one;
+    `a</think>b<think>c</think>` gets one, since its first thought is closed before one is opened.
+    """
+    opener, closer = next(pair for pair in MARKERS if thinking.rstrip().endswith(pair[1]))
+    is_opened = opener in thinking.partition(closer)[0]
+    return thinking if is_opened else opener + thinking
 
 
 def opened_by(prompt: str) -> tuple[str, str]:
@@ -116,6 +123,12 @@ def opened_by(prompt: str) -> tuple[str, str]:
         if prompt.rstrip().endswith(opener):
             return opener, closer
     return "", ""
+
+
+def end_that_opens(prompt: str) -> str:
+    """Returns the end of a prompt from the marker that opens a thought there; "" if none does."""
+    opener, _ = opened_by(prompt)
+    return prompt[prompt.rindex(opener) :] if opener else ""
 
 
 def without_empty_thought(text: str) -> str:
@@ -143,35 +156,37 @@ def without_thought_at_end(prompt: str, only_in_prompt: str) -> str:
 
     Args:
         only_in_prompt: the end of the prompt that the template does not write before an answer
-            without thinking. If it is a whole thought it is removed, whatever its markers are and
-            whatever it says.
+            without thinking.
     """
-    if is_whole_thought(only_in_prompt):
+    if is_whole_thought(only_in_prompt):  # its markers may be others than those of `MARKERS`
         return prompt.removesuffix(only_in_prompt)
+    # The template may write the thought before answers, too.
     for opener, closer in MARKERS:
         before, closed, after = prompt.rpartition(closer)
         if not closed or after.strip():
             continue  # the prompt does not end with this marker
         start, opened, inside = before.rpartition(opener)
-        is_empty = bool(opened) and not inside.strip()
-        return start if is_empty else before  # else the closing marker stands alone
+        # Another marker in between shows that an earlier message opened that one.
+        is_one_thought = opened and not ANY_MARKER.search(inside)
+        return start if is_one_thought else before
     return prompt
 
 
 def is_whole_thought(text: str) -> bool:
-    r"""Whether a text looks like a thought, maybe an empty one, from its first marker to its last.
+    r"""Whether a text is a thought and nothing else, as far as its form tells; it may be empty.
 
-    Templates have more markers than those of `MARKERS`, so these are recognised by their form: the
-    last one closes, and the text has a word for thinking. Examples:
+    Templates have more markers than those of `MARKERS`. So the text must begin and end with any
+    marker, the last one must have a "/" or "end" in it, and a word for thinking must be somewhere.
+    Examples:
 
         <think></think>                      is one
         [THINK]\n[/THINK]                    is one
         <think>\n                            is not closed
         <|channel|>analysis<|message|>       is not closed
-        <|im_start|><|im_end|>               is not about thinking
+        <|im_start|><|im_end|>               has no word for thinking
     """
     text = text.strip()
-    markers = re.findall(r"<[^<>]*>|\[[^\[\]]*\]|◁[^◁▷]*▷", text)
+    markers = ANY_MARKER.findall(text)
     if len(markers) < 2:
         return False
     first = markers[0]

@@ -39,12 +39,12 @@ def encode_plain(tokenizer, prompt: str, *answers: str) -> tuple[list[int], ...]
 
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    # Of "a", not of "": a tokenizer that appends an EOS returns it alone for "", and where BOS and
-    # EOS are one token it would pass for a BOS.
+    # "" would not do: a tokenizer that appends an EOS returns that alone, and BOS and EOS may be
+    # the same token.
     adds_bos = tokenizer("a").input_ids[:1] == [bos]
-    # The prompt shows whether there is a BOS already; if it is empty, the first answer with tokens.
-    first_ids = next((ids for ids in (prompt_ids, *answer_ids) if ids), [])
-    if adds_bos and first_ids[:1] != [bos]:
+    # The text may begin with a BOS already. If the prompt is empty, an answer begins it.
+    first_id = next((ids[0] for ids in (prompt_ids, *answer_ids) if ids), None)
+    if adds_bos and first_id != bos:
         prompt_ids = [bos, *prompt_ids]
     ended = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in answer_ids]
     return prompt_ids, *ended
@@ -127,8 +127,9 @@ def encode_answer(
     How they are found depends on what the template does:
 
         1. It leaves the answer out: there are no ids, and a note says why.
-        2. It drops the thinking of the last of several messages: see `encode_last_alone`.
-        3. It drops the thinking of an only message: see `encode_with_thinking`.
+        2. The answer has several messages, and it drops the thinking of the last one: see
+           `encode_last_alone`.
+        3. The answer is one message, and it drops its thinking: see `encode_with_thinking`.
         4. It writes the last message whole, as is usual: see `split_turn`.
 
     An end token is added where the template writes none. Example, with ChatML:
@@ -157,15 +158,15 @@ def encode_answer(
         return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
 
     places = range(len(history), len(history) + len(answer))
-    drops_thought = [conversation.leaves_out_thought(place) for place in places]
-    notes = [DROPS_EARLIER] if any(drops_thought[:-1]) else []
-    if drops_thought[-1] and len(answer) > 1:  # 2.
+    *drops_earlier, drops_last = (conversation.leaves_out_thought(place) for place in places)
+    notes = [DROPS_EARLIER] if any(drops_earlier) else []
+    if drops_last and len(answer) > 1:  # 2.
         return encode_last_alone(tokenizer, prompt, history, answer, tools=tools, notes=notes)
-    if drops_thought[-1]:  # 3.
+    if drops_last:  # 3.
         context, ids = encode_with_thinking(tokenizer, prompt, conversation)
         notes.append(DROPS_THOUGHT)
     else:  # 4.
-        if len(answer) == 1:  # of several, the template may have rewritten the earlier ones
+        if len(answer) == 1:  # of several, it may be an earlier one that is written otherwise
             turn = with_history_as_read(tokenizer, turn, conversation)
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
@@ -194,12 +195,12 @@ def compare_with_prompt(tokenizer, prompt: Beginning, text_with_answer: str) -> 
 
 
 def with_history_as_read(tokenizer, turn: Turn, conversation: templates.Conversation) -> Turn:
-    r"""Returns a turn in which the answer follows the whole prompt, as the model reads it.
+    r"""Returns a turn whose answer follows the prompt, even if the template rewrites the history.
 
-    That is `turn` itself, unless the template rewrites the history once an answer follows: gpt-oss
-    then drops the thinking before a tool call. Prompt and text with answer part there, and all that
-    comes after, even the tool's result, would count as the answer. So the answer is taken from
-    behind the last generation prompt, and put behind the prompt. Example:
+    gpt-oss drops the thinking before a tool call once an answer follows. The two texts differ from
+    there on, so all that comes after, the tool's result too, would count as the answer. In its
+    place, what follows the answer's own generation prompt is put behind the prompt. Any other turn
+    is returned as it is. Example:
 
         prompt.text         <user>Hi<bot>Think<bot>Call<tool>5<bot>
         text_with_answer    <user>Hi<bot>Call<tool>5<bot>Yes<end>
@@ -210,16 +211,24 @@ def with_history_as_read(tokenizer, turn: Turn, conversation: templates.Conversa
     """
     if turn.continues_prompt:
         return turn
-    history = templates.render(tokenizer, conversation.messages[:-1], conversation.tools)
-    generation_prompt = turn.prompt.text.removeprefix(history)
-    # The texts part before the generation prompt begins, so within the history.
+    *history, answer = conversation.messages
+    history_text = templates.render(tokenizer, history, conversation.tools)
+    generation_prompt = turn.prompt.text.removeprefix(history_text)
+    # More differs than the generation prompt, so the texts diverge within the history.
     is_rewritten = len(turn.only_in_prompt) > len(generation_prompt)
     if not is_rewritten or generation_prompt == "":
         return turn
-    _, found, answer = turn.text_with_answer.rpartition(generation_prompt)
-    if not found:
+    # The answer may repeat the generation prompt: gpt-oss does between thinking and content.
+    # Another answer shows where this one begins: ahead of the place where the two texts diverge.
+    others = {key: value for key, value in thoughts.removed(answer).items() if key != "tool_calls"}
+    other_answer = {**others, "content": MARK}
+    with_other = templates.render(tokenizer, [*history, other_answer], conversation.tools)
+    n_alike = n_shared(turn.text_with_answer, with_other)
+    place = turn.text_with_answer.rfind(generation_prompt, 0, n_alike)
+    if place < 0:
         return turn
-    return compare_with_prompt(tokenizer, turn.prompt, turn.prompt.text + answer)
+    answer_text = turn.text_with_answer[place + len(generation_prompt) :]
+    return compare_with_prompt(tokenizer, turn.prompt, turn.prompt.text + answer_text)
 
 
 def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
@@ -246,7 +255,7 @@ def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
     if is_whitespace or thoughts.is_whole_thought(turn.only_in_prompt):
         # 3 and 4. A model would give this answer after the whole prompt.
         return prompt_ids, without_whitespace(tokenizer, answer_ids, turn.only_in_prompt)
-    # 5. After the rest of the prompt, such as an open thought, it would not.
+    # 5. The rest of the prompt, such as an open thought, leads to another answer. It is left out.
     return turn.ids_with_answer[: turn.n_shared], answer_ids
 
 
@@ -283,9 +292,9 @@ def encode_last_alone(
 ) -> Answer:
     """Returns an answer of several messages, where the template drops the last one's thinking.
 
-    The last message is encoded alone, as the answer to all messages before it, so its thinking is
-    put back in. The answer's earlier messages, a tool's result among them, are then in its context:
-    their ids are moved from there to the front of the answer. Example:
+    The last message is encoded alone, as an answer to all messages before it, which puts its
+    thinking back in. So its context holds the answer's earlier messages, a tool's result among
+    them. What that context has beyond the prompt goes back to the front of the answer. Example:
 
         prompt             <user>Hi<bot>
         context of last    <user>Hi<bot>Call<end><tool>5<end><bot>
@@ -297,7 +306,7 @@ def encode_last_alone(
         notes: on the messages before the last one.
     """
     last = encode_answer(tokenizer, history + answer[:-1], answer[-1:], tools)  # its case 3
-    # All of the prompt, or its beginning if the first message follows only that.
+    # The whole prompt, or only its beginning where the answer does not continue all of it.
     n_context = n_shared(prompt.ids, last.context)
     return Answer(
         prompt.ids,
@@ -325,14 +334,14 @@ def encode_with_thinking(
     """
     thinking, content = thoughts.split_from_content(tokenizer, conversation.messages[-1])
     # 1. Where does the template write the content? A mark shows it.
-    turn = turn_with_mark(tokenizer, prompt, conversation, content)
-    before_content, content_and_rest = split_at_content(turn.only_in_answer)
+    marked_turn = turn_with_mark(tokenizer, prompt, conversation, content)
+    before_content, content_and_rest = split_at_content(marked_turn.only_in_answer)
     # 2. The thinking goes in front of it.
     with_thinking = thinking + content_and_rest
     # 3. How much of the prompt does that follow?
     context_text, answer = follow_prompt(
         prompt.text,
-        only_in_prompt=turn.only_in_prompt,
+        only_in_prompt=marked_turn.only_in_prompt,
         before_content=before_content,
         answer=with_thinking,
     )
@@ -345,43 +354,45 @@ def encode_with_thinking(
 def follow_prompt(
     prompt: str, *, only_in_prompt: str, before_content: str, answer: str
 ) -> tuple[str, str]:
-    r"""Returns how much of a prompt an answer with thinking follows, and the rest of the answer.
+    r"""Returns the part of a prompt that an answer with thinking continues, and the answer's rest.
 
-    The rest does not repeat what the prompt has written. Examples with `<think>Why</think>Yes`:
+    The rest does not repeat what that part has written. Examples with `<think>Why</think>Yes`:
 
            prompt                  only_in_prompt     context           rest of the answer
         1. <bot><think></think>    <think></think>    <bot>             <think>Why</think>Yes
-        2. <bot>                   nothing            <bot>             <think>Why</think>Yes
-        3. <bot><think>\n          <think>\n          <bot><think>\n    Why</think>Yes
+        2. <bot><think>\n          <think>\n          <bot><think>\n    Why</think>Yes
+        3. <bot>                   nothing            <bot>             <think>Why</think>Yes
         4. <bot>Sure,              Sure,              <bot>Sure,        <think>Why</think>Yes
 
     Args:
         only_in_prompt: the end of the prompt that the template does not write before an answer
-            without thinking. Nothing in 1, if it writes an empty thought there, too.
+            without thinking. It is "" in 1 and 2, too, if the template writes all of the prompt.
         before_content: what the template writes between the prompt and the content, such as a
-            space. In 2 the answer begins with it.
+            space. Only in 3 does the answer begin with it: elsewhere it follows something else.
         answer: the thinking, the content, and what the template writes after it.
     """
     without_thought = thoughts.without_thought_at_end(prompt, only_in_prompt)
-    if without_thought != prompt:  # 1. The prompt ends with no thought, which this answer has.
+    if without_thought != prompt:  # 1. It ends with a thought already, and the answer has its own.
         return without_thought, answer
-    if only_in_prompt == "":  # 2.
-        return prompt, before_content + answer
-    answer_begins = answer.lstrip()
-    if only_in_prompt.strip() and answer_begins.startswith(only_in_prompt.strip()):
-        # 3. The prompt opens the thought. The whitespace after the marker may be another one in the
+    opened = thoughts.end_that_opens(prompt) or only_in_prompt.lstrip()
+    stripped = answer.lstrip()
+    if opened.strip() and stripped.startswith(opened.strip()):
+        # 2. The prompt opens the thought. The whitespace after the marker may be another one in the
         # answer, so only what both have is left out.
-        return prompt, answer_begins[n_shared(answer_begins, only_in_prompt.lstrip()) :]
-    return prompt, answer  # 4. The prompt ends with something else.
+        return prompt, stripped[n_shared(stripped, opened) :]
+    if only_in_prompt == "":  # 3.
+        return prompt, before_content + answer
+    return prompt, answer  # 4. It ends with something else.
 
 
 def turn_with_mark(
     tokenizer, prompt: Beginning, conversation: templates.Conversation, content: str
 ) -> Turn:
-    """Returns the turn of a conversation whose last message has no thinking and begins with `MARK`.
+    """Returns the turn of the conversation with its last message changed.
 
-    The mark shows `split_at_content` where the template writes the content. It may write a space,
-    an empty thought, or nothing in front of it.
+    The message has lost its thinking, and has `MARK` in front of its content. The mark shows
+    `split_at_content` where the template writes the content: after a space, an empty thought, or
+    nothing.
 
     Args:
         prompt, conversation: see `encode_with_thinking`.
@@ -389,7 +400,7 @@ def turn_with_mark(
             template may ask whether there is content.
     """
     *others, message = conversation.messages
-    marked = {**thoughts.removed(message), "content": MARK + content if content else ""}
+    marked = {**thoughts.removed(message), "content": (MARK + content) if content else ""}
     text = templates.render(tokenizer, [*others, marked], conversation.tools)
     return compare_with_prompt(tokenizer, prompt, text)
 
@@ -507,13 +518,13 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 
 
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
-    """Returns how many tokens of a prompt come after an earlier answer and the token that ends it.
+    """Returns how many tokens a prompt has after the end of one of its answers.
 
     `--loss_on all` needs it where the template rewrites earlier turns. Each answer then has a
     sequence of its own, which repeats the earlier ones. Only the tokens counted here are new in it.
 
-    The prompt is rendered with two different answers in that place. What both end with comes after
-    the answer, except for its end token. Example, with three new tokens:
+    The prompt is rendered with two different answers in that place. Both are alike from the
+    answer's end token on, which is not counted. Example, with three new tokens:
 
         <user> One <bot> a <end> <user> Two <bot>
         <user> One <bot> b <end> <user> Two <bot>
@@ -536,16 +547,12 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
 
 
 def length_of_end(tokenizer, after_text: list[int]) -> int:
-    """Returns how many tokens end an earlier answer.
-
-    Args:
-        after_text: all tokens of the prompt after the answer's text.
-    """
+    """Returns how many of the tokens after an answer's text end it."""
     end_of_answer = templates.conventions(tokenizer).end_of_answer
     if after_text[: len(end_of_answer)] == end_of_answer:
         return len(end_of_answer)
     # The conventions know how a last answer ends. An earlier one may end with another marker.
-    return int(bool(after_text) and is_marker(tokenizer, after_text[0]))
+    return 1 if after_text and is_marker(tokenizer, after_text[0]) else 0
 
 
 # ============================================================ preferences

@@ -6,7 +6,6 @@ from decimal import Decimal
 
 from common import counted
 from common.data import thoughts
-from common.data.conversion import answer_text
 from common.data.ids import decode_answers
 from common.models import architecture
 from common.rollout import generation
@@ -30,6 +29,7 @@ NUMBER = re.compile(
     r"""[-+]? (?=\.?\d)
         (?: [1-9]\d{0,2}(?:,\d{3})+ | [1-9]\d* | 0 )?    # 1,200 or 1200; nothing in .5
         (?: \.\d+ )?
+        (?: e[-+]?\d+ )?                          # 1e-05, as Python writes 0.00001
     """,
     re.VERBOSE,
 )
@@ -88,7 +88,7 @@ def final_answer(text: str | float) -> str:
     If there is none, it is what follows the last "the answer is" or "answer:", or else the whole
     text. What thinking is: `thoughts.outside_of`.
     """
-    answer = thoughts.outside_of(answer_text(text))
+    answer = thoughts.outside_of(str(text))
     box_at, boxed = last_box(answer)
     hashes_at, line = last_hashes(answer)
     enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]

@@ -545,7 +545,7 @@ def unsharded(prepared, model):
             stay in shards.
         model: the one that generates.
     """
-    # With the root, which holds what is outside the layers, such as the embeddings.
+    # With the root, which holds what is in no other module's shards, such as the final norm.
     modules_that_generate = {prepared, *model.modules()}
     fsdp_modules = [module for module in prepared.modules() if isinstance(module, FSDPModule)]
     reshards_in_training = {module: reshards_after_forward(module) for module in fsdp_modules}
@@ -569,8 +569,8 @@ def unsharded(prepared, model):
 def reshards_after_forward(module: FSDPModule) -> bool:
     """Whether FSDP2 shards a module's weights again after its forward pass.
 
-    For most the launch config's `fsdp_reshard_after_forward` decides it. A few, such as the root,
-    stay whole until their backward pass in any case: accelerate sees to that.
+    For most the launch config's `fsdp_reshard_after_forward` decides it. Accelerate keeps a few
+    whole until their backward pass in any case, and so does torch with the root.
     """
     # torch has a public method to set it, and none to read it.
     weights = module._get_fsdp_state()._fsdp_param_group

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 import templates
-from common.data import dataset, files, formats, other_formats
+from common.data import dataset, files, formats, messages, other_formats
 from common.data.conversion import Converter
 from common.data.messages import BadRow
 from common.data.pairs import preference_row
@@ -241,6 +241,8 @@ BEFORE = [message("user", "One?"), message("assistant", "One.")]
     ([SYSTEM, QUESTION], [SYSTEM, QUESTION], [SYSTEM, QUESTION]),
     ([QUESTION], [SYSTEM, QUESTION], [SYSTEM, QUESTION]),
     ("Why?", [SYSTEM, *BEFORE, QUESTION], [SYSTEM, *BEFORE, QUESTION]),
+    ("Be brief.", [SYSTEM, QUESTION], [SYSTEM, QUESTION]),
+    ([message("human", "Why?")], [QUESTION], [QUESTION]),
 ])  # fmt: skip
 def test_nothing_of_a_prompt_is_lost_beside_conversations(prompt, inside, whole):
     row = {"prompt": prompt, "chosen": [*inside, YES], "rejected": [*inside, NO]}
@@ -277,6 +279,7 @@ TRANSCRIPTS = {
         ({"prompt": "", "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
         ({"prompt": [], "chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}, False),
         ({"prompt": "", **TRANSCRIPTS}, True),
+        ({"chosen": [QUESTION, YES], "rejected": [QUESTION, NO], "completion": [YES]}, False),
     ],
 )
 def test_a_column_system_begins_the_chat(row, as_messages):
@@ -515,20 +518,43 @@ def test_the_arguments_of_a_call_may_be_a_text(name, written, given):
     assert written in tokenizer.decode(row["input_ids"])
 
 
+def calls_read(content, calls) -> list[dict]:
+    row = {"messages": [QUESTION, {"role": "assistant", "content": content, "tool_calls": calls}]}
+    return formats.conversation(row)[1][1]["tool_calls"]
+
+
 @pytest.mark.parametrize("content", ["", []])
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
 @pytest.mark.parametrize("given", ['{"x": 1}', {"x": 1}])
-def test_a_call_may_have_its_name_outside_of_function(content, given):
+def test_a_call_may_have_its_name_outside_of_function(content, key, given):
     """Its id came into `function`, where no template looks, or all stayed as it was."""
-    call = {"id": "c1", "name": "add", "arguments": given}
-    row = {"messages": [QUESTION, {"role": "assistant", "content": content, "tool_calls": [call]}]}
-    (found,) = formats.conversation(row)[1][1]["tool_calls"]
+    call = {"id": "c1", "name": "add", key: given}
     expected = {"name": "add", "arguments": {"x": 1}}
-    assert found == {"type": "function", "id": "c1", "function": expected}
+    expected = [{"id": "c1", "type": "function", "function": expected}]
+    assert calls_read(content, [call]) == expected
+    assert calls_read("So:", json.dumps([call])) == expected  # as in a column of CSV
+
+
+def test_a_call_whose_arguments_have_another_name_is_not_learned_without_them():
+    call = {"type": "tool_use", "name": "add", "input": {"x": 1}}
+    assert calls_read("", [call]) == [call]  # the template decides
+    for value in (json.dumps(call), "[]"):
+        with pytest.raises(BadRow, match="expected a function call"):
+            messages.from_sharegpt({"from": "function_call", "value": value}, 1)
+    named = {"from": "function_call", "value": json.dumps({"name": "add", "id": "c1"})}
+    (found,) = messages.from_sharegpt(named, 1)["tool_calls"]  # its result would not name the id
+    assert found == {"type": "function", "function": {"name": "add", "arguments": {}}}
+
+
+def test_a_pair_that_ends_with_the_users_turn_is_left_out(tokenizer):
+    """The turn was learned as the end of the answer."""
+    row = {"prompt": [QUESTION], "chosen": [YES, message("user", "And?")], "rejected": [NO]}
+    assert preference_row(row, tokenizer, 100)["reason"].startswith("answer that does not end with")
 
 
 def test_transcripts_that_repeat_the_column_prompt_are_learned_without_it():
     prompt = "\n\nHuman: Why?\n\nAssistant:"
-    for stated in (prompt, ""):
+    for stated in (prompt, "", "\n\nHuman: Why?"):
         row = {"prompt": stated, "chosen": prompt + " So.", "rejected": prompt + " No."}
         assert formats.preference(row) == (prompt, " So.", " No.")
     # Nothing says so of other strings: an answer may begin with the question.

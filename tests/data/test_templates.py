@@ -807,8 +807,12 @@ def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
     assert thoughts.split_from_content(tokenizer, empty) == ("<think>\nwhy\n</think>\n\n", "yes")
     whole = {**message, "content": "<think>why</think> yes"}
     assert thoughts.split_from_content(tokenizer, whole) == ("<think>why</think> ", "yes")
-    later = {"content": "a</think>b<think>c</think>yes"}  # the first thought is the prompt's
-    assert thoughts.split_from_content(tokenizer, later)[0] == "<think>a</think>b<think>c</think>"
+    for thinking, expected in (
+        ("a</think>b<think>c</think>", "<think>a</think>b<think>c</think>"),  # the prompt opened it
+        ("Sure. <think>c</think>", "Sure. <think>c</think>"),
+        ("[THINK]no </think> here[/THINK]", "[THINK]no </think> here[/THINK]"),
+    ):
+        assert thoughts.split_from_content(tokenizer, {"content": thinking + "yes"})[0] == expected
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -923,28 +927,51 @@ def test_an_empty_thought_in_front_of_every_answer_gives_way_to_a_real_one(empty
     ("<think>a</think>b<bot></think>", "", "<think>a</think>b<bot>"),
     ("<user>what does <think> mean<bot></think>", "", "<user>what does <think> mean<bot>"), ("<bot>", "", "<bot>"),
     ("<bot><|analysis|><|/analysis|>", "<|analysis|><|/analysis|>", "<bot>"),
-    ("<bot></think>Sure", "", "<bot></think>Sure"),
+    ("<bot></think>Sure", "", "<bot></think>Sure"), ("<bot><think>Okay.</think>\n", "", "<bot>"),
 ])  # fmt: skip
 def test_a_prompt_without_the_empty_thought_at_its_end(prompt, only_in_prompt, expected):
     assert thoughts.without_thought_at_end(prompt, only_in_prompt) == expected
 
 
+def test_a_thought_that_the_prompt_opens_is_opened_once_where_the_template_writes_one_in_front_of_answers():
+    """An empty one, where it finds no thinking: the opening marker was learned after that of the prompt."""
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{{ m.content.split('</think>')[-1].strip() }}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    answer = [{"role": "assistant", "content": "<think>\nWhy\n</think>\n\nYes"}]
+    found = tokens.encode_answer(tokenizer, [{"role": "user", "content": "Hi"}], answer)
+    assert found.context == found.prompt
+    assert tokenizer.decode(found.ids) == "Why\n</think>\n\nYes<|im_end|>"
+
+
 @pytest.mark.parametrize("loss_on", ["assistant", "completion"])
-def test_an_answer_whose_history_is_rewritten_by_it_is_learned_after_the_prompt(loss_on):
-    """gpt-oss drops the thinking of a call once the result is answered: the result was learned with the answer."""
+@pytest.mark.parametrize("thinking, analysis", [
+    (None, ""), ("Tool says 5", "<|channel|>analysis<|message|>Tool says 5<|end|><|start|>assistant"),
+])  # fmt: skip
+def test_an_answer_whose_history_is_rewritten_by_it_is_learned_after_the_prompt(
+    loss_on, thinking, analysis
+):
+    """gpt-oss drops the thinking of a call once the result is answered: the result was learned with the answer.
+
+    Later the answer's own thinking was lost, because it ends with what the prompt ends with.
+    """
     tokenizer = templates.tokenizer("gptoss")
     call = {"type": "function", "function": {"name": "add", "arguments": {"x": 2}}}
     messages = [
         {"role": "user", "content": "2+3?"},
         {"role": "assistant", "content": "", "thinking": "Use it", "tool_calls": [call]},
         {"role": "tool", "content": "5", "name": "add"},
-        {"role": "assistant", "content": "It is 5."},
+        {"role": "assistant", "content": "It is 5."} | ({"thinking": thinking} if thinking else {}),
     ]
     row = sft_row({"messages": messages}, tokenizer, 4000, loss_on)
     assert row["sequence_lengths"] == [row["length"]] and row["notes"] == []
     texts = [tokenizer.decode(ids) for _, ids in learned(row)]
     called = "<|channel|>analysis<|message|>Use it<|end|><|start|>assistant to=functions.add"
-    assert texts[-1] == "<|channel|>final<|message|>It is 5.<|return|>"
+    assert texts[-1] == analysis + "<|channel|>final<|message|>It is 5.<|return|>"
     assert len(texts) == (2 if loss_on == "assistant" else 1)
     assert loss_on == "completion" or texts[0].startswith(called)
     prompt = inference_ids("gptoss", messages[:3])

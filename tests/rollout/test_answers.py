@@ -126,6 +126,8 @@ TABLE = [
     ("The answer is B)", "B", True),
     ("The answer is 0.00001", 1e-05, True),
     ("10000000000000000", 1e16, True),
+    ("1e-05", "0.00001", True),
+    ("It is 2e3 or 3", "2000", False),
     ("<|channel>thought\nThe answer is 4", "4", False),
     ("[THINK]The answer is 4", "4", False),
     # Whichever mark is last; Markdown's headings are marks, too.
@@ -159,8 +161,7 @@ def test_a_degenerate_response_is_judged_in_linear_time(repeated):
 @pytest.mark.parametrize("response, answer, right", TABLE)
 def test_a_response_is_right(response, answer, right):
     assert answers.is_right(response, answer) == right
-    itself = answers.answer_text(answer)
-    found = rewards.answer_reward(["", ""], [response, itself], [answer, answer])
+    found = rewards.answer_reward(["", ""], [response, str(answer)], [answer, answer])
     assert found == [float(right), 1.0]
 
 
