@@ -185,16 +185,19 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
 def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
     """Returns how many checkpoints the disk must still have room for; at least one.
 
-    It is the smaller of two numbers:
+    It is the smaller of
 
-        that the limit lets in    `--save_total_limit` and one that is being written, less those
-                                  that the run has already, up to the one that it resumes from
-        that are still due        one more if it resumes: that checkpoint may be saved again
+        the room under the limit    `--save_total_limit`, plus the one that is being written, less
+                                    those that are kept already
+        the checkpoints due         those of the coming updates, plus one after a resume: what the
+                                    run resumed from may be saved again
 
-    Example: with a limit of 3, a run that resumes from update 20 has two of its checkpoints of 10,
-    20 and 30 (the last is moved aside), so 2 more must fit.
+    Without a limit it is one: the user may remove some meanwhile.
+
+    Example: with a limit of 3, a run that resumes from update 20 keeps two of its checkpoints of
+    10, 20 and 30 (the last is moved aside), so 2 more must fit.
     """
-    if run.args.save_total_limit == 0:  # the user may remove some meanwhile: only one is certain
+    if run.args.save_total_limit == 0:
         return 1
     resume_step = 0
     n_kept = 0
@@ -206,8 +209,8 @@ def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
     n_due = math.ceil(run.progress.total_steps / interval) - resume_step // interval
     if resumes_from:
         n_due += 1
-    n_let_in = run.args.save_total_limit + 1 - n_kept
-    return max(min(n_let_in, n_due), 1)
+    n_under_limit = run.args.save_total_limit + 1 - n_kept
+    return max(min(n_under_limit, n_due), 1)
 
 
 def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:

@@ -576,7 +576,7 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
-        # Sorted so that a group stays together where its prompt can be shared.
+        # A group stays side by side where its prompt can be shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
@@ -605,7 +605,7 @@ def main():
                     old = {**stored, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
-                # The mean over the update's response tokens; `divisor` cancels the engine's own.
+                # The mean over the update's response tokens; the engine will divide by `divisor`.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once

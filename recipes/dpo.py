@@ -306,7 +306,7 @@ def main():
                     output, batch["mask"], ref_logps, weights, args=args
                 )
                 guard.check(columns["row"], losses, weights)
-                # The mean over the update's pairs; `divisor` cancels the engine's own.
+                # The mean over the update's pairs; the engine will divide by `divisor`.
                 loss = (losses * weights).sum() * divisor / len(update_rows)
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once

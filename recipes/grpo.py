@@ -519,7 +519,7 @@ def losses_and_metrics(
     sampler_metrics = []
     if args.vllm_url and not is_dppo(args):
         # A server's log-probs differ from those of training, so the policy's losses are weighted.
-        # The KL below is not: its ratio is that to the old policy, as if that had sampled.
+        # Not so the KL below, whose ratio takes the old policy for the sampler.
         corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
         token_losses = token_losses * corrections
     kl_metrics = {}
@@ -544,13 +544,10 @@ def losses_and_metrics(
     return losses, sample_weights, logged + sampler_metrics
 
 
-def with_logps_of_this_pass(run: Run, output: dict, stored: dict, weights: torch.Tensor) -> dict:
-    """Returns the stored values with `logps` replaced by those of this pass.
+def first_pass_metrics(output: dict, stored: dict, weights: torch.Tensor) -> list[Logged]:
+    """Returns what is logged while the policy is still the one that made the rollout.
 
-    To be called only while the policy is the one that made the rollout: then all ratios are exactly
-    1. With stored log-probs they would be 1 up to rounding, since those were computed in other
-    micro-batches; a rollout of one update has stored none. Logs how far the sampler's log-probs
-    are from the new ones.
+    How far the sampler's log-probs are from those of this pass.
 
     Args:
         output: of this pass, with `logps`.
@@ -558,8 +555,7 @@ def with_logps_of_this_pass(run: Run, output: dict, stored: dict, weights: torch
         weights: `[samples]`, 0 for a padding row.
     """
     token_weights = stored["mask"] * weights[:, None]
-    run.metrics.pending.add(correction.sampler_differences(output, stored, token_weights))
-    return {**stored, "logps": output["logps"].detach()}
+    return correction.sampler_differences(output, stored, token_weights)
 
 
 # ============================================================ the rollout
@@ -677,10 +673,10 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
             vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
         samples.check_finite(run)
         with run.metrics.timed("score"):
-            scores = judge.score(run, samples, packer)
+            unpenalised = judge.score(run, samples, packer)
         # Without the penalty on length: a group that is all right, or all wrong, teaches nothing.
-        group_is_kept = groups_to_keep(scores.total, args)
-        scores = with_penalty(scores, samples, args)
+        group_is_kept = groups_to_keep(unpenalised.total, args)
+        scores = with_penalty(unpenalised, samples, args)
         log_rollout(run, samples, scores, group_is_kept)
         sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
         kept_samples.append(samples.select(sample_is_kept))
@@ -860,7 +856,7 @@ def main():
     rewards.check_signatures(args, data)  # can the functions be called with these columns?
     preview.show(accelerator, args, data)  # with --preview: prints rows and exits
     plan = RolloutSchedule(args, n_prompts=data.mixture.samples)
-    # As many updates as if no group were dropped: so long is the learning-rate schedule.
+    # The schedule of the learning rate is as long as if no group were dropped.
     progress = Progress(
         data.mixture.samples,
         args.train_batch_size,
@@ -922,14 +918,14 @@ def main():
     state = run.extra  # after `checkpoint.begin`, which may replace it
     if state.position.prompts_seen == 0:  # not `updates_seen`: rollouts may have led to no update
         evaluate(run, judge, packer)
-    count_prompts(run)  # a resumed run may already be at the end of its prompts
+    count_prompts(run)  # for `progress.finished`: a resumed run may be at the end of its prompts
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
-            if state.rollout is None:  # it has nothing to train on: go on with the next prompts
-                skip_or_end(run)
-                log_evaluate_save(run, judge, packer)  # only what is due if the run ends here
-                continue
+        if state.rollout is None:  # nothing to train on: go on with the next prompts, or end
+            skip_or_end(run)
+            log_evaluate_save(run, judge, packer)  # nothing is due unless the run ends here
+            continue
         rollout = state.rollout
 
         # All processes agree on the samples of this update. Each takes its share of them.
@@ -938,7 +934,7 @@ def main():
         # The loss is divided by this update's tokens or responses, see --average.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
 
-        # Sorted so that a group stays together where its prompt can be shared.
+        # A group stays side by side where its prompt can be shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
@@ -955,11 +951,13 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 old = stored
-                if not policy_has_moved:  # this pass's log-probs are the old ones: ratios are 1
-                    old = with_logps_of_this_pass(run, output, stored, weights)
+                if not policy_has_moved:
+                    metrics.pending.add(first_pass_metrics(output, stored, weights))
+                    # The log-probs of this very pass are the old ones, so all ratios are exactly 1.
+                    old = {**stored, "logps": output["logps"].detach()}
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
-                # The weighted mean over the update's samples; `divisor` cancels the engine's own.
+                # The weighted mean over the update's samples; the engine will divide by `divisor`.
                 loss = (losses * sample_weights).sum() * divisor / update_weight
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
@@ -1008,21 +1006,20 @@ def count_prompts(run: Run) -> None:
     """
     state: State = run.extra
     run.progress.rows_seen = state.position.prompts_seen
-    if run.args.max_steps:  # it ends the run, however often the prompts repeat
-        return
-    prompts_of_run = run.args.max_epochs * run.data.mixture.samples
-    all_are_taken = state.position.prompts_seen >= prompts_of_run
-    all_are_trained_on = state.rollout is None
-    run.progress.data_ended = all_are_taken and all_are_trained_on
+    if not run.args.max_steps:  # which ends the run by itself, however often the prompts repeat
+        prompts_of_run = run.args.max_epochs * run.data.mixture.samples
+        all_are_taken = state.position.prompts_seen >= prompts_of_run
+        all_are_trained_on = state.rollout is None
+        run.progress.data_ended = all_are_taken and all_are_trained_on
 
 
 def skip_or_end(run: Run) -> None:
     """Goes past a rollout that has nothing to train on, with a warning.
 
-        the data end here                                 the run ends as usual
-        less than an epoch of prompts without an update   it goes on
-        a whole epoch, after earlier updates              it ends early
-        a whole epoch, and there never was an update      an error
+        the data end here                                  the run ends as usual
+        less than an epoch of prompts without an update    the run goes on
+        a whole epoch, after earlier updates               the run ends early
+        a whole epoch, and there never was an update       the run ends with an error
 
     Raises:
         SystemExit: the error.

@@ -322,14 +322,14 @@ def losses_and_metrics(
         output["values"], old["values"], old["returns"], args.value_clip_range
     )
     token_weights = old["mask"] * weights[:, None]
-    actor_terms = actor_losses  # to which the correction and the KL are added
+    actor_terms = actor_losses  # times the correction, plus the KL, where there are any
     sampler_metrics = []
     if args.vllm_url:
         # A server's log-probs differ from those of training, so the actor's losses are weighted.
         # The critic is not corrected: it fits the returns of these samples, whoever drew them.
         corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
         actor_terms = actor_terms * corrections
-    if args.kl_in == "loss" and "ref_logps" in old:  # there are none with --kl_coef 0
+    if args.kl_in == "loss":  # then `check_kl` has seen to it that there is a reference
         kl = kl_estimate(logps, old["ref_logps"], args.kl_estimator)
         actor_terms = actor_terms + kl_coef * kl
     # While only the critic learns, the actor's gradient is zero. It must exist: engines expect it.
@@ -348,22 +348,12 @@ def losses_and_metrics(
     return losses, token_weights, [Logged(per_token, token_weights), *sampler_metrics]
 
 
-def ratio_rounding(output: dict, old: dict, token_weights: torch.Tensor) -> list[Logged]:
-    """Returns a metric: how far ratios are from 1 although the policy has not moved yet.
+def first_pass_metrics(output: dict, stored: dict, weights: torch.Tensor) -> list[Logged]:
+    """Returns what is logged while the policy is still the one that made the rollout.
 
-    The old log-probs came from other micro-batches, so they were rounded differently.
-    """
-    log_ratios = output["logps"].detach() - old["logps"]
-    per_token = {"val/max_rounding": log_ratios.expm1().abs()}
-    return [Logged(per_token, token_weights, reduce="max")]
-
-
-def with_logps_of_this_pass(run: Run, output: dict, stored: dict, weights: torch.Tensor) -> dict:
-    """Returns the stored values with `logps` replaced by those of this pass; logs the difference.
-
-    To be called only while the policy is the one that made the rollout: then all ratios are exactly
-    1. With the stored log-probs they would be 1 up to rounding, since those were computed in other
-    micro-batches. Logs this rounding, and how far the sampler's log-probs are from the new ones.
+    How far the sampler's log-probs are from those of this pass; and how far ratios to the stored
+    ones are from 1, although the policy has not moved: those come from other micro-batches, so they
+    were rounded differently.
 
     Args:
         output: of this pass, with `logps`.
@@ -371,9 +361,12 @@ def with_logps_of_this_pass(run: Run, output: dict, stored: dict, weights: torch
         weights: `[samples]`, 0 for a padding row.
     """
     token_weights = stored["mask"] * weights[:, None]
-    run.metrics.pending.add(correction.sampler_differences(output, stored, token_weights))
-    run.metrics.pending.add(ratio_rounding(output, stored, token_weights))
-    return {**stored, "logps": output["logps"].detach()}
+    log_ratios = output["logps"].detach() - stored["logps"]
+    rounding = {"val/max_rounding": log_ratios.expm1().abs()}
+    return [
+        *correction.sampler_differences(output, stored, token_weights),
+        Logged(rounding, token_weights, reduce="max"),
+    ]
 
 
 # ============================================================ the rollout
@@ -731,8 +724,7 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
-        # Sorted by each sample's own length, not by its group's as in grpo.py: an update seldom has
-        # two responses to one prompt.
+        # Sorted by each sample's own length: an update seldom has two responses to share a prompt.
         micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
         loss_scale = engine.loss_scale(run)
@@ -748,8 +740,10 @@ def main():
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
                 old = stored
-                if not policy_has_moved:  # this pass's log-probs are the old ones: ratios are 1
-                    old = with_logps_of_this_pass(run, output, stored, weights)
+                if not policy_has_moved:
+                    metrics.pending.add(first_pass_metrics(output, stored, weights))
+                    # The log-probs of this very pass are the old ones, so all ratios are exactly 1.
+                    old = {**stored, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(
                     output,
                     old,
@@ -759,7 +753,7 @@ def main():
                     actor_learns=rollout.actor_learns,
                 )
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
-                # The mean over the update's tokens; `divisor` cancels the engine's own.
+                # The mean over the update's tokens; the engine will divide by `divisor`.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once

@@ -252,7 +252,7 @@ def main():
                 scores = model(batch)
                 losses, logged = losses_and_metrics(scores, columns["margin"], weights, args)
                 guard.check(columns["row"], losses, weights)
-                # The mean over the update's pairs; `divisor` cancels the engine's own.
+                # The mean over the update's pairs; the engine will divide by `divisor`.
                 loss = (losses * weights).sum() * divisor / len(update_rows)
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once

@@ -334,7 +334,7 @@ def main():
                 output = model(batch, extras=("correct",))
                 losses, token_weights, logged = losses_and_metrics(output, batch["mask"], weights)
                 guard.check(columns["row"], losses, token_weights)
-                # The mean over the update's targets; `divisor` cancels the engine's own.
+                # The mean over the update's targets; the engine will divide by `divisor`.
                 loss = (losses * token_weights).sum() * divisor / update_targets
                 accelerator.backward(loss)  # with DeepSpeed this also clips and steps
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once

@@ -732,7 +732,7 @@ ROLLOUTS = [
         "grpo_ratio_of_rounding",
         "GRPO's first update compares with log-probs that another pass rounded",
         "recipes/grpo.py",
-        replace("with_logps_of_this_pass", "output['logps'].detach()", by="stored['logps']"),
+        replace("main", "output['logps'].detach()", by="stored['logps']"),
         f"{GRPO_RUN}[defaults]",
     ),
     Fault(
@@ -805,7 +805,7 @@ ROLLOUTS = [
         "first_ratio_from_scoring",
         "the first update compares with log-probs that another pass rounded",
         "recipes/ppo.py",
-        replace("with_logps_of_this_pass", "output['logps'].detach()", by="stored['logps']"),
+        replace("main", "output['logps'].detach()", by="stored['logps']"),
         PPO_RUN,
     ),
     Fault(

@@ -96,7 +96,7 @@ def refuse_media(row: dict) -> None:
         if column in SINGLE_MEDIA_COLUMNS and isinstance(value, str | int | float):
             # It may be something else, such as the name of a container's image. But `<image>` in a
             # text of the row shows that it is a picture.
-            is_media = f"<{column}>" in str(row)
+            is_media = bool(value) and f"<{column}>" in str(row)
         else:
             is_media = bool(value)
         if is_media:
@@ -125,7 +125,7 @@ def conversation(row: dict) -> tuple[Text, Text]:
 
         columns                   prompt    completion
         messages                  []        the messages
-        text, but no other        ""        the text          (see `is_whole_text`)
+        text, without the others  ""        the text          (see `is_whole_text`)
         prompt and completion     both as strings, or both as message lists
 
     Raises:

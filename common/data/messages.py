@@ -72,7 +72,7 @@ def as_message(message: dict, number: int) -> dict:
     if isinstance(message.get("content"), list):
         message = from_parts(message, number)
     calls = message.get("tool_calls")
-    if isinstance(calls, str) and calls:  # JSON, as in a column of CSV
+    if calls and isinstance(calls, (str, dict)):  # JSON, as in a column of CSV; or a single call
         calls = tool_calls(calls, f"message {number}")
     if isinstance(calls, list):
         message = {**message, "tool_calls": [with_arguments(nested(call)) for call in calls]}
@@ -82,15 +82,15 @@ def as_message(message: dict, number: int) -> dict:
 def nested(call: Any) -> Any:
     """Returns a tool call in which name and arguments are under `function`, as in OpenAI's API.
 
-    A call whose arguments are not found is returned as it is.
+    A call whose arguments are under another name is returned as it is.
     """
     if not isinstance(call, dict) or "function" in call or "name" not in call:
         return call
-    others = {key: value for key, value in call.items() if key != "name"}
-    found = [others.pop(key) for key in ("arguments", "parameters") if key in others]
-    if not found and set(others) - {"id", "type"}:  # they have another name
+    given = next((key for key in ("arguments", "parameters") if key in call), None)
+    others = {key: value for key, value in call.items() if key not in ("name", given)}
+    if given is None and others.keys() - {"id", "type"}:  # the arguments may have another name
         return call
-    function = {"name": call["name"], "arguments": found[0] if found else {}}
+    function = {"name": call["name"], "arguments": call[given] if given else {}}
     return {**others, "type": "function", "function": function}
 
 
@@ -172,7 +172,7 @@ def from_parts(message: dict, number: int) -> dict:
         (texts if kind == "text" else thoughts).append(value)
 
     message = {**message, "content": "".join(texts)}
-    if thoughts:
+    if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls

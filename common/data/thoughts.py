@@ -155,8 +155,8 @@ def without_thought_at_end(prompt: str, only_in_prompt: str) -> str:
         <bot></think>Sure,           <bot></think>Sure,
 
     Args:
-        only_in_prompt: the end of the prompt that the template does not write before an answer
-            without thinking.
+        only_in_prompt: what the template leaves out at the end of the prompt where an answer
+            without thinking follows; "" if it leaves out nothing.
     """
     if is_whole_thought(only_in_prompt):  # its markers may be others than those of `MARKERS`
         return prompt.removesuffix(only_in_prompt)
@@ -166,7 +166,8 @@ def without_thought_at_end(prompt: str, only_in_prompt: str) -> str:
         if not closed or after.strip():
             continue  # the prompt does not end with this marker
         start, opened, inside = before.rpartition(opener)
-        # Another marker in between shows that an earlier message opened that one.
+        # With another marker in between, the opening one belongs to an earlier message. Then only
+        # the closing one is removed.
         is_one_thought = opened and not ANY_MARKER.search(inside)
         return start if is_one_thought else before
     return prompt

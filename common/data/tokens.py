@@ -158,7 +158,7 @@ def encode_answer(
         return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
 
     places = range(len(history), len(history) + len(answer))
-    *drops_earlier, drops_last = (conversation.leaves_out_thought(place) for place in places)
+    *drops_earlier, drops_last = [conversation.leaves_out_thought(place) for place in places]
     notes = [DROPS_EARLIER] if any(drops_earlier) else []
     if drops_last and len(answer) > 1:  # 2.
         return encode_last_alone(tokenizer, prompt, history, answer, tools=tools, notes=notes)
@@ -166,7 +166,7 @@ def encode_answer(
         context, ids = encode_with_thinking(tokenizer, prompt, conversation)
         notes.append(DROPS_THOUGHT)
     else:  # 4.
-        if len(answer) == 1:  # of several, it may be an earlier one that is written otherwise
+        if len(answer) == 1:  # with several the texts may diverge within the answer
             turn = with_history_as_read(tokenizer, turn, conversation)
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
@@ -197,10 +197,10 @@ def compare_with_prompt(tokenizer, prompt: Beginning, text_with_answer: str) -> 
 def with_history_as_read(tokenizer, turn: Turn, conversation: templates.Conversation) -> Turn:
     r"""Returns a turn whose answer follows the prompt, even if the template rewrites the history.
 
-    gpt-oss drops the thinking before a tool call once an answer follows. The two texts differ from
-    there on, so all that comes after, the tool's result too, would count as the answer. In its
-    place, what follows the answer's own generation prompt is put behind the prompt. Any other turn
-    is returned as it is. Example:
+    gpt-oss drops the thinking before a tool call once an answer follows. The two texts then differ
+    from that thinking on. All after it, the tool's result included, would count as the answer. So
+    the answer's own text is cut out, and put behind the prompt. Any other turn is returned as it
+    is. Example:
 
         prompt.text         <user>Hi<bot>Think<bot>Call<tool>5<bot>
         text_with_answer    <user>Hi<bot>Call<tool>5<bot>Yes<end>
@@ -211,24 +211,34 @@ def with_history_as_read(tokenizer, turn: Turn, conversation: templates.Conversa
     """
     if turn.continues_prompt:
         return turn
-    *history, answer = conversation.messages
-    history_text = templates.render(tokenizer, history, conversation.tools)
+    history_text = templates.render(tokenizer, conversation.messages[:-1], conversation.tools)
     generation_prompt = turn.prompt.text.removeprefix(history_text)
-    # More differs than the generation prompt, so the texts diverge within the history.
-    is_rewritten = len(turn.only_in_prompt) > len(generation_prompt)
-    if not is_rewritten or generation_prompt == "":
+    # If no more than the generation prompt differs, the history is written alike.
+    if generation_prompt == "" or len(turn.only_in_prompt) <= len(generation_prompt):
         return turn
-    # The answer may repeat the generation prompt: gpt-oss does between thinking and content.
-    # Another answer shows where this one begins: ahead of the place where the two texts diverge.
-    others = {key: value for key, value in thoughts.removed(answer).items() if key != "tool_calls"}
-    other_answer = {**others, "content": MARK}
-    with_other = templates.render(tokenizer, [*history, other_answer], conversation.tools)
-    n_alike = n_shared(turn.text_with_answer, with_other)
-    place = turn.text_with_answer.rfind(generation_prompt, 0, n_alike)
-    if place < 0:
+    start = start_of_answer(tokenizer, turn, conversation, generation_prompt)
+    if start is None:
         return turn
-    answer_text = turn.text_with_answer[place + len(generation_prompt) :]
+    answer_text = turn.text_with_answer[start:]
     return compare_with_prompt(tokenizer, turn.prompt, turn.prompt.text + answer_text)
+
+
+def start_of_answer(
+    tokenizer, turn: Turn, conversation: templates.Conversation, generation_prompt: str
+) -> int | None:
+    """Returns the place in `text_with_answer` where the answer begins; None if it is not found.
+
+    It begins after a generation prompt, but maybe not after the last one: gpt-oss writes another
+    within an answer, between thinking and content. So the conversation is also rendered with
+    another answer. The last generation prompt in what both texts share is the right one.
+    """
+    *history, answer = conversation.messages
+    other_answer = {**thoughts.removed(answer), "content": MARK}
+    other_answer.pop("tool_calls", None)
+    with_other = templates.render(tokenizer, [*history, other_answer], conversation.tools)
+    end_of_shared = n_shared(turn.text_with_answer, with_other)
+    place = turn.text_with_answer.rfind(generation_prompt, 0, end_of_shared)
+    return None if place < 0 else place + len(generation_prompt)
 
 
 def split_turn(tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
@@ -293,8 +303,8 @@ def encode_last_alone(
     """Returns an answer of several messages, where the template drops the last one's thinking.
 
     The last message is encoded alone, as an answer to all messages before it, which puts its
-    thinking back in. So its context holds the answer's earlier messages, a tool's result among
-    them. What that context has beyond the prompt goes back to the front of the answer. Example:
+    thinking back in. So its context holds the earlier messages, a tool's result among them. They
+    belong to the answer, and are moved to its front. Example:
 
         prompt             <user>Hi<bot>
         context of last    <user>Hi<bot>Call<end><tool>5<end><bot>
@@ -305,7 +315,9 @@ def encode_last_alone(
         prompt: what `encode_prompt` returns for the history.
         notes: on the messages before the last one.
     """
-    last = encode_answer(tokenizer, history + answer[:-1], answer[-1:], tools)  # its case 3
+    last = encode_answer(
+        tokenizer, history + answer[:-1], answer[-1:], tools
+    )  # one message: its case 3
     # The whole prompt, or only its beginning where the answer does not continue all of it.
     n_context = n_shared(prompt.ids, last.context)
     return Answer(
@@ -366,7 +378,7 @@ def follow_prompt(
 
     Args:
         only_in_prompt: the end of the prompt that the template does not write before an answer
-            without thinking. It is "" in 1 and 2, too, if the template writes all of the prompt.
+            without thinking. The table shows the usual case; "" if it writes the whole prompt.
         before_content: what the template writes between the prompt and the content, such as a
             space. Only in 3 does the answer begin with it: elsewhere it follows something else.
         answer: the thinking, the content, and what the template writes after it.
@@ -374,12 +386,13 @@ def follow_prompt(
     without_thought = thoughts.without_thought_at_end(prompt, only_in_prompt)
     if without_thought != prompt:  # 1. It ends with a thought already, and the answer has its own.
         return without_thought, answer
-    opened = thoughts.end_that_opens(prompt) or only_in_prompt.lstrip()
+    # A marker of `MARKERS` opens the thought, or one that only this template has.
+    opening = thoughts.end_that_opens(prompt) or only_in_prompt.lstrip()
     stripped = answer.lstrip()
-    if opened.strip() and stripped.startswith(opened.strip()):
-        # 2. The prompt opens the thought. The whitespace after the marker may be another one in the
-        # answer, so only what both have is left out.
-        return prompt, stripped[n_shared(stripped, opened) :]
+    if opening.strip() and stripped.startswith(opening.strip()):
+        # 2. The whitespace after the marker may be another one in the answer, so only what both
+        # have is left out.
+        return prompt, stripped[n_shared(stripped, opening) :]
     if only_in_prompt == "":  # 3.
         return prompt, before_content + answer
     return prompt, answer  # 4. It ends with something else.

@@ -101,7 +101,7 @@ def kill_twice(bench: Bench, name: str, launcher: str, watch: Watch) -> bool:
     """Kills a run twice and lets it go on to its end, unless a checkpoint is found at fault.
 
     Returns:
-        False if the run ended before a kill; True also if a checkpoint is at fault.
+        False if the run ended before a kill.
     """
     begin = bench.flags(bench.folder / name, **INTERRUPTED)
     resume = [*begin, "--resume", "auto"]

@@ -29,7 +29,7 @@ NUMBER = re.compile(
     r"""[-+]? (?=\.?\d)
         (?: [1-9]\d{0,2}(?:,\d{3})+ | [1-9]\d* | 0 )?    # 1,200 or 1200; nothing in .5
         (?: \.\d+ )?
-        (?: e[-+]?\d+ )?                          # 1e-05, as Python writes 0.00001
+        (?: e[-+]?\d{1,3} )?                      # 1e-05, as Python writes 0.00001
     """,
     re.VERBOSE,
 )
@@ -141,9 +141,9 @@ def plain(text: str) -> str:
 def number_in(text: str) -> Decimal | None:
     """Returns the only number in a text; None if there is none, or several, as in 1/2 or 9:30."""
     name, equals, value = text.partition("=")
-    if equals and not any(letter.isdigit() for letter in name):
+    if equals and not any(letter.isdecimal() for letter in name):
         text = value  # x = 18
-    words = [word for word in text.split() if any(letter.isdigit() for letter in word)]
+    words = [word for word in text.split() if any(letter.isdecimal() for letter in word)]
     if len(words) != 1:
         return None
     word = words[0].lstrip("(['\"").rstrip(")]'\".,;:!?")

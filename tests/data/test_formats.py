@@ -478,7 +478,7 @@ def test_a_column_text_beside_another_format_is_learned_only_on_request(
 
 @pytest.mark.parametrize("more, is_read", [
     ({"images": ["a.png"]}, False), ({"image": {"path": "a.png"}}, False), ({"image": "python:3.12"}, True),
-    ({"image": 3}, True), ({"video": True}, True),
+    ({"image": 3}, True), ({"video": True}, True), ({"image": "", "about": "the tag <image>"}, True),
 ])  # fmt: skip
 def test_a_prompt_with_an_image(more, is_read, tokenizer, accelerator, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": [QUESTION], **more}])
@@ -533,6 +533,7 @@ def test_a_call_may_have_its_name_outside_of_function(content, key, given):
     expected = [{"id": "c1", "type": "function", "function": expected}]
     assert calls_read(content, [call]) == expected
     assert calls_read("So:", json.dumps([call])) == expected  # as in a column of CSV
+    assert calls_read("So:", call) == expected
 
 
 def test_a_call_whose_arguments_have_another_name_is_not_learned_without_them():
@@ -541,6 +542,9 @@ def test_a_call_whose_arguments_have_another_name_is_not_learned_without_them():
     for value in (json.dumps(call), "[]"):
         with pytest.raises(BadRow, match="expected a function call"):
             messages.from_sharegpt({"from": "function_call", "value": value}, 1)
+    both = {"name": "add", "arguments": {"x": 1}, "parameters": {"x": 2}}
+    (found,) = calls_read("", [both])
+    assert (found["function"]["arguments"], found["parameters"]) == ({"x": 1}, {"x": 2})
     named = {"from": "function_call", "value": json.dumps({"name": "add", "id": "c1"})}
     (found,) = messages.from_sharegpt(named, 1)["tool_calls"]  # its result would not name the id
     assert found == {"type": "function", "function": {"name": "add", "arguments": {}}}
@@ -666,7 +670,10 @@ def test_content_as_parts(reader):
     assert [
         reader([row], name=f"{number}.parquet")[0] for number, row in enumerate(rows)
     ] == expected
-    # A field of this name that a message has already is kept, too.
+    # An empty part says nothing, and a field of this name that a message has already is kept.
+    empty = [{"type": "thinking", "thinking": ""}, {"type": "text", "text": "So."}]
+    kept = {"role": "assistant", "content": empty, "reasoning_content": "Why"}
+    assert formats.conversation({"messages": [QUESTION, kept]})[1][1]["reasoning_content"] == "Why"
     thinking = [QUESTION, {**YES, "reasoning_content": "So."}]
     assert reader([{"messages": thinking}]) == [(thinking, None)]
 
