@@ -21,6 +21,10 @@ SENDERS = {
 }
 
 
+# What others call the arguments of a tool call, besides `arguments` and `parameters`.
+OTHER_ARGUMENTS = {"args", "input", "inputs", "kwargs", "params"}
+
+
 class BadRow(Exception):
     """A row that fits no format; its text says which column, and what was expected."""
 
@@ -72,26 +76,32 @@ def as_message(message: dict, number: int) -> dict:
     if isinstance(message.get("content"), list):
         message = from_parts(message, number)
     calls = message.get("tool_calls")
-    if calls and isinstance(calls, (str, dict)):  # JSON, as in a column of CSV; or a single call
+    if isinstance(calls, str) and calls.strip() in (
+        "",
+        "[]",
+        "null",
+    ):  # some data have them as JSON
+        calls = []
+    if isinstance(calls, (str, dict)):
         calls = tool_calls(calls, f"message {number}")
     if isinstance(calls, list):
-        message = {**message, "tool_calls": [with_arguments(nested(call)) for call in calls]}
+        message = {**message, "tool_calls": [with_arguments(call) for call in calls]}
     return {"content": "", **message}
 
 
 def nested(call: Any) -> Any:
     """Returns a tool call in which name and arguments are under `function`, as in OpenAI's API.
 
-    A call whose arguments are under another name is returned as it is.
+    A call whose arguments are under a name of `OTHER_ARGUMENTS` is returned as it is.
     """
     if not isinstance(call, dict) or "function" in call or "name" not in call:
         return call
     given = next((key for key in ("arguments", "parameters") if key in call), None)
     others = {key: value for key, value in call.items() if key not in ("name", given)}
-    if given is None and others.keys() - {"id", "type"}:  # the arguments may have another name
+    if given is None and others.keys() & OTHER_ARGUMENTS:
         return call
     function = {"name": call["name"], "arguments": call[given] if given else {}}
-    return {**others, "type": "function", "function": function}
+    return with_arguments({**others, "type": "function", "function": function})
 
 
 def with_arguments(call: Any) -> Any:
@@ -134,8 +144,9 @@ def from_sharegpt(message: dict, number: int) -> dict:
     if sender == "function_call":
         calls = tool_calls(value, f"message {number}")
         for call in calls:
-            call.pop("id", None)  # results in ShareGPT do not name one
-        return {"role": "assistant", **others, "tool_calls": calls}
+            if "function" not in call:
+                call.pop("id", None)  # of no use here: in ShareGPT results do not name it
+        return {"role": "assistant", **others, "tool_calls": [nested(call) for call in calls]}
     if sender not in SENDERS:
         expected = ", ".join([*SENDERS, "function_call"])
         raise BadRow(f"message {number} is from {sender!r}: expected one of {expected}")
@@ -175,7 +186,7 @@ def from_parts(message: dict, number: int) -> dict:
     if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
     if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = [nested(call) for call in calls]
     return message
 
 
@@ -189,7 +200,7 @@ def value_of_part(part: dict, kind: str) -> Any:
 
 
 def tool_calls(value: Any, where: str) -> list[dict]:
-    """Returns tool calls as a list of `{"type": "function", "function": {"name", "arguments"}}`.
+    """Returns tool calls as a list.
 
     Args:
         value: one call or a list of calls, or the JSON of either. A call may be flat, see `nested`.
@@ -202,8 +213,9 @@ def tool_calls(value: Any, where: str) -> list[dict]:
         given = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         given = None  # refused below
-    calls = [nested(call) for call in (given if isinstance(given, list) else [given])]
-    if not calls or not all(isinstance(call, dict) and "function" in call for call in calls):
+    calls = given if isinstance(given, list) else [given]
+    are_calls = all(isinstance(call, dict) and "function" in nested(call) for call in calls)
+    if not calls or not are_calls:
         raise BadRow(
             f"{where}: expected a function call, JSON of name and arguments, found {value!r:.80}"
         )

@@ -14,7 +14,7 @@ import transformers.utils.chat_template_utils as template_utils
 
 from common import in_one_line, replaced
 from common.data import ids, thoughts
-from common.data.messages import BadRow, without_nulls
+from common.data.messages import BadRow, nested, without_nulls
 from common.data.template_limits import TooMuch, memory_limit, time_limit
 
 # What the run prints about a data set whose messages the template does not write.
@@ -146,6 +146,8 @@ def render(
         if tools:
             schemas = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
         known = conventions(tokenizer)
+        if "function" in str(tokenizer.chat_template):  # else it may read calls that are flat
+            messages = [with_nested_calls(message) for message in messages]
         if known.wants_argument_texts:
             messages = [with_argument_texts(message) for message in messages]
         if known.wants_parts:
@@ -207,6 +209,13 @@ def prints_date(tokenizer) -> bool:
 def with_parts(message: dict) -> dict:
     """Returns a message whose content is a list of parts, as templates of vision models want it."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def with_nested_calls(message: dict) -> dict:
+    """Returns a message in which name and arguments of each tool call are under `function`."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [nested(call) for call in message["tool_calls"]]}
 
 
 def with_argument_texts(message: dict) -> dict:

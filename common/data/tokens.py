@@ -534,7 +534,8 @@ def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int
     """Returns how many tokens a prompt has after the end of one of its answers.
 
     `--loss_on all` needs it where the template rewrites earlier turns. Each answer then has a
-    sequence of its own, which repeats the earlier ones. Only the tokens counted here are new in it.
+    sequence of its own, which repeats the earlier ones. New in it are only the tokens counted here
+    and the answer.
 
     The prompt is rendered with two different answers in that place. Both are alike from the
     answer's end token on, which is not counted. Example, with three new tokens:

@@ -29,7 +29,7 @@ NUMBER = re.compile(
     r"""[-+]? (?=\.?\d)
         (?: [1-9]\d{0,2}(?:,\d{3})+ | [1-9]\d* | 0 )?    # 1,200 or 1200; nothing in .5
         (?: \.\d+ )?
-        (?: e[-+]?\d{1,3} )?                      # 1e-05, as Python writes 0.00001
+        (?: [eE][-+]?\d{1,3} )?                   # 1e-05, as Python writes 0.00001
     """,
     re.VERBOSE,
 )

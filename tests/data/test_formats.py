@@ -1,5 +1,6 @@
 """Data as people have it: names are names, values keep their type, and the formats of other tools are read as they are."""
 
+import copy
 import gzip
 import json
 import runpy
@@ -518,36 +519,69 @@ def test_the_arguments_of_a_call_may_be_a_text(name, written, given):
     assert written in tokenizer.decode(row["input_ids"])
 
 
-def calls_read(content, calls) -> list[dict]:
-    row = {"messages": [QUESTION, {"role": "assistant", "content": content, "tool_calls": calls}]}
-    return formats.conversation(row)[1][1]["tool_calls"]
+def calls_written(name: str, content, calls) -> str:
+    """How a template writes tool calls."""
+    message = {"role": "assistant", "content": content, "tool_calls": calls}
+    tokenizer = templates.tokenizer(name)
+    row = sft_row({"messages": [QUESTION, message]}, tokenizer, 1000, "assistant")
+    return tokenizer.decode(row["input_ids"])
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gptoss", "deepseekv3", "gemma4"])
 @pytest.mark.parametrize("content", ["", []])
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
 @pytest.mark.parametrize("given", ['{"x": 1}', {"x": 1}])
-def test_a_call_may_have_its_name_outside_of_function(content, key, given):
-    """Its id came into `function`, where no template looks, or all stayed as it was."""
+def test_a_call_may_have_its_name_outside_of_function(name, content, key, given):
+    """Most templates refused it, or wrote a call without arguments."""
+    function = {"name": "add", "arguments": {"x": 1}}
+    expected = calls_written(
+        name, content, [{"id": "c1", "type": "function", "function": function}]
+    )
     call = {"id": "c1", "name": "add", key: given}
-    expected = {"name": "add", "arguments": {"x": 1}}
-    expected = [{"id": "c1", "type": "function", "function": expected}]
-    assert calls_read(content, [call]) == expected
-    assert calls_read("So:", json.dumps([call])) == expected  # as in a column of CSV
-    assert calls_read("So:", call) == expected
+    assert calls_written(name, content, [call]) == expected
+    assert calls_written(name, "", call) == calls_written(name, "", json.dumps([call])) == expected
+
+
+def test_a_template_for_calls_without_function_gets_them():
+    tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.name }}({{ c.arguments | tojson }}){% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"name": "add", "arguments": {"x": 1}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    row = sft_row({"messages": [QUESTION, message]}, tokenizer, 1000, "assistant")
+    assert 'add({"x": 1})<|im_end|>' in tokenizer.decode(row["input_ids"])
 
 
 def test_a_call_whose_arguments_have_another_name_is_not_learned_without_them():
     call = {"type": "tool_use", "name": "add", "input": {"x": 1}}
-    assert calls_read("", [call]) == [call]  # the template decides
+    assert messages.nested(call) == call  # the template decides
     for value in (json.dumps(call), "[]"):
         with pytest.raises(BadRow, match="expected a function call"):
             messages.from_sharegpt({"from": "function_call", "value": value}, 1)
-    both = {"name": "add", "arguments": {"x": 1}, "parameters": {"x": 2}}
-    (found,) = calls_read("", [both])
-    assert (found["function"]["arguments"], found["parameters"]) == ({"x": 1}, {"x": 2})
-    named = {"from": "function_call", "value": json.dumps({"name": "add", "id": "c1"})}
-    (found,) = messages.from_sharegpt(named, 1)["tool_calls"]  # its result would not name the id
-    assert found == {"type": "function", "function": {"name": "add", "arguments": {}}}
+
+
+def test_a_call_of_sharegpt_has_an_id_only_if_it_is_one_of_openai():
+    """In the flat form it came into `function`; and no result would name it."""
+    function = {"name": "add", "arguments": {}}
+    flat = {"name": "add", "id": "c1", "thought": "Hm."}
+    whole = {"type": "function", "id": "c1", "function": function}
+    value = json.dumps([flat, whole])
+    first, second = messages.from_sharegpt({"from": "function_call", "value": value}, 1)[
+        "tool_calls"
+    ]
+    assert first == {"thought": "Hm.", "type": "function", "function": function}
+    assert second == whole
+
+
+@pytest.mark.parametrize("none", ["", "[]", " null", []])
+def test_no_calls_may_be_written_as_json(none):
+    row = {"messages": [{**QUESTION, "tool_calls": none}, {**YES, "tool_calls": none}]}
+    tokenizer = templates.tokenizer("qwen2_5")
+    plain = sft_row({"messages": [QUESTION, YES]}, tokenizer, 1000, "assistant")
+    assert sft_row(row, tokenizer, 1000, "assistant") == plain
 
 
 def test_a_pair_that_ends_with_the_users_turn_is_left_out(tokenizer):

@@ -128,6 +128,7 @@ TABLE = [
     ("10000000000000000", 1e16, True),
     ("1e-05", "0.00001", True),
     ("It is 2e3 or 3", "2000", False),
+    ("1E-05", "1e-05", True),
     ("The answer is 1e99999999999999999999", "18", False),  # no Decimal holds it
     ("1e99999999999999999999", "1e99999999999999999999", True),
     ("The answer is 25 m\u00b2", "25", True),
