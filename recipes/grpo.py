@@ -547,7 +547,7 @@ def losses_and_metrics(
 def first_pass_metrics(output: dict, stored: dict, weights: torch.Tensor) -> list[Logged]:
     """Returns what is logged while the policy is still the one that made the rollout.
 
-    How far the sampler's log-probs are from those of this pass.
+    That is how far the sampler's log-probs are from those of this pass.
 
     Args:
         output: of this pass, with `logps`.

@@ -160,8 +160,8 @@ class Args(RewardArgs):
 def kl_estimate(logps: torch.Tensor, ref_logps: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimates KL(policy || reference) of each token from the sampled token alone.
 
-    What is called unbiased is so where the tokens were sampled by the policy itself. With `--kl_in
-    loss` that holds until the rollout's first update.
+    "Unbiased" assumes that the policy itself sampled the tokens. With `--kl_in loss` this holds
+    until the rollout's first update.
 
     Source: Schulman 2020, http://joschu.net/blog/kl-approx.html.
     """
@@ -351,9 +351,9 @@ def losses_and_metrics(
 def first_pass_metrics(output: dict, stored: dict, weights: torch.Tensor) -> list[Logged]:
     """Returns what is logged while the policy is still the one that made the rollout.
 
-    How far the sampler's log-probs are from those of this pass; and how far ratios to the stored
-    ones are from 1, although the policy has not moved: those come from other micro-batches, so they
-    were rounded differently.
+        sampling/*          how far the sampler's log-probs are from those of this pass
+        val/max_rounding    how far the ratios to the stored log-probs are from 1: these were
+                            computed in other micro-batches, so they were rounded differently
 
     Args:
         output: of this pass, with `logps`.

@@ -146,11 +146,11 @@ def from_sharegpt(message: dict, number: int) -> dict:
         for call in calls:
             if "function" not in call:
                 call.pop("id", None)  # of no use here: in ShareGPT results do not name it
-        return {"role": "assistant", **others, "tool_calls": [nested(call) for call in calls]}
+        return {**others, "role": "assistant", "tool_calls": [nested(call) for call in calls]}
     if sender not in SENDERS:
         expected = ", ".join([*SENDERS, "function_call"])
         raise BadRow(f"message {number} is from {sender!r}: expected one of {expected}")
-    return {"role": SENDERS[sender], "content": value, **others}
+    return {**others, "role": SENDERS[sender], "content": value}
 
 
 def from_parts(message: dict, number: int) -> dict:

@@ -40,9 +40,11 @@ PLAIN_FORMS = [
     (re.compile(r"\\(?:text|textbf|mathrm|mbox) *\{([^{}]*)\}"), r"\1"),  # \text{x}: x
     (re.compile(r"\\[dt]frac\b"), r"\\frac"),
     (re.compile(r"\\frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),  # \frac{1}{2}: 1/2
+    (re.compile(r"\\frac *(\d) *(\d)"), r"\1/\2"),  # \frac12: 1/2
     (re.compile(r"\{,\}"), ","),  # 1{,}000: 1,000
     # Spaces and sizes of LaTeX, Markdown, currencies and per cent: nothing.
     (re.compile(r"\\[!,;: ()\[\]]|\\(?:left|right)\b|\*\*|`|\\?[$%]|[€£¥]"), ""),
+    (re.compile(r"\u00b0|\^ *\{? *\\circ *\}?"), ""),  # degrees
     (re.compile("\u2212"), "-"),  # a minus sign
     (re.compile(r"[-\u2013] *(?=[\d.])"), "-"),  # a dash before a number, and spaces after it
 ]

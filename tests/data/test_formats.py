@@ -576,6 +576,11 @@ def test_a_call_of_sharegpt_has_an_id_only_if_it_is_one_of_openai():
     assert second == whole
 
 
+def test_the_value_of_sharegpt_is_the_content_whatever_else_the_message_has():
+    found = messages.as_messages([{"from": "gpt", "value": "So.", "content": ""}], "user")
+    assert found == [{"role": "assistant", "content": "So."}]
+
+
 @pytest.mark.parametrize("none", ["", "[]", " null", []])
 def test_no_calls_may_be_written_as_json(none):
     row = {"messages": [{**QUESTION, "tool_calls": none}, {**YES, "tool_calls": none}]}

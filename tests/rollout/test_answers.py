@@ -129,6 +129,10 @@ TABLE = [
     ("1e-05", "0.00001", True),
     ("It is 2e3 or 3", "2000", False),
     ("1E-05", "1e-05", True),
+    ("It is 90\u00b0.", "90", True),
+    (r"\boxed{90^\circ}", "90", True),
+    (r"\boxed{90}", r"90^{\circ}", True),
+    (r"\boxed{\frac12}", "1/2", True),
     ("The answer is 1e99999999999999999999", "18", False),  # no Decimal holds it
     ("1e99999999999999999999", "1e99999999999999999999", True),
     ("The answer is 25 m\u00b2", "25", True),
