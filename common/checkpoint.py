@@ -131,7 +131,7 @@ def find_checkpoint(run: Run) -> Path | None:
 
 
 def refuse_to_start_over(run: Run, passed_over: list[Path]) -> None:
-    """Refuses `--resume auto` unless the run may begin at 0: without any checkpoint, and no actor.
+    """Refuses `--resume auto` unless the run may begin at 0: it has no checkpoint and no actor.
 
     Args:
         passed_over: the checkpoints that cannot be used.

@@ -1014,7 +1014,7 @@ def count_prompts(run: Run) -> None:
 
 
 def skip_or_end(run: Run) -> None:
-    """Goes past a rollout that has nothing to train on, with a warning.
+    """Moves on from a rollout that has nothing to train on, with a warning.
 
         the data end here                                  the run ends as usual
         less than an epoch of prompts without an update    the run goes on
@@ -1022,7 +1022,7 @@ def skip_or_end(run: Run) -> None:
         a whole epoch, and there never was an update       the run ends with an error
 
     Raises:
-        SystemExit: the error.
+        SystemExit: in the last case.
     """
     position = run.extra.position
     position.end_rollout()

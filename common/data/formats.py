@@ -121,7 +121,7 @@ def is_pair(row: dict) -> bool:
 def conversation(row: dict) -> tuple[Text, Text]:
     """Returns an SFT row as (prompt, completion), both strings or both message lists.
 
-    The first of these columns that the row has decide:
+    The first line that fits the row decides:
 
         columns                   prompt    completion
         messages                  []        the messages
@@ -245,8 +245,8 @@ def preference_of_strings(prompt: str | None, chosen: str, rejected: str) -> tup
     must be such transcripts. Any others stay as they are.
     """
     shared = os.path.commonprefix([chosen, rejected])
-    repeat_prompt = HH_MARKER in shared and shared.startswith(prompt or "")
-    if prompt is None or repeat_prompt:
+    both_repeat_prompt = HH_MARKER in shared and shared.startswith(prompt or "")
+    if prompt is None or both_repeat_prompt:
         return split_transcripts(chosen, rejected)
     return prompt, chosen, rejected
 

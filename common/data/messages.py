@@ -19,10 +19,10 @@ SENDERS = {
     "function_response": "tool",
     "tool": "tool",
 }
-
-
-# What others call the arguments of a tool call, besides `arguments` and `parameters`.
+# What some data call the arguments of a tool call, besides `arguments` and `parameters`.
 OTHER_ARGUMENTS = {"args", "input", "inputs", "kwargs", "params"}
+# How data that store tool calls as JSON say that there are none.
+NO_CALLS = ("", "[]", "null")
 
 
 class BadRow(Exception):
@@ -76,11 +76,7 @@ def as_message(message: dict, number: int) -> dict:
     if isinstance(message.get("content"), list):
         message = from_parts(message, number)
     calls = message.get("tool_calls")
-    if isinstance(calls, str) and calls.strip() in (
-        "",
-        "[]",
-        "null",
-    ):  # some data have them as JSON
+    if isinstance(calls, str) and calls.strip() in NO_CALLS:
         calls = []
     if isinstance(calls, (str, dict)):
         calls = tool_calls(calls, f"message {number}")
@@ -136,7 +132,7 @@ def from_sharegpt(message: dict, number: int) -> dict:
     """Returns a message of `from` and `value` as one of role and content.
 
     Raises:
-        BadRow: an unknown sender, or a function call that is none.
+        BadRow: the sender is unknown, or the value of a `function_call` is not a call.
     """
     sender = message["from"]
     value = message.get("value", "")
@@ -207,7 +203,7 @@ def tool_calls(value: Any, where: str) -> list[dict]:
         where: the message, and the part of it, for errors.
 
     Raises:
-        BadRow: it is no call.
+        BadRow: it is not a call.
     """
     try:
         given = json.loads(value) if isinstance(value, str) else value

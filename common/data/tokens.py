@@ -315,9 +315,8 @@ def encode_last_alone(
         prompt: what `encode_prompt` returns for the history.
         notes: on the messages before the last one.
     """
-    last = encode_answer(
-        tokenizer, history + answer[:-1], answer[-1:], tools
-    )  # one message: its case 3
+    # One message: case 3 of `encode_answer`.
+    last = encode_answer(tokenizer, history + answer[:-1], answer[-1:], tools)
     # The whole prompt, or only its beginning where the answer does not continue all of it.
     n_context = n_shared(prompt.ids, last.context)
     return Answer(
