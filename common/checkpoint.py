@@ -37,7 +37,7 @@ from common.run import Run
 # The counters of `Progress` that a checkpoint holds; a resumed run starts the others again.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
 # The version of a checkpoint's layout. Checkpoints of other versions are refused.
-FORMAT = 2
+FORMAT = 3
 # The rollout that vLLM servers sampled ahead, where there is one.
 AHEAD = "ahead.pt"
 # Bytes, at most: weights 4, fp32 masters 4, Adam's two moments 8, the actor 4.

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import sys
+from typing import Any
 
 from common import counted
 
@@ -24,11 +25,10 @@ class Progress:
             twice), padding excluded, in applied updates.
         counts_sequences: whether a sample may hold several sequences, so that they are logged.
         sequences: trained on so far, in applied updates.
-        rows_seen: rows of the data used so far, in a recipe that sets it; None: the updates tell.
-            In GRPO they do not, since a rollout that leaves groups out makes fewer.
-        data_ended: in a recipe that sets `rows_seen`, whether all rows are trained on.
-        stopped_early: whether the run ends before that: by `--stop_after`, or in GRPO because a
-            whole epoch of prompts led to no update.
+        position: the run's `rollout.schedule.Position`, in a recipe whose updates do not tell how
+            much of the data is used up. That is GRPO: a rollout without some groups makes fewer.
+        stopped_early: whether the run ends before its data: by `--stop_after`, or in GRPO because
+            a whole epoch of prompts led to no update.
         idle: whether rows were used up since the latest update without leading to one.
         consecutive_skips: how many of the latest updates were skipped since the last applied one.
         recent_skips: which of the latest `RECENT_UPDATES` updates were skipped, counted from 1.
@@ -45,8 +45,7 @@ class Progress:
     tokens: int = 0
     counts_sequences: bool = False
     sequences: int = 0
-    rows_seen: int | None = None
-    data_ended: bool = False
+    position: Any = None
     stopped_early: bool = False
     idle: bool = False
     consecutive_skips: int = 0
@@ -78,15 +77,15 @@ class Progress:
             return True
         if self.max_steps:
             return self.global_step >= self.max_steps
-        if self.rows_seen is not None:
-            return self.data_ended
+        if self.position is not None:
+            return self.position.prompts_done >= self.max_epochs * self.n_rows
         return self.updates_seen >= self.max_epochs * self.updates_per_epoch
 
     @property
     def epoch(self) -> float:
         """Passes over the data so far."""
-        if self.rows_seen is not None:
-            return self.rows_seen / self.n_rows
+        if self.position is not None:
+            return self.position.prompts_seen / self.n_rows
         return self.updates_seen / self.updates_per_epoch
 
     def update_done(self, applied: bool, samples: int, tokens: int, sequences: int = 0) -> None:

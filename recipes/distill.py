@@ -605,12 +605,12 @@ def main():
                     old = {**stored, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
-                # The mean over the update's response tokens; the engine will divide by `divisor`.
+                # Part of the mean over response tokens; the engine divides by `divisor`.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
-                accelerator.backward(loss)  # with DeepSpeed this also clips and steps
+                accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # Accelerate's wrappers: both do nothing before the update's last micro-batch.
+                # Both do nothing before the update's last micro-batch, nor with DeepSpeed.
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)

@@ -823,7 +823,6 @@ def advance_rollout(run: Run) -> None:
     if state.position.update == updates_of(state.rollout, run.args):
         state.position.end_rollout()
         state.rollout = None
-    count_prompts(run)
 
 
 # TensorBoard's charts: title -> the metrics that it shows together.
@@ -916,25 +915,25 @@ def main():
     guard = guards.FiniteLosses(run)
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra  # after `checkpoint.begin`, which may replace it
+    progress.position = state.position  # the data end with the prompts, however many the updates
     if state.position.prompts_seen == 0:  # not `updates_seen`: rollouts may have led to no update
         evaluate(run, judge, packer)
-    count_prompts(run)  # for `progress.finished`: a resumed run may be at the end of its prompts
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
-        if state.rollout is None:  # nothing to train on: go on with the next prompts, or end
-            skip_or_end(run)
-            log_evaluate_save(run, judge, packer)  # nothing is due unless the run ends here
-            continue
         rollout = state.rollout
+        if rollout is None:  # no response to train on: go on with the next prompts, or end
+            skip_or_end(run)
+            log_evaluate_save(run, judge, packer)  # if the run ends here, or a signal has come
+            continue
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        # The loss is divided by this update's tokens or responses, see --average.
+        # What the loss is divided by: this update's tokens or responses, see --average.
         update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
 
-        # A group stays side by side where its prompt can be shared.
+        # Sorted so that a group stays side by side where its prompt can be shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
@@ -950,19 +949,20 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
-                old = stored
-                if not policy_has_moved:
+                if policy_has_moved:
+                    old = stored
+                else:
                     metrics.pending.add(first_pass_metrics(output, stored, weights))
                     # The log-probs of this very pass are the old ones, so all ratios are exactly 1.
                     old = {**stored, "logps": output["logps"].detach()}
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
-                # The weighted mean over the update's samples; the engine will divide by `divisor`.
+                # Part of the update's weighted mean; the engine divides by `divisor`.
                 loss = (losses * sample_weights).sum() * divisor / update_weight
-                accelerator.backward(loss)  # with DeepSpeed this also clips and steps
+                accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # Accelerate's wrappers: both do nothing before the update's last micro-batch.
+                # Both do nothing before the update's last micro-batch, nor with DeepSpeed.
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
@@ -999,20 +999,6 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
     checkpoint.stop_if_asked(run)
 
 
-def count_prompts(run: Run) -> None:
-    """Tells `progress` how many prompts were taken, and whether the run has used up all of them.
-
-    `progress` cannot tell by its updates: a rollout that loses groups makes fewer of them.
-    """
-    state: State = run.extra
-    run.progress.rows_seen = state.position.prompts_seen
-    if not run.args.max_steps:  # which ends the run by itself, however often the prompts repeat
-        prompts_of_run = run.args.max_epochs * run.data.mixture.samples
-        all_are_taken = state.position.prompts_seen >= prompts_of_run
-        all_are_trained_on = state.rollout is None
-        run.progress.data_ended = all_are_taken and all_are_trained_on
-
-
 def skip_or_end(run: Run) -> None:
     """Moves on from a rollout that has nothing to train on, with a warning.
 
@@ -1027,7 +1013,6 @@ def skip_or_end(run: Run) -> None:
     position = run.extra.position
     position.end_rollout()
     run.progress.idle = True  # the model has not changed, so nothing is due until the next update
-    count_prompts(run)
 
     reason = (
         f"no update: rollout {position.rollouts_seen} has no response to train on (the advantages "

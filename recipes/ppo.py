@@ -724,7 +724,7 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
-        # Sorted by each sample's own length: an update seldom has two responses to share a prompt.
+        # By each sample's own length: two responses to a prompt are seldom in the same update.
         micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
         loss_scale = engine.loss_scale(run)
@@ -739,8 +739,9 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, extras=("entropy",))
-                old = stored
-                if not policy_has_moved:
+                if policy_has_moved:
+                    old = stored
+                else:
                     metrics.pending.add(first_pass_metrics(output, stored, weights))
                     # The log-probs of this very pass are the old ones, so all ratios are exactly 1.
                     old = {**stored, "logps": output["logps"].detach()}
@@ -753,12 +754,12 @@ def main():
                     actor_learns=rollout.actor_learns,
                 )
                 guard.check(data_rows, losses, token_weights, old=old, new=output)
-                # The mean over the update's tokens; the engine will divide by `divisor`.
+                # Part of the mean over the update's tokens; the engine divides by `divisor`.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
-                accelerator.backward(loss)  # with DeepSpeed this also clips and steps
+                accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # Accelerate's wrappers: both do nothing before the update's last micro-batch.
+                # Both do nothing before the update's last micro-batch, nor with DeepSpeed.
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)

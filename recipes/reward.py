@@ -252,12 +252,12 @@ def main():
                 scores = model(batch)
                 losses, logged = losses_and_metrics(scores, columns["margin"], weights, args)
                 guard.check(columns["row"], losses, weights)
-                # The mean over the update's pairs; the engine will divide by `divisor`.
+                # Part of the mean over the update's pairs; the engine divides by `divisor`.
                 loss = (losses * weights).sum() * divisor / len(update_rows)
-                accelerator.backward(loss)  # with DeepSpeed this also clips and steps
+                accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # Accelerate's wrappers: both do nothing before the update's last micro-batch.
+                # Both do nothing before the update's last micro-batch, nor with DeepSpeed.
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)

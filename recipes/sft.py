@@ -334,12 +334,12 @@ def main():
                 output = model(batch, extras=("correct",))
                 losses, token_weights, logged = losses_and_metrics(output, batch["mask"], weights)
                 guard.check(columns["row"], losses, token_weights)
-                # The mean over the update's targets; the engine will divide by `divisor`.
+                # Part of the mean over the update's targets; the engine divides by `divisor`.
                 loss = (losses * token_weights).sum() * divisor / update_targets
-                accelerator.backward(loss)  # with DeepSpeed this also clips and steps
+                accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # Accelerate's wrappers: both do nothing before the update's last micro-batch.
+                # Both do nothing before the update's last micro-batch, nor with DeepSpeed.
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)

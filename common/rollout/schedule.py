@@ -46,11 +46,13 @@ class Position:
 
     Attributes:
         prompts_seen: prompts taken so far, over all epochs.
+        prompts_done: those of them whose rollouts are finished.
         rollouts_seen: rollouts that are finished: all their updates are made.
         update: how many updates of the current rollout are made.
     """
 
     prompts_seen: int = 0
+    prompts_done: int = 0
     rollouts_seen: int = 0
     update: int = 0
 
@@ -95,6 +97,7 @@ class Position:
 
     def end_rollout(self) -> None:
         """Goes on to the next rollout."""
+        self.prompts_done = self.prompts_seen
         self.rollouts_seen += 1
         self.update = 0
 

@@ -381,7 +381,10 @@ def test_33_groups_of_8_make_two_updates_of_one_size():
     """Not one of 256 samples and a full step for the other 8."""
     rollout = rollout_of(torch.ones(264, dtype=torch.bool), per_prompt=8)
     args = types.SimpleNamespace(seed=0, train_batch_size=256, num_epochs_per_rollout=1)
-    updates = [grpo.rows_of_update(rollout, Position(0, 5, i), args).tolist() for i in range(2)]
+    updates = [
+        grpo.rows_of_update(rollout, Position(rollouts_seen=5, update=i), args).tolist()
+        for i in range(2)
+    ]
     assert grpo.updates_of(rollout, args) == 2
     assert [len(update) for update in updates] == [132, 132]
     assert sorted(updates[0] + updates[1]) == list(range(264))
@@ -568,13 +571,13 @@ def test_stopped_before_the_first_update_and_resumed_is_the_run_never_stopped(
 
 def test_progress_counts_rows_where_updates_do_not_tell_them():
     progress = Progress(10, train_batch_size=4, max_epochs=2, max_steps=0, updates_per_epoch=5)
-    progress.rows_seen = 15
+    progress.position = Position(prompts_seen=15)
     assert progress.epoch == 1.5 and not progress.finished
     progress.update_done(True, samples=4, tokens=9)
     progress.idle = True
     # It was due when the update was made.
     assert not progress.save_due(1) and not progress.evaluation_due(0)
-    progress.data_ended = True
+    progress.position = Position(prompts_seen=20, prompts_done=20)
     assert progress.finished and not progress.save_due(1)
     assert progress.evaluation_due(0) and progress.save_due(7) and not progress.save_due(0)
 
