@@ -185,14 +185,13 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
 def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
     """Returns how many checkpoints the disk must still have room for; at least one.
 
-    It is the smaller of
+    Without `--save_total_limit` it is one, since the user may remove some meanwhile. With it, it is
+    the smaller of
 
-        the room under the limit    `--save_total_limit`, plus the one that is being written, less
-                                    those that are kept already
-        the checkpoints due         those of the coming updates, plus one after a resume: what the
-                                    run resumed from may be saved again
-
-    Without a limit it is one: the user may remove some meanwhile.
+        n_allowed    the limit, and one more, since the oldest is removed only after the next is
+                     written; less those that are there and stay
+        n_due        those of the coming updates, and of the end; after a resume one more, since the
+                     run may save again what it resumed from
 
     Example: with a limit of 3, a run that resumes from update 20 keeps two of its checkpoints of
     10, 20 and 30 (the last is moved aside), so 2 more must fit.
@@ -205,12 +204,12 @@ def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
         resume_step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
         saved_steps = [folders.step_of(path) for path in folders.by_step(run.checkpoints)]
         n_kept = sum(step <= resume_step for step in saved_steps)
+    n_allowed = run.args.save_total_limit + 1 - n_kept
     interval = max(run.progress.updates_in(run.args.save_steps), 1)
     n_due = math.ceil(run.progress.total_steps / interval) - resume_step // interval
     if resumes_from:
         n_due += 1
-    n_under_limit = run.args.save_total_limit + 1 - n_kept
-    return max(min(n_under_limit, n_due), 1)
+    return max(min(n_allowed, n_due), 1)
 
 
 def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:

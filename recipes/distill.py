@@ -576,7 +576,7 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
-        # A group stays side by side where its prompt can be shared.
+        # Sorted so that a group stays side by side where its prompt can be shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
@@ -596,12 +596,13 @@ def main():
 
             with accelerator.accumulate(model):
                 output = model(batch, args.temperature, lessons=lessons, beta=beta)
-                old = stored
-                if not student_has_moved:
-                    # The tokens that were sampled. Those of the data's completions were not.
+                if student_has_moved:
+                    old = stored
+                else:
+                    # Which tokens were sampled. Those of the data's completions were not.
                     sampled = stored["mask"] * stored["is_own"] * weights[:, None]
                     metrics.pending.add(correction.sampler_differences(output, stored, sampled))
-                    # So the log-probs of this very pass are the old ones: all ratios are exactly 1.
+                    # The log-probs of this very pass are the old ones, so all ratios are exactly 1.
                     old = {**stored, "logps": output["logps"].detach()}
                 losses, token_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, token_weights, old=old, new=output)

@@ -544,20 +544,6 @@ def losses_and_metrics(
     return losses, sample_weights, logged + sampler_metrics
 
 
-def first_pass_metrics(output: dict, stored: dict, weights: torch.Tensor) -> list[Logged]:
-    """Returns what is logged while the policy is still the one that made the rollout.
-
-    That is how far the sampler's log-probs are from those of this pass.
-
-    Args:
-        output: of this pass, with `logps`.
-        stored: `Rollout.tokens` of the same samples.
-        weights: `[samples]`, 0 for a padding row.
-    """
-    token_weights = stored["mask"] * weights[:, None]
-    return correction.sampler_differences(output, stored, token_weights)
-
-
 # ============================================================ the rollout
 @checkpoint.carried
 @dataclass
@@ -952,7 +938,8 @@ def main():
                 if policy_has_moved:
                     old = stored
                 else:
-                    metrics.pending.add(first_pass_metrics(output, stored, weights))
+                    sampled = stored["mask"] * weights[:, None]  # which tokens were sampled
+                    metrics.pending.add(correction.sampler_differences(output, stored, sampled))
                     # The log-probs of this very pass are the old ones, so all ratios are exactly 1.
                     old = {**stored, "logps": output["logps"].detach()}
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
@@ -1000,35 +987,34 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
 
 
 def skip_or_end(run: Run) -> None:
-    """Moves on from a rollout that has nothing to train on, with a warning.
+    """Goes past a rollout that has nothing to train on, with a warning.
 
-        the data end here                                  the run ends as usual
-        less than an epoch of prompts without an update    the run goes on
-        a whole epoch, after earlier updates               the run ends early
-        a whole epoch, and there never was an update       the run ends with an error
+    The run ends there if these were its last prompts, or if a whole epoch of prompts has led to no
+    update.
 
     Raises:
-        SystemExit: in the last case.
+        SystemExit: the run ends there, and has never made an update.
     """
+    progress = run.progress
     position = run.extra.position
     position.end_rollout()
-    run.progress.idle = True  # the model has not changed, so nothing is due until the next update
+    progress.idle = True  # the model has not changed, so nothing is due until the next update
 
-    reason = (
+    message = (
         f"no update: rollout {position.rollouts_seen} has no response to train on (the advantages "
         "of all groups are zero, or all responses are truncated or failed)"
     )
     prompts_without_update = position.prompts_seen - run.extra.prompts_seen_when_trainable
-    is_whole_epoch = prompts_without_update >= run.data.mixture.samples
-    if run.progress.finished or not is_whole_epoch:
-        run.metrics.warn(reason)
-        return
-    ending = f"{reason}. The last {prompts_without_update} prompts, a whole epoch, led to no update"
-    if run.progress.global_step == 0:
+    if prompts_without_update >= run.data.mixture.samples:
+        message += (
+            f". The last {prompts_without_update} prompts, a whole epoch, led to no update, so the "
+            "run ends here"
+        )
+        progress.stopped_early = True
+    if progress.finished and progress.global_step == 0:
         run.metrics.log()  # so that the rewards are in the log
-        sys.exit(ending)
-    run.metrics.warn(f"{ending}, so the run ends here")
-    run.progress.stopped_early = True
+        sys.exit(f"{message}. The run has made no update at all")
+    run.metrics.warn(message)
 
 
 # ============================================================ evaluation

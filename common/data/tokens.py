@@ -127,12 +127,12 @@ def encode_answer(
     How they are found depends on what the template does:
 
         1. It leaves the answer out: there are no ids, and a note says why.
-        2. The answer has several messages, and it drops the thinking of the last one: see
+        2. It writes the answer's last message whole, as is usual: see `split_turn`.
+        3. It drops the thinking of the last message, which has others before it: see
            `encode_last_alone`.
-        3. The answer is one message, and it drops its thinking: see `encode_with_thinking`.
-        4. It writes the last message whole, as is usual: see `split_turn`.
+        4. It drops the thinking of the only message: see `encode_with_thinking`.
 
-    An end token is added where the template writes none. Example, with ChatML:
+    In 2 and 4 an end token is added where the template writes none. Example, with ChatML:
 
         history    user: Hi
         answer     assistant: Yes
@@ -158,20 +158,20 @@ def encode_answer(
         return Answer(prompt.ids, context=prompt.ids, ids=[], notes=[reason])
 
     places = range(len(history), len(history) + len(answer))
-    *drops_earlier, drops_last = [conversation.leaves_out_thought(place) for place in places]
-    notes = [DROPS_EARLIER] if any(drops_earlier) else []
-    if drops_last and len(answer) > 1:  # 2.
-        return encode_last_alone(tokenizer, prompt, history, answer, tools=tools, notes=notes)
-    if drops_last:  # 3.
-        context, ids = encode_with_thinking(tokenizer, prompt, conversation)
-        notes.append(DROPS_THOUGHT)
-    else:  # 4.
-        if len(answer) == 1:  # with several the texts may diverge within the answer
+    drops_thought = [conversation.leaves_out_thought(place) for place in places]
+    notes = [DROPS_EARLIER] if any(drops_thought[:-1]) else []
+    if not drops_thought[-1]:  # 2.
+        if len(answer) == 1:  # of several messages an earlier one may be what is rewritten
             turn = with_history_as_read(tokenizer, turn, conversation)
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
         if context != prompt.ids:  # the answer follows only the prompt's beginning
             notes.append(note_on_mismatch(tokenizer, turn))
+    elif len(answer) > 1:  # 3.
+        return encode_last_alone(tokenizer, prompt, history, answer, tools=tools, notes=notes)
+    else:  # 4.
+        context, ids = encode_with_thinking(tokenizer, prompt, conversation)
+        notes.append(DROPS_THOUGHT)
 
     # The template may write no token that ends the answer.
     if not has_end(tokenizer, ids):
@@ -197,10 +197,10 @@ def compare_with_prompt(tokenizer, prompt: Beginning, text_with_answer: str) -> 
 def with_history_as_read(tokenizer, turn: Turn, conversation: templates.Conversation) -> Turn:
     r"""Returns a turn whose answer follows the prompt, even if the template rewrites the history.
 
-    gpt-oss drops the thinking before a tool call once an answer follows. The two texts then differ
-    from that thinking on. All after it, the tool's result included, would count as the answer. So
-    the answer's own text is cut out, and put behind the prompt. Any other turn is returned as it
-    is. Example:
+    gpt-oss drops the thinking before a tool call as soon as an answer follows. Then the two texts
+    differ from that thinking on, and the tool's result would be learned as a part of the answer. So
+    the answer's own text is cut out and put after the prompt. Any other turn is returned as it is.
+    Example:
 
         prompt.text         <user>Hi<bot>Think<bot>Call<tool>5<bot>
         text_with_answer    <user>Hi<bot>Call<tool>5<bot>Yes<end>
@@ -212,9 +212,11 @@ def with_history_as_read(tokenizer, turn: Turn, conversation: templates.Conversa
     if turn.continues_prompt:
         return turn
     history_text = templates.render(tokenizer, conversation.messages[:-1], conversation.tools)
+    if not turn.prompt.text.startswith(history_text):
+        return turn  # what the generation prompt is cannot be told
     generation_prompt = turn.prompt.text.removeprefix(history_text)
-    # If no more than the generation prompt differs, the history is written alike.
-    if generation_prompt == "" or len(turn.only_in_prompt) <= len(generation_prompt):
+    differs_in_history = len(turn.only_in_prompt) > len(generation_prompt)
+    if generation_prompt == "" or not differs_in_history:
         return turn
     start = start_of_answer(tokenizer, turn, conversation, generation_prompt)
     if start is None:
@@ -228,9 +230,14 @@ def start_of_answer(
 ) -> int | None:
     """Returns the place in `text_with_answer` where the answer begins; None if it is not found.
 
-    It begins after a generation prompt, but maybe not after the last one: gpt-oss writes another
-    within an answer, between thinking and content. So the conversation is also rendered with
-    another answer. The last generation prompt in what both texts share is the right one.
+    It begins after a generation prompt, but not always after the last one: gpt-oss writes another
+    within an answer, between thinking and content. So the conversation is rendered with another
+    answer, too. The last generation prompt that both texts share is the right one. Example, with
+    the generation prompt `<bot>`:
+
+        text_with_answer    <user>Hi<bot>Think<bot>Yes<end>
+        with_other          <user>Hi<bot>MARK<end>
+        shared              <user>Hi<bot>
     """
     *history, answer = conversation.messages
     other_answer = {**thoughts.removed(answer), "content": MARK}
@@ -302,9 +309,9 @@ def encode_last_alone(
 ) -> Answer:
     """Returns an answer of several messages, where the template drops the last one's thinking.
 
-    The last message is encoded alone, as an answer to all messages before it, which puts its
-    thinking back in. So its context holds the earlier messages, a tool's result among them. They
-    belong to the answer, and are moved to its front. Example:
+    The last message is encoded alone, as an answer to all messages before it. That puts its
+    thinking back in. The answer's earlier messages, such as a call and its result, are then in the
+    context, and are moved from there to the front of the ids. Example:
 
         prompt             <user>Hi<bot>
         context of last    <user>Hi<bot>Call<end><tool>5<end><bot>
@@ -315,8 +322,9 @@ def encode_last_alone(
         prompt: what `encode_prompt` returns for the history.
         notes: on the messages before the last one.
     """
-    # One message: case 3 of `encode_answer`.
-    last = encode_answer(tokenizer, history + answer[:-1], answer[-1:], tools)
+    *earlier, last_message = answer
+    # One message, whose thinking is dropped: case 4 of `encode_answer`.
+    last = encode_answer(tokenizer, history + earlier, [last_message], tools)
     # The whole prompt, or only its beginning where the answer does not continue all of it.
     n_context = n_shared(prompt.ids, last.context)
     return Answer(
@@ -365,11 +373,12 @@ def encode_with_thinking(
 def follow_prompt(
     prompt: str, *, only_in_prompt: str, before_content: str, answer: str
 ) -> tuple[str, str]:
-    r"""Returns the part of a prompt that an answer with thinking continues, and the answer's rest.
+    r"""Returns what of a prompt precedes an answer with thinking, and what then is left to write.
 
-    The rest does not repeat what that part has written. Examples with `<think>Why</think>Yes`:
+    How the prompt ends decides: 1. with a whole thought, 2. with an open one, 3. as the template
+    always writes it, 4. with other words. Examples with `<think>Why</think>Yes`:
 
-           prompt                  only_in_prompt     context           rest of the answer
+           prompt                  only_in_prompt     context           left to write
         1. <bot><think></think>    <think></think>    <bot>             <think>Why</think>Yes
         2. <bot><think>\n          <think>\n          <bot><think>\n    Why</think>Yes
         3. <bot>                   nothing            <bot>             <think>Why</think>Yes
@@ -377,24 +386,24 @@ def follow_prompt(
 
     Args:
         only_in_prompt: the end of the prompt that the template does not write before an answer
-            without thinking. The table shows the usual case; "" if it writes the whole prompt.
+            without thinking; "" if it writes the whole prompt.
         before_content: what the template writes between the prompt and the content, such as a
-            space. Only in 3 does the answer begin with it: elsewhere it follows something else.
+            space. In 3 it comes first; elsewhere the answer follows another text.
         answer: the thinking, the content, and what the template writes after it.
     """
-    without_thought = thoughts.without_thought_at_end(prompt, only_in_prompt)
-    if without_thought != prompt:  # 1. It ends with a thought already, and the answer has its own.
-        return without_thought, answer
-    # A marker of `MARKERS` opens the thought, or one that only this template has.
+    shortened = thoughts.without_thought_at_end(prompt, only_in_prompt)
+    if shortened != prompt:  # 1. The answer has a thought of its own.
+        return shortened, answer
+    # What opens a thought: one of `MARKERS`, or a marker that this template alone has.
     opening = thoughts.end_that_opens(prompt) or only_in_prompt.lstrip()
-    stripped = answer.lstrip()
-    if opening.strip() and stripped.startswith(opening.strip()):
-        # 2. The whitespace after the marker may be another one in the answer, so only what both
-        # have is left out.
-        return prompt, stripped[n_shared(stripped, opening) :]
+    marker = opening.strip()
+    answer_text = answer.lstrip()
+    if marker and answer_text.startswith(marker):
+        # 2. After the marker the two may have other whitespace. What they share is not repeated.
+        return prompt, answer_text[n_shared(answer_text, opening) :]
     if only_in_prompt == "":  # 3.
         return prompt, before_content + answer
-    return prompt, answer  # 4. It ends with something else.
+    return prompt, answer  # 4.
 
 
 def turn_with_mark(
