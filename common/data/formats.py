@@ -240,13 +240,17 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
 def preference_of_strings(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str]:
     """Returns (prompt, chosen, rejected) of strings, the prompt stated once.
 
-    Where both answers are hh-rlhf transcripts that begin with the prompt, they are split by
-    `split_transcripts`: the prompt may then be longer than the one stated. Without a prompt they
-    must be such transcripts. Any others stay as they are.
+    Answers may be hh-rlhf transcripts that repeat the prompt:
+
+        prompt    answers                             returned
+        given     transcripts that begin with it      split; the prompt may be longer than given
+        given     others                              as they are
+        None      transcripts                         split
+        None      others                              BadRow, see `split_transcripts`
     """
     shared = os.path.commonprefix([chosen, rejected])
-    both_repeat_prompt = HH_MARKER in shared and shared.startswith(prompt or "")
-    if prompt is None or both_repeat_prompt:
+    repeat_prompt = HH_MARKER in shared and shared.startswith(prompt or "")
+    if prompt is None or repeat_prompt:
         return split_transcripts(chosen, rejected)
     return prompt, chosen, rejected
 

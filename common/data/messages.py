@@ -86,25 +86,28 @@ def as_message(message: dict, number: int) -> dict:
 
 
 def nested(call: Any) -> Any:
-    """Returns a tool call in which name and arguments are under `function`, as in OpenAI's API.
+    """Returns a tool call with its name and arguments under `function`, as in OpenAI's API.
 
-    A call whose arguments are under a name of `OTHER_ARGUMENTS` is returned as it is.
+    A flat call has them side by side, the arguments under `arguments` or `parameters`. It is a call
+    without arguments if it has neither, unless it has a name of `OTHER_ARGUMENTS`: such a call is
+    returned as it is.
     """
-    if not isinstance(call, dict) or "function" in call or "name" not in call:
+    is_flat = isinstance(call, dict) and "name" in call and "function" not in call
+    if not is_flat:
         return call
-    given = next((key for key in ("arguments", "parameters") if key in call), None)
-    others = {key: value for key, value in call.items() if key not in ("name", given)}
-    if given is None and others.keys() & OTHER_ARGUMENTS:
+    key = next((name for name in ("arguments", "parameters") if name in call), None)
+    others = {name: value for name, value in call.items() if name not in ("name", key)}
+    if key is None and others.keys() & OTHER_ARGUMENTS:
         return call
-    function = {"name": call["name"], "arguments": call[given] if given else {}}
+    function = {"name": call["name"], "arguments": call[key] if key else {}}
     return with_arguments({**others, "type": "function", "function": function})
 
 
 def with_arguments(call: Any) -> Any:
-    """Returns a tool call in which arguments that are the JSON of an object are that object.
+    """Returns a tool call whose arguments are an object, where they are written as its JSON.
 
-    OpenAI's API writes them as a string, which most templates would quote once more. For templates
-    that want a string, `templates.render` makes one.
+    OpenAI's API writes the JSON, '{"a": 1}', which most templates would quote once more. For
+    templates that want a string, `templates.render` makes one.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):

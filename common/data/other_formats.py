@@ -119,11 +119,12 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
 
     Examples, with `S`, `U` and `A` for messages of system, user and assistant:
 
-        1. messages [U A]                        ->  messages [S U A]
-        2. chosen [U A], rejected [U A]          ->  chosen [S U A], rejected [S U A]
-        3. prompt [U], or "Why?" and answer [A]  ->  prompt [S U]
-        4. strings                               ->  see `begin_strings_with_system`
-        5. text "Why? So.", or no format         ->  the same row
+        1. messages [U A]                    ->  messages [S U A]
+        2. chosen [U A], rejected [U A]      ->  chosen [S U A], rejected [S U A]
+        3. prompt [U]                        ->  prompt [S U]
+        4. prompt "Why?", completion [A]     ->  prompt [S U]
+        5. prompt "Why?", completion "So."   ->  see `begin_strings_with_system`
+        6. text "Why? So.", or no format     ->  the same row
 
     Raises:
         BadRow: its strings are read as plain text, which has no system message.
@@ -139,12 +140,12 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
         return row | {name: with_system(row, messages) for name, messages in answers.items()}
     if is_messages(prompt):  # 3.
         return {**row, "prompt": with_system(row, prompt)}
-    if answers and isinstance(prompt, str):  # 3. Next to messages a string is a message, too.
+    if answers and isinstance(prompt, str):  # 4. Next to messages a string is a message, too.
         messages = as_messages(prompt, "user") if prompt else []
         return {**row, "prompt": with_system(row, messages)}
-    if isinstance(prompt, str) or formats.is_pair(row):  # 4.
+    if isinstance(prompt, str) or formats.is_pair(row):  # 5.
         return begin_strings_with_system(row, strings_as_messages)
-    return row  # 5.
+    return row  # 6.
 
 
 def with_lists(row: dict) -> dict:
@@ -154,7 +155,7 @@ def with_lists(row: dict) -> dict:
 
 
 def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:
-    """Turns a row of strings into one of messages that begin with its column `system`.
+    """Returns a row of strings as one of messages that begin with its column `system`.
 
     Examples, with `S`, `U` and `A` for messages of system, user and assistant:
 
@@ -172,19 +173,18 @@ def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:
             "--strings_as_messages makes them turns of a chat that begins with it"
         )
     if formats.is_pair(row):
-        prompt, chosen, rejected = formats.preference(row)
-        answers = {"chosen": chosen, "rejected": rejected}
+        names = ["chosen", "rejected"]
+        prompt, *answers = formats.preference(row)  # which splits transcripts
     else:
         names = [name for name in ANSWERS if row.get(name) is not None]
         formats.require(row, "prompt", *names, expected="'prompt' and answers, as strings")
-        prompt = row["prompt"]
-        answers = {name: row[name] for name in names}
+        prompt, *answers = [row[name] for name in ("prompt", *names)]
     if answers and not prompt:
         # Nothing is asked. Next to the system message the answer is read as a message, too.
         return {**row, "prompt": with_system(row, [])}
-    turns, *answer_turns = formats.as_turns(prompt, *answers.values())
+    turns, *answer_turns = formats.as_turns(prompt, *answers)
     prompt_turns = with_system(row, turns)  # type: ignore[arg-type]
-    return {**row, **dict(zip(answers, answer_turns)), "prompt": prompt_turns}
+    return {**row, **dict(zip(names, answer_turns)), "prompt": prompt_turns}
 
 
 def with_system(row: dict, messages: list[dict]) -> list[dict]:

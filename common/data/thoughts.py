@@ -2,6 +2,7 @@
 
 import re
 
+GEMMA_CLOSER = "<channel|>"
 # What opens and closes a thought in the templates of today's models.
 MARKERS = [
     ("<think>", "</think>"),
@@ -9,7 +10,7 @@ MARKERS = [
     ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"),
     ("<seed:think>", "</seed:think>"),
-    ("<|channel>thought", "<channel|>"),
+    ("<|channel>thought", GEMMA_CLOSER),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("[THINK]", "[/THINK]"),
@@ -81,12 +82,11 @@ def markers_of(tokenizer) -> tuple[str, str]:
     return next((pair for pair in MARKERS if pair[1] in template), MARKERS[0])
 
 
-def split_from_content(tokenizer, message: dict) -> tuple[str, str]:
-    r"""Returns the thinking of a message that has some, with its markers, and the content.
+def thinking_and_content(tokenizer, message: dict) -> tuple[str, str]:
+    r"""Returns a message that has thinking as two parts: all before the answer, and the answer.
 
     Thinking in the content keeps its markers, see `with_opener`. Thinking in a field gets those of
-    `markers_of`. The whitespace between both belongs to the thinking. Examples, with | between the
-    two that are returned:
+    `markers_of`. Examples, with | between the two parts:
 
         content                     reasoning_content    returned
         <think>Why</think>\nYes     none                 <think>Why</think>\n | Yes
@@ -96,10 +96,10 @@ def split_from_content(tokenizer, message: dict) -> tuple[str, str]:
     content = message["content"]
     answer = without_thought(content).lstrip()
     if of_content(content):
-        return with_opener(content.removesuffix(answer)), answer
+        thinking = content.removesuffix(answer)  # with the whitespace at its end
+        return with_opener(thinking), answer
     opener, closer = markers_of(tokenizer)
-    # Gemma's template writes nothing between the marker and the content.
-    gap = "" if closer == "<channel|>" else "\n\n"
+    gap = "" if closer == GEMMA_CLOSER else "\n\n"  # what the template writes before the content
     return f"{opener}\n{of_field(message)}\n{closer}{gap}", answer
 
 
@@ -155,30 +155,29 @@ def without_thought_at_end(prompt: str, only_in_prompt: str) -> str:
         <bot></think>Sure,           <bot></think>Sure,
 
     Args:
-        only_in_prompt: what the template leaves out at the end of the prompt where an answer
-            without thinking follows; "" if it leaves out nothing.
+        only_in_prompt: the end of the prompt that the template does not write before an answer
+            without thinking; "" if it writes the whole prompt.
     """
     if is_whole_thought(only_in_prompt):  # its markers may be others than those of `MARKERS`
         return prompt.removesuffix(only_in_prompt)
     # The template may write the thought before answers, too.
-    for opener, closer in MARKERS:
-        before, closed, after = prompt.rpartition(closer)
-        if not closed or after.strip():
-            continue  # the prompt does not end with this marker
-        start, opened, inside = before.rpartition(opener)
-        # With another marker in between, the opening one belongs to an earlier message. Then only
-        # the closing one is removed.
-        is_one_thought = opened and not ANY_MARKER.search(inside)
-        return start if is_one_thought else before
-    return prompt
+    closing = [pair for pair in MARKERS if prompt.rstrip().endswith(pair[1])]
+    if not closing:
+        return prompt
+    opener, closer = closing[0]
+    up_to_closer = prompt.rpartition(closer)[0]
+    up_to_opener, found, inside = up_to_closer.rpartition(opener)
+    if not found or ANY_MARKER.search(inside):  # none, or one that belongs to an earlier message
+        return up_to_closer
+    return up_to_opener
 
 
 def is_whole_thought(text: str) -> bool:
     r"""Whether a text is a thought and nothing else, as far as its form tells; it may be empty.
 
     Templates have more markers than those of `MARKERS`. So the text must begin and end with any
-    marker, the last one must have a "/" or "end" in it, and a word for thinking must be somewhere.
-    Examples:
+    marker, the last one must look as if it closes (a "/" or "end" in it, or Gemma's), and a word
+    for thinking must be somewhere. Examples:
 
         <think></think>                      is one
         [THINK]\n[/THINK]                    is one
@@ -194,5 +193,5 @@ def is_whole_thought(text: str) -> bool:
     last = markers[-1]
     is_all_of_it = text.startswith(first) and text.endswith(last)
     is_about_thinking = re.search("think|thought|reason|analysis", text, re.IGNORECASE)
-    is_closed = "/" in last or "end" in last.lower() or last == "<channel|>"
+    is_closed = "/" in last or "end" in last.lower() or last == GEMMA_CLOSER
     return bool(is_all_of_it and is_about_thinking and is_closed)

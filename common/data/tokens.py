@@ -351,7 +351,7 @@ def encode_with_thinking(
         prompt: what `encode_prompt` returns for the messages before the last one.
         conversation: it ends with the answer, whose thinking the template drops.
     """
-    thinking, content = thoughts.split_from_content(tokenizer, conversation.messages[-1])
+    thinking, content = thoughts.thinking_and_content(tokenizer, conversation.messages[-1])
     # 1. Where does the template write the content? A mark shows it.
     marked_turn = turn_with_mark(tokenizer, prompt, conversation, content)
     before_content, content_and_rest = split_at_content(marked_turn.only_in_answer)
@@ -609,13 +609,13 @@ def encode_preference(tokenizer, prompt, chosen, rejected, tools=None) -> Prefer
     encoded_prompt = encode_prompt(tokenizer, prompt, tools)
     chosen_answer = encode_answer(tokenizer, prompt, chosen, tools, prompt=encoded_prompt)
     rejected_answer = encode_answer(tokenizer, prompt, rejected, tools, prompt=encoded_prompt)
-    context = min(chosen_answer.context, rejected_answer.context, key=len)
+    n_context = n_shared(chosen_answer.context, rejected_answer.context)
     notes = chosen_answer.notes + rejected_answer.notes
     notes += templates.unwritten_parts(tokenizer, prompt, tools)
     return Preference(
-        prompt=context,
-        chosen=ids_after(chosen_answer, len(context)),
-        rejected=ids_after(rejected_answer, len(context)),
+        prompt=chosen_answer.context[:n_context],
+        chosen=ids_after(chosen_answer, n_context),
+        rejected=ids_after(rejected_answer, n_context),
         notes=notes,
     )
 

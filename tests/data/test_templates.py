@@ -797,22 +797,27 @@ def test_what_the_prompt_has_beyond_the_answer(prompt_end, lead, content, expect
 def test_a_thought_gets_markers_once_and_the_first_that_the_template_knows():
     tokenizer = types.SimpleNamespace(chat_template="... </think> ... [/THINK] ...")
     message = {"content": "yes", "reasoning_content": "why"}
-    assert thoughts.split_from_content(tokenizer, message) == ("<think>\nwhy\n</think>\n\n", "yes")
+    assert thoughts.thinking_and_content(tokenizer, message) == (
+        "<think>\nwhy\n</think>\n\n",
+        "yes",
+    )
     opened_elsewhere = {"content": "why[/THINK] yes"}
-    assert thoughts.split_from_content(tokenizer, opened_elsewhere) == (
+    assert thoughts.thinking_and_content(tokenizer, opened_elsewhere) == (
         "[THINK]why[/THINK] ",
         "yes",
     )
     empty = {**message, "content": "<think>\n</think>\nyes"}
-    assert thoughts.split_from_content(tokenizer, empty) == ("<think>\nwhy\n</think>\n\n", "yes")
+    assert thoughts.thinking_and_content(tokenizer, empty) == ("<think>\nwhy\n</think>\n\n", "yes")
     whole = {**message, "content": "<think>why</think> yes"}
-    assert thoughts.split_from_content(tokenizer, whole) == ("<think>why</think> ", "yes")
+    assert thoughts.thinking_and_content(tokenizer, whole) == ("<think>why</think> ", "yes")
     for thinking, expected in (
         ("a</think>b<think>c</think>", "<think>a</think>b<think>c</think>"),  # the prompt opened it
         ("Sure. <think>c</think>", "Sure. <think>c</think>"),
         ("[THINK]no </think> here[/THINK]", "[THINK]no </think> here[/THINK]"),
     ):
-        assert thoughts.split_from_content(tokenizer, {"content": thinking + "yes"})[0] == expected
+        assert (
+            thoughts.thinking_and_content(tokenizer, {"content": thinking + "yes"})[0] == expected
+        )
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -840,6 +845,16 @@ def test_one_answer_of_a_pair_thinks():
         THOUGHT + end,
         "three four." + end,
     ]
+
+
+def test_contexts_of_a_pair_that_were_tokenised_apart_share_only_what_is_alike(monkeypatch):
+    """A shorter context need not be the beginning of the longer one, token by token."""
+    answers = iter(
+        [tokens.Answer([1, 2, 3], [1, 2, 3], [4], []), tokens.Answer([1, 2, 3], [1, 5], [6], [])]
+    )
+    monkeypatch.setattr(tokens, "encode_answer", lambda *args, **kwargs: next(answers))
+    pair = tokens.encode_preference(templates.tokenizer("qwen3"), CHAT[:1], CHAT[1:2], CHAT[1:2])
+    assert pair == ([1], [2, 3, 4], [5, 6], [])
 
 
 def test_every_token_is_learned_once_though_histories_repeat():
