@@ -269,7 +269,7 @@ def sample_responses(run: Run, own: dict[str, list], is_own: np.ndarray) -> Samp
     """
     args = run.args
     with run.metrics.timed("generate"):
-        # Drawn here for all processes, so that responses do not depend on their number.
+        # For all processes, so that responses do not depend on the number of these.
         uniforms = run.extra.position.draw_uniforms(args, len(is_own))[is_own]
         samples = generation.sample(run, own, uniforms, args.temperature)
         vllm.sample_ahead(run)  # does nothing without --rollouts_ahead

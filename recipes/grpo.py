@@ -432,10 +432,10 @@ def kl_losses(
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
     With d = logps - ref_logps, k3 = exp(-d) - 1 + d and k2 = d^2 / 2. The old policy sampled the
-    tokens. Weighted by `ratios`, a mean over them is a mean under the current policy:
+    tokens, so the term of each is weighted by its ratio of new to old:
 
-        k3    E_old[ratio * k3] is the KL itself: both factors are differentiated.
-        k2    E_old[ratio * grad k2] is the gradient of the KL: the ratio is a constant.
+        k3    ratio * k3    Its mean is the KL, so both factors are differentiated.
+        k2    ratio * k2    The mean of k2's gradient is that of the KL, so the ratio is a constant.
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.
@@ -519,12 +519,12 @@ def losses_and_metrics(
     sampler_metrics = []
     if args.vllm_url and not is_dppo(args):
         # A server's log-probs differ from those of training, so the policy's losses are weighted.
-        # Not so the KL below, whose ratio takes the old policy for the sampler.
+        # The KL below is not: its ratios are to the old policy, as if that had sampled.
         corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
         token_losses = token_losses * corrections
     kl_metrics = {}
     if args.kl_coef:
-        # Each token's own ratio, even if one ratio of the whole response weights the policy loss.
+        # The ratio of each token, also with --ratio sequence.
         token_ratios = ratios_to_old(logps, old["logps"], mask, "token")
         kl, kl_terms = kl_losses(logps, old["ref_logps"], token_ratios, args.kl_estimator)
         token_losses = token_losses + args.kl_coef * kl_terms
@@ -637,41 +637,60 @@ def refuse_negative(scores: torch.Tensor, args: Args) -> None:
 
 
 def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torch.Tensor]:
-    """Samples a group of responses to each prompt, scores them, and keeps groups worth training on.
+    """Returns the groups of responses that a rollout trains on, and their scores.
 
     If groups are dropped, further rounds sample the next prompts in their place, until the rollout
     is full, `--refill_rounds` are used up, or the epoch ends.
 
     Returns:
-        The samples of the kept groups, and their scores less the length penalty, `[samples]`.
+        As of `sample_round`, for all rounds together.
     """
     args = run.args
-    position = run.extra.position
     kept_samples = []
     kept_scores = []
     groups_missing = args.rollout_batch_size
     for round_number in range(1 + args.refill_rounds):
-        prompts_of_round = position.take_prompts(run, groups_missing)
-        with run.metrics.timed("generate"):
-            # Drawn here for all processes, so that responses do not depend on their number.
-            uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
-            samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
-            vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
-        samples.check_finite(run)
-        with run.metrics.timed("score"):
-            unpenalised = judge.score(run, samples, packer)
-        # Without the penalty on length: a group that is all right, or all wrong, teaches nothing.
-        group_is_kept = groups_to_keep(unpenalised.total, args)
-        scores = with_penalty(unpenalised, samples, args)
-        log_rollout(run, samples, scores, group_is_kept)
-        sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
-        kept_samples.append(samples.select(sample_is_kept))
-        kept_scores.append(scores.total[sample_is_kept])
-        groups_missing -= int(group_is_kept.sum())
-        at_end_of_epoch = position.prompts_seen % run.data.mixture.samples == 0
+        samples, scores = sample_round(
+            run, judge, packer, n_prompts=groups_missing, round_number=round_number
+        )
+        kept_samples.append(samples)
+        kept_scores.append(scores)
+        groups_missing -= len(samples) // args.n_samples_per_prompt
+        at_end_of_epoch = run.extra.position.prompts_seen % run.data.mixture.samples == 0
         if groups_missing == 0 or at_end_of_epoch:
             break
     return Samples.joined(kept_samples), torch.cat(kept_scores)
+
+
+def sample_round(
+    run: Run, judge: Judge, packer: Packer, *, n_prompts: int, round_number: int
+) -> tuple[Samples, torch.Tensor]:
+    """Samples a group of responses to each prompt, scores them, and keeps groups worth training on.
+
+    Args:
+        n_prompts: how many to take, at most to the end of the epoch.
+
+    Returns:
+        The samples of the groups that are kept; their scores less the penalty for length,
+        `[samples]`.
+    """
+    args = run.args
+    position = run.extra.position
+    prompts_of_round = position.take_prompts(run, n_prompts)
+    with run.metrics.timed("generate"):
+        # For all processes, so that responses do not depend on the number of these.
+        uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
+        samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
+        vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
+    samples.check_finite(run)
+    with run.metrics.timed("score"):
+        unpenalised = judge.score(run, samples, packer)
+    # By the scores without the penalty: a group that is all right, or all wrong, teaches nothing.
+    group_is_kept = groups_to_keep(unpenalised.total, args)
+    scores = with_penalty(unpenalised, samples, args)
+    log_rollout(run, samples, scores, group_is_kept)
+    sample_is_kept = group_is_kept.repeat_interleave(args.n_samples_per_prompt)
+    return samples.select(sample_is_kept), scores.total[sample_is_kept]
 
 
 def with_penalty(scores: Scores, samples: Samples, args: Args) -> Scores:

@@ -414,7 +414,7 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     position = state.position
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
     with run.metrics.timed("generate"):
-        # Drawn here for all processes, so that responses do not depend on their number.
+        # For all processes, so that responses do not depend on the number of these.
         uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
         samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
         vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
@@ -696,8 +696,8 @@ def main():
     episodes.start(run)  # does nothing without --environment
 
     # ============================================================ reference and rewards
-    # Only the KL needs the reference. Where it is the policy with its adapters off, values are
-    # not computed.
+    # Only the KL needs the reference. With LoRA it is the policy without its adapters, and then
+    # `with_values` spares the critic's pass.
     reference = Reference(run, with_values=False) if args.kl_coef else None
     judge = Judge(run)
     models = [model, judge.model, reference.model if reference else None]

@@ -749,7 +749,7 @@ ROLLOUTS = [
         "a refill of GRPO's draws by the numbers of the first round",
         "recipes/grpo.py",
         replace(
-            "sample_groups",
+            "sample_round",
             "position.draw_uniforms(args, len(prompts_of_round['row']), round_number)",
             by="position.draw_uniforms(args, len(prompts_of_round['row']), 0)",
         ),
