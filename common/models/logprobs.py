@@ -97,7 +97,10 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets = ctx.saved_tensors
         matrix = weight.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # Below adapters the layer is frozen, and its gradient would cost a product.
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None
         if bias is not None:
             grad_bias = torch.zeros_like(bias, dtype=torch.float32)
@@ -126,7 +129,8 @@ class ChunkedLogProbs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(ctx.dtype)
             grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
-            grad_weight += grad.T @ hidden[part].to(ctx.dtype)
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[part].to(ctx.dtype)
             del logits, all_logps, grad
         # autograd rounds each to the dtype of what it belongs to.
         return grad_hidden, grad_weight, grad_bias, None, None, None, None

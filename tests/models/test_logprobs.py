@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -284,6 +285,7 @@ def test_the_head_under_half_precision(dtype, softcap):
         softcap=softcap,
         chunk=7,
         last_chunk=None,  # all are computed again
+        needs_input_grad=(True, True, True),
         saved_tensors=(hidden, weight, bias, targets),
     )
     raw = ((hidden @ weight.T).double() + bias.double()).requires_grad_()
@@ -485,3 +487,16 @@ def test_what_is_compared_meets_no_noise(noise):
     still, noisy = model.eval() and found(), model.train() and found()
     prepare.disable_dropout(model)
     assert not still.allclose(noisy, rtol=1e-3) and found().equal(still)
+
+
+@pytest.mark.parametrize("is_trained, products", [(True, 2), (False, 1)])
+def test_a_frozen_output_layer_costs_no_gradient_of_its_weights(is_trained, products):
+    """As below adapters. The gradient of the hidden states is one product, that of the weights another."""
+    n, h, v = 6, 8, 30
+    hidden = torch.randn(n, h, requires_grad=True)
+    weight = torch.randn(v, h, requires_grad=is_trained)
+    logps, *_ = ChunkedLogProbs.apply(hidden, weight, None, torch.arange(n), 1.0, 0.0, ())
+    with FlopCounterMode(display=False) as counter:
+        logps.sum().backward()
+    assert counter.get_total_flops() == products * 2 * n * h * v
+    assert (weight.grad is not None) == is_trained
