@@ -289,25 +289,9 @@ def test_random_states_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
 
 NESTED = "[" * 100_000
 TAMPERED = {
-    "no object": [],
-    "no arguments": {"arguments": None},
-    "a step of words": {"progress": {"global_step": "ten"}},
-    "a step before the first": {"progress": {"global_step": -1}},
-    "no counters": {"progress": {}},
-    "half a size": {"log_bytes": {"metrics.jsonl": 1.5}},
-    "no sizes": {"log_bytes": 7},
-    "no scheduler": {"scheduler": {}},
-    "no learning rates": {
-        "scheduler": {"last_epoch": 1, "base_lrs": [0.1], "lr_lambdas": [None], "_last_lr": []}
-    },
-    "no length": {"arguments": {"data": "", "world": "no", "max_steps": 0}},
-    "no processes": {"open_sums": []},
-    "a number for sums": {"open_sums": [1]},
-    "a sum too few": {"open_sums": [{"loss": ["mean", 1.0]}]},
-    "sums of words": {"open_sums": [{"loss": ["mean", "a", "b"]}]},
-    "sums of no kind": {"open_sums": [{"loss": ["median", 1.0, 2.0]}]},
-    "sums of lists": {"open_sums": [{"loss": [[], 1.0, 2.0]}]},
-    "nested": NESTED,
+    "[]": "state.json cannot be used: AttributeError: ",
+    NESTED: "state.json cannot be used: ValueError: it is nested too deeply",
+    '{"format": %d}': "state.json lacks arguments, best, last_update, log_bytes, open_sums, progress, ",
 }
 
 
@@ -323,18 +307,16 @@ def test_what_somebody_changed_is_named_and_the_checkpoint_before_taken(
         checkpoint.write(run, run.checkpoints / ".writing", final)
     file = newest / "state.json"
     whole = json.loads(file.read_text())
+    assert whole.keys() == checkpoint.STATE | {"format"}
     assert checkpoint.find_checkpoint(run) == newest
-    for name, change in TAMPERED.items():
-        text = change
-        if name != "nested":
-            text = json.dumps({**whole, **change} if isinstance(change, dict) else change)
-        file.write_text(text)
+    for text, reason in TAMPERED.items():
+        file.write_text(text.replace("%d", str(checkpoint.FORMAT)))
         (newest / "manifest.json").unlink()
         folders.write_manifest(newest, folders.describe_files(newest))
-        assert checkpoint.find_checkpoint(run) == older, name
+        assert checkpoint.find_checkpoint(run) == older, reason
         assert record.find_date(run.args) == str(datetime.date.today())
         said = capsys.readouterr().out
-        assert f"passed over {newest}: state.json cannot be used: " in said, (name, said)
+        assert f"passed over {newest}: {reason}" in said, said
     # One of another version is refused, since it is whole.
     file.write_text(json.dumps({**whole, "format": 1}))
     (newest / "manifest.json").unlink()
