@@ -279,7 +279,7 @@ def main():
         f"{packer.describe('both answers', each='answer')}",
         updates=progress.describe(),
     )
-    guard = guards.FiniteLosses(run)
+    guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if progress.updates_seen == 0:
         evaluate(run, packer, reference)
@@ -290,7 +290,7 @@ def main():
         )
         micro_batches = batches.split_update(run, update_rows, lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
-        loss_scale = engine.loss_scale(run)
+        loss_scale = engine.loss_scale(run)  # of this update, which may change it
         learning_rate = scheduler.get_last_lr()[0]
 
         for micro_batch in micro_batches:

@@ -917,7 +917,7 @@ def main():
         data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
         updates=plan.describe(progress.total_steps),
     )
-    guard = guards.FiniteLosses(run)
+    guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra  # after `checkpoint.begin`, which may replace it
     progress.position = state.position  # the data end with the prompts, however many the updates
@@ -942,7 +942,7 @@ def main():
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
-        loss_scale = engine.loss_scale(run)
+        loss_scale = engine.loss_scale(run)  # of this update, which may change it
         learning_rate = scheduler.get_last_lr()[0]
         policy_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
 

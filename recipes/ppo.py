@@ -710,7 +710,7 @@ def main():
         data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
         updates=plan.describe(progress.total_steps),
     )
-    guard = guards.FiniteLosses(run)
+    guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra  # after `checkpoint.begin`, which may replace it
     if progress.updates_seen == 0:
@@ -727,7 +727,7 @@ def main():
         # By each sample's own length: two responses to a prompt are seldom in the same update.
         micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
-        loss_scale = engine.loss_scale(run)
+        loss_scale = engine.loss_scale(run)  # of this update, which may change it
         learning_rates = set_learning_rates(run, rollout)
         policy_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
 

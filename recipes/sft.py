@@ -307,7 +307,7 @@ def main():
         f"rows are {'packed' if packer.share else 'padded'}",
         updates=progress.describe(),
     )
-    guard = guards.FiniteLosses(run)
+    guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     if progress.updates_seen == 0:
         evaluate(run, packer)
@@ -321,7 +321,7 @@ def main():
         update_targets = int(target_counts[update_rows].sum())
         micro_batches = batches.split_update(run, update_sequences, lengths)
         divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
-        loss_scale = engine.loss_scale(run)
+        loss_scale = engine.loss_scale(run)  # of this update, which may change it
         learning_rate = scheduler.get_last_lr()[0]
 
         for micro_batch in micro_batches:
