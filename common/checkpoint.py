@@ -185,31 +185,21 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
 def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
     """Returns how many checkpoints the disk must still have room for; at least one.
 
-    Without `--save_total_limit` it is one, since the user may remove some meanwhile. With it, it is
-    the smaller of
-
-        n_allowed    the limit, and one more, since the oldest is removed only after the next is
-                     written; less those that are there and stay
-        n_due        those of the coming updates, and of the end; after a resume one more, since the
-                     run may save again what it resumed from
-
-    Example: with a limit of 3, a run that resumes from update 20 keeps two of its checkpoints of
-    10, 20 and 30 (the last is moved aside), so 2 more must fit.
+    Without `--save_total_limit` it is one, since the user may remove some meanwhile. With it, the
+    run will have one more than the limit while it writes, or as many as are due in all. Those that
+    a resumed run begins with are there already: those up to the one that it resumes from, since
+    later ones are moved aside.
     """
     if run.args.save_total_limit == 0:
         return 1
-    resume_step = 0
-    n_kept = 0
-    if resumes_from:  # later ones are moved aside
+    interval = max(run.progress.updates_in(run.args.save_steps), 1)
+    n_due = math.ceil(run.progress.total_steps / interval)
+    n_there = 0
+    if resumes_from:
         resume_step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
         saved_steps = [folders.step_of(path) for path in folders.by_step(run.checkpoints)]
-        n_kept = sum(step <= resume_step for step in saved_steps)
-    n_allowed = run.args.save_total_limit + 1 - n_kept
-    interval = max(run.progress.updates_in(run.args.save_steps), 1)
-    n_due = math.ceil(run.progress.total_steps / interval) - resume_step // interval
-    if resumes_from:
-        n_due += 1
-    return max(min(n_allowed, n_due), 1)
+        n_there = sum(step <= resume_step for step in saved_steps)
+    return max(min(run.args.save_total_limit + 1, n_due) - n_there, 1)
 
 
 def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:

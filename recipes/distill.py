@@ -579,8 +579,8 @@ def main():
         # Sorted so that a group stays side by side where its prompt can be shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
-        divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
-        loss_scale = engine.loss_scale(run)  # of this update, which may change it
+        divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
+        loss_scale = engine.loss_scale(run)  # before the update, which may change it
         learning_rate = scheduler.get_last_lr()[0]
         student_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
 

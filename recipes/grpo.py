@@ -174,7 +174,7 @@ class Args(RewardArgs):
 EPSILON = 1e-4
 # DPPO uses ratios up to this one.
 LARGEST_RATIO = 20
-# It first clamps their logarithms to plus and minus this, so that no exponential overflows.
+# It first clamps log-ratios to plus and minus this, so to ratios of e^20: nothing overflows.
 LARGEST_LOG_RATIO = 20
 
 
@@ -245,18 +245,21 @@ def estimate_advantages(
 ) -> torch.Tensor:
     """Returns the advantage of each response, `[samples]`; it is the same for all its tokens.
 
-    A baseline is subtracted from each score, and the difference is divided:
+    A baseline is subtracted from each score, see `baselines`, and the difference is divided:
 
         advantage_std   divided by
         batch           the standard deviation of these differences over the trained samples of the
-                        rollout; without a baseline, their mean is subtracted first
-        group           the standard deviation of these differences in the response's group
+                        rollout, see `standardise`
+        group           their standard deviation in the response's group
         mean            the mean score of the group
         none            nothing
 
-    Sources: mean and standard deviation of the group, arXiv:2402.03300 section 4.1.2; no standard
-    deviation, Dr. GRPO, arXiv:2503.20783; rloo, arXiv:2402.14740; standard deviation of the whole
-    batch, REINFORCE++, arXiv:2501.03262; the group's mean, MaxRL, arXiv:2602.02710.
+    Sources:
+        group: arXiv:2402.03300 section 4.1.2.
+        batch: REINFORCE++, arXiv:2501.03262.
+        mean: MaxRL, arXiv:2602.02710.
+        none: Dr. GRPO, arXiv:2503.20783.
+        the baseline rloo: arXiv:2402.14740.
 
     Args:
         scores: `[samples]`, those of a group side by side. NaN: no score, because an
@@ -276,7 +279,8 @@ def estimate_advantages(
     elif advantage_std == "group":
         advantages = advantages / (std_of_groups(advantages) + EPSILON)
     elif advantage_std == "mean":
-        advantages = torch.where(means > 0, advantages / means, 0.0)  # 0: a group of zeros
+        # A group of zeros has advantages of 0.
+        advantages = torch.where(means > 0, advantages / means, 0.0)
     return advantages.where(is_scored, 0.0).flatten().to(scores.dtype)
 
 
@@ -432,10 +436,9 @@ def kl_losses(
     """Returns the estimated KL(policy || reference) of each token, and its term in the loss.
 
     With d = logps - ref_logps, k3 = exp(-d) - 1 + d and k2 = d^2 / 2. The old policy sampled the
-    tokens, so the term of each is weighted by its ratio of new to old:
-
-        k3    ratio * k3    Its mean is the KL, so both factors are differentiated.
-        k2    ratio * k2    The mean of k2's gradient is that of the KL, so the ratio is a constant.
+    tokens, so the term of each is weighted by its ratio of new to old. The mean of ratio * k3 is
+    the KL, so both factors are differentiated. Of ratio * k2 only the mean gradient is that of the
+    KL, with the ratio as a constant.
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.
@@ -519,7 +522,7 @@ def losses_and_metrics(
     sampler_metrics = []
     if args.vllm_url and not is_dppo(args):
         # A server's log-probs differ from those of training, so the policy's losses are weighted.
-        # The KL below is not: its ratios are to the old policy, as if that had sampled.
+        # The KL below is not: its own ratios take the old policy for the sampler.
         corrections, sampler_metrics = correction.importance_weights(old, token_weights, args)
         token_losses = token_losses * corrections
     kl_metrics = {}
@@ -594,7 +597,8 @@ def make_rollout(
     Returns None if no response is left to train on.
 
     Raises:
-        SystemExit: a score is negative, and `--advantage_std mean` divides by mean scores.
+        SystemExit: a score of a group that is kept is negative, and `--advantage_std mean` divides
+            by mean scores.
     """
     args = run.args
     state: State = run.extra
@@ -624,7 +628,7 @@ def make_rollout(
     )
     with run.metrics.timed("score"):
         rollout.tokens |= compute_logps(run, rollout, reference, packer)
-    # `skip_or_end` counts prompts from the last rollout that had something to train on.
+    # `skip_rollout` counts prompts from the last rollout that had something to train on.
     state.prompts_seen_when_trainable = state.position.prompts_seen
     return rollout
 
@@ -920,29 +924,30 @@ def main():
     guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     state = run.extra  # after `checkpoint.begin`, which may replace it
-    progress.position = state.position  # the data end with the prompts, however many the updates
-    if state.position.prompts_seen == 0:  # not `updates_seen`: rollouts may have led to no update
+    # Updates do not tell how much of the data is used up: a rollout that loses groups makes fewer.
+    progress.position = state.position
+    if state.position.prompts_seen == 0:  # at the start; `updates_seen` may be 0 later, too
         evaluate(run, judge, packer)
     while not progress.finished:
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
         rollout = state.rollout
-        if rollout is None:  # no response to train on: go on with the next prompts, or end
-            skip_or_end(run)
-            log_evaluate_save(run, judge, packer)  # if the run ends here, or a signal has come
+        if rollout is None:  # nothing to train on: take the next prompts, unless the run ends here
+            skip_rollout(run)
+            log_evaluate_save(run, judge, packer)  # at the end of the run, or after a signal
             continue
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        # What the loss is divided by: this update's tokens or responses, see --average.
-        update_weight = total_weight(rollout.tokens["mask"][update_rows], args.average)
+        # Of all samples of this update: their tokens or their number, see --average.
+        sum_of_weights = total_weight(rollout.tokens["mask"][update_rows], args.average)
 
-        # Sorted so that a group stays side by side where its prompt can be shared.
+        # By these a group stays side by side where its prompt can be shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
-        divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
-        loss_scale = engine.loss_scale(run)  # of this update, which may change it
+        divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
+        loss_scale = engine.loss_scale(run)  # before the update, which may change it
         learning_rate = scheduler.get_last_lr()[0]
         policy_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
 
@@ -964,7 +969,7 @@ def main():
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
                 guard.check(data_rows, losses, sample_weights, old=old, new=output)
                 # Part of the update's weighted mean; the engine divides by `divisor`.
-                loss = (losses * sample_weights).sum() * divisor / update_weight
+                loss = (losses * sample_weights).sum() * divisor / sum_of_weights
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
                 if accelerator.sync_gradients:  # in the update's last micro-batch, so once
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
@@ -1005,7 +1010,7 @@ def log_evaluate_save(run: Run, judge: Judge, packer: Packer) -> None:
     checkpoint.stop_if_asked(run)
 
 
-def skip_or_end(run: Run) -> None:
+def skip_rollout(run: Run) -> None:
     """Goes past a rollout that has nothing to train on, with a warning.
 
     The run ends there if these were its last prompts, or if a whole epoch of prompts has led to no

@@ -352,8 +352,8 @@ def first_pass_metrics(output: dict, stored: dict, weights: torch.Tensor) -> lis
     """Returns what is logged while the policy is still the one that made the rollout.
 
         sampling/*          how far the sampler's log-probs are from those of this pass
-        val/max_rounding    how far the ratios to the stored log-probs are from 1: these were
-                            computed in other micro-batches, so they were rounded differently
+        val/max_rounding    how far the ratios to the stored log-probs are from 1, since other
+                            micro-batches rounded these differently
 
     Args:
         output: of this pass, with `logps`.
@@ -724,10 +724,9 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
-        # By each sample's own length: two responses to a prompt are seldom in the same update.
         micro_batches = batches.split_update(run, update_rows, rollout.samples.lengths)
-        divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
-        loss_scale = engine.loss_scale(run)  # of this update, which may change it
+        divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
+        loss_scale = engine.loss_scale(run)  # before the update, which may change it
         learning_rates = set_learning_rates(run, rollout)
         policy_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
 

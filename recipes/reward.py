@@ -238,8 +238,8 @@ def main():
             data.mixture, args.train_batch_size, args.seed, progress.updates_seen
         )
         micro_batches = batches.split_update(run, update_rows, lengths)
-        divisor = engine.begin_update(run, micro_batches)  # the engine divides losses by it
-        loss_scale = engine.loss_scale(run)  # of this update, which may change it
+        divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
+        loss_scale = engine.loss_scale(run)  # before the update, which may change it
         learning_rate = scheduler.get_last_lr()[0]
 
         for micro_batch in micro_batches:

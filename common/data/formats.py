@@ -153,7 +153,12 @@ def conversation(row: dict) -> tuple[Text, Text]:
         return prompt, completion
     completion_messages = as_messages(completion, "assistant")
     refuse_weights(completion_messages)
-    return as_messages(prompt, "user"), completion_messages
+    return question_of(prompt), completion_messages
+
+
+def question_of(prompt: str | dict | list[dict]) -> list[dict]:
+    """Returns the messages of a prompt; none if it is empty, because then nothing is asked."""
+    return as_messages(prompt, "user") if prompt else []
 
 
 def is_whole_text(row: dict) -> bool:
@@ -233,7 +238,7 @@ def preference(row: dict) -> tuple[Text, Text, Text]:
         not messages or messages[0]["role"] == "assistant" for messages in (chosen, rejected)
     )
     if prompt is not None and begin_with_answer:  # 2.
-        return as_messages(prompt, "user"), chosen, rejected
+        return question_of(prompt), chosen, rejected
     return with_prompt_once(prompt, chosen, rejected)  # 3.
 
 
@@ -268,7 +273,9 @@ def with_prompt_once(
     """
     prompt, chosen_answer, rejected_answer = split_conversations(chosen, rejected)
     if not prompt:
-        raise BadRow("'chosen' and 'rejected' do not begin with the same prompt")
+        raise BadRow(
+            "'chosen' and 'rejected' do not begin with the same prompt, each followed by an answer"
+        )
     if not stated:
         return prompt, chosen_answer, rejected_answer
     whole_prompt = join_prompts(as_messages(stated, "user"), prompt)
@@ -304,7 +311,7 @@ def split_conversations(
     """Returns (prompt, chosen, rejected) of two conversations that begin with the same prompt.
 
     The prompt is what both begin with, cut so that both answers begin with a message of the
-    assistant, and each has at least one message. It is empty if they begin differently. Examples,
+    assistant, and each has at least one message. It is empty if there is no such place. Examples,
     with `U` and `A` for messages of user and assistant:
 
         chosen         rejected       prompt      answers

@@ -50,7 +50,13 @@ def is_message(value) -> bool:
         return False
     if isinstance(content, list):
         return all(isinstance(part, dict) for part in content)
-    return isinstance(content, str) or (content is None and bool(value.get("tool_calls")))
+    return isinstance(content, str) or (content is None and not has_no_calls(value))
+
+
+def has_no_calls(message: dict) -> bool:
+    """Whether a message calls no tool, in any of the ways of data to say so."""
+    calls = message.get("tool_calls")
+    return not calls or (isinstance(calls, str) and calls.strip() in NO_CALLS)
 
 
 def as_messages(value: str | dict | list[dict], role: str) -> list[dict]:
@@ -76,7 +82,7 @@ def as_message(message: dict, number: int) -> dict:
     if isinstance(message.get("content"), list):
         message = from_parts(message, number)
     calls = message.get("tool_calls")
-    if isinstance(calls, str) and calls.strip() in NO_CALLS:
+    if isinstance(calls, str) and has_no_calls(message):
         calls = []
     if isinstance(calls, (str, dict)):
         calls = tool_calls(calls, f"message {number}")

@@ -4,7 +4,7 @@ import json
 
 from common.data import formats
 from common.data.formats import refuse_unless
-from common.data.messages import BadRow, as_messages, is_message, is_messages
+from common.data.messages import BadRow, is_message, is_messages
 
 # Columns that hold an answer: a string, or messages.
 ANSWERS = ("completion", "chosen", "rejected")
@@ -13,8 +13,8 @@ ANSWERS = ("completion", "chosen", "rejected")
 def standard(row: dict, strings_as_messages: bool = False) -> dict:
     """Returns a row with the columns of `formats.py`, whichever format it has.
 
-    Its own columns stay: a reward function may ask for them. In every row a column `system` becomes
-    the first message, and an empty list of `tools` becomes None.
+    Its own columns stay: a reward function may ask for them. A column `system` becomes the first
+    message, see `begin_with_system`, and an empty list of `tools` becomes None.
 
     Args:
         strings_as_messages: whether strings will become turns of a chat. Only then can a system
@@ -141,8 +141,7 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
     if is_messages(prompt):  # 3.
         return {**row, "prompt": with_system(row, prompt)}
     if answers and isinstance(prompt, str):  # 4. Next to messages a string is a message, too.
-        messages = as_messages(prompt, "user") if prompt else []
-        return {**row, "prompt": with_system(row, messages)}
+        return {**row, "prompt": with_system(row, formats.question_of(prompt))}
     if isinstance(prompt, str) or formats.is_pair(row):  # 5.
         return begin_strings_with_system(row, strings_as_messages)
     return row  # 6.

@@ -44,7 +44,7 @@ PLAIN_FORMS = [
     (re.compile(r"\{,\}"), ","),  # 1{,}000: 1,000
     # Spaces and sizes of LaTeX, Markdown, currencies and per cent: nothing.
     (re.compile(r"\\[!,;: ()\[\]]|\\(?:left|right)\b|\*\*|`|\\?[$%]|[€£¥]"), ""),
-    (re.compile(r"\u00b0|\^ *\{? *\\circ *\}?"), ""),  # degrees
+    (re.compile(r"(?:\u00b0|\^ *\{? *\\circ *\}?)(?: ?[CF]\b)?"), ""),  # degrees
     (re.compile("\u2212"), "-"),  # a minus sign
     (re.compile(r"[-\u2013] *(?=[\d.])"), "-"),  # a dash before a number, and spaces after it
 ]
@@ -153,7 +153,8 @@ def number_in(text: str) -> Decimal | None:
     if number is None:
         return None
     unit = word[number.end() :]
-    if unit and not UNIT.fullmatch(unit):
+    is_unit = unit.replace("/", "").isalpha() and UNIT.fullmatch(unit)  # ²³ are no letters
+    if unit and not is_unit:
         return None
     return to_decimal(number[0])
 

@@ -346,6 +346,23 @@ def test_a_column_system_beside_plain_strings_is_refused(row):
 
 
 @pytest.mark.parametrize("prompt", ["", []])
+def test_an_empty_prompt_next_to_messages_asks_nothing(prompt):
+    """It was learned as an empty turn of the user."""
+    row = {"prompt": prompt, "completion": [YES]}
+    assert formats.conversation(row) == ([], [YES])
+    pair = {"prompt": prompt, "chosen": [YES], "rejected": [NO]}
+    assert formats.preference(pair) == ([], [YES], [NO])
+
+
+@pytest.mark.parametrize("calls", ["[]", "null", "", []])
+def test_a_message_without_a_content_must_call_something(calls):
+    """Data that hold calls as JSON say "[]" where there are none."""
+    empty = {"role": "assistant", "content": None, "tool_calls": calls}
+    with pytest.raises(BadRow, match="expected a list of messages"):
+        formats.conversation({"messages": [QUESTION, empty]})
+
+
+@pytest.mark.parametrize("prompt", ["", []])
 def test_a_system_message_begins_the_prompt_of_a_completion_that_nobody_asks_for(prompt):
     """It came after an empty message of the user, or into the completion."""
     row = {"prompt": prompt, "completion": [YES], "system": "Be brief."}

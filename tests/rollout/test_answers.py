@@ -132,6 +132,9 @@ TABLE = [
     ("It is 90\u00b0.", "90", True),
     (r"\boxed{90^\circ}", "90", True),
     (r"\boxed{90}", r"90^{\circ}", True),
+    ("The answer is 18°C.", "18", True),
+    (r"\boxed{18^\circ C}", "18", True),
+    ("10²³", "10", False),
     (r"\boxed{\frac12}", "1/2", True),
     ("The answer is 1e99999999999999999999", "18", False),  # no Decimal holds it
     ("1e99999999999999999999", "1e99999999999999999999", True),
