@@ -119,32 +119,28 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
 
     Examples, with `S`, `U` and `A` for messages of system, user and assistant:
 
-        1. messages [U A]                    ->  messages [S U A]
-        2. chosen [U A], rejected [U A]      ->  chosen [S U A], rejected [S U A]
-        3. prompt [U]                        ->  prompt [S U]
-        4. prompt "Why?", completion [A]     ->  prompt [S U]
-        5. prompt "Why?", completion "So."   ->  see `begin_strings_with_system`
-        6. text "Why? So.", or no format     ->  the same row
+        messages [U A]                      ->  messages [S U A]
+        chosen [U A], rejected [U A]        ->  chosen [S U A], rejected [S U A]
+        prompt [U]                          ->  prompt [S U]
+        prompt "Why?", completion [A]       ->  prompt [S U]
+        prompt "Why?", completion "So."     ->  prompt [S U], completion [A]
+        text "Why? So.", or no format       ->  the same row
 
     Raises:
         BadRow: its strings are read as plain text, which has no system message.
     """
-    if is_messages(row.get("messages")):  # 1.
+    if is_messages(row.get("messages")):
         return {**row, "messages": with_system(row, row["messages"])}
-    row = with_lists(row)
+    row = with_turns(with_lists(row), strings_as_messages)
     prompt = row.get("prompt")
-    answers = {name: row[name] for name in ANSWERS if is_messages(row.get(name))}
-    # Without a column `prompt`, chosen and rejected begin with it. A completion never does.
-    answers_hold_prompt = not prompt and ("chosen" in answers or "rejected" in answers)
-    if answers_hold_prompt:  # 2.
-        return row | {name: with_system(row, messages) for name, messages in answers.items()}
-    if is_messages(prompt):  # 3.
+    conversations = [name for name in ANSWERS if is_messages(row.get(name))]
+    if formats.is_pair(row) and conversations and not prompt:  # these begin with the prompt
+        return row | {name: with_system(row, row[name]) for name in conversations}
+    if isinstance(prompt, str):  # the answers are messages, or nothing is asked
+        prompt = formats.question_of(prompt)
+    if is_messages(prompt):
         return {**row, "prompt": with_system(row, prompt)}
-    if answers and isinstance(prompt, str):  # 4. Next to messages a string is a message, too.
-        return {**row, "prompt": with_system(row, formats.question_of(prompt))}
-    if isinstance(prompt, str) or formats.is_pair(row):  # 5.
-        return begin_strings_with_system(row, strings_as_messages)
-    return row  # 6.
+    return row
 
 
 def with_lists(row: dict) -> dict:
@@ -153,37 +149,26 @@ def with_lists(row: dict) -> dict:
     return row | {name: [row[name]] for name in singles}
 
 
-def begin_strings_with_system(row: dict, strings_as_messages: bool) -> dict:
-    """Returns a row of strings as one of messages that begin with its column `system`.
-
-    Examples, with `S`, `U` and `A` for messages of system, user and assistant:
-
-        prompt "Why?", completion "So."         ->  prompt [S U], completion [A]
-        prompt "Why?" alone                     ->  prompt [S U]
-        prompt "", completion "So."             ->  prompt [S], completion "So."
-        chosen and rejected are transcripts     ->  prompt [S U], chosen [A], rejected [A]
+def with_turns(row: dict, strings_as_messages: bool) -> dict:
+    """Returns a row with turns in place of its strings, if its prompt and answers are strings.
 
     Raises:
-        BadRow: `strings_as_messages` is off, or a column has a value of another kind.
+        BadRow: they are, but strings are not turns, since `strings_as_messages` is off.
     """
+    names = [name for name in ("prompt", *ANSWERS) if row.get(name) is not None]
+    has_format = "prompt" in names or formats.is_pair(row)
+    if not has_format or not all(isinstance(row[name], str) for name in names):
+        return row
     if not strings_as_messages:
         raise BadRow(
             "column 'system' is next to strings, and plain text has no system message: "
             "--strings_as_messages makes them turns of a chat that begins with it"
         )
+    texts = tuple(row[name] for name in names)
     if formats.is_pair(row):
-        names = ["chosen", "rejected"]
-        prompt, *answers = formats.preference(row)  # which splits transcripts
-    else:
-        names = [name for name in ANSWERS if row.get(name) is not None]
-        formats.require(row, "prompt", *names, expected="'prompt' and answers, as strings")
-        prompt, *answers = [row[name] for name in ("prompt", *names)]
-    if answers and not prompt:
-        # Nothing is asked. Next to the system message the answer is read as a message, too.
-        return {**row, "prompt": with_system(row, [])}
-    turns, *answer_turns = formats.as_turns(prompt, *answers)
-    prompt_turns = with_system(row, turns)  # type: ignore[arg-type]
-    return {**row, **dict(zip(names, answer_turns)), "prompt": prompt_turns}
+        names = ["prompt", "chosen", "rejected"]
+        texts = formats.preference(row)  # which splits transcripts
+    return {**row, **dict(zip(names, formats.as_turns(*texts)))}
 
 
 def with_system(row: dict, messages: list[dict]) -> list[dict]:

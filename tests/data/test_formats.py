@@ -298,8 +298,9 @@ def test_a_column_system_begins_the_chat(row, as_messages):
     {"chosen": 1, "rejected": 2}, {"prompt": "Why?", "chosen": 1, "rejected": "No."}, {"prompt": "Why?", "completion": 1},
 ])  # fmt: skip
 def test_numbers_beside_a_system_message_are_refused(row):
+    read = formats.conversation if "completion" in row else formats.preference
     with pytest.raises(BadRow, match="expected a string or a list of messages"):
-        other_formats.standard({**row, "system": "Be brief."}, True)
+        read(other_formats.standard({**row, "system": "Be brief."}, True))
 
 
 @pytest.mark.parametrize("chosen", [{"role": 1, "content": "x"}, {"from": ["x"], "value": "x"}])
