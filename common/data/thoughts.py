@@ -144,28 +144,22 @@ def without_empty_thought(text: str) -> str:
     return text
 
 
-def without_thought_at_end(prompt: str, only_in_prompt: str) -> str:
-    r"""Returns a prompt without the thought that ends it, which tells a model not to think.
+def without_thought_at_end(text: str) -> str:
+    r"""Returns a text without the thought that ends it. In a prompt it tells a model not to think.
 
     Examples:
 
-        prompt                       returned
+        text                         returned
         <bot><think>\n</think>\n     <bot>
         <bot></think>                <bot>               (DeepSeek-V3.1 writes no opening marker)
         <bot></think>Sure,           <bot></think>Sure,
-
-    Args:
-        only_in_prompt: the end of the prompt that the template does not write before an answer
-            without thinking; "" if it writes the whole prompt.
+        <bot><think>\n               <bot><think>\n      (it is not closed)
     """
-    if is_whole_thought(only_in_prompt):  # its markers may be others than those of `MARKERS`
-        return prompt.removesuffix(only_in_prompt)
-    # The template may write the thought before answers, too.
-    closing = [pair for pair in MARKERS if prompt.rstrip().endswith(pair[1])]
+    closing = [pair for pair in MARKERS if text.rstrip().endswith(pair[1])]
     if not closing:
-        return prompt
+        return text
     opener, closer = closing[0]
-    up_to_closer = prompt.rpartition(closer)[0]
+    up_to_closer = text.rpartition(closer)[0]
     up_to_opener, found, inside = up_to_closer.rpartition(opener)
     if not found or ANY_MARKER.search(inside):  # none, or one that belongs to an earlier message
         return up_to_closer

@@ -391,7 +391,7 @@ def follow_prompt(
             space. In 3 it comes first; elsewhere the answer follows another text.
         answer: the thinking, the content, and what the template writes after it.
     """
-    shortened = thoughts.without_thought_at_end(prompt, only_in_prompt)
+    shortened = thoughts.without_thought_at_end(prompt)
     if shortened != prompt:  # 1. The answer has a thought of its own.
         return shortened, answer
     # What opens a thought: one of `MARKERS`, or a marker that this template alone has.

@@ -937,15 +937,14 @@ def test_an_empty_thought_in_front_of_every_answer_gives_way_to_a_real_one(empty
     assert tokenizer.decode(found.ids) == "<think>\nWhy\n</think>\n\nYes<|im_end|>"
 
 
-@pytest.mark.parametrize("prompt, only_in_prompt, expected", [
-    ("<bot><think>\n</think>\n", "", "<bot>"), ("<bot></think>", "", "<bot>"),
-    ("<think>a</think>b<bot></think>", "", "<think>a</think>b<bot>"),
-    ("<user>what does <think> mean<bot></think>", "", "<user>what does <think> mean<bot>"), ("<bot>", "", "<bot>"),
-    ("<bot><|analysis|><|/analysis|>", "<|analysis|><|/analysis|>", "<bot>"),
-    ("<bot></think>Sure", "", "<bot></think>Sure"), ("<bot><think>Okay.</think>\n", "", "<bot>"),
+@pytest.mark.parametrize("prompt, expected", [
+    ("<bot><think>\n</think>\n", "<bot>"), ("<bot></think>", "<bot>"), ("<bot>", "<bot>"),
+    ("<think>a</think>b<bot></think>", "<think>a</think>b<bot>"),
+    ("<user>what does <think> mean<bot></think>", "<user>what does <think> mean<bot>"),
+    ("<bot></think>Sure", "<bot></think>Sure"), ("<bot><think>Okay.</think>\n", "<bot>"),
 ])  # fmt: skip
-def test_a_prompt_without_the_empty_thought_at_its_end(prompt, only_in_prompt, expected):
-    assert thoughts.without_thought_at_end(prompt, only_in_prompt) == expected
+def test_a_prompt_without_the_empty_thought_at_its_end(prompt, expected):
+    assert thoughts.without_thought_at_end(prompt) == expected
 
 
 def test_a_thought_that_the_prompt_opens_is_opened_once_where_the_template_writes_one_in_front_of_answers():
