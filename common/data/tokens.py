@@ -152,6 +152,8 @@ def encode_answer(
         prompt = encode_prompt(tokenizer, history, tools)
     conversation = templates.Conversation(tokenizer, history + answer, tools)
     turn = compare_with_prompt(tokenizer, prompt, conversation.text)
+    if len(answer) == 1:  # of several messages the template may rewrite the first, too
+        turn = with_history_as_read(tokenizer, turn, conversation)
 
     reason = templates.why_unwritten(conversation, len(history), turn.only_in_answer)
     if reason:  # 1.
@@ -161,8 +163,6 @@ def encode_answer(
     drops_thought = [conversation.leaves_out_thought(place) for place in places]
     notes = [DROPS_EARLIER] if any(drops_thought[:-1]) else []
     if not drops_thought[-1]:  # 2.
-        if len(answer) == 1:  # of several messages an earlier one may be what is rewritten
-            turn = with_history_as_read(tokenizer, turn, conversation)
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
         if context != prompt.ids:  # the answer follows only the prompt's beginning
