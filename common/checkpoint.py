@@ -565,17 +565,16 @@ def universal_world(world: str) -> str:
 
 
 def load_schedule(run: Run, state: dict) -> None:
-    """Restores the scheduler, and sets the learning rates of the next update.
+    """Restores the scheduler's counters, and computes the learning rates of the next update anew.
 
-    `--max_steps` and `--max_epochs` may have changed. So the rates are computed for the horizon of
-    this run. Those in the checkpoint, of the scheduler and of the optimizer, are replaced.
+    The rates in the checkpoint, of the scheduler and of the optimizer, are not used: `--max_steps`
+    or `--max_epochs` may have changed.
     """
     scheduler = run.scheduler
     groups = run.optimizer.param_groups
-    # DeepSpeed's Adam for CPUs made new groups when it was loaded. The scheduler would still set
-    # the learning rates of the old ones.
+    # DeepSpeed's Adam for CPUs has other groups since it was loaded. The scheduler must set these.
     scheduler.optimizer.param_groups = groups
-    scheduler.load_state_dict(state)  # its counters; the functions in `lr_lambdas` stay this run's
+    scheduler.load_state_dict(state)  # not the functions in `lr_lambdas`, which stay this run's
     updates_applied = scheduler.last_epoch
     learning_rates = [
         base_rate * share_of_peak(updates_applied)

@@ -205,8 +205,9 @@ def missing_answer(answer: Text) -> str:
 def preference(row: dict) -> tuple[Text, Text, Text]:
     """Returns a preference row as (prompt, chosen, rejected), the prompt stated once.
 
-    All three are strings, or all three are message lists. Examples, with `U` and `A` for messages
-    of user and assistant:
+    All three are strings, or all three are message lists: 1. if all are strings; 2. if the answers
+    begin with the assistant; 3. if they begin with the prompt. Examples, with `U` and `A` for
+    messages of user and assistant:
 
            prompt    chosen    rejected    returned
         1. "Why?"    "So."     "No."       see `preference_of_strings`
@@ -373,13 +374,15 @@ def is_in_order(parts: list, whole: list) -> bool:
 def roles_of(row: dict, strings_as_messages: bool) -> list[str]:
     """Returns the roles of a row's messages, each once; none if it has no message.
 
-    Strings count as user and assistant if `strings_as_messages` makes turns of them. The roles are
-    for two things that a run prints: the note on rows without an assistant, and the call at the end
-    that shows how to ask the model, with messages or with a string.
+    They are for what a run prints: the note on rows without an assistant, and at the end how to ask
+    the model.
+
+    Args:
+        strings_as_messages: count strings as user and assistant, where they become turns of them.
     """
     roles = []
     for name in ("messages", "prompt", "completion", "chosen", "rejected"):
-        value = row.get(name)  # it may be anything: a recipe checks only the columns that it reads
+        value = row.get(name)  # of any kind: a recipe checks only the columns that it reads
         parts = value if isinstance(value, list) else [value]
         roles += [role_of(part) for part in parts if isinstance(part, dict)]
     if not roles and strings_as_messages and is_plain_text(row):
@@ -403,8 +406,9 @@ def is_plain_text(row: dict) -> bool:
 def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     r"""Returns a prompt and its answers as message lists: strings become turns.
 
-    Either all are strings, or all are message lists. Where an answer has an empty prompt nothing is
-    asked, so both stay strings. Examples, with `U` and `A` for messages of user and assistant:
+    Either all are strings, or all are message lists. If the prompt is empty and there is an answer,
+    nothing is asked, so both stay strings. Examples, with `U` and `A` for messages of user and
+    assistant:
 
         prompt                                 answer            returned
         "Why?"                                 "So."             [U]    [A]
@@ -423,7 +427,8 @@ def as_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
         turns = [{"role": "user", "content": prompt}]
     else:
         texts = [text.strip() for text in texts]  # in hh-rlhf they begin with a space
-    return turns, *([{"role": "assistant", "content": text}] for text in texts)
+    answer_turns = [[{"role": "assistant", "content": text}] for text in texts]
+    return turns, *answer_turns
 
 
 def transcript_turns(text: str) -> list[dict] | None:

@@ -94,18 +94,19 @@ def as_message(message: dict, number: int) -> dict:
 def nested(call: Any) -> Any:
     """Returns a tool call with its name and arguments under `function`, as in OpenAI's API.
 
-    A flat call has them side by side, the arguments under `arguments` or `parameters`. It is a call
-    without arguments if it has neither, unless it has a name of `OTHER_ARGUMENTS`: such a call is
-    returned as it is.
+    A flat call has them side by side, the arguments under `arguments` or `parameters`. With neither
+    it is a call without arguments. But if it has a key of `OTHER_ARGUMENTS`, they may be there, and
+    it is returned as it is.
     """
     is_flat = isinstance(call, dict) and "name" in call and "function" not in call
     if not is_flat:
         return call
-    key = next((name for name in ("arguments", "parameters") if name in call), None)
-    others = {name: value for name, value in call.items() if name not in ("name", key)}
-    if key is None and others.keys() & OTHER_ARGUMENTS:
+    arguments_key = next((key for key in ("arguments", "parameters") if key in call), None)
+    others = {key: value for key, value in call.items() if key not in ("name", arguments_key)}
+    if arguments_key is None and others.keys() & OTHER_ARGUMENTS:
         return call
-    function = {"name": call["name"], "arguments": call[key] if key else {}}
+    arguments = call[arguments_key] if arguments_key else {}
+    function = {"name": call["name"], "arguments": arguments}
     return with_arguments({**others, "type": "function", "function": function})
 
 

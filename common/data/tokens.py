@@ -215,8 +215,9 @@ def with_history_as_read(tokenizer, turn: Turn, conversation: templates.Conversa
     if not turn.prompt.text.startswith(history_text):
         return turn  # what the generation prompt is cannot be told
     generation_prompt = turn.prompt.text.removeprefix(history_text)
-    differs_in_history = len(turn.only_in_prompt) > len(generation_prompt)
-    if generation_prompt == "" or not differs_in_history:
+    # They differ in the history if they do so before the generation prompt.
+    differ_in_history = len(turn.only_in_prompt) > len(generation_prompt)
+    if generation_prompt == "" or not differ_in_history:
         return turn
     start = start_of_answer(tokenizer, turn, conversation, generation_prompt)
     if start is None:
@@ -325,12 +326,12 @@ def encode_last_alone(
     *earlier, last_message = answer
     # One message, whose thinking is dropped: case 4 of `encode_answer`.
     last = encode_answer(tokenizer, history + earlier, [last_message], tools)
-    # The whole prompt, or only its beginning where the answer does not continue all of it.
+    # How much of the prompt its context begins with; usually all.
     n_context = n_shared(prompt.ids, last.context)
     return Answer(
         prompt.ids,
         context=last.context[:n_context],
-        ids=ids_after(last, n_context),
+        ids=ids_after(last, n_context),  # with the earlier messages
         notes=notes + last.notes,
     )
 
@@ -373,12 +374,16 @@ def encode_with_thinking(
 def follow_prompt(
     prompt: str, *, only_in_prompt: str, before_content: str, answer: str
 ) -> tuple[str, str]:
-    r"""Returns what of a prompt precedes an answer with thinking, and what then is left to write.
+    r"""Returns the part of a prompt that an answer with thinking follows, and what is learned then.
 
-    How the prompt ends decides: 1. with a whole thought, 2. with an open one, 3. as the template
-    always writes it, 4. with other words. Examples with `<think>Why</think>Yes`:
+        1. The prompt ends with a whole thought: it is cut off.
+        2. It opens a thought, as the answer does: the answer does not open it again.
+        3. The template writes all of the prompt before any answer: so all stays.
+        4. It ends with something else: all stays.
 
-           prompt                  only_in_prompt     context           left to write
+    Examples with `<think>Why</think>Yes`:
+
+           prompt                  only_in_prompt     context           learned
         1. <bot><think></think>    <think></think>    <bot>             <think>Why</think>Yes
         2. <bot><think>\n          <think>\n          <bot><think>\n    Why</think>Yes
         3. <bot>                   nothing            <bot>             <think>Why</think>Yes
@@ -541,15 +546,14 @@ def turn_length(tokenizer, ids: list[int]) -> int:
 def tokens_since(tokenizer, messages: list[dict], place: int, tools=None) -> int:
     """Returns how many tokens a prompt has after the end of one of its answers.
 
-    `--loss_on all` needs it where the template rewrites earlier turns. Each answer then has a
-    sequence of its own, which repeats the earlier ones. New in it are only the tokens counted here
-    and the answer.
-
-    The prompt is rendered with two different answers in that place. Both are alike from the
-    answer's end token on, which is not counted. Example, with three new tokens:
+    The prompt is rendered with two different answers in that place. After these, both are alike.
+    The answer's end token is not counted. Example, with three tokens after it:
 
         <user> One <bot> a <end> <user> Two <bot>
         <user> One <bot> b <end> <user> Two <bot>
+
+    For `--loss_on all` where the template rewrites earlier turns. Each answer then has a sequence
+    of its own, in which only these tokens and the answer are new.
 
     Args:
         messages: the history of the prompt.

@@ -186,12 +186,12 @@ def means_of_a_pass(at_once: Finished, in_parts: Finished) -> Iterator[Check]:
         2. updates 2 to n, the rest of the first pass; if n is 1, there is no such line
         3. the second pass
 
-    Line 3 must equal a line of `at_once`. Line 2 must not, since it lacks update 1: it would if the
-    sums were not emptied when line 1 was written.
+    Line 3 must equal a line of `at_once`. Line 2 must differ from it, since it lacks update 1. If
+    it does not, the sums were not emptied when line 1 was written.
     """
     expected = means_of_last_pass(at_once)
     found = means_of_last_pass(in_parts)
-    # The runs end at different steps, as they should. So `global_step` is made equal here.
+    # The runs end at different steps, which is not compared.
     same_step = {"global_step": in_parts.last_step}
     same = compare.lines([{**expected, **same_step}], [{**found, **same_step}])
     yield Check("training lines", same)

@@ -143,9 +143,9 @@ def plain(text: str) -> str:
 def number_in(text: str) -> Decimal | None:
     """Returns the only number in a text; None if there is none, or several, as in 1/2 or 9:30."""
     name, equals, value = text.partition("=")
-    if equals and not any(letter.isdecimal() for letter in name):
-        text = value  # x = 18
-    words = [word for word in text.split() if any(letter.isdecimal() for letter in word)]
+    if equals and not has_digit(name):
+        text = value  # x = 18, but not 3 + 4 = 7
+    words = [word for word in text.split() if has_digit(word)]
     if len(words) != 1:
         return None
     word = words[0].lstrip("(['\"").rstrip(")]'\".,;:!?")
@@ -157,6 +157,10 @@ def number_in(text: str) -> Decimal | None:
     if unit and not is_unit:
         return None
     return to_decimal(number[0])
+
+
+def has_digit(text: str) -> bool:
+    return any(letter.isdecimal() for letter in text)
 
 
 def to_decimal(number: str) -> Decimal:

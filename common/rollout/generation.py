@@ -323,7 +323,7 @@ class Rows:
             return  # `extend` reads all prompts
 
         first_rows = list(first_row.values())  # 0 2
-        # This fills `self.cache`. `generate` must draw a token, too, which is not used.
+        # This fills `self.cache`. `generate` also draws a token, which is not used.
         self.run_model(self.ids[first_rows, :length], self.padding[first_rows], n_new=1)
         place_of = {prompt: place for place, prompt in enumerate(first_row)}
         copies = [place_of[prompt] for prompt in prompts]  # 0 0 1 0
@@ -545,7 +545,7 @@ def unsharded(prepared, model):
             stay in shards.
         model: the one that generates.
     """
-    # With the root, which holds what is in no other module's shards, such as the final norm.
+    # The root, too: it shards what no other module does, such as the final norm.
     modules_that_generate = {prepared, *model.modules()}
     fsdp_modules = [module for module in prepared.modules() if isinstance(module, FSDPModule)]
     reshards_in_training = {module: reshards_after_forward(module) for module in fsdp_modules}
