@@ -4,12 +4,12 @@ import contextlib
 import datetime
 import functools
 import json
-import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import jinja2
+import jinja2.meta
 import transformers.utils.chat_template_utils as template_utils
 
 from common import in_one_line, replaced
@@ -102,10 +102,13 @@ def set_defaults(tokenizer, text: str) -> None:
         sys.exit(f'{argument}: expected a JSON object, such as {{"enable_thinking": false}}')
     if tokenizer.chat_template is None:
         sys.exit(f"{argument}: the tokenizer has no chat template")
+    known = variables(tokenizer)
     for name in values:
-        is_used = re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template))
-        if not name.isidentifier() or name in GIVEN_TO_TEMPLATES or not is_used:
-            sys.exit(f"{argument}: the chat template has no variable {name!r}")
+        if name not in known:
+            others = ", ".join(sorted(known)) or "none"
+            sys.exit(
+                f"{argument}: the chat template has no variable {name!r} to set; it has: {others}"
+            )
 
     # Jinja reads constants as Python writes them.
     lines = [
@@ -118,6 +121,18 @@ def set_defaults(tokenizer, text: str) -> None:
         }
     else:
         tokenizer.chat_template = beginning + tokenizer.chat_template
+
+
+def variables(tokenizer) -> set[str]:
+    """Returns the variables that a tokenizer's chat template reads and a user may set."""
+    templates = tokenizer.chat_template
+    given = {*GIVEN_TO_TEMPLATES, *tokenizer.special_tokens_map}
+    found: set[str] = set()
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        environment = template_utils._compile_jinja_template(template).environment
+        names = jinja2.meta.find_undeclared_variables(environment.parse(template))
+        found |= names - environment.globals.keys()
+    return found - given
 
 
 # ============================================================ rendering

@@ -689,7 +689,7 @@ def way_to_align(tokenizer, turn: Turn) -> str:
     """
     opens_thought = any(opener in turn.only_in_prompt for opener, _ in thoughts.MARKERS)
     for switch in ("enable_thinking", "thinking"):
-        if switch in str(tokenizer.chat_template):
+        if switch in templates.variables(tokenizer):
             return f"--chat_template_kwargs '{json.dumps({switch: not opens_thought})}'"
     return "--chat_template FILE with another generation prompt"
 

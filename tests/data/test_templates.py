@@ -671,6 +671,20 @@ def test_bad_templates_and_variables_are_refused(tmp_path):
         )
 
 
+def test_only_what_a_template_reads_as_a_variable_can_be_set():
+    """gpt-oss has a field `thinking` of messages: to set it changed nothing, and was recommended."""
+    assert "enable_thinking" in chat.variables(templates.tokenizer("qwen3"))
+    gpt_oss = copy.deepcopy(templates.tokenizer("gptoss"))
+    assert "reasoning_effort" in chat.variables(gpt_oss)
+    refuses(
+        "the chat template has no variable 'thinking' to set; it has: ",
+        "reasoning_effort",
+        call=lambda: chat.set_defaults(gpt_oss, '{"thinking": true}'),
+    )
+    gpt_oss.chat_template = {"default": "{{ a }}{{ bos_token }}", "tool_use": "{{ b }}{{ tools }}"}
+    assert chat.variables(gpt_oss) == {"a", "b"}
+
+
 def test_variables_reach_the_template_as_they_are_in_json(tmp_path):
     values = {
         "a": None,
