@@ -185,21 +185,25 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
 def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
     """Returns how many checkpoints the disk must still have room for; at least one.
 
-    Without `--save_total_limit` it is one, since the user may remove some meanwhile. With it, the
-    run will have one more than the limit while it writes, or as many as are due in all. Those that
-    a resumed run begins with are there already: those up to the one that it resumes from, since
-    later ones are moved aside.
+    Without `--save_total_limit` it is one, since the user may remove some meanwhile. With it, it is
+    the smaller of two numbers:
+
+        n_allowed    what the limit leaves room for. While the next one is written there is one more
+                     than the limit. Those that a resumed run keeps are there already.
+        n_due        what the updates to come lead to. A resumed run may also save the checkpoint
+                     that it resumed from again.
     """
     if run.args.save_total_limit == 0:
         return 1
+    n_allowed = run.args.save_total_limit + 1
     interval = max(run.progress.updates_in(run.args.save_steps), 1)
     n_due = math.ceil(run.progress.total_steps / interval)
-    n_there = 0
-    if resumes_from:
+    if resumes_from:  # later ones are moved aside
         resume_step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
         saved_steps = [folders.step_of(path) for path in folders.by_step(run.checkpoints)]
-        n_there = sum(step <= resume_step for step in saved_steps)
-    return max(min(run.args.save_total_limit + 1, n_due) - n_there, 1)
+        n_allowed -= sum(step <= resume_step for step in saved_steps)
+        n_due += 1 - resume_step // interval
+    return max(min(n_allowed, n_due), 1)
 
 
 def move_aside(run: Run, path: Path | None, state: dict | None) -> bool:
@@ -428,7 +432,8 @@ def fault_of_state(path: Path) -> str | None:
         SystemExit: another version of `common` wrote it.
     """
     try:
-        missing = STATE - read_state(path).keys()
+        state = read_state(path)
+        missing = STATE - state.keys() or set(COUNTERS) - state["progress"].keys()
     except (OSError, ValueError, AttributeError) as error:
         return f"state.json cannot be used: {type(error).__name__}: {error}"
     return f"state.json lacks {', '.join(sorted(missing))}" if missing else None

@@ -78,7 +78,9 @@ class Progress:
         if self.max_steps:
             return self.global_step >= self.max_steps
         if self.position is not None:
-            return self.position.prompts_done >= self.max_epochs * self.n_rows
+            prompts_taken = self.position.prompts_seen
+            all_are_taken = prompts_taken >= self.max_epochs * self.n_rows
+            return all_are_taken and self.position.prompts_done == prompts_taken
         return self.updates_seen >= self.max_epochs * self.updates_per_epoch
 
     @property

@@ -1037,7 +1037,7 @@ def skip_rollout(run: Run) -> None:
         progress.stopped_early = True
     if progress.finished and progress.global_step == 0:
         run.metrics.log()  # so that the rewards are in the log
-        sys.exit(f"{message}. The run has made no update at all")
+        sys.exit(f"{message}. The run has applied no update")
     run.metrics.warn(message)
 
 

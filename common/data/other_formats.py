@@ -7,7 +7,8 @@ from common.data.formats import refuse_unless
 from common.data.messages import BadRow, is_message, is_messages
 
 # Columns that hold an answer: a string, or messages.
-ANSWERS = ("completion", "chosen", "rejected")
+PAIR = ("chosen", "rejected")
+ANSWERS = ("completion", *PAIR)
 
 
 def standard(row: dict, strings_as_messages: bool = False) -> dict:
@@ -131,9 +132,11 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
     """
     if is_messages(row.get("messages")):
         return {**row, "messages": with_system(row, row["messages"])}
+    if row.get("messages") is not None:
+        return row  # refused where they are read
     row = with_turns(with_lists(row), strings_as_messages)
     prompt = row.get("prompt")
-    conversations = [name for name in ANSWERS if is_messages(row.get(name))]
+    conversations = [name for name in PAIR if is_messages(row.get(name))]
     if formats.is_pair(row) and conversations and not prompt:  # these begin with the prompt
         return row | {name: with_system(row, row[name]) for name in conversations}
     if isinstance(prompt, str):  # the answers are messages, or nothing is asked
@@ -155,7 +158,8 @@ def with_turns(row: dict, strings_as_messages: bool) -> dict:
     Raises:
         BadRow: they are, but strings are not turns, since `strings_as_messages` is off.
     """
-    names = [name for name in ("prompt", *ANSWERS) if row.get(name) is not None]
+    answers = PAIR if formats.is_pair(row) else ANSWERS
+    names = [name for name in ("prompt", *answers) if row.get(name) is not None]
     has_format = "prompt" in names or formats.is_pair(row)
     if not has_format or not all(isinstance(row[name], str) for name in names):
         return row
@@ -166,7 +170,7 @@ def with_turns(row: dict, strings_as_messages: bool) -> dict:
         )
     texts = tuple(row[name] for name in names)
     if formats.is_pair(row):
-        names = ["prompt", "chosen", "rejected"]
+        names = ["prompt", *PAIR]
         texts = formats.preference(row)  # which splits transcripts
     return {**row, **dict(zip(names, formats.as_turns(*texts)))}
 

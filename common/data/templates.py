@@ -125,14 +125,18 @@ def set_defaults(tokenizer, text: str) -> None:
 
 def variables(tokenizer) -> set[str]:
     """Returns the variables that a tokenizer's chat template reads and a user may set."""
-    templates = tokenizer.chat_template
-    given = {*GIVEN_TO_TEMPLATES, *tokenizer.special_tokens_map}
-    found: set[str] = set()
-    for template in templates.values() if isinstance(templates, dict) else [templates]:
-        environment = template_utils._compile_jinja_template(template).environment
-        names = jinja2.meta.find_undeclared_variables(environment.parse(template))
-        found |= names - environment.globals.keys()
-    return found - given
+    several = tokenizer.chat_template  # maybe, by their names
+    templates = several.values() if isinstance(several, dict) else [several]
+    found = set().union(*map(variables_of, templates))
+    return found - {*GIVEN_TO_TEMPLATES, *tokenizer.special_tokens_map}
+
+
+@functools.lru_cache(maxsize=16)
+def variables_of(template: str) -> set[str]:
+    """Returns the names that a template takes from its caller."""
+    environment = template_utils._compile_jinja_template(template).environment
+    names = jinja2.meta.find_undeclared_variables(environment.parse(template))
+    return names - environment.globals.keys()
 
 
 # ============================================================ rendering

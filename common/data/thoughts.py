@@ -147,6 +147,7 @@ def without_empty_thought(text: str) -> str:
 def without_thought_at_end(text: str) -> str:
     r"""Returns a text without the thought that ends it. In a prompt it tells a model not to think.
 
+    A thought with other markers inside may be from an earlier message, so only its end is removed.
     Examples:
 
         text                         returned
@@ -161,7 +162,7 @@ def without_thought_at_end(text: str) -> str:
     opener, closer = closing[0]
     up_to_closer = text.rpartition(closer)[0]
     up_to_opener, found, inside = up_to_closer.rpartition(opener)
-    if not found or ANY_MARKER.search(inside):  # none, or one that belongs to an earlier message
+    if not found or ANY_MARKER.search(inside):
         return up_to_closer
     return up_to_opener
 

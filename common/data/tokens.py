@@ -396,8 +396,10 @@ def follow_prompt(
             space. In 3 it comes first; elsewhere the answer follows another text.
         answer: the thinking, the content, and what the template writes after it.
     """
+    if thoughts.is_whole_thought(only_in_prompt):  # 1. With any markers.
+        return prompt.removesuffix(only_in_prompt), answer
     shortened = thoughts.without_thought_at_end(prompt)
-    if shortened != prompt:  # 1. The answer has a thought of its own.
+    if shortened != prompt:  # 1. The template writes this thought before any answer.
         return shortened, answer
     # What opens a thought: one of `MARKERS`, or a marker that this template alone has.
     opening = thoughts.end_that_opens(prompt) or only_in_prompt.lstrip()

@@ -44,7 +44,8 @@ PLAIN_FORMS = [
     (re.compile(r"\{,\}"), ","),  # 1{,}000: 1,000
     # Spaces and sizes of LaTeX, Markdown, currencies and per cent: nothing.
     (re.compile(r"\\[!,;: ()\[\]]|\\(?:left|right)\b|\*\*|`|\\?[$%]|[€£¥]"), ""),
-    (re.compile(r"(?:\u00b0|\^ *\{? *\\circ *\}?)(?: ?[CF]\b)?"), ""),  # degrees
+    # Degrees: the C or F after the sign, or nothing.
+    (re.compile(r" ?(?:\u00b0|\^ *\{? *\\circ *\}?)(?: ?([CF])\b)?"), r"\1"),
     (re.compile("\u2212"), "-"),  # a minus sign
     (re.compile(r"[-\u2013] *(?=[\d.])"), "-"),  # a dash before a number, and spaces after it
 ]
@@ -152,11 +153,15 @@ def number_in(text: str) -> Decimal | None:
     number = NUMBER.match(word)
     if number is None:
         return None
-    unit = word[number.end() :]
-    is_unit = unit.replace("/", "").isalpha() and UNIT.fullmatch(unit)  # ²³ are no letters
-    if unit and not is_unit:
+    if word[number.end() :] and not is_unit(word[number.end() :]):
         return None
     return to_decimal(number[0])
+
+
+def is_unit(text: str) -> bool:
+    """Whether a text is a unit, such as km, km/h, cm² or the C of degrees."""
+    name = text.rstrip("²³")
+    return name in ("C", "F") or (name.replace("/", "").isalpha() and bool(UNIT.fullmatch(name)))
 
 
 def has_digit(text: str) -> bool:

@@ -283,6 +283,28 @@ def test_a_disk_too_small_is_refused_before_training(
         checkpoint.check_disk(run, resumes_from=newest)
 
 
+@pytest.mark.parametrize(
+    "resumed_from, kept, interval, limit, total, number",
+    [
+        (990, [990], 10, 100, 1000, 2),  # of a copy: the others are not there, and not to come
+        (95, [90, 95], 10, 20, 100, 2),  # it was saved at a signal
+        (50, [10, 20, 30, 40, 50], 25, 10, 100, 3),  # --save_steps has changed
+        (20, [10, 20, 30], 10, 3, 100, 2),
+    ],
+)
+def test_the_checkpoints_to_come_after_a_resume(
+    tmp_path, resumed_from, kept, interval, limit, total, number
+):
+    for step in kept:
+        folder = tmp_path / f"checkpoints/global_step_{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"progress": {"global_step": step}}))
+    args = types.SimpleNamespace(save_total_limit=limit, save_steps=interval, output_dir=tmp_path)
+    run = partial_run(args=args, progress=Progress(total, 1, 1, 0))
+    newest = tmp_path / f"checkpoints/global_step_{resumed_from:06d}"
+    assert checkpoint.checkpoints_to_come(run, newest) == number
+
+
 def test_the_disk_that_counts_is_that_of_the_checkpoints(tmp_path, monkeypatch):
     """The folder may be a link to another disk."""
     elsewhere = tmp_path / "scratch"

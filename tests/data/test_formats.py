@@ -346,6 +346,17 @@ def test_a_column_system_beside_plain_strings_is_refused(row):
     assert other_formats.standard(text) == text
 
 
+def test_a_completion_next_to_a_pair_does_not_hide_its_system_message():
+    row = {**TRANSCRIPTS, "completion": [YES], "system": "Be brief."}
+    assert formats.preference(other_formats.standard(row, True)) == (
+        [SYSTEM, QUESTION],
+        [YES],
+        [NO],
+    )
+    with pytest.raises(BadRow, match="column 'system' is next to strings"):
+        other_formats.standard(row)
+
+
 @pytest.mark.parametrize("prompt", ["", []])
 def test_an_empty_prompt_next_to_messages_asks_nothing(prompt):
     """It was learned as an empty turn of the user."""

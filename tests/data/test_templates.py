@@ -951,6 +951,14 @@ def test_an_empty_thought_in_front_of_every_answer_gives_way_to_a_real_one(empty
     assert tokenizer.decode(found.ids) == "<think>\nWhy\n</think>\n\nYes<|im_end|>"
 
 
+@pytest.mark.parametrize("thought", ["<think>\n[none]\n</think>\n", "<think><budget>0</budget></think>", "<|analysis|><|/analysis|>"])  # fmt: skip
+def test_a_thought_that_only_the_prompt_has_gives_way_whatever_its_markers(thought):
+    found = tokens.follow_prompt(
+        f"<bot>{thought}", only_in_prompt=thought, before_content="", answer="<think>Why</think>Yes"
+    )
+    assert found == ("<bot>", "<think>Why</think>Yes")
+
+
 @pytest.mark.parametrize("prompt, expected", [
     ("<bot><think>\n</think>\n", "<bot>"), ("<bot></think>", "<bot>"), ("<bot>", "<bot>"),
     ("<think>a</think>b<bot></think>", "<think>a</think>b<bot>"),

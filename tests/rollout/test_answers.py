@@ -135,6 +135,11 @@ TABLE = [
     ("The answer is 18°C.", "18", True),
     (r"\boxed{18^\circ C}", "18", True),
     ("10²³", "10", False),
+    ("25°C", "25°F", False),
+    ("25 °C", "25°C", True),
+    ("25C", "25°C", True),
+    ("The area is 25cm².", "25", True),
+    ("5x²", "5", False),
     (r"\boxed{\frac12}", "1/2", True),
     ("The answer is 1e99999999999999999999", "18", False),  # no Decimal holds it
     ("1e99999999999999999999", "1e99999999999999999999", True),

@@ -423,7 +423,7 @@ def test_rollouts_without_an_advantage_make_no_update(inputs):
     assert result.returncode == 1 and "Traceback" not in said
     assert said.count("has no response to train on") == 2  # 4 and 3 prompts
     assert (
-        "The last 7 prompts, a whole epoch, led to no update, so the run ends here. The run has made no"
+        "The last 7 prompts, a whole epoch, led to no update, so the run ends here. The run has applied"
         in said
     )
     assert said.count("NOTE: 4 of 4 groups (100%) have advantages of zero") == 1  # once a run
@@ -581,6 +581,8 @@ def test_progress_counts_rows_where_updates_do_not_tell_them():
     progress.idle = True
     # It was due when the update was made.
     assert not progress.save_due(1) and not progress.evaluation_due(0)
+    progress.position = Position(prompts_seen=20, prompts_done=15)
+    assert not progress.finished  # the updates of the last rollout are not made
     progress.position = Position(prompts_seen=20, prompts_done=20)
     assert progress.finished and not progress.save_due(1)
     assert progress.evaluation_due(0) and progress.save_due(7) and not progress.save_due(0)
