@@ -132,8 +132,6 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
     """
     if is_messages(row.get("messages")):
         return {**row, "messages": with_system(row, row["messages"])}
-    if row.get("messages") is not None:
-        return row  # refused where they are read
     row = with_turns(with_lists(row), strings_as_messages)
     prompt = row.get("prompt")
     conversations = [name for name in PAIR if is_messages(row.get(name))]
