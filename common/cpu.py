@@ -1,5 +1,7 @@
 """Half precision, exact norms and fast products where there is no GPU."""
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,6 +30,14 @@ class HalfProductsInFp32(TorchFunctionMode):
         in_fp32 = [to_fp32(value) for value in args]
         kwargs_in_fp32 = {name: to_fp32(value) for name, value in kwargs.items()}
         return function(*in_fp32, **kwargs_in_fp32).to(args[0].dtype)
+
+
+def contexts_of_checkpoint() -> tuple:
+    """Returns what a checkpointed forward pass runs in, and what its recomputation runs in.
+
+    torch leaves its function modes during a backward pass, and would recompute without this one.
+    """
+    return contextlib.nullcontext(), HalfProductsInFp32()
 
 
 def to_fp32(value):

@@ -171,7 +171,7 @@ def from_parts(message: dict, number: int) -> dict:
     texts = []
     thoughts = []
     calls = []
-    if message.get("tool_calls"):
+    if not has_no_calls(message):
         calls += tool_calls(message["tool_calls"], f"message {number}")
     for part_number, part in enumerate(message["content"], 1):
         where = f"message {number}, part {part_number}"

@@ -7,6 +7,7 @@ import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -336,13 +337,17 @@ def load(
         )
     forget_unused_renamings(model)
     refuse_missing_embeddings(name, model, tokenizer)
-    if PartialState().device.type == "cpu" and model.config.get_text_config().hidden_size > 128:
+    is_on_cpu = PartialState().device.type == "cpu"
+    if is_on_cpu and model.config.get_text_config().hidden_size > 128:
         cpu.use_onednn()
     if args.gradient_checkpointing and not frozen:
+        checkpointing: dict[str, Any] = {"use_reentrant": False}
+        if is_on_cpu:
+            checkpointing["context_fn"] = cpu.contexts_of_checkpoint
         # transformers renamed it, warns of the old name, and will take that away in version 6.
         new_name = "activation_checkpointing_enable"
         enable = new_name if hasattr(model, new_name) else "gradient_checkpointing_enable"
-        getattr(model, enable)({"use_reentrant": False})
+        getattr(model, enable)(checkpointing)
     return model, set(info["missing_keys"]), set(info["unexpected_keys"])
 
 

@@ -15,7 +15,7 @@ from common.run import Run
 STATEMENT = re.compile(
     r"""\banswer\b \*{0,2}
         (?: [^.\n:=]{0,200}? \bis\b | \s*[:=] )    # "answer to both is", "answer:"
-        \s*:?\s*
+        \s* :? [\s*]*                              # and the end of bold type, a line's end
         (.*?)                                      # the answer itself, up to
         (?: \.(?=\s|$) | \n | $ )                  # a full stop (not that in 1.5), or a line's end
     """,
@@ -88,8 +88,8 @@ def final_answer(text: str | float) -> str:
         #### (GSM8K)            the rest of the line, or the next line if that is empty
         <answer>...</answer>    the final answer of what is between them
 
-    If there is none, it is what follows the last "the answer is" or "answer:", or else the whole
-    text. What thinking is: `thoughts.outside_of`.
+    If there is none, it is what follows the last "the answer is" or "answer:" that something
+    follows, or else the whole text. What thinking is: `thoughts.outside_of`.
     """
     answer = thoughts.outside_of(str(text))
     box_at, boxed = last_box(answer)
@@ -101,7 +101,7 @@ def final_answer(text: str | float) -> str:
         return line
     if box_at >= 0:
         return boxed
-    statements = STATEMENT.findall(answer)
+    statements = [stated for stated in STATEMENT.findall(answer) if stated.strip()]
     return statements[-1] if statements else answer
 
 

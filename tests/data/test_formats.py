@@ -374,6 +374,13 @@ def test_a_message_without_a_content_must_call_something(calls):
         formats.conversation({"messages": [QUESTION, empty]})
 
 
+@pytest.mark.parametrize("calls", ["[]", "null", ""])
+def test_parts_beside_no_calls_are_read_as_a_text_is(calls):
+    parts = [{"type": "text", "text": "Because."}]
+    (found,) = messages.as_messages([{**YES, "content": parts, "tool_calls": calls}], "user")
+    assert found == {**YES, "tool_calls": []}
+
+
 @pytest.mark.parametrize("prompt", ["", []])
 def test_a_system_message_begins_the_prompt_of_a_completion_that_nobody_asks_for(prompt):
     """It came after an empty message of the user, or into the completion."""

@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -500,3 +501,28 @@ def test_a_frozen_output_layer_costs_no_gradient_of_its_weights(is_trained, prod
         logps.sum().backward()
     assert counter.get_total_flops() == products * 2 * n * h * v
     assert (weight.grad is not None) == is_trained
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_products_on_a_cpu_are_recomputed_as_they_were(dtype):
+    """torch leaves its function modes in a backward pass: `--gradient_checkpointing` ended with an error of torch."""
+    query = torch.randn(1, 2, 5, 8, dtype=dtype)
+    weight = torch.randn(8, 8, dtype=dtype)
+
+    def gradient(compute) -> torch.Tensor:
+        inputs = query.clone().requires_grad_()
+        with cpu.HalfProductsInFp32():
+            compute(inputs).sum().backward()
+        return inputs.grad
+
+    def attend(inputs: torch.Tensor) -> torch.Tensor:
+        values = torch.nn.functional.linear(inputs, weight)
+        return torch.nn.functional.scaled_dot_product_attention(inputs, inputs, values)
+
+    def again(inputs: torch.Tensor) -> torch.Tensor:
+        contexts = cpu.contexts_of_checkpoint
+        return checkpoint(attend, inputs, use_reentrant=False, context_fn=contexts)
+
+    assert torch.equal(gradient(again), gradient(attend))
+    with pytest.raises(CheckpointError):
+        gradient(lambda inputs: checkpoint(attend, inputs, use_reentrant=False))
