@@ -59,12 +59,10 @@ def carried(dataclass: type) -> type:
 # ============================================================ the beginning of a run
 
 
-def begin(run: Run) -> None:
+def begin(run: Run) -> Any:
     """Makes a run ready for its next update: at a checkpoint or at the start, as `--resume` says.
 
-    A checkpoint replaces `run.extra`: a recipe reads it after this call.
-
-    All processes must call it.
+    Returns `run.extra`, which a checkpoint replaces. All processes must call it.
 
     Raises:
         SystemExit: the disk is too small; there are checkpoints but none is whole; the chosen one
@@ -99,6 +97,7 @@ def begin(run: Run) -> None:
     moved.watch(run)  # `update/*`, in half precision
     if path:
         save_again_if_needed(run, path, lines_are_lost)
+    return run.extra
 
 
 def find_checkpoint(run: Run) -> Path | None:

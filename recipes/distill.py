@@ -555,7 +555,7 @@ def main():
     packer = checks.make_packer(run, [model, *all_teachers.models], args.share_prompts)
 
     # ============================================================ the loop
-    checkpoint.begin(run)
+    state = checkpoint.begin(run)  # `run.extra`, which a resume replaces
     console.begin(
         run,
         data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
@@ -564,7 +564,6 @@ def main():
     guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
     beta = beta_of(args)
-    state = run.extra  # after `checkpoint.begin`, which may replace it
     if progress.updates_seen == 0:
         evaluate(run, all_teachers, packer)
     while not progress.finished:
@@ -576,11 +575,11 @@ def main():
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
         response_tokens = int(rollout.tokens["mask"][update_rows].sum())  # the loss is their mean
-        # Sorted so that a group stays side by side where its prompt can be shared.
+        # Sorting by these keeps a group together where its prompt can be shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
-        loss_scale = engine.loss_scale(run)  # before the update, which may change it
+        loss_scale = engine.loss_scale(run)  # for the log: the update may change it
         learning_rate = scheduler.get_last_lr()[0]
         student_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
 
@@ -609,9 +608,9 @@ def main():
                 # Part of the mean over response tokens; the engine divides by `divisor`.
                 loss = (losses * token_weights).sum() * divisor / response_tokens
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
-                if accelerator.sync_gradients:  # in the update's last micro-batch, so once
+                if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # Both do nothing before the update's last micro-batch, nor with DeepSpeed.
+                # With DeepSpeed these do nothing; else they act in the last micro-batch only.
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)

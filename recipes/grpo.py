@@ -547,6 +547,20 @@ def losses_and_metrics(
     return losses, sample_weights, logged + sampler_metrics
 
 
+def first_pass_metrics(output: dict, stored: dict, weights: torch.Tensor) -> list[Logged]:
+    """Returns what is logged while the policy is still the one that made the rollout.
+
+        sampling/*    how far the sampler's log-probs are from those of this pass
+
+    Args:
+        output: of this pass, with `logps`.
+        stored: `Rollout.tokens` of the same samples.
+        weights: `[samples]`, 0 for a padding row.
+    """
+    token_weights = stored["mask"] * weights[:, None]
+    return correction.sampler_differences(output, stored, token_weights)
+
+
 # ============================================================ the rollout
 @checkpoint.carried
 @dataclass
@@ -915,7 +929,7 @@ def main():
     packer = checks.make_packer(run, models, args.share_prompts)
 
     # ============================================================ the loop
-    checkpoint.begin(run)
+    state = checkpoint.begin(run)  # `run.extra`, which a resume replaces
     console.begin(
         run,
         data=f"{len(data.train)} rows; {packer.describe('their responses', each='response')}",
@@ -923,7 +937,6 @@ def main():
     )
     guard = guards.FiniteLosses(run)  # ends the run if a loss is not finite
     max_norm = args.max_grad_norm or math.inf  # inf: the norm is only measured
-    state = run.extra  # after `checkpoint.begin`, which may replace it
     # Updates do not tell how much of the data is used up: a rollout that loses groups makes fewer.
     progress.position = state.position
     if state.position.prompts_seen == 0:  # at the start; `updates_seen` may be 0 later, too
@@ -932,22 +945,22 @@ def main():
         if state.rollout is None:
             state.rollout = make_rollout(run, judge, reference, packer)
         rollout = state.rollout
-        if rollout is None:  # nothing to train on: take the next prompts, unless the run ends here
-            skip_rollout(run)
-            log_evaluate_save(run, judge, packer)  # at the end of the run, or after a signal
+        if rollout is None:  # nothing to train on: take the next prompts
+            skip_rollout(run)  # the run may end with it
+            log_evaluate_save(run, judge, packer)  # nothing is due, unless the run ends
             continue
 
         # All processes agree on the samples of this update. Each takes its share of them.
         update_rows = rows_of_update(rollout, state.position, args)
         update_tokens = int(rollout.samples.lengths[update_rows].sum())  # prompts and responses
-        # Of all samples of this update: their tokens or their number, see --average.
+        # What the loss is a mean over: the update's tokens, or its samples, see --average.
         sum_of_weights = total_weight(rollout.tokens["mask"][update_rows], args.average)
 
-        # By these a group stays side by side where its prompt can be shared.
+        # Sorting by these keeps a group together where its prompt can be shared.
         sort_lengths = rollout.samples.lengths_for_split(packer)
         micro_batches = batches.split_update(run, update_rows, sort_lengths)
         divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
-        loss_scale = engine.loss_scale(run)  # before the update, which may change it
+        loss_scale = engine.loss_scale(run)  # for the log: the update may change it
         learning_rate = scheduler.get_last_lr()[0]
         policy_has_moved = progress.global_step > rollout.started_at  # since it made the rollout
 
@@ -962,8 +975,7 @@ def main():
                 if policy_has_moved:
                     old = stored
                 else:
-                    sampled = stored["mask"] * weights[:, None]  # which tokens were sampled
-                    metrics.pending.add(correction.sampler_differences(output, stored, sampled))
+                    metrics.pending.add(first_pass_metrics(output, stored, weights))
                     # The log-probs of this very pass are the old ones, so all ratios are exactly 1.
                     old = {**stored, "logps": output["logps"].detach()}
                 losses, sample_weights, logged = losses_and_metrics(output, old, weights, args)
@@ -971,9 +983,9 @@ def main():
                 # Part of the update's weighted mean; the engine divides by `divisor`.
                 loss = (losses * sample_weights).sum() * divisor / sum_of_weights
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
-                if accelerator.sync_gradients:  # in the update's last micro-batch, so once
+                if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # Both do nothing before the update's last micro-batch, nor with DeepSpeed.
+                # With DeepSpeed these do nothing; else they act in the last micro-batch only.
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)

@@ -239,7 +239,7 @@ def main():
         )
         micro_batches = batches.split_update(run, update_rows, lengths)
         divisor = engine.begin_update(run, micro_batches)  # micro-batches x processes
-        loss_scale = engine.loss_scale(run)  # before the update, which may change it
+        loss_scale = engine.loss_scale(run)  # for the log: the update may change it
         learning_rate = scheduler.get_last_lr()[0]
 
         for micro_batch in micro_batches:
@@ -255,9 +255,9 @@ def main():
                 # Part of the mean over the update's pairs; the engine divides by `divisor`.
                 loss = (losses * weights).sum() * divisor / len(update_rows)
                 accelerator.backward(loss)  # DeepSpeed clips and steps in here
-                if accelerator.sync_gradients:  # in the update's last micro-batch, so once
+                if accelerator.sync_gradients:  # true once, in the update's last micro-batch
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-                # Both do nothing before the update's last micro-batch, nor with DeepSpeed.
+                # With DeepSpeed these do nothing; else they act in the last micro-batch only.
                 optimizer.step()
                 optimizer.zero_grad()
             metrics.pending.add(logged)
@@ -276,20 +276,26 @@ def main():
             run.extra = {"reward_mean": None, "reward_std": None}
             scorer.config.update(run.extra)
 
-        if progress.log_due(args.logging_steps):
-            metrics.log()
-        if progress.evaluation_due(args.eval_steps):
-            evaluate(run, packer)
-        if progress.save_due(args.save_steps):
-            checkpoint.save(run)
-        if progress.save_due(args.save_actor_steps):
-            actor.publish_step(run)
-        checkpoint.stop_if_asked(run)
+        log_evaluate_save(run, packer)
 
     actor.publish(run)
     metrics.close()
     console.end(run)
     hub.push(run)
+
+
+def log_evaluate_save(run: Run, packer: Packer) -> None:
+    """Logs, evaluates and saves what is due, and ends the run if a signal asks for it."""
+    args = run.args
+    if run.progress.log_due(args.logging_steps):
+        run.metrics.log()
+    if run.progress.evaluation_due(args.eval_steps):
+        evaluate(run, packer)
+    if run.progress.save_due(args.save_steps):
+        checkpoint.save(run)
+    if run.progress.save_due(args.save_actor_steps):
+        actor.publish_step(run)
+    checkpoint.stop_if_asked(run)
 
 
 # ============================================================ evaluation

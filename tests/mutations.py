@@ -89,9 +89,9 @@ COUNTING = [
         "lines come every logging_steps times the micro-batches of an update (OpenRLHF 429)",
         "recipes/dpo.py",
         replace(
-            "main",
-            "progress.log_due(args.logging_steps)",
-            by="progress.log_due(args.logging_steps * len(micro_batches))",
+            "log_evaluate_save",
+            "run.progress.log_due(args.logging_steps)",
+            by="run.progress.log_due(args.logging_steps * run.accelerator.gradient_accumulation_steps)",
         ),
         "contracts/test_counting.py::test_accumulation_changes_no_number",
     ),

@@ -123,9 +123,9 @@ FAULTS = {
         "sft",
         "recipes/sft.py",
         replace(
-            "main",
-            "progress.log_due(args.logging_steps)",
-            by="progress.log_due(args.logging_steps) and progress.samples % args.train_batch_size == 0",
+            "log_evaluate_save",
+            "run.progress.log_due(args.logging_steps)",
+            by="run.progress.log_due(args.logging_steps) and run.progress.samples % args.train_batch_size == 0",
         ),
     ),
     "a padding row is counted": Fault(
@@ -476,9 +476,9 @@ with torch.no_grad():
         "sft",
         "recipes/sft.py",
         replace(
-            "main",
-            "progress.save_due(args.save_steps)",
-            by="progress.save_due(args.save_steps) and progress.samples % args.train_batch_size == 0",
+            "log_evaluate_save",
+            "run.progress.save_due(args.save_steps)",
+            by="run.progress.save_due(args.save_steps) and run.progress.samples % args.train_batch_size == 0",
         ),
     ),
     "nothing is evaluated at the end": Fault(
@@ -486,9 +486,9 @@ with torch.no_grad():
         "sft",
         "recipes/sft.py",
         replace(
-            "main",
-            "progress.evaluation_due(args.eval_steps)",
-            by="args.eval_steps and progress.global_step % args.eval_steps == 0",
+            "log_evaluate_save",
+            "run.progress.evaluation_due(args.eval_steps)",
+            by="args.eval_steps and run.progress.global_step % args.eval_steps == 0",
         ),
     ),
     "no checkpoint is written at the end": Fault(
@@ -496,9 +496,9 @@ with torch.no_grad():
         "dpo",
         "recipes/dpo.py",
         replace(
-            "main",
-            "progress.save_due(args.save_steps)",
-            by="args.save_steps and progress.global_step % args.save_steps == 0",
+            "log_evaluate_save",
+            "run.progress.save_due(args.save_steps)",
+            by="args.save_steps and run.progress.global_step % args.save_steps == 0",
         ),
     ),
     "old checkpoints stay": Fault(
