@@ -160,9 +160,9 @@ def remove_half_written(run: Run) -> None:
 
 
 def check_disk(run: Run, resumes_from: Path | None = None) -> None:
-    """Refuses a run whose checkpoints, or without them whose actor at the end, will not fit.
+    """Refuses a run if the disk has no room for what it will save.
 
-    For the main process.
+    With `--save_steps` these are checkpoints, else it is the actor. For the main process.
     """
     folder = run.output_dir
     if run.args.save_steps:
@@ -184,24 +184,24 @@ def check_disk(run: Run, resumes_from: Path | None = None) -> None:
 def checkpoints_to_come(run: Run, resumes_from: Path | None) -> int:
     """Returns how many checkpoints the disk must still have room for; at least one.
 
-    Without `--save_total_limit` it is one, since the user may remove some meanwhile. With it, it is
-    the smaller of two numbers:
+    With `--save_total_limit 0` it is one: the user may remove some meanwhile. With a limit it is
+    the smaller of
 
-        n_allowed    what the limit leaves room for. While the next one is written there is one more
-                     than the limit. Those that a resumed run keeps are there already.
-        n_due        what the updates to come lead to. A resumed run may also save the checkpoint
-                     that it resumed from again.
+        n_allowed    the limit, and one more while the next is written, less those that are there
+        n_due        those that are due in the whole run, less those that were made
     """
     if run.args.save_total_limit == 0:
         return 1
-    n_allowed = run.args.save_total_limit + 1
     interval = max(run.progress.updates_in(run.args.save_steps), 1)
-    n_due = math.ceil(run.progress.total_steps / interval)
-    if resumes_from:  # later ones are moved aside
+    n_there = 0
+    n_made = 0
+    if resumes_from:  # later checkpoints are moved aside
         resume_step = folders.read_json(resumes_from / "state.json")["progress"]["global_step"]
         saved_steps = [folders.step_of(path) for path in folders.by_step(run.checkpoints)]
-        n_allowed -= sum(step <= resume_step for step in saved_steps)
-        n_due += 1 - resume_step // interval
+        n_there = sum(step <= resume_step for step in saved_steps)
+        n_made = resume_step // interval - 1  # the last of them may be saved again
+    n_allowed = run.args.save_total_limit + 1 - n_there
+    n_due = math.ceil(run.progress.total_steps / interval) - n_made
     return max(min(n_allowed, n_due), 1)
 
 

@@ -82,10 +82,8 @@ def as_message(message: dict, number: int) -> dict:
     if isinstance(message.get("content"), list):
         message = from_parts(message, number)
     calls = message.get("tool_calls")
-    if isinstance(calls, str) and has_no_calls(message):
-        calls = []
-    if isinstance(calls, (str, dict)):
-        calls = tool_calls(calls, f"message {number}")
+    if isinstance(calls, (str, dict)):  # JSON, or a single call
+        calls = [] if has_no_calls(message) else tool_calls(calls, f"message {number}")
     if isinstance(calls, list):
         message = {**message, "tool_calls": [with_arguments(call) for call in calls]}
     return {"content": "", **message}
@@ -94,9 +92,9 @@ def as_message(message: dict, number: int) -> dict:
 def nested(call: Any) -> Any:
     """Returns a tool call with its name and arguments under `function`, as in OpenAI's API.
 
-    A flat call has them side by side, the arguments under `arguments` or `parameters`. With neither
-    it is a call without arguments. But if it has a key of `OTHER_ARGUMENTS`, they may be there, and
-    it is returned as it is.
+    A flat call has them side by side, the arguments under `arguments` or `parameters`. A call
+    with neither has no arguments. One with a key of `OTHER_ARGUMENTS` is returned as it is, because
+    its arguments may be there.
     """
     is_flat = isinstance(call, dict) and "name" in call and "function" not in call
     if not is_flat:

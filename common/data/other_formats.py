@@ -120,28 +120,29 @@ def begin_with_system(row: dict, strings_as_messages: bool) -> dict:
 
     Examples, with `S`, `U` and `A` for messages of system, user and assistant:
 
-        messages [U A]                      ->  messages [S U A]
-        chosen [U A], rejected [U A]        ->  chosen [S U A], rejected [S U A]
-        prompt [U]                          ->  prompt [S U]
-        prompt "Why?", completion [A]       ->  prompt [S U]
-        prompt "Why?", completion "So."     ->  prompt [S U], completion [A]
-        text "Why? So.", or no format       ->  the same row
+        1. messages [U A]                     ->  messages [S U A]
+        2. prompt "Why?", completion "So."    ->  prompt [U], completion [A], and then as in 4
+        3. chosen [U A], rejected [U A]       ->  chosen [S U A], rejected [S U A]
+        4. prompt [U]                         ->  prompt [S U]
+           prompt "Why?", completion [A]      ->  prompt [S U]
+        5. text "Why? So.", or no format      ->  the same row
 
     Raises:
         BadRow: its strings are read as plain text, which has no system message.
     """
-    if is_messages(row.get("messages")):
+    if is_messages(row.get("messages")):  # 1.
         return {**row, "messages": with_system(row, row["messages"])}
-    row = with_turns(with_lists(row), strings_as_messages)
+    row = with_lists(row)
+    row = with_turns(row, strings_as_messages)  # 2.
     prompt = row.get("prompt")
     conversations = [name for name in PAIR if is_messages(row.get(name))]
-    if formats.is_pair(row) and conversations and not prompt:  # these begin with the prompt
+    if formats.is_pair(row) and conversations and not prompt:  # 3.
         return row | {name: with_system(row, row[name]) for name in conversations}
-    if isinstance(prompt, str):  # the answers are messages, or nothing is asked
+    if isinstance(prompt, str):  # next to answers that are messages, or ""
         prompt = formats.question_of(prompt)
-    if is_messages(prompt):
+    if is_messages(prompt):  # 4.
         return {**row, "prompt": with_system(row, prompt)}
-    return row
+    return row  # 5.
 
 
 def with_lists(row: dict) -> dict:
@@ -154,23 +155,22 @@ def with_turns(row: dict, strings_as_messages: bool) -> dict:
     """Returns a row with turns in place of its strings, if its prompt and answers are strings.
 
     Raises:
-        BadRow: they are, but strings are not turns, since `strings_as_messages` is off.
+        BadRow: they are strings, and `strings_as_messages` is off.
     """
-    answers = PAIR if formats.is_pair(row) else ANSWERS
-    names = [name for name in ("prompt", *answers) if row.get(name) is not None]
-    has_format = "prompt" in names or formats.is_pair(row)
-    if not has_format or not all(isinstance(row[name], str) for name in names):
+    is_pair = formats.is_pair(row)
+    names = ("prompt", *(PAIR if is_pair else ANSWERS))
+    given = {name: row[name] for name in names if row.get(name) is not None}
+    has_format = is_pair or "prompt" in given
+    if not has_format or not all(isinstance(value, str) for value in given.values()):
         return row
     if not strings_as_messages:
         raise BadRow(
             "column 'system' is next to strings, and plain text has no system message: "
             "--strings_as_messages makes them turns of a chat that begins with it"
         )
-    texts = tuple(row[name] for name in names)
-    if formats.is_pair(row):
-        names = ["prompt", *PAIR]
-        texts = formats.preference(row)  # which splits transcripts
-    return {**row, **dict(zip(names, formats.as_turns(*texts)))}
+    if is_pair:  # it may have no prompt: transcripts are split
+        given = dict(zip(names, formats.preference(row)))
+    return {**row, **dict(zip(given, formats.as_turns(*given.values())))}
 
 
 def with_system(row: dict, messages: list[dict]) -> list[dict]:

@@ -215,9 +215,9 @@ def with_history_as_read(tokenizer, turn: Turn, conversation: templates.Conversa
     if not turn.prompt.text.startswith(history_text):
         return turn  # what the generation prompt is cannot be told
     generation_prompt = turn.prompt.text.removeprefix(history_text)
-    # They differ in the history if they do so before the generation prompt.
-    differ_in_history = len(turn.only_in_prompt) > len(generation_prompt)
-    if generation_prompt == "" or not differ_in_history:
+    # The generation prompt ends the prompt. If more than that differs, so does the history.
+    history_differs = len(turn.only_in_prompt) > len(generation_prompt)
+    if generation_prompt == "" or not history_differs:
         return turn
     start = start_of_answer(tokenizer, turn, conversation, generation_prompt)
     if start is None:
@@ -396,21 +396,40 @@ def follow_prompt(
             space. In 3 it comes first; elsewhere the answer follows another text.
         answer: the thinking, the content, and what the template writes after it.
     """
-    if thoughts.is_whole_thought(only_in_prompt):  # 1. With any markers.
-        return prompt.removesuffix(only_in_prompt), answer
-    shortened = thoughts.without_thought_at_end(prompt)
-    if shortened != prompt:  # 1. The template writes this thought before any answer.
-        return shortened, answer
+    prompt_before_thought = without_closed_thought(prompt, only_in_prompt)
+    if prompt_before_thought != prompt:  # 1.
+        return prompt_before_thought, answer
     # What opens a thought: one of `MARKERS`, or a marker that this template alone has.
     opening = thoughts.end_that_opens(prompt) or only_in_prompt.lstrip()
-    marker = opening.strip()
-    answer_text = answer.lstrip()
-    if marker and answer_text.startswith(marker):
-        # 2. After the marker the two may have other whitespace. What they share is not repeated.
-        return prompt, answer_text[n_shared(answer_text, opening) :]
+    after_opening = without_opening(answer, opening)
+    if after_opening is not None:  # 2.
+        return prompt, after_opening
     if only_in_prompt == "":  # 3.
         return prompt, before_content + answer
     return prompt, answer  # 4.
+
+
+def without_closed_thought(prompt: str, only_in_prompt: str) -> str:
+    """Returns a prompt without the whole thought that ends it; the same prompt if none does.
+
+    The thought is `only_in_prompt`, with whatever markers, if the template leaves it out before
+    answers. If it writes the thought there, too, `MARKERS` tell.
+    """
+    if thoughts.is_whole_thought(only_in_prompt):
+        return prompt.removesuffix(only_in_prompt)
+    return thoughts.without_thought_at_end(prompt)
+
+
+def without_opening(answer: str, opening: str) -> str | None:
+    """Returns an answer without the opening marker that ends the prompt; None otherwise.
+
+    Prompt and answer may have other whitespace after the marker. What they share is left out.
+    """
+    marker = opening.strip()
+    text = answer.lstrip()
+    if not marker or not text.startswith(marker):
+        return None
+    return text[n_shared(text, opening) :]
 
 
 def turn_with_mark(

@@ -153,7 +153,8 @@ def number_in(text: str) -> Decimal | None:
     number = NUMBER.match(word)
     if number is None:
         return None
-    if word[number.end() :] and not is_unit(word[number.end() :]):
+    rest = word[number.end() :]
+    if rest and not is_unit(rest):
         return None
     return to_decimal(number[0])
 

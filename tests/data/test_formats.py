@@ -374,7 +374,7 @@ def test_a_message_without_a_content_must_call_something(calls):
         formats.conversation({"messages": [QUESTION, empty]})
 
 
-@pytest.mark.parametrize("calls", ["[]", "null", ""])
+@pytest.mark.parametrize("calls", ["[]", "null", "", {"name": None}])
 def test_parts_beside_no_calls_are_read_as_a_text_is(calls):
     parts = [{"type": "text", "text": "Because."}]
     (found,) = messages.as_messages([{**YES, "content": parts, "tool_calls": calls}], "user")
