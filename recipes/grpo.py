@@ -947,7 +947,7 @@ def main():
         rollout = state.rollout
         if rollout is None:  # nothing to train on: take the next prompts
             skip_rollout(run)  # the run may end with it
-            log_evaluate_save(run, judge, packer)  # nothing is due, unless the run ends
+            log_evaluate_save(run, judge, packer)  # for the end of the run, or a signal
             continue
 
         # All processes agree on the samples of this update. Each takes its share of them.

@@ -697,7 +697,7 @@ def main():
 
     # ============================================================ reference and rewards
     # Only the KL needs the reference. With LoRA it is the policy without its adapters, and then
-    # `with_values` spares the critic's pass.
+    # `with_values=False` spares the critic's pass.
     reference = Reference(run, with_values=False) if args.kl_coef else None
     judge = Judge(run)
     models = [model, judge.model, reference.model if reference else None]

@@ -14,8 +14,8 @@ from common.run import Run
 # What states the answer in a sentence: "The answer is 18.", "**Answer**: 18".
 STATEMENT = re.compile(
     r"""\banswer\b \*{0,2}
-        (?: [^.\n:=]{0,200}? \bis\b | \s*[:=] )    # "answer to both is", "answer:"
-        \s* :? [\s*]*                              # and the end of bold type, a line's end
+        (?: (?:[^.\n:=]|\.(?=\d)){0,200}? \bis\b | \s*[:=] )    # "answer to 1.5 + 1 is", "answer:"
+        \s* :? (?:\s|\*|(?<=\n)[-\u2022]\s)*       # the end of bold type, a line's end, a bullet
         (.*?)                                      # the answer itself, up to
         (?: \.(?=\s|$) | \n | $ )                  # a full stop (not that in 1.5), or a line's end
     """,
@@ -42,6 +42,8 @@ PLAIN_FORMS = [
     (re.compile(r"\\frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),  # \frac{1}{2}: 1/2
     (re.compile(r"\\frac *(\d) *(\d)"), r"\1/\2"),  # \frac12: 1/2
     (re.compile(r"\{,\}"), ","),  # 1{,}000: 1,000
+    (re.compile(r"(?<=[a-zA-Z])\^ *(?:2|\{2\})"), "²"),  # cm^2: cm²
+    (re.compile(r"(?<=[a-zA-Z])\^ *(?:3|\{3\})"), "³"),
     # Spaces and sizes of LaTeX, Markdown, currencies and per cent: nothing.
     (re.compile(r"\\[!,;: ()\[\]]|\\(?:left|right)\b|\*\*|`|\\?[$%]|[€£¥]"), ""),
     # Degrees: the C or F after the sign, or nothing.
