@@ -33,7 +33,7 @@ class HalfProductsInFp32(TorchFunctionMode):
 
 
 def contexts_of_checkpoint() -> tuple:
-    """Returns what a checkpointed forward pass runs in, and what its recomputation runs in.
+    """Returns the contexts of a forward pass and of its recomputation, for gradient checkpointing.
 
     torch leaves its function modes during a backward pass, and would recompute without this one.
     """

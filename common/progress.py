@@ -26,7 +26,7 @@ class Progress:
         counts_sequences: whether a sample may hold several sequences, so that they are logged.
         sequences: trained on so far, in applied updates.
         position: the run's `rollout.schedule.Position`, in a recipe whose updates do not tell how
-            much of the data is used up. That is GRPO: a rollout without some groups makes fewer.
+            much of the data is used up. In GRPO a rollout that leaves groups out makes fewer.
         stopped_early: whether the run ends before its data: by `--stop_after`, or in GRPO because
             a whole epoch of prompts led to no update.
         idle: whether rows were used up since the latest update without leading to one.

@@ -269,7 +269,7 @@ def sample_responses(run: Run, own: dict[str, list], is_own: np.ndarray) -> Samp
     """
     args = run.args
     with run.metrics.timed("generate"):
-        # For all processes, so that responses do not depend on the number of these.
+        # Drawn for all processes, so that responses do not depend on how many there are.
         uniforms = run.extra.position.draw_uniforms(args, len(is_own))[is_own]
         samples = generation.sample(run, own, uniforms, args.temperature)
         vllm.sample_ahead(run)  # does nothing without --rollouts_ahead

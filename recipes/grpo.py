@@ -437,8 +437,8 @@ def kl_losses(
 
     With d = logps - ref_logps, k3 = exp(-d) - 1 + d and k2 = d^2 / 2. The old policy sampled the
     tokens, so the term of each is weighted by its ratio of new to old. The mean of ratio * k3 is
-    the KL, so both factors are differentiated. Of ratio * k2 only the mean gradient is that of the
-    KL, with the ratio as a constant.
+    the KL, so both factors are differentiated. The mean of ratio * k2 is not. But its gradient is
+    that of the KL if the ratio is a constant.
 
     Sources: Schulman 2020, http://joschu.net/blog/kl-approx.html; DeepSeek-V3.2, arXiv:2512.02556
     eq. 7.
@@ -661,7 +661,7 @@ def sample_groups(run: Run, judge: Judge, packer: Packer) -> tuple[Samples, torc
     is full, `--refill_rounds` are used up, or the epoch ends.
 
     Returns:
-        As of `sample_round`, for all rounds together.
+        What `sample_round` returns, of all rounds together.
     """
     args = run.args
     kept_samples = []
@@ -696,7 +696,7 @@ def sample_round(
     position = run.extra.position
     prompts_of_round = position.take_prompts(run, n_prompts)
     with run.metrics.timed("generate"):
-        # For all processes, so that responses do not depend on the number of these.
+        # Drawn for all processes, so that responses do not depend on how many there are.
         uniforms = position.draw_uniforms(args, len(prompts_of_round["row"]), round_number)
         samples = generation.sample(run, prompts_of_round, uniforms, args.temperature)
         vllm.sample_ahead(run)  # does nothing without --rollouts_ahead
@@ -1029,7 +1029,7 @@ def skip_rollout(run: Run) -> None:
     update.
 
     Raises:
-        SystemExit: the run ends there, and has never made an update.
+        SystemExit: the run ends there, and no update was ever applied.
     """
     progress = run.progress
     position = run.extra.position

@@ -414,7 +414,7 @@ def make_rollout(run: Run, judge: Judge, reference: Reference | None, packer: Pa
     position = state.position
     prompts_of_rollout = position.take_prompts(run, args.rollout_batch_size)
     with run.metrics.timed("generate"):
-        # For all processes, so that responses do not depend on the number of these.
+        # Drawn for all processes, so that responses do not depend on how many there are.
         uniforms = position.draw_uniforms(args, len(prompts_of_rollout["row"]))
         samples = generation.sample(run, prompts_of_rollout, uniforms, args.temperature)
         vllm.sample_ahead(run)  # does nothing without --rollouts_ahead

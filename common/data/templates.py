@@ -125,8 +125,9 @@ def set_defaults(tokenizer, text: str) -> None:
 
 def variables(tokenizer) -> set[str]:
     """Returns the variables that a tokenizer's chat template reads and a user may set."""
-    several = tokenizer.chat_template  # maybe, by their names
-    templates = several.values() if isinstance(several, dict) else [several]
+    templates = [tokenizer.chat_template]
+    if isinstance(tokenizer.chat_template, dict):  # several, by their names
+        templates = list(tokenizer.chat_template.values())
     found = set().union(*map(variables_of, templates))
     return found - {*GIVEN_TO_TEMPLATES, *tokenizer.special_tokens_map}
 

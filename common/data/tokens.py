@@ -152,8 +152,6 @@ def encode_answer(
         prompt = encode_prompt(tokenizer, history, tools)
     conversation = templates.Conversation(tokenizer, history + answer, tools)
     turn = compare_with_prompt(tokenizer, prompt, conversation.text)
-    if len(answer) == 1:  # of several messages the template may rewrite the first, too
-        turn = with_history_as_read(tokenizer, turn, conversation)
 
     reason = templates.why_unwritten(conversation, len(history), turn.only_in_answer)
     if reason:  # 1.
@@ -163,6 +161,8 @@ def encode_answer(
     drops_thought = [conversation.leaves_out_thought(place) for place in places]
     notes = [DROPS_EARLIER] if any(drops_thought[:-1]) else []
     if not drops_thought[-1]:  # 2.
+        if len(answer) == 1:  # of several messages the template may rewrite the first, too
+            turn = with_history_as_read(tokenizer, turn, conversation)
         context, answer_and_rest = split_turn(tokenizer, turn)
         ids = up_to_end(tokenizer, answer_and_rest)
         if context != prompt.ids:  # the answer follows only the prompt's beginning
@@ -213,7 +213,7 @@ def with_history_as_read(tokenizer, turn: Turn, conversation: templates.Conversa
         return turn
     history_text = templates.render(tokenizer, conversation.messages[:-1], conversation.tools)
     if not turn.prompt.text.startswith(history_text):
-        return turn  # what the generation prompt is cannot be told
+        return turn  # the generation prompt is not known
     generation_prompt = turn.prompt.text.removeprefix(history_text)
     # The generation prompt ends the prompt. If more than that differs, so does the history.
     history_differs = len(turn.only_in_prompt) > len(generation_prompt)
@@ -421,9 +421,10 @@ def without_closed_thought(prompt: str, only_in_prompt: str) -> str:
 
 
 def without_opening(answer: str, opening: str) -> str | None:
-    """Returns an answer without the opening marker that ends the prompt; None otherwise.
+    """Returns an answer without the opening marker that the prompt ends with.
 
-    Prompt and answer may have other whitespace after the marker. What they share is left out.
+    Returns None if the answer does not begin with that marker. The whitespace after it may differ
+    between the two, so only what they share is left out.
     """
     marker = opening.strip()
     text = answer.lstrip()

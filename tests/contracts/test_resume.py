@@ -309,7 +309,9 @@ def test_what_somebody_changed_is_named_and_the_checkpoint_before_taken(
     whole = json.loads(file.read_text())
     assert whole.keys() == checkpoint.STATE | {"format"}
     assert checkpoint.find_checkpoint(run) == newest
-    for text, reason in TAMPERED.items():
+    no_counters = json.dumps({**whole, "progress": {}})
+    tampered = {**TAMPERED, no_counters: "state.json lacks global_step, samples, sequences, "}
+    for text, reason in tampered.items():
         file.write_text(text.replace("%d", str(checkpoint.FORMAT)))
         (newest / "manifest.json").unlink()
         folders.write_manifest(newest, folders.describe_files(newest))
