@@ -16,7 +16,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from common import batches
-from common.data import formats
+from preference_recipes.data import formats
 
 MAX_LENGTH = 1024
 ALONE = SimpleNamespace(num_processes=1, process_index=0)

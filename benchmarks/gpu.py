@@ -315,7 +315,7 @@ def generation(step: Step) -> dict:
     output = step.folder / f"grpo-{int(time.time())}"
     flags = [
         "--model_name_or_path", model, "--dataset_name", prompts, "--report_to", "none", "--output_dir", output, "--max_steps", 3,
-        "--reward_function", "common.rollout.rewards:answer_reward", "--drop_equal_groups", "false",
+        "--reward_function", "preference_recipes.rollouts.rewards:answer_reward", "--drop_equal_groups", "false",
         "--rollout_batch_size", 16, "--n_samples_per_prompt", 8, "--train_batch_size", 128, "--max_new_tokens", new_tokens,
     ]  # fmt: skip
     if not step.recipe("grpo", "grpo", "single_gpu", *flags):

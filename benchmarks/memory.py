@@ -1,4 +1,4 @@
-"""What each state takes per parameter, measured on CPU processes, beside what `common.memory` estimates.
+"""What each state takes per parameter, measured on CPU processes, beside what `preference_recipes.tools.memory` estimates.
 
     python benchmarks/memory.py [--processes 1 2] [--frozen 1] [--layers 6] [--steps 2] [--lora_r 0] [--configs YAML_OR_JSON ...]
 
@@ -31,7 +31,7 @@ import yaml
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig
 
-from common.memory import MOMENTS, count, read_setup, table
+from preference_recipes.tools.memory import MOMENTS, count, read_setup, table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = [
@@ -172,9 +172,9 @@ def worker(layers: int, frozen_models: int, steps: int, lora_r: int = 0) -> None
 
     from common import optim
     from common.engine import describe
-    from common.models import lora, packing, prepare
-    from common.models.logprobs import LogProbModel
     from common.zero import stage
+    from preference_recipes.models import lora, packing, prepare
+    from preference_recipes.models.logprobs import LogProbModel
 
     config = LlamaConfig(**MODEL, num_hidden_layers=layers)
     accelerator = bare_accelerator(steps)

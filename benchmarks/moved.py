@@ -35,7 +35,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from common.models import rounding
+from preference_recipes.models import rounding
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "accelerate_configs"
@@ -103,7 +103,7 @@ def run(recipe: str, way: str, rate: float, seed: int, options) -> list[dict]:
             *("--eval_steps", "0", "--save_steps", "0", "--save_actor_steps", "0"),
         ]
         if recipe == "grpo":
-            command += ["--reward_function", "common.rollout.rewards:answer_reward"]
+            command += ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]
             command += ["--rollout_batch_size", str(options.rows), "--max_new_tokens", "8"]
             command += ["--train_batch_size", str(8 * options.rows)]  # a whole rollout
             command += ["--micro_train_batch_size", str(8 * options.rows)]

@@ -80,7 +80,7 @@ from transformers import (
 )
 
 from common import batches
-from common.data import formats
+from preference_recipes.data import formats
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent

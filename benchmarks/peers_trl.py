@@ -41,7 +41,7 @@ class Log(TrainerCallback):
 
 
 class Draws:
-    """In the place of `torch.multinomial`: draws by the numbers that our recipe draws with, see `SampleByUniform` in common/rollout/generation.py."""
+    """In the place of `torch.multinomial`: draws by the numbers that our recipe draws with, see `SampleByUniform` in preference_recipes/rollouts/generation.py."""
 
     def __init__(self, generate, seed: int, prompts: int, steps: int, stream: tuple = (1,)):
         self.generate, self.seed, self.size, self.rollouts = generate, seed, (prompts, steps), 0

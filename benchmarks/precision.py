@@ -32,7 +32,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common import ASSETS, REPOSITORY
-from common.memory import GIB, count, read_setup, table
+from preference_recipes.tools.memory import GIB, count, read_setup, table
 
 OOM = "out of memory"
 OOM_SIGNS = (
@@ -103,7 +103,7 @@ HEADER = (
 )
 LEGEND = """
 Memory in GiB. peak: the most that torch had allocated at once since the process began (torch.cuda.max_memory_allocated; nothing resets it between
-log lines), in the last line. reference to copies: the estimate of common.memory at the end of a forward, not measured. activations etc.: peak
+log lines), in the last line. reference to copies: the estimate of preference_recipes.tools.memory at the end of a forward, not measured. activations etc.: peak
 minus these; too much where the peak is in the optimizer's step, whose states, estimated without its temporaries, are given beside it. The
 largest micro-batch depends on the CUDA context and on what the allocator holds unused, too. A micro-batch of dpo is of pairs, two rows each.
 tokens/s: median over the second half of the updates. x fp32: of fp32's best. MFU: 6 FLOP for each parameter and token (8 in dpo, with the reference's
@@ -278,7 +278,7 @@ def search(run_one, sizes: list[int], start: int, room: float, states: float) ->
 
 # ============================================================ tables
 def states_gib(precision: str, folder: Path, recipe: str) -> tuple[dict[str, float], float]:
-    """What common.memory estimates: by name at the end of the forward, and in all in the optimizer's step."""
+    """What preference_recipes.tools.memory estimates: by name at the end of the forward, and in all in the optimizer's step."""
     (config, *flags), _ = LAUNCHES[precision]
     setup = read_setup(REPOSITORY / "accelerate_configs" / config, 1)
     setup = setup._replace(precision="no") if flags else setup

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.data import formats
+from preference_recipes.data import formats
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent

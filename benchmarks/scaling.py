@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.memory import GIB, Counts, Setup, table
+from preference_recipes.tools.memory import GIB, Counts, Setup, table
 
 PEAK = 989e12  # FLOP/s of an H100 SXM, dense bf16
 UTILIZATION = 0.40  # of PEAK, in the matrix products of training and of long prompts: an assumption
@@ -120,7 +120,7 @@ def states_gib(
     packed: int = 0,
     rounded: int = 0,
 ) -> float:
-    """The most that the states take on a GPU at any of common.memory's three moments."""
+    """The most that the states take on a GPU at any of preference_recipes.tools.memory's three moments."""
     setup = LAUNCHES[launch](processes)._replace(accumulates=accumulates)
     counts = Counts(int(parameters), adapter=adapter, packed=packed, rounded=rounded)
     rows = table(setup, counts, trained, frozen)
@@ -263,8 +263,8 @@ class CountCollectives(TorchDispatchMode):
 def worker(layers: int, steps: int) -> None:
     """Runs two updates of `steps` micro-batches, and prints the counts of the second as a line of JSON."""
     from common import engine, optim
-    from common.models import packing, prepare
-    from common.models.logprobs import LogProbModel
+    from preference_recipes.models import packing, prepare
+    from preference_recipes.models.logprobs import LogProbModel
 
     accelerator = bare_accelerator(steps)
     policy = LogProbModel(
@@ -378,7 +378,7 @@ class CountOperations(TorchDispatchMode):
 
 def operations_of(model, new_tokens: int, **settings) -> Counter:
     """Counts what generating so many tokens for four prompts takes."""
-    from common.rollout.generation import SampleByUniform
+    from preference_recipes.rollouts.generation import SampleByUniform
 
     prompts = torch.full((4, 20), 7)
     draws = SampleByUniform(torch.rand(4, new_tokens), temperature=1.0)

@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.data import formats
+from preference_recipes.data import formats
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent

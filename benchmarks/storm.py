@@ -46,7 +46,7 @@ STEPS = [
 ]
 PPO = [
     "--reward_function",
-    "common.rollout.rewards:answer_reward",
+    "preference_recipes.rollouts.rewards:answer_reward",
     "--rollout_batch_size",
     16,
     "--num_epochs_per_rollout",

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common.rollout import vllm
+from preference_recipes.rollouts import vllm
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 PROMPTS = 64

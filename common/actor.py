@@ -12,8 +12,8 @@ from torch import nn
 from tqdm import tqdm
 
 from common import best, engine, folders, record, zero
-from common.models import lora
 from common.run import Run
+from preference_recipes.models import lora
 
 
 def publish_step(run: Run) -> None:
@@ -70,7 +70,7 @@ def publish(
         shutil.rmtree(being_written(directory), ignore_errors=True)
         sys.exit(
             f"{directory} could not be written: {str(error)[:200]}. A checkpoint, if the run wrote "
-            "one, holds the actor, too: see python -m common.export"
+            "one, holds the actor, too: see python -m preference_recipes.tools.export"
         )
     if run.accelerator.is_main_process:
         what = "the actor's adapter" if lora.has_adapter(run.unwrapped) else "the actor"

@@ -31,8 +31,8 @@ from common import (
     speaks_for_all,
     trackers,
 )
-from common.data import files
 from common.shared_args import AdapterArgs, Bounds, DataArgs, SavingArgs, UpdateArgs
+from preference_recipes.data import files
 
 # What a resumed run of any recipe may change. Each recipe names its own such arguments in
 # `Args.may_change`. In all other arguments the run must agree with its checkpoint.

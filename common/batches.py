@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common.data.dataset import column
-from common.data.mixture import Mixture, mixture_of
 from common.run import Run
+from preference_recipes.data.dataset import column
+from preference_recipes.data.mixture import Mixture, mixture_of
 
 
 class MicroBatch(NamedTuple):

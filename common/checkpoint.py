@@ -29,8 +29,8 @@ from common import (
     stopping,
     transcript,
 )
-from common.models import lora
 from common.run import Run
+from preference_recipes.models import lora
 
 # The counters of `Progress` that a checkpoint holds; a resumed run starts the others again.
 COUNTERS = ("global_step", "skipped_steps", "samples", "tokens", "sequences")
@@ -555,7 +555,9 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
     )
     way_out = ""
     if "world" in changed:
-        way_out = " (common.export --universal is for another number of processes)"
+        way_out = (
+            " (preference_recipes.tools.export --universal is for another number of processes)"
+        )
     sys.exit(f"--resume: {path} belongs to another run: {differences}{way_out}")
 
 
@@ -563,7 +565,7 @@ def universal_world(world: str) -> str:
     """Returns `world` without what a universal checkpoint may change: device and processes.
 
     Example: `DeepSpeed ZeRO-2 fp16` for `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`. Such
-    checkpoints are made by `common/export.py`.
+    checkpoints are made by `preference_recipes/tools/export.py`.
     """
     return world.partition(" on ")[0]
 

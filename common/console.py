@@ -7,9 +7,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from common import best, board, counted, engine, optim, record
-from common.models import lora
-from common.rollout import answers
 from common.run import Run
+from preference_recipes.models import lora
+from preference_recipes.rollouts import answers
 
 # Without smoothing: TensorBoard would smooth a few evaluations as it does hundreds of updates, and
 # draw them far from their values.
@@ -172,7 +172,9 @@ def how_to_load(run: Run, folder: Path) -> list[str]:
     if is_classifier(run):
         lines = ["  see docs/reward.md, The saved model"]
         if lora.has_adapter(run.unwrapped):
-            lines.insert(0, f"  python -m common.export {folder} {folder}_merged --merge")
+            lines.insert(
+                0, f"  python -m preference_recipes.tools.export {folder} {folder}_merged --merge"
+            )
         return lines
     is_chat = any(run.data.train["roles"])
     question = '[{"role": "user", "content": "..."}]' if is_chat else '"text"'

@@ -11,8 +11,8 @@ from accelerate.utils import DistributedType
 from accelerate.utils.constants import RNG_STATE_NAME
 
 from common import engine
-from common.models import lora
 from common.run import Run
+from preference_recipes.models import lora
 
 
 def choose(run: Run) -> None:
@@ -65,7 +65,9 @@ def load(run: Run, folder: Path) -> None:
 def loading_settings(run: Run, folder: Path) -> dict:
     """Returns the arguments of `accelerator.load_state` for a folder, by the engine."""
     if run.accelerator.distributed_type == DistributedType.DEEPSPEED:
-        is_universal = (folder / "pytorch_model" / "zero").is_dir()  # see common/export.py
+        is_universal = (
+            folder / "pytorch_model" / "zero"
+        ).is_dir()  # see preference_recipes/tools/export.py
         run.model._config.load_universal_checkpoint = is_universal
         # The base below adapters is not in the checkpoint, see `Run.models`.
         return {"load_module_strict": not lora.has_adapter(run.unwrapped)}

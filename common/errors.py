@@ -25,7 +25,8 @@ OF_DISKS = {
 OUT_OF_MEMORY = (
     "To need less memory: a smaller --micro_train_batch_size or --micro_train_tokens, "
     "--gradient_checkpointing, ZeRO-2 or ZeRO-3; where it samples, a smaller "
-    "--generate_batch_size and --score_batch_size. python -m common.memory says what a run takes."
+    "--generate_batch_size and --score_batch_size. "
+    "python -m preference_recipes.tools.memory says what a run takes."
 )
 
 

@@ -221,7 +221,7 @@ def quiet() -> None:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)  # it also logs the errors that it raises
     transformers.logging.disable_progress_bar()
-    # `common.models.load` itself reports what a model lacks, or has too much of.
+    # `preference_recipes.models.load` itself reports what a model lacks, or has too much of.
     logging.getLogger("transformers.modeling_utils").addFilter(is_no_load_report)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     # It warns of tied weights, which are saved once.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from common import engine, shards, zero
-from common.models import rounding
+from preference_recipes.models import rounding
 
 if TYPE_CHECKING:
     from common.run import Run

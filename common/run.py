@@ -15,9 +15,9 @@ from common.metrics import Metrics
 from common.progress import Progress
 
 if TYPE_CHECKING:
-    from common.data.dataset import Data
-    from common.rollout.episodes import Stage
-    from common.rollout.vllm import Servers
+    from preference_recipes.data.dataset import Data
+    from preference_recipes.rollouts.episodes import Stage
+    from preference_recipes.rollouts.vllm import Servers
 
 
 @dataclasses.dataclass
@@ -39,7 +39,7 @@ class Run:
             own and gets it back.
         saved_with_actor: the Hugging Face models inside `unwrapped` besides the actor, such as
             PPO's critic, by the name of the folder in which a checkpoint holds each.
-            `common/export.py` reads these folders.
+            `preference_recipes/tools/export.py` reads these folders.
         stage: plays episodes with the environment of `--environment`; None: a sample is one answer.
         servers: vLLM servers that sample for this run; None: it generates by itself.
         best: the best evaluation so far, see `--keep_best`.

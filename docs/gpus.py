@@ -2,7 +2,8 @@
 
 python docs/gpus.py
 
-For each model and machine it takes the first arrangement that fits by `common.memory`'s estimate.
+For each model and machine it takes the first arrangement that fits by the estimate of
+`preference_recipes.tools.memory`.
 """
 
 import tempfile
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import yaml
 from transformers import AutoConfig
 
-from common import memory
+from preference_recipes.tools import memory
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_name("recipes-by-gpu.md")

@@ -52,20 +52,20 @@ from common import (
     hub,
     launch,
     optim,
-    preview,
 )
-from common.data import dataset, prompts, tokens
 from common.metrics import Logged, Means, Metrics
-from common.models import checks, load, lora, prepare, teachers
-from common.models.divergence import DistillModel, Lesson
-from common.models.packing import Packer
-from common.models.teachers import Teachers
 from common.progress import Progress
-from common.rollout import correction, evaluation, generation, schedule, vllm
-from common.rollout.samples import Collected, Samples
-from common.rollout.schedule import Position, RolloutSchedule
 from common.run import Run
 from common.shared_args import RolloutArgs, SchedulerType, arg, refuse_changed
+from preference_recipes.data import dataset, prompts, tokens
+from preference_recipes.models import checks, load, lora, prepare, teachers
+from preference_recipes.models.divergence import DistillModel, Lesson
+from preference_recipes.models.packing import Packer
+from preference_recipes.models.teachers import Teachers
+from preference_recipes.rollouts import correction, evaluation, generation, schedule, vllm
+from preference_recipes.rollouts.samples import Collected, Samples
+from preference_recipes.rollouts.schedule import Position, RolloutSchedule
+from preference_recipes.tools import preview
 
 
 # ============================================================ arguments
@@ -123,7 +123,7 @@ class Args(RolloutArgs):
 
 # ============================================================ the algorithm
 # Which prompts the student answers is drawn from [seed, place, stream], with a stream that no other
-# draw has, see `common/rollout/schedule.py`.
+# draw has, see `preference_recipes/rollouts/schedule.py`.
 SHARE_STREAM = 4
 
 

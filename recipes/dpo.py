@@ -49,18 +49,18 @@ from common import (
     hub,
     launch,
     optim,
-    preview,
 )
-from common.data import dataset, pairs
 from common.metrics import Logged, Means, Metrics
-from common.models import checks, load, lora, prepare
-from common.models.logprobs import LogProbModel
-from common.models.packing import Packer
-from common.models.reference import Reference
 from common.progress import Progress
-from common.rollout import answers
 from common.run import Run
 from common.shared_args import SharedArgs, arg
+from preference_recipes.data import dataset, pairs
+from preference_recipes.models import checks, load, lora, prepare
+from preference_recipes.models.logprobs import LogProbModel
+from preference_recipes.models.packing import Packer
+from preference_recipes.models.reference import Reference
+from preference_recipes.rollouts import answers
+from preference_recipes.tools import preview
 
 
 # ============================================================ arguments

@@ -55,21 +55,21 @@ from common import (
     hub,
     launch,
     optim,
-    preview,
 )
-from common.data import dataset, prompts
 from common.metrics import Logged, Metrics
-from common.models import checks, load, lora, prepare
-from common.models.logprobs import ActorCritic
-from common.models.packing import Packer
-from common.models.reference import Reference
 from common.progress import Progress
-from common.rollout import correction, episodes, evaluation, generation, rewards, vllm
-from common.rollout.rewards import Judge, Scores
-from common.rollout.samples import Collected, Samples
-from common.rollout.schedule import Position, RolloutSchedule
 from common.run import Run
 from common.shared_args import RewardArgs, arg, refuse_changed
+from preference_recipes.data import dataset, prompts
+from preference_recipes.models import checks, load, lora, prepare
+from preference_recipes.models.logprobs import ActorCritic
+from preference_recipes.models.packing import Packer
+from preference_recipes.models.reference import Reference
+from preference_recipes.rollouts import correction, episodes, evaluation, generation, rewards, vllm
+from preference_recipes.rollouts.rewards import Judge, Scores
+from preference_recipes.rollouts.samples import Collected, Samples
+from preference_recipes.rollouts.schedule import Position, RolloutSchedule
+from preference_recipes.tools import preview
 
 
 # ============================================================ arguments

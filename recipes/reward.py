@@ -49,16 +49,16 @@ from common import (
     hub,
     launch,
     optim,
-    preview,
 )
-from common.data import dataset, formats, pairs
 from common.metrics import Logged, Means, Metrics
-from common.models import checks, load, lora, prepare
-from common.models.logprobs import ScoreModel
-from common.models.packing import Packer
 from common.progress import Progress
 from common.run import Run
 from common.shared_args import SharedArgs, arg
+from preference_recipes.data import dataset, formats, pairs
+from preference_recipes.models import checks, load, lora, prepare
+from preference_recipes.models.logprobs import ScoreModel
+from preference_recipes.models.packing import Packer
+from preference_recipes.tools import preview
 
 
 # ============================================================ arguments

@@ -10,11 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from common import engine, launch, optim
-from common.models import load, prepare
-from common.models.logprobs import LogProbModel
-from common.models.packing import Packer
-from common.rollout import generation
 from common.shared_args import SharedArgs
+from preference_recipes.models import load, prepare
+from preference_recipes.models.logprobs import LogProbModel
+from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts import generation
 from runs import recipe
 
 

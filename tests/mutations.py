@@ -274,7 +274,7 @@ ORDER = [
     Fault(
         "same_half",
         "a set of weight 0.5 has the same half of its rows in every epoch",
-        "common/data/mixture.py",
+        "preference_recipes/data/mixture.py",
         replace("rows_of_epoch", "epoch * count", by="0"),
         "data/test_mixing.py::test_half_of_a_set_and_the_other_half_in_the_next_epoch",
     ),
@@ -311,7 +311,7 @@ ORDER = [
     Fault(
         "padding_response_kept",
         "what a process computes for a padding row takes the place of the row itself",
-        "common/rollout/samples.py",
+        "preference_recipes/rollouts/samples.py",
         replace(
             "Samples.scoring_batches",
             "micro_batch.rows if is_real else []",
@@ -423,14 +423,14 @@ SAVING = [
     Fault(
         "data_known_by_path",
         "the same data under another path is other data",
-        "common/data/conversion.py",
+        "preference_recipes/data/conversion.py",
         argument("select_usable", "converted.select", "new_fingerprint", "None"),
         "contracts/test_resume.py::test_going_back_leaves_behind_what_came_after",
     ),
     Fault(
         "ids_not_keyed_by_source",
         "ids from the cache are of an older row function",
-        "common/data/conversion.py",
+        "preference_recipes/data/conversion.py",
         return_instead("source_of", "inspect.getsource(function)"),
         "data/test_data.py::test_the_cache_knows_the_source_of_what_a_row_function_calls",
     ),
@@ -460,7 +460,7 @@ MODELS = [
     Fault(
         "half_buffers",
         "the rotary frequencies are rounded to half precision with the weights",
-        "common/models/prepare.py",
+        "preference_recipes/models/prepare.py",
         replace("for_training", "exact_buffers(accelerator, model)", by="contextlib.nullcontext()"),
         "engines/test_strategies.py::test_buffers_are_not_rounded_with_the_weights",
     ),
@@ -478,14 +478,14 @@ MODELS = [
     Fault(
         "cached_padding_row_added",
         "the reference's log-probs of a padding row are added to those of the row itself",
-        "common/models/reference.py",
+        "preference_recipes/models/reference.py",
         replace("Reference.table_of", "weights > 0", by="weights >= 0"),
         f"{DPO_METRICS}[ddp-more3]",
     ),
     Fault(
         "any_reference_cached",
         "cached log-probs are taken for those of another reference",
-        "common/models/reference.py",
+        "preference_recipes/models/reference.py",
         replace(
             "Reference.precompute",
             "['reference', *self.identity, packer.share, dataset._fingerprint]",
@@ -514,7 +514,7 @@ TOKENS = [
     Fault(
         "row_from_zero",
         "a message names the row before the one that is wrong",
-        "common/data/conversion.py",
+        "preference_recipes/data/conversion.py",
         replace(
             "Converter.convert_row",
             "f'row {index + 1}: {error}'",
@@ -525,35 +525,35 @@ TOKENS = [
     Fault(
         "system_lost",
         "a system message that only the column prompt has is lost",
-        "common/data/formats.py",
+        "preference_recipes/data/formats.py",
         replace("join_prompts", "stated[:-length] + repeated", by="repeated"),
         "data/test_formats.py::test_nothing_of_a_prompt_is_lost_beside_conversations",
     ),
     Fault(
         "bos_doubled",
         "a text that begins with BOS gets another one",
-        "common/data/tokens.py",
+        "preference_recipes/data/tokens.py",
         replace("encode_plain", "adds_bos and first_id != bos", by="adds_bos"),
         "data/test_data.py::test_plain_text_gets_bos_and_eos_once",
     ),
     Fault(
         "eos_dropped",
         "a plain answer has no end, so a model does not learn to stop",
-        "common/data/tokens.py",
+        "preference_recipes/data/tokens.py",
         replace("encode_plain", "ids if ids[-1:] == [eos] else [*ids, eos]", by="ids"),
         "data/test_data.py::test_plain_text_gets_bos_and_eos_once",
     ),
     Fault(
         "merged_boundary",
         "where prompt and answer merge into one token, a character is lost",
-        "common/data/ids.py",
+        "preference_recipes/data/ids.py",
         replace("encode_after", "whole[:len(beginning.ids)] == beginning.ids", by="True"),
         "data/test_data.py::test_a_merge_over_the_boundary_loses_no_character",
     ),
     Fault(
         "prompt_encoded_again",
         "the prompt of a pair is encoded for each of its answers",
-        "common/data/tokens.py",
+        "preference_recipes/data/tokens.py",
         replace(
             "compare_with_prompt",
             "encode_longer(tokenizer, prompt, text_with_answer)",
@@ -564,7 +564,7 @@ TOKENS = [
     Fault(
         "cut_within_a_marker",
         "a text is cut in front of a special token that a longer one holds",
-        "common/data/ids.py",
+        "preference_recipes/data/ids.py",
         replace(
             "find_cuts", "sum(token.content in content for content in contents) == 1", by="True"
         ),
@@ -591,28 +591,28 @@ TOKENS = [
     Fault(
         "no_end_learned",
         "under a template without an end token nothing ends an answer",
-        "common/data/tokens.py",
+        "preference_recipes/data/tokens.py",
         replace("encode_answer", "not has_end(tokenizer, ids)", by="False"),
         "data/test_templates.py::test_two_answers_without_thinking[glm4moe]",
     ),
     Fault(
         "what_follows_the_end_learned",
         "an answer ends with what the template writes after the last turn only",
-        "common/data/templates.py",
+        "preference_recipes/data/templates.py",
         replace("place_of_stop", "(shared, ending)", by="(ending,)"),
         "data/test_templates.py::test_two_answers_without_thinking[phi3]",
     ),
     Fault(
         "thinking_dropped",
         "what the template drops of an answer is not learned",
-        "common/data/templates.py",
+        "preference_recipes/data/templates.py",
         return_instead("Conversation.leaves_out_thought", "False"),
         "data/test_templates.py::test_thinking_inside_the_content_is_learned_whole[deepseekv3]",
     ),
     Fault(
         "newline_twice",
         "whitespace that the prompt has written is learned again",
-        "common/data/tokens.py",
+        "preference_recipes/data/tokens.py",
         replace(
             "split_turn",
             "without_whitespace(tokenizer, answer_ids, turn.only_in_prompt)",
@@ -623,7 +623,7 @@ TOKENS = [
     Fault(
         "empty_calls_learned",
         "a tool call that the template does not write is learned as an empty answer",
-        "common/data/templates.py",
+        "preference_recipes/data/templates.py",
         replace("why_unwritten", "message.get('tool_calls')", by="False"),
         "data/test_templates.py::test_a_tool_call_that_the_template_does_not_write_is_left_out_and_counted",
     ),
@@ -637,7 +637,7 @@ TOKENS = [
     Fault(
         "sequences_lost",
         "of a conversation only the first sequence is trained on",
-        "common/data/sequences.py",
+        "preference_recipes/data/sequences.py",
         replace(
             "of_rows",
             "np.arange(self._starts[row], self._starts[row + 1])",
@@ -648,7 +648,7 @@ TOKENS = [
     Fault(
         "answers_meet",
         "the answers to a shared prompt see each other",
-        "common/models/packing.py",
+        "preference_recipes/models/packing.py",
         replace(
             "attention_mask",
             "(key == query) | (key == prompt_of_query)",
@@ -659,7 +659,7 @@ TOKENS = [
     Fault(
         "positions_of_the_row",
         "the positions of an answer count what is before it in its row",
-        "common/models/packing.py",
+        "preference_recipes/models/packing.py",
         replace(
             "Layout.write",
             "np.arange(position, position + len(ids))",
@@ -670,21 +670,21 @@ TOKENS = [
     Fault(
         "softcap_ignored",
         "log-probs are of logits without the architecture's soft cap",
-        "common/models/architecture.py",
+        "preference_recipes/models/architecture.py",
         replace("logits_formula", "result[..., 0].item() > 1000000.0", by="True"),
         "models/test_logprobs.py::test_architectures[gemma2]",
     ),
     Fault(
         "tower_trained",
         "modules that text never reaches are given to the optimizer, whose decay shrinks them",
-        "common/models/architecture.py",
+        "preference_recipes/models/architecture.py",
         drop_call("freeze_unreached", "parameter.requires_grad_"),
         "models/test_architectures.py::test_what_text_never_reaches_is_found[gemma3]",
     ),
     Fault(
         "dropout_of_the_config",
         "layers that read dropout from the config still drop",
-        "common/models/prepare.py",
+        "preference_recipes/models/prepare.py",
         drop("disable_dropout", "module.config = silent_configs[key]"),
         "models/test_architectures.py::test_dropout_is_off[falcon]",
     ),
@@ -779,7 +779,7 @@ ROLLOUTS = [
     Fault(
         "grpo_rollout_not_counted",
         "every rollout of GRPO draws by the same numbers",
-        "common/rollout/schedule.py",
+        "preference_recipes/rollouts/schedule.py",
         drop("Position.end_rollout", "self.rollouts_seen += 1"),
         f"{GRPO_RUN}[defaults]",
     ),
@@ -793,7 +793,7 @@ ROLLOUTS = [
     Fault(
         "grpo_groups_apart",
         "a pass over GRPO's rollout forgets the samples of each group but the first",
-        "common/rollout/schedule.py",
+        "preference_recipes/rollouts/schedule.py",
         replace(
             "order_of_groups",
             "np.arange(samples.per_prompt)",
@@ -811,7 +811,7 @@ ROLLOUTS = [
     Fault(
         "prefill_of_the_first",
         "all responses of a batch begin with the cache of its first prompts",
-        "common/rollout/generation.py",
+        "preference_recipes/rollouts/generation.py",
         replace(
             "Rows.read_prompts",
             "torch.tensor(copies)",
@@ -822,14 +822,14 @@ ROLLOUTS = [
     Fault(
         "prefill_for_each",
         "a prompt is read once for each of its responses",
-        "common/rollout/generation.py",
+        "preference_recipes/rollouts/generation.py",
         drop_call("generate_batch", "rows.read_prompts"),
         f"{SHARED_PREFILL}[100-llama]",
     ),
     Fault(
         "sampler_without_temperature",
         "the log-probs of the sampler are those at temperature 1",
-        "common/rollout/generation.py",
+        "preference_recipes/rollouts/generation.py",
         replace(
             "SampleByUniform.__call__",
             "scaled.gather(1, token) - scaled.logsumexp(-1, keepdim=True)",
@@ -840,7 +840,7 @@ ROLLOUTS = [
     Fault(
         "groups_split",
         "the responses to a prompt are scored on different processes",
-        "common/rollout/samples.py",
+        "preference_recipes/rollouts/samples.py",
         replace(
             "share_of_groups",
             "np.arange(n_prompts * per_prompt).reshape(-1, per_prompt)",
@@ -851,28 +851,28 @@ ROLLOUTS = [
     Fault(
         "none_counts_as_zero",
         "a function that says nothing of a response gives it 0",
-        "common/rollout/reward_calls.py",
+        "preference_recipes/rollouts/reward_calls.py",
         replace("check", "math.nan if value is None else float(value)", by="float(value or 0)"),
         "rollout/test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
     ),
     Fault(
         "functions_share_lists",
         "what a reward function changes reaches the samples that are trained on",
-        "common/rollout/reward_calls.py",
+        "preference_recipes/rollouts/reward_calls.py",
         replace("call", "copy.deepcopy", by="tuple"),
         "rollout/test_rewards.py::test_what_a_function_changes_reaches_neither_the_samples_nor_the_next_function",
     ),
     Fault(
         "weights_of_rewards_ignored",
         "each reward counts once, whatever its weight",
-        "common/rollout/rewards.py",
+        "preference_recipes/rollouts/rewards.py",
         replace("score", "values * weights", by="values"),
         "rollout/test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
     ),
     Fault(
         "interrupted_once",
         "a function that catches everything is interrupted once and then goes on",
-        "common/rollout/reward_calls.py",
+        "preference_recipes/rollouts/reward_calls.py",
         replace("time_limit.watch", "pause = 1.0", by="return"),
         f"{TOO_LONG}[catches_all]",
     ),
@@ -915,21 +915,21 @@ ROLLOUTS = [
     Fault(
         "distill_gradient_of_one_side",
         "the divergence's gradient lacks the mean that keeps probabilities adding up to one",
-        "common/models/divergence.py",
+        "preference_recipes/models/divergence.py",
         replace("gradient", "gap.sub_(mean)", by="gap"),
         "rollout/test_divergence.py::test_values_and_gradients_are_those_of_plain_fp64",
     ),
     Fault(
         "distill_head_not_cut",
         "tokens that only a padded head has keep a probability",
-        "common/models/teachers.py",
+        "preference_recipes/models/teachers.py",
         return_instead("shared_vocabulary", "student.get_output_embeddings().out_features"),
         "rollout/test_distill.py::test_heads_of_different_sizes_are_cut_to_the_tokenizers",
     ),
     Fault(
         "evaluation_draws_anew",
         "each evaluation draws by other numbers, so its curves do not compare",
-        "common/rollout/evaluation.py",
+        "preference_recipes/rollouts/evaluation.py",
         replace("sample_held_out", "EVALUATION_STREAM", by="run.progress.global_step"),
         "rollout/test_ppo.py::test_evaluation_by_sampling",
     ),
@@ -950,14 +950,14 @@ ROLLOUTS = [
     Fault(
         "answers_as_texts",
         "numbers are compared as they are written",
-        "common/rollout/answers.py",
+        "preference_recipes/rollouts/answers.py",
         replace("is_right", "NUMBER.fullmatch(right)", by="False"),
         "rollout/test_answers.py::test_a_response_is_right[1,200-1200-True]",
     ),
     Fault(
         "any_number_counts",
         "a response that names several numbers is right if the first one is",
-        "common/rollout/answers.py",
+        "preference_recipes/rollouts/answers.py",
         replace("number_in", "len(words) != 1", by="not words"),
         "rollout/test_answers.py::test_a_response_is_right[18 or 19-18-False]",
     ),

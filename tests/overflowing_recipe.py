@@ -13,10 +13,10 @@ from os import environ
 import torch
 
 import common.batches
-import common.models.divergence
-import common.models.logprobs
 import common.progress
-import common.rollout.generation
+import preference_recipes.models.divergence
+import preference_recipes.models.logprobs
+import preference_recipes.rollouts.generation
 
 mode, windows, sys.argv = (
     sys.argv[1],
@@ -27,9 +27,12 @@ if "fixed" in mode:
 
     def canned(run, prompts, *args, **kwargs):
         responses = [[*prompt[1:4][::-1], run.tokenizer.eos_token_id] for prompt in prompts]
-        return [common.rollout.generation.Response(ids, [0.0] * len(ids)) for ids in responses]
+        return [
+            preference_recipes.rollouts.generation.Response(ids, [0.0] * len(ids))
+            for ids in responses
+        ]
 
-    common.rollout.generation.generate = canned
+    preference_recipes.rollouts.generation.generate = canned
 if "lack" in mode:
     window_rows = common.batches.rows_of_update
 
@@ -60,9 +63,9 @@ if "overflow" in mode:
 
     common.progress.Progress.update_done = counting
     for module in (
-        common.models.logprobs.LogProbModel,
-        common.models.logprobs.ScoreModel,
-        common.models.divergence.DistillModel,
+        preference_recipes.models.logprobs.LogProbModel,
+        preference_recipes.models.logprobs.ScoreModel,
+        preference_recipes.models.divergence.DistillModel,
     ):
         module.forward = poison(module.forward)
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # Rewards that are not in the data.
-ANSWER_REWARD = "common.rollout.rewards:answer_reward"
+ANSWER_REWARD = "preference_recipes.rollouts.rewards:answer_reward"
 TIES = "tests.tied_rewards:ties"
 # A teacher whose tokens are those of all tiny models.
 TAUGHT = ["--teacher_model_name_or_path", REPOSITORY / "assets/teacher"]

@@ -117,7 +117,7 @@ FAULTS = [
     Fault(
         "entropy_of_the_next_token",
         "the entropy is that of the position beside the target's (TRL 5620)",
-        "common/models/logprobs.py",
+        "preference_recipes/models/logprobs.py",
         replace(
             "entropy",
             "-all_logps.exp().mul_(all_logps).sum(-1)",
@@ -191,7 +191,7 @@ FAULTS = [
     Fault(
         "nan_is_a_score",
         "a score that is NaN makes the advantages of its group NaN (ms-swift 8123)",
-        "common/rollout/reward_calls.py",
+        "preference_recipes/rollouts/reward_calls.py",
         replace(
             "check",
             "not is_number or not abs(value) <= LARGEST",
@@ -226,11 +226,11 @@ FAULTS = [
     Fault(
         "base_model_samples",
         "responses are sampled without the adapter that is trained (verl 3516, 7495)",
-        "common/rollout/generation.py",
+        "preference_recipes/rollouts/generation.py",
         replace(
             "ready_to_generate",
             "undo.enter_context(checks.evaluation_mode(model))",
-            by="from common.models.lora import WithoutAdapters; "
+            by="from preference_recipes.models.lora import WithoutAdapters; "
             "undo.enter_context(checks.evaluation_mode(model)); "
             "undo.enter_context(WithoutAdapters(model).adapters_off())",
         ),
@@ -239,7 +239,7 @@ FAULTS = [
     Fault(
         "tokenised_again",
         "responses are trained on as their text is tokenised, not as sampled (TRL 5224)",
-        "common/rollout/generation.py",
+        "preference_recipes/rollouts/generation.py",
         replace(
             "sample",
             "[response.ids for response in responses]",

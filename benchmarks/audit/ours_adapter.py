@@ -160,7 +160,7 @@ def tokens_of(request: Request) -> list[list[Row]]:
             targets = [int(target) for target in values["targets"]]
             found.append([Row(values["input_ids"], targets)])
         else:
-            from common.data.pairs import preference_row
+            from preference_recipes.data.pairs import preference_row
 
             values = preference_row(row, tokenizer, 1024)
             prompt = values["prompt_ids"]

@@ -16,7 +16,7 @@ def first_rows(names: str | list[str] | None, split: str, number: int) -> list[l
         names: as a recipe's arguments name data sets.
         number: how many rows of each, at most.
     """
-    from common.data import files  # slow to import
+    from preference_recipes.data import files  # slow to import
 
     sets = []
     for name in as_list(names):

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from common import guards
 from common.metrics import Metrics
-from common.models.logprobs import LogProbModel, ScoreModel
 from common.progress import Progress
+from preference_recipes.models.logprobs import LogProbModel, ScoreModel
 from recipes import RECIPES, TAUGHT, TIES
 from runs import (
     REPOSITORY,

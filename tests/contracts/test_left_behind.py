@@ -149,7 +149,7 @@ def test_a_run_that_failed_before_its_first_update_leaves_its_folder_to_the_next
     failing = ["--reward_function", "failing_of_test:reward"]
     result = launch([], recipe("grpo"), *command, *failing, cwd=tmp_path, check=False)
     assert result.returncode and "no such server" in result.stdout
-    working = ["--reward_function", "common.rollout.rewards:answer_reward"]
+    working = ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]
     result = launch([], recipe("grpo"), *command, *working, cwd=tmp_path)
     kept = output / "left_behind/after_global_step_000000"
     assert f"left behind in {kept}: tensorboard\n" in result.stdout

@@ -455,7 +455,7 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
 def test_export_gives_the_actor_the_run_saved(
     inputs, unbroken, tmp_path, monkeypatch, capsys, name, launcher
 ):
-    from common import export
+    from preference_recipes.tools import export
 
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["export", *map(str, words)])
@@ -464,7 +464,7 @@ def test_export_gives_the_actor_the_run_saved(
     reference = unbroken(name, launcher)
     checkpoint = reference / "checkpoints/global_step_000012"
     subprocess.run(
-        [sys.executable, "-m", "common.export", checkpoint, tmp_path / "out"],
+        [sys.executable, "-m", "preference_recipes.tools.export", checkpoint, tmp_path / "out"],
         check=True,
         cwd=tmp_path,
     )
@@ -701,7 +701,7 @@ def test_ddp_goes_on_with_another_number_of_processes(inputs, unbroken):
 
 def test_a_critic_that_was_sharded_is_taken_out_whole(inputs, unbroken, tmp_path):
     """It has learned: every weight matrix of it differs from the model that it started from."""
-    from common import export
+    from preference_recipes.tools import export
 
     checkpoint = unbroken("ppo", "zero3") / "checkpoints/global_step_000012"
     export.export(checkpoint, tmp_path / "critic", model="critic")

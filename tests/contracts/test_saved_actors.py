@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import actor, best, export, folders, hub
+from common import actor, best, folders, hub
+from preference_recipes.tools import export
 from runs import (
     LAUNCHERS,
     evaluation_lines,
@@ -39,7 +40,7 @@ PPO = [
     "--max_new_tokens",
     4,
     "--reward_function",
-    "common.rollout.rewards:answer_reward",
+    "preference_recipes.rollouts.rewards:answer_reward",
 ]
 
 

@@ -402,11 +402,18 @@ def test_another_number_of_zero_processes_by_the_universal_checkpoint(inputs, st
     assert (
         refused.returncode
         and "world: 'DeepSpeed ZeRO-" in refused.stdout
-        and "common.export --universal" in refused.stdout
+        and "preference_recipes.tools.export --universal" in refused.stdout
     )
     assert not output.exists()  # a refused run leaves no folder
     universal = output / "checkpoints/global_step_000010"
-    command = [sys.executable, "-m", "common.export", str(cut), str(universal), "--universal"]
+    command = [
+        sys.executable,
+        "-m",
+        "preference_recipes.tools.export",
+        str(cut),
+        str(universal),
+        "--universal",
+    ]
     subprocess.run(command, check=True, cwd=REPOSITORY)
     world = json.loads((universal / "state.json").read_text())["arguments"]["world"]
     assert folders.fault_of(universal) is None and world == f"DeepSpeed ZeRO-{stage} fp32"
@@ -441,7 +448,11 @@ def test_a_world_that_cannot_read_a_checkpoint_is_refused(tmp_path, world, stage
     )
     before = {"beta": 1, "data": "d", "world": world}
     call = lambda: checkpoint.refuse_another_run(run, tmp_path, before)
-    refuses(f"world: '{world}' in the checkpoint", "common.export --universal", call=call)
+    refuses(
+        f"world: '{world}' in the checkpoint",
+        "preference_recipes.tools.export --universal",
+        call=call,
+    )
 
 
 @pytest.mark.slow
@@ -453,7 +464,7 @@ def test_step_counts_that_differ_cannot_be_moved_under_zero3(inputs):
     command = [
         sys.executable,
         "-m",
-        "common.export",
+        "preference_recipes.tools.export",
         str(inputs / "warm/checkpoints/global_step_000003"),
         str(inputs / "moved"),
         "--universal",

@@ -20,12 +20,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.batches import rows_of_update, split
-from common.data import cache, conversion, dataset, files, formats, templates
-from common.data.messages import BadRow
-from common.data.pairs import preference_row
-from common.data.prompts import prompt_row
-from common.data.tokens import stop_tokens
-from common.models.load import causal_lm
+from preference_recipes.data import cache, conversion, dataset, files, formats, templates
+from preference_recipes.data.messages import BadRow
+from preference_recipes.data.pairs import preference_row
+from preference_recipes.data.prompts import prompt_row
+from preference_recipes.data.tokens import stop_tokens
+from preference_recipes.models.load import causal_lm
 from runs import LAUNCHERS, recipe, refuses, tiny_inputs, write_jsonl
 from runs import launch as launch_script
 

@@ -11,11 +11,11 @@ import datasets
 import pytest
 
 import templates
-from common.data import dataset, files, formats, messages, other_formats
-from common.data.conversion import Converter
-from common.data.messages import BadRow
-from common.data.pairs import preference_row
-from common.data.prompts import prompt_row
+from preference_recipes.data import dataset, files, formats, messages, other_formats
+from preference_recipes.data.conversion import Converter
+from preference_recipes.data.messages import BadRow
+from preference_recipes.data.pairs import preference_row
+from preference_recipes.data.prompts import prompt_row
 from runs import REPOSITORY, recipe, refuses, write_jsonl
 
 sft_row = runpy.run_path(str(recipe("sft")))["sft_row"]
@@ -198,7 +198,7 @@ def test_every_row_of_a_file_comes_with_its_own_text(tmp_path):
 MOST_MEMORY = """
 import sys, tracemalloc
 from pathlib import Path
-from common.data import files
+from preference_recipes.data import files
 
 tracemalloc.start()
 for name in sys.argv[1:]:

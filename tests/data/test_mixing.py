@@ -12,10 +12,10 @@ import torch
 
 from common import arguments
 from common.batches import rows_of_update
-from common.data import dataset
-from common.data.mixture import Mixture
-from common.rollout import reward_calls
-from common.rollout.samples import Samples
+from preference_recipes.data import dataset
+from preference_recipes.data.mixture import Mixture
+from preference_recipes.rollouts import reward_calls
+from preference_recipes.rollouts.samples import Samples
 from runs import ASSETS, recipe, refuses, write_jsonl
 
 sft = runpy.run_path(str(recipe("sft")))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import record
 from common.batches import rows_of_update
-from common.data.sequences import Sequences
+from preference_recipes.data.sequences import Sequences
 from runs import (
     LAUNCHERS,
     evaluation_lines,

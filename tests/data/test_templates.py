@@ -15,12 +15,12 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
-from common.data import dataset, template_limits, thoughts, tokens
-from common.data import templates as chat
-from common.data.pairs import preference_row
-from common.data.prompts import prompt_row
-from common.data.tokens import stop_tokens
-from common.models import load
+from preference_recipes.data import dataset, template_limits, thoughts, tokens
+from preference_recipes.data import templates as chat
+from preference_recipes.data.pairs import preference_row
+from preference_recipes.data.prompts import prompt_row
+from preference_recipes.data.tokens import stop_tokens
+from preference_recipes.models import load
 from runs import recipe, refuses, write_jsonl
 
 sft = runpy.run_path(str(recipe("sft")))

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 import templates
 from common import launch
-from common.data import dataset, ids, tokens, workers
-from common.data.pairs import preference_row
+from preference_recipes.data import dataset, ids, tokens, workers
+from preference_recipes.data.pairs import preference_row
 from runs import LAUNCHERS, REPOSITORY, letters, recipe, refuses, write_jsonl
 from runs import launch as launch_script
 
@@ -339,7 +339,7 @@ def test_workers_end_with_a_parent_that_is_killed(tmp_path):
 
 RUN_WITH_TWO_WORKERS = """
 import os, runpy, sys
-from common.data import workers
+from preference_recipes.data import workers
 
 if __name__ == "__main__":
     workers.ROWS_PER_WORKER = 600

@@ -12,7 +12,7 @@ from accelerate.utils import launch as accelerate_environment
 from deepspeed.runtime.config import DeepSpeedConfig
 from safetensors.torch import load_file
 
-from common import memory
+from preference_recipes.tools import memory
 from runs import REPOSITORY, config_launcher, launch, letters, recipe, training_lines, weights
 
 FOLDER = REPOSITORY / "accelerate_configs"

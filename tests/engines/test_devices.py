@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import pretended_device
 from common import actor
-from common.models import load as loading
+from preference_recipes.models import load as loading
 from recipes import RECIPES, load
 from runs import ASSETS, evaluation_lines, recipe, tiny_llama
 from test_waits import Ended

@@ -149,7 +149,10 @@ def test_a_command_finds_its_own_common_beside_another(tmp_path):
         command = [sys.executable, *flags, "-c", "import common; print(common.__file__)"]
         said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
         assert said.strip() == str(found / "common/__init__.py")
-    assert "python -I -m common.export" in (REPOSITORY / "docs/checkpoints.md").read_text()
+    assert (
+        "python -I -m preference_recipes.tools.export"
+        in (REPOSITORY / "docs/checkpoints.md").read_text()
+    )
 
 
 def test_where_a_run_goes_by_itself_and_what_it_keeps(inputs, tmp_path):

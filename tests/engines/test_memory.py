@@ -1,4 +1,4 @@
-"""`python -m common.memory` says what a launch holds, and refuses what it does not know."""
+"""`python -m preference_recipes.tools.memory` says what a launch holds, and refuses what it does not know."""
 
 import importlib.util
 import json
@@ -9,8 +9,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from common.memory import Counts, Setup, activations, count, main, read_setup, table
 from common.prove import warm
+from preference_recipes.tools.memory import (
+    Counts,
+    Setup,
+    activations,
+    count,
+    main,
+    read_setup,
+    table,
+)
 from runs import CONFIGS, REPOSITORY, refuses
 
 spec = importlib.util.spec_from_file_location(

@@ -10,8 +10,8 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import moved
-from common.models import rounding
-from common.models.logprobs import LogProbModel
+from preference_recipes.models import rounding
+from preference_recipes.models.logprobs import LogProbModel
 from runs import (
     ASSETS,
     REPOSITORY,

@@ -9,7 +9,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.models import prepare
+from preference_recipes.models import prepare
 from runs import (
     ASSETS,
     LAUNCHERS,

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 import pretended_device
 from common import actor, batches, engine
-from common.models import logprobs, packing
+from preference_recipes.models import logprobs, packing
 from recipes import RECIPES, load
 from runs import ASSETS, recipe, tiny_llama
 

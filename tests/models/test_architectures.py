@@ -10,9 +10,9 @@ from transformers.pytorch_utils import Conv1D
 
 from architectures import ARCHITECTURES, build, config_of
 from common import actor, optim
-from common.models import architecture, checks, prepare
-from common.models.logprobs import LogProbModel, ScoreModel
-from common.models.packing import Packer
+from preference_recipes.models import architecture, checks, prepare
+from preference_recipes.models.logprobs import LogProbModel, ScoreModel
+from preference_recipes.models.packing import Packer
 from runs import whole_rows
 from test_logprobs import ALONE, CPU, SHARED, batch, can_pack, own, run_of
 

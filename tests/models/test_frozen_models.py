@@ -14,10 +14,10 @@ from transformers import AutoModelForSequenceClassification
 
 from architectures import build, config_of
 from common import checkpoint, engine
-from common.models import load, lora, prepare
-from common.models.logprobs import LogProbModel, ScoreModel
-from common.models.packing import Packer
 from common.shared_args import SharedArgs
+from preference_recipes.models import load, lora, prepare
+from preference_recipes.models.logprobs import LogProbModel, ScoreModel
+from preference_recipes.models.packing import Packer
 from runs import (
     LAUNCHERS,
     config_launcher,

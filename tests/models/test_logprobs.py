@@ -13,10 +13,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import cpu
-from common.models import checks, load, logprobs, prepare
-from common.models.logprobs import ChunkedLogProbs, LogProbModel
-from common.models.packing import Packer
 from common.shared_args import SharedArgs
+from preference_recipes.models import checks, load, logprobs, prepare
+from preference_recipes.models.logprobs import ChunkedLogProbs, LogProbModel
+from preference_recipes.models.packing import Packer
 from runs import tiny_llama, whole_rows
 
 CPU = torch.device("cpu")

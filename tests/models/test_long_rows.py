@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, modeling_flash_attent
 
 import common
 from architectures import build
-from common.models import architecture, checks, packing
-from common.models.logprobs import LogProbModel
-from common.models.packing import Packer
+from preference_recipes.models import architecture, checks, packing
+from preference_recipes.models.logprobs import LogProbModel
+from preference_recipes.models.packing import Packer
 from runs import recipe
 from test_logprobs import ALONE, CPU, SHARED, can_pack, run_of
 

@@ -25,12 +25,13 @@ from transformers import (
 )
 
 import architectures
-from common import arguments, folders, memory
-from common import export as exporting
-from common.models import architecture, load, lora, merge, prepare
-from common.models.logprobs import LogProbModel, ScoreModel
-from common.models.packing import Packer
+from common import arguments, folders
 from common.shared_args import SharedArgs
+from preference_recipes.models import architecture, load, lora, merge, prepare
+from preference_recipes.models.logprobs import LogProbModel, ScoreModel
+from preference_recipes.models.packing import Packer
+from preference_recipes.tools import export as exporting
+from preference_recipes.tools import memory
 from recipes import RECIPES
 from recipes import load as load_recipe
 from runs import (
@@ -49,7 +50,7 @@ from runs import (
 )
 
 LORA = ["--lora_r", 4, "--lora_alpha", 16]
-PPO = ["--reward_function", "common.rollout.rewards:answer_reward", "--rollout_batch_size", 8, "--generate_batch_size", 8,
+PPO = ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward", "--rollout_batch_size", 8, "--generate_batch_size", 8,
        "--score_batch_size", 8, "--max_new_tokens", 4, "--critic_learning_rate", 0.01]  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def test_a_score_head_as_target_is_refused(inputs):
 def test_a_policy_that_samples_has_no_dropout(inputs, tmp_path, name):
     more = [
         "--reward_function",
-        "common.rollout.rewards:answer_reward",
+        "preference_recipes.rollouts.rewards:answer_reward",
         *LORA,
         "--lora_dropout",
         0.1,
@@ -437,7 +438,14 @@ def test_every_way_to_load_the_adapter_gives_the_model_that_was_trained(inputs, 
         (checkpoint, tmp_path / "merged", ["--merge"]),
         (output / "actor", tmp_path / "of_actor", ["--merge"]),  # a run may have no checkpoint
     ):
-        command = [sys.executable, "-m", "common.export", str(source), str(out), *merging]
+        command = [
+            sys.executable,
+            "-m",
+            "preference_recipes.tools.export",
+            str(source),
+            str(out),
+            *merging,
+        ]
         subprocess.run(command, cwd=REPOSITORY, check=True)
     assert folders.describe_files(tmp_path / "of_actor") == folders.describe_files(
         tmp_path / "merged"
@@ -501,8 +509,8 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_only(inputs, tmp_path,
 
 
 def export(*arguments) -> None:
-    """Runs `python -m common.export` as a user does."""
-    command = [sys.executable, "-m", "common.export", *map(str, arguments)]
+    """Runs `python -m preference_recipes.tools.export` as a user does."""
+    command = [sys.executable, "-m", "preference_recipes.tools.export", *map(str, arguments)]
     subprocess.run(command, cwd=REPOSITORY, check=True)
 
 
@@ -576,7 +584,9 @@ def test_an_adapter_is_refused_with_the_command_that_merges_it(inputs, tmp_path,
     for argument in ("--model_name_or_path", "--ref_model_name_or_path"):
         refused = run(argument, actor, check=False)
         assert refused.returncode and "Traceback" not in refused.stdout
-        command = f"`python -m common.export {actor} OUT --merge`, and give OUT instead"
+        command = (
+            f"`python -m preference_recipes.tools.export {actor} OUT --merge`, and give OUT instead"
+        )
         assert f"'{actor}' is an adapter, not a whole model" in refused.stdout
         assert command in refused.stdout
         assert "usable rows" not in refused.stdout
@@ -628,7 +638,11 @@ def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monke
                 None, types.SimpleNamespace(reward_model_name_or_path=name)
             ),
         ):
-            refuses(f"{name!r} is an adapter", f"python -m common.export {name} OUT", call=call)
+            refuses(
+                f"{name!r} is an adapter",
+                f"python -m preference_recipes.tools.export {name} OUT",
+                call=call,
+            )
 
     # That command takes a hub name, too.
     written = []

@@ -31,7 +31,7 @@ import json, sys, torch
 from types import SimpleNamespace
 sys.path += {folders!r}
 from common import engine, launch, optim
-from common.models import prepare
+from preference_recipes.models import prepare
 from test_optim import ARGS, GPU, gradients, layers
 
 accelerator = launch.make_accelerator(

@@ -25,10 +25,10 @@ from transformers import (
 
 from common import batches
 from common.metrics import Means
-from common.models import load
-from common.models.logprobs import ScoreModel
-from common.models.packing import Packer
 from common.shared_args import SharedArgs
+from preference_recipes.models import load
+from preference_recipes.models.logprobs import ScoreModel
+from preference_recipes.models.packing import Packer
 from runs import (
     ASSETS,
     LAUNCHERS,

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from architectures import config_of
 from common import optim
-from common.models import prepare
+from preference_recipes.models import prepare
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -170,7 +170,7 @@ import json, sys, torch
 from accelerate import Accelerator
 sys.path += {folders!r}
 from common import launch, optim
-from common.models import prepare
+from preference_recipes.models import prepare
 from test_untrained import Mixture, RATE, DECAY
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

@@ -14,10 +14,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bare_runs import bare_run
-from common.data import tokens
-from common.data.ids import encode_text
-from common.rollout import environments, episodes, generation
-from common.rollout.samples import Response
+from preference_recipes.data import tokens
+from preference_recipes.data.ids import encode_text
+from preference_recipes.rollouts import environments, episodes, generation
+from preference_recipes.rollouts.samples import Response
 
 MAX_NEW_TOKENS = 200
 # What the model says in each turn of each episode: calls that succeed, fail, are several, are none.

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common.rollout.vllm_server import Server
+from preference_recipes.rollouts.vllm_server import Server
 from runs import (
     ASSETS,
     LAUNCHERS,

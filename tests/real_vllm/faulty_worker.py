@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from common.rollout.vllm_worker import Weights
+from preference_recipes.rollouts.vllm_worker import Weights
 
 
 class Faulty(Weights):

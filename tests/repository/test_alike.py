@@ -160,7 +160,7 @@ def test_what_follows_an_update_is_alike(name):
     assert AFTER_AN_UPDATE in text
     assert AT_THE_END in text
     # What logs an evaluation keeps the best actor.
-    sampler = REPOSITORY / "common/rollout/evaluation.py"
+    sampler = REPOSITORY / "preference_recipes/rollouts/evaluation.py"
     source = recipe(name).read_text() + sampler.read_text()
     logged = re.findall(r"log_evaluation\(line, .*\)\n(.*)", source)
     assert logged and set(logged) == {"    actor.keep_best(run, line)"}

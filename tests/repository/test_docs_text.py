@@ -12,9 +12,9 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from common import arguments
-from common.data import pairs, prompts
-from common.models.load import tokenizer_of
-from common.rollout import generation, samples
+from preference_recipes.data import pairs, prompts
+from preference_recipes.models.load import tokenizer_of
+from preference_recipes.rollouts import generation, samples
 from recipes import NAMES, load
 from runs import ASSETS, REPOSITORY
 
@@ -26,6 +26,7 @@ PAGES = [
 ]
 SCRIPTS = [
     *(REPOSITORY / "common").glob("*.py"),
+    *(REPOSITORY / "preference_recipes").rglob("*.py"),
     REPOSITORY / "common/prove/__main__.py",
     *(REPOSITORY / "benchmarks").glob("*.py"),
 ]
@@ -107,7 +108,7 @@ def test_every_command_names_what_exists(page, recipe_flags, launcher_flags):
             (
                 place
                 for place, word in enumerate(words)
-                if word.endswith(".py") or word.startswith("common.")
+                if word.endswith(".py") or word.startswith(("common.", "preference_recipes."))
             ),
             None,
         )
@@ -127,7 +128,11 @@ def test_every_command_names_what_exists(page, recipe_flags, launcher_flags):
             known |= script_flags(REPOSITORY / "common/prove/__main__.py")
             assert flags_of(words[script:]) <= known, command
             continue
-        path = REPOSITORY / (f"{name.replace('.', '/')}.py" if name.startswith("common.") else name)
+        path = REPOSITORY / (
+            f"{name.replace('.', '/')}.py"
+            if name.startswith(("common.", "preference_recipes."))
+            else name
+        )
         if "my_" in name or path.parent.name == "recipes":
             recipe = re.sub("my_", "", path.stem)
             assert recipe in recipe_flags, command
@@ -220,8 +225,8 @@ def test_every_argument_is_documented():
 
 
 @pytest.mark.parametrize("words", [
-    ["-m", "common.memory", "--model", "assets/model", "--config", "accelerate_configs/ds_zero3.yaml", "--num_processes", "8"],
-    ["-m", "common.export", "--help"],
+    ["-m", "preference_recipes.tools.memory", "--model", "assets/model", "--config", "accelerate_configs/ds_zero3.yaml", "--num_processes", "8"],
+    ["-m", "preference_recipes.tools.export", "--help"],
 ])  # fmt: skip
 def test_commands_that_are_cheap_run(words):
     result = subprocess.run(

@@ -36,6 +36,7 @@ PINS = [
 ]
 PYTHONS = ["3.10", "3.11", "3.13"]
 # Packages that are imported by another name than they are installed by.
+LIBRARIES = ("data", "models", "rollouts", "tools")
 INSTALLED_AS = {"yaml": "pyyaml"}
 OURS = {
     "common",
@@ -91,7 +92,7 @@ def pins_under(python: str) -> dict[str, str]:
 def test_every_import_is_a_declared_dependency():
     """What a run imports is installed with it; peft only with the extra that adapters need.
 
-    `vllm` is imported in a server's own processes, see `common/rollout/vllm_worker.py`.
+    `vllm` is imported in a server's own processes, see `preference_recipes/rollouts/vllm_worker.py`.
     """
     always = names_of(DEPENDENCIES)
     needed = imported("common", "preference_recipes", "recipes")
@@ -143,15 +144,14 @@ def test_the_lock_is_of_this_project_and_names_public_places_only():
     assert hosts == {"pypi.org", "files.pythonhosted.org"}
 
 
-def test_each_room_of_common_has_a_line_in_its_readme():
-    """Its path from there, such as `data/files.py`. A folder's line stands for its `__init__` and `__main__`."""
-    common = REPOSITORY / "common"
-    text = (common / "README.md").read_text()
-    named = re.findall(r"(?<![\w/.])((?:\w+/)*\w+\.py)\b", text)
-    files = [str(path.relative_to(common)) for path in common.rglob("*.py")]
-    rooms = {name for name in files if not name.endswith("__.py")}
-    assert {room: named.count(room) for room in rooms} == dict.fromkeys(rooms, 1)
-    assert {name for name in named if "recipes/" not in name} == rooms
+@pytest.mark.parametrize(
+    "folder", ["common", *(f"preference_recipes/{name}" for name in LIBRARIES)]
+)
+def test_each_file_of_a_library_has_a_line_in_its_readme(folder):
+    text = (REPOSITORY / folder / "README.md").read_text()
+    named = re.findall(r"^\| `(\w+\.py)` \|", text, re.MULTILINE)
+    files = [path.name for path in (REPOSITORY / folder).glob("*.py")]
+    assert sorted(named) == sorted(name for name in files if not name.endswith("__.py"))
 
 
 # ============================================================ make

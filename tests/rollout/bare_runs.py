@@ -6,11 +6,11 @@ import types
 import datasets
 import torch
 
-from common.data.dataset import Data
-from common.data.mixture import Mixture
-from common.models.packing import Packer
 from common.progress import Progress
 from common.run import Run
+from preference_recipes.data.dataset import Data
+from preference_recipes.data.mixture import Mixture
+from preference_recipes.models.packing import Packer
 
 # As in the recipes' defaults, but for what a test names.
 ARGS = dict(

@@ -1,6 +1,6 @@
 """A vLLM server of the standard library, which answers with the project's own generator.
 
-It has the endpoints that `common/rollout/vllm.py` uses, and runs `vllm_worker.Weights` itself around
+It has the endpoints that `preference_recipes/rollouts/vllm.py` uses, and runs `vllm_worker.Weights` itself around
 a transformers model. A test can make it faulty, see `FakeServer.fault`.
 """
 
@@ -17,8 +17,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from bare_runs import bare_run
-from common.rollout import generation
-from common.rollout.vllm_worker import Weights
+from preference_recipes.rollouts import generation
+from preference_recipes.rollouts.vllm_worker import Weights
 
 # Two servers in one process: `from_pretrained` changes modules of torch while it loads, and two at
 # once can leave them changed.

@@ -10,8 +10,8 @@ import pytest
 import architectures
 import templates
 from bare_runs import bare_run, data_of
-from common.data.ids import decode_answers
-from common.rollout import answers, generation, rewards
+from preference_recipes.data.ids import decode_answers
+from preference_recipes.rollouts import answers, generation, rewards
 from runs import launch, recipe, refuses, write_jsonl
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k_train.jsonl"

@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from architectures import build
 from bare_runs import bare_run
-from common.data import prompts
-from common.data.formats import BadRow
-from common.models import load, teachers
-from common.models.divergence import DistillModel
-from common.models.packing import Packer
-from common.models.teachers import Teacher, Teachers
-from common.rollout import generation
-from common.rollout.schedule import Position
 from expected_gradients import RESPONSES, make_policy, token_logps
+from preference_recipes.data import prompts
+from preference_recipes.data.formats import BadRow
+from preference_recipes.models import load, teachers
+from preference_recipes.models.divergence import DistillModel
+from preference_recipes.models.packing import Packer
+from preference_recipes.models.teachers import Teacher, Teachers
+from preference_recipes.rollouts import generation
+from preference_recipes.rollouts.schedule import Position
 from runs import (
     LAUNCHERS,
     evaluation_lines,

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from architectures import build
-from common.models import divergence, packing
-from common.models.divergence import (
+from peers import trl_distill
+from preference_recipes.models import divergence, packing
+from preference_recipes.models.divergence import (
     VALUES,
     ChunkedDivergence,
     DistillModel,
@@ -18,7 +19,6 @@ from common.models.divergence import (
     Lesson,
     gaps_to_mixture,
 )
-from peers import trl_distill
 
 BETAS = (0.0, 0.1, 0.5, 1.0)
 # Multiplier and soft cap of the student's logits, and of the teacher's.

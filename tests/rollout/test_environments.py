@@ -16,15 +16,15 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import templates as chat_templates
 from bare_runs import SHARING, bare_run
 from common import arguments
-from common.data import templates, turns
-from common.data.ids import decode, encode_text
-from common.data.messages import BadRow
-from common.models.logprobs import LogProbModel
-from common.rollout import environments, episodes, evaluation, generation
-from common.rollout.reward_calls import LARGEST
-from common.rollout.samples import Collected
 from fake_vllm import FakeServer
 from peers import trl_environments
+from preference_recipes.data import templates, turns
+from preference_recipes.data.ids import decode, encode_text
+from preference_recipes.data.messages import BadRow
+from preference_recipes.models.logprobs import LogProbModel
+from preference_recipes.rollouts import environments, episodes, evaluation, generation
+from preference_recipes.rollouts.reward_calls import LARGEST
+from preference_recipes.rollouts.samples import Collected
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -737,7 +737,7 @@ def test_reward_functions_get_conversations_and_environments(user, tmp_path):
 @pytest.mark.parametrize(
     "flags, parts",
     [
-        (dict(max_turns=3, reward_function="common.rollout.rewards:answer_reward"), ["--max_turns 3: only an --environment"]),
+        (dict(max_turns=3, reward_function="preference_recipes.rollouts.rewards:answer_reward"), ["--max_turns 3: only an --environment"]),
         (dict(environment="my_environments:Once"), ["nothing scores the responses"]),
         (dict(environment="my_environments:Echo", reward_weights=[1, 2]), ["expected 1 finite"]),
     ],

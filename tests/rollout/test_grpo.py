@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import batches
-from common.data.mixture import mixture_of
 from common.progress import Progress
-from common.rollout.samples import Samples
-from common.rollout.schedule import Position
+from preference_recipes.data.mixture import mixture_of
+from preference_recipes.rollouts.samples import Samples
+from preference_recipes.rollouts.schedule import Position
 from runs import (
     LAUNCHERS,
     evaluation_lines,

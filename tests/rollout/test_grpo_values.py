@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import expected_gradients
-from common.rollout import correction
 from peers import trl_grpo
+from preference_recipes.rollouts import correction
 from runs import REPOSITORY, recipe
 
 grpo = types.SimpleNamespace(**runpy.run_path(str(recipe("grpo"))))

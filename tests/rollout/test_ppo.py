@@ -34,14 +34,15 @@ from transformers import (
 
 from architectures import build
 from bare_runs import SHARING, alone_in, bare_run
-from common import arguments, batches, export
+from common import arguments, batches
 from common.metrics import Metrics
-from common.models.load import score_model, tokenizer_of
-from common.models.logprobs import LogProbModel
-from common.models.packing import Packer
-from common.rollout import answers, generation, rewards
-from common.rollout.samples import Collected, Samples
-from common.rollout.schedule import RolloutSchedule
+from preference_recipes.models.load import score_model, tokenizer_of
+from preference_recipes.models.logprobs import LogProbModel
+from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts import answers, generation, rewards
+from preference_recipes.rollouts.samples import Collected, Samples
+from preference_recipes.rollouts.schedule import RolloutSchedule
+from preference_recipes.tools import export
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -757,7 +758,7 @@ def test_sizes_of_a_rollout_that_do_not_divide(sizes, parts, capsys):
 def test_an_empty_value_takes_a_list_of_the_demo_away():
     """As in `--reward_function=`, to train the demo against a reward model alone."""
     parse = lambda *argv: arguments.parse(ppo.Args, ASSETS / "ppo.yaml", list(argv))
-    assert parse().reward_function == ["common.rollout.rewards:answer_reward"]
+    assert parse().reward_function == ["preference_recipes.rollouts.rewards:answer_reward"]
     assert parse("--reward_function=").reward_function is None
     assert parse("--reward_function", "a:b", "c:d").reward_function == ["a:b", "c:d"]
 

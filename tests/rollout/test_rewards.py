@@ -17,8 +17,8 @@ import torch
 
 from bare_runs import SHARING, alone_in, bare_run, data_of
 from common.arguments import load_function
-from common.rollout import reward_calls, rewards
-from common.rollout.samples import Samples
+from preference_recipes.rollouts import reward_calls, rewards
+from preference_recipes.rollouts.samples import Samples
 from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, write_jsonl
 
 
@@ -504,7 +504,7 @@ def test_functions_are_loaded_with_their_names_and_weights(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for module in ("one_of_test", "two_of_test"):
         (tmp_path / f"{module}.py").write_text("def good(p, r): ...\ndef reward_model(p, r): ...\n")
-    names = ["one_of_test:good", "common.rollout.rewards:answer_reward"]
+    names = ["one_of_test:good", "preference_recipes.rollouts.rewards:answer_reward"]
     judge = load(names)
     assert list(judge.functions) == list(judge.weights) == ["good", "answer_reward"]
     assert list(judge.weights.values()) == [1.0, 1.0] and judge.model is None
@@ -684,7 +684,7 @@ sys.path[:0] = [{tests!r}, {tests!r} + "/rollout", {repository!r}]
 import os, time
 from accelerate import Accelerator
 from transformers import AutoTokenizer
-from common.rollout import reward_calls, rewards
+from preference_recipes.rollouts import reward_calls, rewards
 import test_rewards
 
 def on_the_second(prompts, responses, **columns):

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bare_runs import bare_run
-from common.rollout import vllm
-from common.rollout.vllm_server import Server
 from common.shared_args import RolloutArgs
 from fake_vllm import FakeServer
+from preference_recipes.rollouts import vllm
+from preference_recipes.rollouts.vllm_server import Server
 from runs import (
     ASSETS,
     LAUNCHERS,
@@ -509,7 +509,10 @@ def test_a_server_that_cannot_serve_the_run(inputs, server, tmp_path):
     server.change = lambda path, answer: None
     server.fault = lambda path, content: (404, "{}") if path == "/collective_rpc" else None
     done = run(inputs, tmp_path / "3", GRPO, server.url, check=False)
-    assert "--worker-extension-cls common.rollout.vllm_worker.Weights" in said_at_the_end(done)
+    assert (
+        "--worker-extension-cls preference_recipes.rollouts.vllm_worker.Weights"
+        in said_at_the_end(done)
+    )
 
     def blind(path, content):
         if content.get("method") == "read_text":

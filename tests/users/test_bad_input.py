@@ -28,21 +28,22 @@ from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 
 import architectures
-from common import hub, memory
+from common import hub
 from common.arguments import (
     NAMES_ELSEWHERE,
     accumulation_steps,
     load_function,
     parse,
 )
-from common.data import dataset, files, formats, ids
-from common.data.pairs import preference_row
 from common.launch import quiet
-from common.models import checks, load, merge
-from common.models.logprobs import LogProbModel
 from common.prove import plain
-from common.rollout.rewards import answer_reward
 from common.shared_args import SharedArgs
+from preference_recipes.data import dataset, files, formats, ids
+from preference_recipes.data.pairs import preference_row
+from preference_recipes.models import checks, load, merge
+from preference_recipes.models.logprobs import LogProbModel
+from preference_recipes.rollouts.rewards import answer_reward
+from preference_recipes.tools import memory
 from recipes import RECIPES
 from recipes import load as load_recipe
 from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, tiny_llama, write_jsonl
@@ -120,9 +121,14 @@ def refuses_arguments(capsys, *parts, call) -> None:
 
 
 def test_a_function_that_is_not_there():
-    assert load_function("reward_function", "common.rollout.rewards:answer_reward") is answer_reward
-    missing = lambda: load_function("reward_function", "common.rollout.rewards:none")
-    refuses("--reward_function common.rollout.rewards:none", "MODULE:NAME", call=missing)
+    assert (
+        load_function("reward_function", "preference_recipes.rollouts.rewards:answer_reward")
+        is answer_reward
+    )
+    missing = lambda: load_function("reward_function", "preference_recipes.rollouts.rewards:none")
+    refuses(
+        "--reward_function preference_recipes.rollouts.rewards:none", "MODULE:NAME", call=missing
+    )
 
 
 def test_flags(capsys):

@@ -253,7 +253,7 @@ def test_a_page_says_how_a_reward_model_scores(monkeypatch):
     assert console.how_to_load(run, Path("out/actor")) == [page]
     assert "\n## The saved model\n" in (REPOSITORY / "docs/reward.md").read_text()
     monkeypatch.setattr(console.lora, "has_adapter", lambda module: True)
-    merge = "  python -m common.export out/actor out/actor_merged --merge"
+    merge = "  python -m preference_recipes.tools.export out/actor out/actor_merged --merge"
     assert console.how_to_load(run, Path("out/actor")) == [merge, page]
 
 

@@ -67,7 +67,7 @@ def test_a_run_in_the_locale_c(inputs, name, launcher):
         "--score_batch_size",
         4,
         "--reward_function",
-        "common.rollout.rewards:answer_reward",
+        "preference_recipes.rollouts.rewards:answer_reward",
     ]
     result = launch(
         LAUNCHERS[launcher], recipe(name), "--model_name_or_path", inputs / "model", "--dataset_name", data, "--eval_dataset_name", data,
@@ -89,7 +89,7 @@ def test_the_commands_on_a_console_of_ascii(tmp_path):
     from common import folders
 
     folders.write_manifest(checkpoint, folders.describe_files(checkpoint))
-    command = [sys.executable, "-m", "common.export", checkpoint, out]
+    command = [sys.executable, "-m", "preference_recipes.tools.export", checkpoint, out]
     console = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}
     done = subprocess.run(
         command, env=os.environ | console, cwd=REPOSITORY, capture_output=True, check=True

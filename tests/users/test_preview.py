@@ -9,13 +9,13 @@ from accelerate import Accelerator
 
 import recipes
 import templates
-from common import preview
-from common.data import dataset
-from common.data.pairs import preference_row
-from common.data.prompts import prompt_row
-from common.data.sequences import Sequences
-from common.models.packing import Packer
-from common.rollout import rewards
+from preference_recipes.data import dataset
+from preference_recipes.data.pairs import preference_row
+from preference_recipes.data.prompts import prompt_row
+from preference_recipes.data.sequences import Sequences
+from preference_recipes.models.packing import Packer
+from preference_recipes.rollouts import rewards
+from preference_recipes.tools import preview
 from runs import ASSETS, launch, recipe, write_jsonl
 
 SETTINGS = {"max_length": 200, "strings_as_messages": False}
@@ -120,7 +120,7 @@ def test_a_preview_needs_no_weights_and_leaves_nothing(tmp_path):
     shutil.copytree(ASSETS / "model", model)
     (model / "model.safetensors").unlink()
     flags = ["--model_name_or_path", model, "--dataset_name", ASSETS / "prompts_train.jsonl"]
-    flags += ["--reward_function", "common.rollout.rewards:answer_reward"]
+    flags += ["--reward_function", "preference_recipes.rollouts.rewards:answer_reward"]
     flags += ["--max_length", 64, "--max_new_tokens", 8]
     done = launch([], recipe("grpo"), *flags, "--preview", 2, cwd=tmp_path)
     first, second = (

@@ -603,7 +603,7 @@ torch.set_rng_state(broadcast(torch.get_rng_state()))
     "generation reads its padding": Fault(
         "split",
         "ppo",
-        "common/rollout/generation.py",
+        "preference_recipes/rollouts/generation.py",
         replace("mask_of", "padding[:, None]", by="0 * padding[:, None]"),
     ),
     "a skipped update of a rollout is repeated": Fault(

@@ -1,0 +1,176 @@
+"""Loads the training sets and the held-out sets of a run as token ids."""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from typing import NamedTuple
+
+import datasets
+from accelerate.utils import gather_object
+
+from common import as_list, distributed
+from preference_recipes.data import files, formats
+from preference_recipes.data.conversion import (
+    PLAIN_STRINGS,
+    Converter,
+    column,
+    read_usable,
+    tokenise,
+)
+from preference_recipes.data.mixture import Mixture
+
+__all__ = ["Data", "column", "load", "load_data", "load_evaluation_sets", "load_mixture"]
+
+
+class Data(NamedTuple):
+    """The data of a run, as token ids.
+
+    Attributes:
+        train: the usable rows of all training sets one after the other.
+        mixture: how an epoch takes them.
+        eval_sets: the held-out sets by the prefixes of their tags.
+        converter: turns a row into token ids; all these sets went through it.
+    """
+
+    train: datasets.Dataset
+    mixture: Mixture
+    eval_sets: dict[str, datasets.Dataset]
+    converter: Converter
+
+    @property
+    def fingerprint(self) -> str:
+        """Stands for the training set: its rows, the tokenizer, what was cut."""
+        return self.train._fingerprint
+
+
+def load_data(accelerator, args, tokenizer, *, function, **settings) -> Data:
+    """Loads and tokenises the training sets and the held-out sets that the arguments name.
+
+    All processes must call it.
+
+    Args:
+        args: `SharedArgs`.
+        function: makes token ids of a row, see `load`.
+        settings: passed to `function`, besides `max_length` and `strings_as_messages`.
+
+    Raises:
+        SystemExit: see `load`, `load_mixture` and `load_evaluation_sets`.
+    """
+    settings |= dict(strings_as_messages=args.strings_as_messages, max_length=args.max_length)
+    how = dict(function=function, tokenizer=tokenizer, columns=formats.column_names(args.columns))
+    train, mixture = load_mixture(
+        accelerator,
+        args.dataset_name,
+        args.dataset_weights,
+        args.dataset_split,
+        **how,
+        **settings,
+    )
+    eval_sets = load_evaluation_sets(
+        accelerator, args.eval_dataset_name, args.eval_dataset_split, **how, **settings
+    )
+    return Data(train, mixture, eval_sets, Converter(**how, settings=settings))
+
+
+def load(
+    accelerator, name: str, split: str, function, tokenizer, columns: dict[str, str], **settings
+) -> datasets.Dataset:
+    """Loads a data set and applies a row function such as `pairs.preference_row` to every row.
+
+    That is done once: the result is cached on disk under a key made of everything it depends on.
+    Rows that cannot be used are left out before any permutation, counted and printed by reason.
+
+    Args:
+        function: called as `function(row, tokenizer=tokenizer, **settings)`. It returns the
+            columns of the result; among them `length`, the number of tokens of the row (of a pair,
+            those of both sequences), `reason`, why a row is left out ("" if it is not), and
+            `truncated`, whether something was cut off. It may return `notes`, a list of what the
+            run prints about such rows, see `tokens.note`, and `longest`, the tokens of its longest
+            sequence before anything was cut. It raises `BadRow` if a row fits no format.
+        columns: see `formats.column_names`.
+        settings: passed to `function`; `max_length` among them.
+
+    Returns:
+        The usable rows. Besides the columns of `function` they have `row`, the number in the file
+        (from 1), `roles`, see `Converter.convert_row`, and, where the data has one, `answer` as
+        text ("" where a row has none).
+
+    Raises:
+        SystemExit: a row that fits no format (row number, column, expectation), or nothing usable
+            left. On all processes.
+    """
+    converter = Converter(function, tokenizer, columns, settings)
+    accelerator.print(f"reading {name} ...", flush=True)
+    # The first process of each machine fills the cache, and the others read what it wrote.
+    is_first = accelerator.is_local_main_process
+    fill_cache = partial(tokenise, name, split, converter)
+    file = distributed.all_or_none(accelerator, is_first, fill_cache)
+    first = accelerator.process_index - accelerator.local_process_index
+    file = gather_object([file])[first]
+    read_cache = partial(read_usable, name, file, settings)
+    usable, notes = distributed.all_or_none(accelerator, True, read_cache)
+    warnings = [note for note in notes if note.startswith(PLAIN_STRINGS)]
+    others = [note for note in notes if note not in warnings]
+    accelerator.print("; ".join([f"data {name}: {len(usable)} usable rows", *others]))
+    for warning in warnings:
+        accelerator.print(f"WARNING: {warning}")
+    return usable
+
+
+def load_mixture(
+    accelerator, names: str | list[str], weights: list[float] | None, *rest, **settings
+) -> tuple[datasets.Dataset, Mixture]:
+    """Loads one or several training sets; see `load`.
+
+    Args:
+        weights: one for each set, see `Mixture`; default 1.
+
+    Returns:
+        The usable rows of all sets one after the other, and how they are mixed.
+
+    Raises:
+        SystemExit: not a weight above 0 for each set; what `load` raises.
+    """
+    names = as_list(names)
+    if weights is None:
+        weights = [1.0] * len(names)
+    if len(weights) != len(names) or not all(0 < weight < math.inf for weight in weights):
+        sys.exit(
+            f"--dataset_weights {' '.join(map(str, weights))}: expected {len(names)} numbers above "
+            f"0, one for each of --dataset_name {' '.join(names)}"
+        )
+    sets = [load(accelerator, name, *rest, **settings) for name in names]
+    mixture = Mixture(tuple(len(rows) for rows in sets), tuple(weights))
+    if len(sets) == 1 and weights == [1]:
+        return sets[0], mixture
+
+    accelerator.print(mixture.describe(names))
+    # Only held-out sets are asked for answers, and not every set may have them.
+    without_answers = [
+        rows.remove_columns([name for name in rows.column_names if name == "answer"])
+        for rows in sets
+    ]
+    rows = datasets.concatenate_datasets(without_answers)
+    content = [[part._fingerprint for part in sets], mixture.weights]
+    fingerprint = datasets.fingerprint.Hasher.hash(content)
+    return rows.select(range(len(rows)), new_fingerprint=fingerprint), mixture
+
+
+def load_evaluation_sets(
+    accelerator, names: list[str] | None, *rest, **settings
+) -> dict[str, datasets.Dataset]:
+    """Loads the held-out sets; see `load`.
+
+    Returns:
+        Each set by the prefix of its tags: `eval/`, or `eval/<name>/` where there are several.
+    """
+    names = names or []
+    stems = [files.stem(name) for name in names]
+    if len(set(stems)) < len(stems):
+        sys.exit(f"--eval_dataset_name {names}: two sets would log under the same name")
+    prefixes = [f"eval/{stem}/" for stem in stems] if len(stems) > 1 else ["eval/"]
+    return {
+        prefix: load(accelerator, name, *rest, **settings) for prefix, name in zip(prefixes, names)
+    }

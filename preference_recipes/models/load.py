@@ -1,0 +1,551 @@
+"""Loading a tokenizer and models, and refusing what cannot be trained."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.integrations import is_fsdp_enabled
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from common import cpu, distributed, folders, hub, print_once, record, zero
+from preference_recipes.data import templates, tokens
+from preference_recipes.models.architecture import OTHER_SENSES
+
+EXPECTED = "(expected a Hugging Face folder or a hub name)"
+
+
+def tokenizer_of_run(accelerator, args):
+    """Loads the tokenizer of the model that is trained, as the arguments change it.
+
+    All processes must call it.
+
+    Args:
+        args: `SharedArgs`.
+
+    Raises:
+        SystemExit: see `tokenizer_of`.
+    """
+    date = record.date_of_run(accelerator, args)
+    return tokenizer_of(
+        args.model_name_or_path, args.chat_template, args.chat_template_kwargs, date
+    )
+
+
+def tokenizer_of(
+    name: str,
+    chat_template: str | None = None,
+    chat_template_kwargs: str | None = None,
+    date: str | None = None,
+):
+    """Loads the tokenizer of a model, with an EOS and a pad token.
+
+    Args:
+        chat_template: a file that replaces the chat template.
+        chat_template_kwargs: variables of the chat template as a JSON object. They become defaults
+            in the template itself, so that they are saved with it and hold at inference.
+        date: what a chat template prints as the date of the day, as in 2026-01-31.
+
+    Raises:
+        SystemExit: no tokenizer there, or one without an EOS token; a chat template that cannot be
+            read, or variables that it does not have. The message says what to do.
+    """
+    tokenizer = from_pretrained(AutoTokenizer, "tokenizer", name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(
+            f"the tokenizer of {name!r} has no EOS token, so a model could not learn to stop: "
+            "set tokenizer.eos_token and save it"
+        )
+    # The loss never reads padding, so any token will do. A new one would resize the model.
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = templates.read(chat_template)
+    if chat_template_kwargs is not None:
+        templates.set_defaults(tokenizer, chat_template_kwargs)
+    tokenizer.chat_date = date if templates.prints_date(tokenizer) else None
+    return tokenizer
+
+
+def separate_pad(tokenizer, pad_token: str | None = None) -> None:
+    """Gives a tokenizer that pads with its EOS another pad token, and prints which.
+
+    transformers reads a saved reward model's score at the last token that is not the pad token. So
+    any token will do with which no answer ends. The vocabulary stays as it is.
+
+    Args:
+        pad_token: a token of the vocabulary that the user chose. None: an unused special token, or
+            the one for unknown text.
+
+    Raises:
+        SystemExit: the token is not in the vocabulary or is the EOS, or none was found.
+    """
+    eos = tokenizer.eos_token
+    if pad_token is not None:
+        if pad_token not in tokenizer.get_vocab() or pad_token == eos:
+            sys.exit(
+                f"--pad_token {pad_token!r}: expected a token of the vocabulary of "
+                f"{tokenizer.name_or_path!r} other than its EOS, {eos!r}"
+            )
+        tokenizer.pad_token = pad_token
+    if tokenizer.pad_token != eos:
+        return
+
+    candidates = [*unused_special_tokens(tokenizer), tokenizer.unk_token]
+    found = [token for token in candidates if token not in (None, eos)]
+    if not found:
+        sys.exit(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no pad token of its own, or pads "
+            f"with its EOS, {eos!r}: transformers would read a saved reward model's score before "
+            "the EOS. Give --pad_token TOKEN: a token of its vocabulary with which no answer ends"
+        )
+    tokenizer.pad_token = found[0]
+    print_once(
+        f"NOTE: pads with {found[0]!r}, because the tokenizer has no pad token other than its "
+        f"EOS, {eos!r}; --pad_token names another"
+    )
+
+
+def unused_special_tokens(tokenizer) -> list[str]:
+    """Returns the special tokens that no text of a conversation has: those for padding first."""
+    template = str(tokenizer.chat_template or "")
+    unused = [
+        str(token)
+        for token in tokenizer.added_tokens_decoder.values()
+        if token.special
+        and str(token) not in tokenizer.all_special_tokens
+        and str(token) not in template
+        and not OTHER_SENSES.search(str(token))
+    ]
+    return sorted(unused, key=lambda token: "pad" not in token.lower())
+
+
+def in_4bit(args) -> BitsAndBytesConfig | None:
+    """Returns how the base is packed into 4 bits; None without `--load_in_4bit`.
+
+    These are QLoRA's settings: NormalFloat, and the scales of its blocks packed again. Products are
+    computed in the precision of the run.
+    """
+    if not args.load_in_4bit:
+        return None
+    precisions = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=precisions[AcceleratorState().mixed_precision],
+    )
+
+
+def causal_lm(name: str, tokenizer, args, frozen: bool = False) -> PreTrainedModel:
+    """Loads a causal language model in fp32.
+
+    Autocast and FSDP2 round it to half precision for each forward pass, DeepSpeed after each update
+    of its fp32 masters.
+
+    Args:
+        tokenizer: that of the policy. A reference policy must read the same token ids.
+        args: `SharedArgs`.
+        frozen: the model is only read: neither checkpointed nor packed into 4 bits.
+
+    Raises:
+        SystemExit: nothing there, an architecture that transformers does not know, a reward model,
+            missing weights, another tokenizer, or one with more tokens than the model has
+            embeddings.
+    """
+    if name != tokenizer.name_or_path:
+        refuse_another_vocabulary(name, tokenizer)
+    model, missing, unused = load(
+        AutoModelForCausalLM,
+        "causal language model",
+        name,
+        tokenizer,
+        args=args,
+        frozen=frozen,
+    )
+    refuse_classifier(name, model.config)
+    if unused:
+        parts = sorted({weight.split(".")[0] for weight in unused})
+        print_once(
+            f"NOTE: {name!r} has {len(unused)} weights that {type(model).__name__} does not have, "
+            f"of {', '.join(parts)}: they are not loaded, and no saved actor has them"
+        )
+    if missing:
+        sys.exit(
+            f"{name!r} lacks weights, such as {min(missing)}: they would have started at random"
+        )
+    # The saved actor must end its answers as it does here.
+    model.generation_config.eos_token_id = sorted(tokens.stop_tokens(tokenizer, model))
+    published = model.generation_config.to_dict()
+    model.generation_config = PublishedGenerationConfig.from_dict(published)
+    return model
+
+
+class PublishedGenerationConfig(GenerationConfig):
+    """The generation config of a published model. It may have faults, and is saved as it is."""
+
+    def validate(self, *args, **kwargs) -> None:
+        """Accepts all: transformers would refuse to save some configs that it has loaded itself."""
+
+
+def refuse_another_vocabulary(name: str, tokenizer) -> None:
+    """Refuses a reference policy whose own tokenizer gives a token id another meaning.
+
+    A folder of weights without a tokenizer is taken as it is. So are tokens that only one of both
+    has: a pad token, for example, that was added to the policy's tokenizer.
+    """
+    try:
+        own_tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception:  # whatever says that there is none
+        return
+    own_tokens = {token_id: token for token, token_id in own_tokenizer.get_vocab().items()}
+    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        own_token = own_tokens.get(token_id, token)
+        if own_token != token:
+            sys.exit(
+                f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: token {token_id} "
+                f"is {own_token!r} there and {token!r} here. The reference policy reads the "
+                "policy's token ids: give the model that the policy was trained from"
+            )
+
+
+def refuse_classifier(name: str, config) -> None:
+    """Refuses a reward model, or another classifier, as a language model.
+
+    With tied embeddings transformers would load it without complaint.
+    """
+    for architecture in config.architectures or []:
+        if "Classification" in architecture or "RewardModel" in architecture:
+            sys.exit(
+                f"{name!r} is a {architecture}, such as a reward model, and no language model: "
+                "give a causal language model as the policy, such as recipes/sft.py saves"
+            )
+
+
+def score_model(
+    name: str, tokenizer, args, frozen: bool = False, new_head: bool = False
+) -> PreTrainedModel:
+    """Loads a sequence classifier with one label in fp32: a reward model, or a critic.
+
+    Args:
+        tokenizer: that of the policy, or of `name` itself.
+        args, frozen: see `causal_lm`.
+        new_head: gives a model without a score head a new one, see `draw_score_head`.
+
+    Raises:
+        SystemExit: nothing there, another tokenizer, no score head though `new_head` is false, or
+            an architecture whose head is of another kind.
+    """
+    own_tokenizer = tokenizer_of(name)
+    if own_tokenizer.get_vocab() != tokenizer.get_vocab():
+        sys.exit(
+            f"{name!r} has another tokenizer than {tokenizer.name_or_path!r}: "
+            "the reward model or critic reads the policy's token ids, "
+            "so both need the same vocabulary"
+        )
+    model, missing, _ = load(
+        AutoModelForSequenceClassification,
+        "reward model with one label",
+        name,
+        tokenizer,
+        args=args,
+        frozen=frozen,
+        num_labels=1,
+    )
+    if type(getattr(model, "score", None)) is not nn.Linear:
+        sys.exit(
+            f"{type(model).__name__} has no linear layer 'score' over each position: "
+            "this architecture cannot be scored"
+        )
+    lacks_backbone = missing - {"score.weight"}
+    if lacks_backbone or (missing and not new_head):
+        sys.exit(
+            f"{name!r} lacks weights, such as {min(missing)}: "
+            "expected a reward model with one label, as recipes/reward.py saves it"
+        )
+    if missing:
+        print_once(f"{name!r} has no score head: a new one is drawn from the seed")
+        draw_score_head(model)
+    # transformers reads the score of the last token before the padding.
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def load(
+    auto_class,
+    kind: str,
+    name: str,
+    tokenizer,
+    *,
+    args,
+    frozen: bool,
+    **settings,
+) -> tuple:
+    """Loads a model in fp32.
+
+    Args:
+        kind: what is loaded, in words, for messages.
+        tokenizer: whose tokens must all have an embedding.
+        args, frozen: see `causal_lm`.
+        settings: further arguments of `from_pretrained`.
+
+    Returns:
+        the model; the names of the weights that its folder lacks; of those that it has no use for.
+    """
+    quantization = None if frozen else in_4bit(args)
+    if quantization is not None:
+        # Weights are packed on the device that computes with them: with cpu.yaml that is no GPU,
+        # even where there is one.
+        device = str(PartialState().device)
+        settings |= {"quantization_config": quantization, "device_map": {"": device}}
+    if is_large(name):
+        print_once(f"loading {name}")
+    read = read_on_main_process if is_fsdp_enabled() else from_pretrained
+    with contextlib.nullcontext() if frozen else zero.unrounded_shards():
+        model, info = read(
+            auto_class,
+            kind,
+            name,
+            output_loading_info=True,
+            dtype=torch.float32,
+            attn_implementation=args.attn_implementation,
+            **settings,
+        )
+    if quantization is not None:
+        keep_packing(model)
+    elif getattr(model, "hf_quantizer", None) is not None:
+        sys.exit(
+            f"{name!r} holds quantized weights, which are not loaded as they are: give the model "
+            "that they were made of, with --lora_r and --load_in_4bit to pack it"
+        )
+    forget_unused_renamings(model)
+    refuse_missing_embeddings(name, model, tokenizer)
+    is_on_cpu = PartialState().device.type == "cpu"
+    if is_on_cpu and model.config.get_text_config().hidden_size > 128:
+        cpu.use_onednn()
+    if args.gradient_checkpointing and not frozen:
+        checkpointing: dict[str, Any] = {"use_reentrant": False}
+        if is_on_cpu:
+            checkpointing["context_fn"] = cpu.contexts_of_checkpoint
+        # transformers renamed it, warns of the old name, and will take that away in version 6.
+        new_name = "activation_checkpointing_enable"
+        enable = new_name if hasattr(model, new_name) else "gradient_checkpointing_enable"
+        getattr(model, enable)(checkpointing)
+    return model, set(info["missing_keys"]), set(info["unexpected_keys"])
+
+
+def forget_unused_renamings(model: PreTrainedModel) -> None:
+    """Keeps only those renamings of weights that were needed to load them.
+
+    Saving reverts the renamings of loading. Under ZeRO-3 transformers 5.23 also remembers those
+    that no weight needed, and would save Gemma 3 under names that nothing reads.
+    """
+    if getattr(model, "_weight_conversions", None):
+        used = [renaming for renaming in model._weight_conversions if renaming.was_used()]
+        model._weight_conversions = used
+
+
+def refuse_missing_embeddings(name: str, model: PreTrainedModel, tokenizer) -> None:
+    """Refuses a model that has fewer embeddings than its tokenizer has tokens."""
+    vocab_size = model.config.get_text_config().vocab_size
+    # Gemma 3's small models know no images, but their tokenizer ends with a token for them.
+    text_tokens = len(tokenizer) - hasattr(tokenizer, "image_token")
+    if text_tokens > vocab_size:
+        sys.exit(
+            f"the tokenizer of {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, "
+            f"but the vocab_size of {name!r} is {vocab_size}: "
+            "use the model's own tokenizer, or resize the model's embeddings and save it"
+        )
+
+
+def keep_packing(model: PreTrainedModel) -> None:
+    """Keeps bitsandbytes from packing weights of 4 bits anew for inference on a CPU.
+
+    With bf16 instructions it would do that in the first evaluation, in another precision, and the
+    weights could no longer be trained with.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def is_large(name: str) -> bool:
+    """Whether a model may take long to load: from the hub, or from weights of more than a GiB."""
+    files = Path(name).glob("*.safetensors")
+    return not Path(name).exists() or sum(file.stat().st_size for file in files) > 2**30
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file that may be a tokenizer's, whatever its kind."""
+    patterns = ("*token*", "*vocab*", "*.model", "*.spm", "merges.txt", "*bpe*", "tekken.json")
+    return any(path for pattern in patterns for path in folder.glob(pattern))
+
+
+def from_pretrained(auto_class, kind: str, name: str, **settings):
+    """Calls `auto_class.from_pretrained`, and exits with the first line of its error.
+
+    Code that a model brings along is never run. By default transformers would ask on standard
+    input whether it may, and take the first line of a pipe for the answer.
+    """
+    refuse_adapter(name)
+    refuse_what_holds_no_model(kind, name)
+    if is_hub_name(name):
+        hub.reach()
+    try:
+        return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
+    except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
+        refuse_own_code(name, error)
+        first_line = str(error).strip().splitlines()[0]
+        sys.exit(f"no {kind} could be loaded from {name!r}: {first_line} {EXPECTED}")
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name is that of a repository on the hub: no file or folder, nor like a path."""
+    looks_like_a_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    return not Path(name).exists() and not looks_like_a_path
+
+
+def refuse_what_holds_no_model(kind: str, name: str) -> None:
+    """Refuses files and folders without a model, where transformers' message would not say so.
+
+    It names what it tried, not what is missing.
+    """
+    folder = Path(name)
+    fault = None
+    if folder.is_file():
+        fault = f"it is a file {EXPECTED}"
+    elif not folder.is_dir():
+        if not is_hub_name(name):
+            fault = f"there is no such folder {EXPECTED}"
+    elif not any(folder.glob("*config.json")):
+        holds_actor = (folder / "actor").is_dir()
+        way_on = f"; take {folder / 'actor'}" if holds_actor else f" {EXPECTED}"
+        fault = f"it holds no config.json{way_on}"
+    elif kind == "tokenizer" and not holds_tokenizer(folder):
+        fault = (
+            "it holds none, such as tokenizer.json; save the model's tokenizer into the same folder"
+        )
+    if fault:
+        sys.exit(f"no {kind} could be loaded from {name!r}: {fault}")
+
+
+def refuse_adapter(name: str) -> None:
+    """Refuses an adapter in the place of a model; `transformers` would load its base with it.
+
+    Raises:
+        SystemExit: with the command that merges it.
+    """
+    if is_adapter(name):
+        sys.exit(
+            f"{name!r} is an adapter, not a whole model: merge it into its base with "
+            f"`python -m preference_recipes.tools.export {name} OUT --merge`, and give OUT instead"
+        )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a folder or a hub name holds an adapter instead of a whole model."""
+    if is_hub_name(name):
+        hub.reach()
+    elif not Path(name).is_dir():
+        return False
+    try:
+        return find_adapter_config_file(name) is not None
+    except Exception:  # no such name, or no network: whoever loads it says so
+        return False
+
+
+def refuse_own_code(name: str, error: Exception) -> None:
+    """Refuses a model that needs Python code of its own, if this is what the error says."""
+    if "trust_remote_code" in str(error):
+        sys.exit(
+            f"{name!r} needs Python code of its own (auto_map in its JSON files), which is never "
+            "run (SECURITY.md): take a model whose architecture and tokenizer transformers has"
+        )
+
+
+def read_on_main_process(auto_class, kind: str, name: str, **settings) -> tuple:
+    """Does what `from_pretrained` does, and reads the weights on the main process alone.
+
+    The parameters and buffers of the other processes have shapes but no memory, until
+    `prepare.shared_weights` gives them their values. accelerate's setting alone would not save any
+    memory of the host: transformers 5.23 reads the weights on every process. All processes must
+    call it.
+
+    Returns:
+        The model, and what the main process was told about its weights.
+    """
+    state = PartialState()
+    read = functools.partial(from_pretrained, auto_class, kind, name, **settings)
+    found = distributed.all_or_none(state, state.is_main_process, read)
+    known = None
+    if state.is_main_process:
+        model, info = found
+        known = (model.config, getattr(model, "generation_config", None), info)
+    config, generation_config, info = broadcast_object_list([known])[0]
+    if not state.is_main_process:
+        with torch.device("meta"):
+            model = auto_class.from_config(
+                config, dtype=settings["dtype"], trust_remote_code=False
+            ).eval()
+        if generation_config is not None:
+            model.generation_config = generation_config
+    return model, info
+
+
+def draw_score_head(model: PreTrainedModel) -> None:
+    """Draws the weights of a new score head from N(0, 0.01 / (hidden size + 1)).
+
+    A tenth of the usual deviation (Stiennon et al. 2020, arXiv:2009.01325, and the code of Huang et
+    al. 2024, arXiv:2403.17031), which gives scores a variance of 1 where hidden states are
+    normalised. Those of chat models are larger, and a reward model should begin with scores near
+    zero: with the loss of a guess, log 2. A still smaller head would slow its backbone down, whose
+    gradient is in proportion to it.
+    """
+    size = model.score.in_features
+    # From the seed alone, whatever random numbers the engine used up while it loaded the model.
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    start = 0.1 * torch.randn(1, size, generator=generator) / (size + 1) ** 0.5
+    with zero.gathered([model.score.weight], writer=0), torch.no_grad():
+        model.score.weight.copy_(start)
+
+
+def fingerprint(accelerator, name: str, config) -> str:
+    """Identifies a model's weights: the same for a copy of them, another for any change.
+
+    For a local folder these are name, size and checksum of each file of its weights and of its
+    config; for a hub name, the commit. All processes must call it.
+    """
+    return distributed.on_main_process(accelerator, describe_weights, name, config)
+
+
+def describe_weights(name: str, config) -> str:
+    """See `fingerprint`."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return f"commit {getattr(config, '_commit_hash', None)} of {name}"
+    files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    files = sorted(file for file in files if file.is_file())
+    # Checksums are computed outside of Python's lock, so threads share the work.
+    with ThreadPoolExecutor() as pool:
+        checksums = list(pool.map(folders.checksum, files))
+    entries = [
+        [file.name, file.stat().st_size, crc] for file, crc in zip(files, checksums, strict=True)
+    ]
+    return f"weights {hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]}"

@@ -1,0 +1,360 @@
+"""Low-rank adapters (LoRA) by peft: which layers get one, the base without them, their weights.
+
+Hu et al. 2021, arXiv:2106.09685. A linear layer `W` becomes `W + (alpha / r) * B @ A`, where `A` is
+`[r, inputs]` and `B` is `[outputs, r]`. Only `A` and `B` are trained. `B` starts at zero, so the
+model starts as its base. With a 4-bit base: Dettmers et al. 2023, arXiv:2305.14314 (QLoRA).
+"""
+
+import importlib
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.peft import MIN_PEFT_VERSION, check_peft_version
+from transformers.pytorch_utils import Conv1D
+
+from common import engine, replaced, zero
+from common.shared_args import RolloutArgs
+from preference_recipes.models import architecture, load
+
+# The one adapter of a model, by the name that peft gives to a first one.
+ADAPTER = "default"
+# The name by which peft means every linear layer but the output layer.
+ALL_LINEAR = "all-linear"
+# What peft's own file has no place for: mean and standard deviation of a reward model's scores.
+MOMENTS_FILE = "reward_moments.json"
+
+
+# ============================================================ settings
+def complete_settings(accelerator, args) -> None:
+    """Refuses settings of the adapters that would be ignored, or cannot work, and fills in alpha.
+
+    Also refuses an adapter as any model of the run, before data are read.
+
+    Args:
+        args: `SharedArgs`.
+
+    Raises:
+        SystemExit: with the argument and its value; also if peft or bitsandbytes is not installed.
+    """
+    for name, value in vars(args).items():
+        if name.endswith("model_name_or_path") and value is not None:
+            load.refuse_adapter(value)
+    if args.lora_r == 0:
+        refuse_without_adapters(args)
+        return
+    import_library("peft", needed_by=f"--lora_r {args.lora_r}", extra="lora")
+    try:
+        check_peft_version(min_version=MIN_PEFT_VERSION)
+    except ValueError:
+        sys.exit(
+            f"--lora_r {args.lora_r}: transformers {transformers.__version__} needs peft "
+            f"{MIN_PEFT_VERSION} or newer, and {importlib.metadata.version('peft')} is installed: "
+            "pip install -e '.[lora]' finds versions that fit"
+        )
+    if args.lora_alpha is None:
+        args.lora_alpha = 2.0 * args.lora_r
+    if args.lora_dropout and isinstance(args, RolloutArgs):
+        sys.exit(
+            f"--lora_dropout {args.lora_dropout}: expected 0, since the sampler has no dropout: "
+            "the policy that is trained would not be the one that responded"
+        )
+    if args.load_in_4bit:
+        import_library("bitsandbytes", needed_by="--load_in_4bit", extra="qlora")
+        if engine.is_sharded(accelerator):
+            sys.exit(
+                f"--load_in_4bit does not work under {engine.describe(accelerator)}: it cannot cut "
+                "packed weights. Use single_gpu.yaml or ddp.yaml, or ds_zero3.yaml without it"
+            )
+
+
+def refuse_without_adapters(args) -> None:
+    """Refuses settings that mean nothing at `--lora_r 0`."""
+    given = {
+        "lora_alpha": args.lora_alpha is not None,
+        "lora_dropout": args.lora_dropout != 0,
+        "lora_target_modules": args.lora_target_modules != [ALL_LINEAR],
+    }
+    for name, is_given in given.items():
+        if is_given:
+            sys.exit(f"--{name} would be ignored without adapters: give --lora_r, such as 16")
+    if args.load_in_4bit:
+        sys.exit("--load_in_4bit: weights of 4 bits cannot be trained: give --lora_r, such as 16")
+
+
+def import_library(name: str, needed_by: str, extra: str):
+    """Imports a library of an extra, and says how to install it if it is not there."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        sys.exit(f"{needed_by} needs {name}: pip install -e '.[{extra}]' ({error})")
+
+
+# ============================================================ the adapters
+def add_adapters(accelerator, wrapper: nn.Module, args) -> None:
+    """Freezes the models in a module and gives each an adapter; does nothing at `--lora_r 0`.
+
+    A score head is trained whole, and saved with the adapter. Call it after
+    `architecture.freeze_unreached`, since what text does not reach gets no adapter.
+
+    Args:
+        wrapper: a `ModelWrapper`, not prepared yet. PPO's has two models.
+        args: needs `lora_r lora_alpha lora_dropout lora_target_modules`.
+
+    Raises:
+        SystemExit: a name in `lora_target_modules` is no linear layer of the model, or is one that
+            cannot have an adapter.
+    """
+    if not args.lora_r:
+        return
+    total = engine.count_parameters(wrapper)
+    layers = []
+    for number, model in enumerate(architecture.whole_models(wrapper).values()):
+        layers_of_model = layers_to_adapt(model, args.lora_target_modules)
+        add_adapter(model, layers_of_model, args, seed=torch.initial_seed() + number)
+        layers += layers_of_model
+    trained = engine.count_trained_parameters(wrapper)
+    kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
+    accelerator.print(
+        f"adapters of rank {args.lora_r}, alpha {args.lora_alpha:g} on {len(layers)} layers "
+        f"({', '.join(kinds)}): {trained:,} trained parameters besides {total:,} frozen ones"
+    )
+
+
+def add_adapter(model: PreTrainedModel, layers: list[str], args, seed: int) -> None:
+    """Adds an adapter on these layers of a model; peft freezes all else.
+
+    The adapter's weights follow from the seed alone, whatever random numbers the engine used up.
+    """
+    import peft
+
+    is_scorer = hasattr(model, "score")
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS" if is_scorer else "CAUSAL_LM",
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=layers,  # peft shortens long lists
+        modules_to_save=["score"] if is_scorer else None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # So the model keeps its class, unlike inside a `PeftModel`.
+        model.add_adapter(config, ADAPTER)
+    base = model.config.name_or_path
+    if Path(base).is_dir():
+        base = str(Path(base).resolve())  # so that the base is found from any directory
+    config.base_model_name_or_path = base
+    config.target_modules = sorted(config.target_modules)  # else a set, written in any order
+    config.inference_mode = True  # of the saved file: whoever loads it does not train it
+
+
+def layers_to_adapt(model: PreTrainedModel, targets: list[str]) -> list[str]:
+    """Returns the names of the layers that get an adapter.
+
+    With `all-linear` these are all linear layers except output layer and score head, and except
+    those that text never reaches, such as a vision tower's.
+
+    Args:
+        targets: `all-linear` alone, or names of layers as peft takes them: whole ones, or their
+            ends after a dot, such as `q_proj`.
+
+    Raises:
+        SystemExit: see `add_adapters`.
+    """
+    heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
+    of_other_senses = architecture.parameters_of_other_senses(model)
+    layers = []
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, (nn.Linear, Conv1D)) and id(module) not in heads
+        if is_linear and is_reached(module) and f"{name}.weight" not in of_other_senses:
+            layers.append(name)
+    if not layers:
+        sys.exit(f"{type(model).__name__} has no linear layers that could get an adapter")
+    if targets == [ALL_LINEAR]:
+        return layers
+    for target in targets:
+        if not any(is_named(layer, target) for layer in layers):
+            kinds = sorted({layer.rpartition(".")[2] for layer in layers})
+            sys.exit(
+                f"--lora_target_modules {target}: no linear layer of {type(model).__name__} that "
+                f"could get an adapter has this name. There are {', '.join(kinds)} (embeddings, "
+                "the output layer and score heads get none)"
+            )
+    return [layer for layer in layers if any(is_named(layer, target) for target in targets)]
+
+
+def is_reached(layer: nn.Module) -> bool:
+    """Whether `architecture.freeze_unreached` left a layer to be trained.
+
+    Of a packed weight it is not known, so it counts as reached.
+    """
+    return layer.weight.requires_grad or not layer.weight.is_floating_point()
+
+
+def is_named(layer: str, target: str) -> bool:
+    """Whether peft means a layer by this name."""
+    return layer == target or layer.endswith(f".{target}")
+
+
+# ============================================================ the base
+class WithoutAdapters(nn.Module):
+    """A prepared model with its adapters off: the policy before training, without a second copy.
+
+    Its forward pass runs through the prepared module, so it sees the same shards and the same
+    precision. Call it under `torch.no_grad`, and not between the policy's forward and backward
+    pass: with gradient checkpointing the backward pass runs layers again, adapters on.
+
+    Args:
+        prepared: what `accelerator.prepare` returned.
+        settings: what its forward pass is always given.
+    """
+
+    def __init__(self, prepared: nn.Module, **settings):
+        super().__init__()
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self.prepared = prepared
+        self.settings = settings
+        self.adapted = [layer for layer in prepared.modules() if isinstance(layer, BaseTunerLayer)]
+
+    def forward(self, *args, **kwargs):
+        """Returns what the prepared model returns without its adapters."""
+        with self.adapters_off():
+            return self.prepared(*args, **kwargs, **self.settings)
+
+    def adapters_off(self):
+        """Turns the adapters off inside the block, and on again even after an error.
+
+        peft's own switch would also freeze and unfreeze the adapters' weights, which engines that
+        cut weights do not expect.
+        """
+        return replaced(*((layer, "_disable_adapters", True) for layer in self.adapted))
+
+
+def fingerprints(accelerator, wrapper: nn.Module) -> dict[str, str]:
+    """Returns the fingerprints of the frozen bases, by what messages call them.
+
+    A checkpoint holds the adapters alone, so it notices by these that a base has changed. Without
+    adapters there are none. All processes must call it.
+    """
+    found = {}
+    for path, model in architecture.whole_models(wrapper).items():
+        if has_adapter(model):
+            part = path.rpartition(".")[0]  # PPO's critic is `critic.model`, the actor `model`
+            name = f"base model of {part}" if part else "base model"
+            found[name] = load.fingerprint(accelerator, model.config.name_or_path, model.config)
+    return found
+
+
+class Flop(NamedTuple):
+    """The operations of training; both are 0 where they are not known.
+
+    Attributes:
+        of_token: for each token that the layers compute.
+        of_target: for each token whose log-prob the output layer computes.
+    """
+
+    of_token: float = 0.0
+    of_target: float = 0.0
+
+
+def flop(wrapper: nn.Module) -> Flop:
+    """Returns the operations that training takes: the products with weights alone.
+
+    For each trained parameter these are 2 in the forward and 4 in the backward pass; for each
+    frozen one below an adapter 2 and 2, since it needs no gradient of its own. Embeddings take
+    none: they are looked up. A score head, a single row, is not counted. Of a mixture's experts a
+    token visits some; where the config does not say how many, nothing is known.
+    """
+    of_token = 0.0
+    of_target = 0.0
+    for model in architecture.whole_models(wrapper).values():
+        experts, visited = architecture.experts_of(model)
+        if experts > 1 and visited is None:
+            return Flop()
+        visited_share = visited / experts if experts > 1 else 1.0
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        looked_up = {id(table.weight) for table in tables}
+        of_frozen = 4 if has_adapter(model) else 0
+        for parameter in model.get_decoder().parameters():
+            if id(parameter) not in looked_up:
+                share = visited_share if architecture.holds_experts(parameter) else 1.0
+                for_each = 6 if parameter.requires_grad else of_frozen
+                of_token += for_each * engine.size_of(parameter) * share
+        head = model.get_output_embeddings()
+        if head is not None:
+            for_each = 6 if head.weight.requires_grad else of_frozen
+            of_target += for_each * engine.size_of(head.weight)
+    return Flop(of_token, of_target)
+
+
+# ============================================================ their weights
+def has_adapter(module: nn.Module) -> bool:
+    """Whether a model, or a module with models inside, has adapters."""
+    models = architecture.whole_models(module).values()
+    return any(getattr(model, "_hf_peft_config_loaded", False) for model in models)
+
+
+def count_saved_parameters(module: nn.Module) -> int:
+    """Counts the parameters that are saved: of a model with adapters, those of the adapters."""
+    if has_adapter(module):
+        return engine.count_trained_parameters(module)
+    return engine.count_parameters(module)
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that are trained, by name: of a model with adapters, those alone."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def trained_part(module: nn.Module) -> nn.Module:
+    """Returns a module that holds the trained parameters of another, for checkpoints."""
+    parameters = trained_parameters(module)
+    # A parameter's own name may hold no dots.
+    return nn.ParameterDict({name.replace(".", "/"): p for name, p in parameters.items()})
+
+
+def gather_adapters(unwrapped: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns copies of the whole trained weights by name; all processes must call it."""
+    parameters = trained_parameters(unwrapped)
+    return {name: zero.whole(p).to("cpu", copy=True) for name, p in parameters.items()}
+
+
+def save(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes a model's adapter as an ordinary folder of peft.
+
+    `save_pretrained` is not used: of a model of 4 bits it would not take these weights, but read
+    the model's own.
+
+    Args:
+        state_dict: the trained weights, by their names in `model`.
+        folder: is made. A reward model's mean and standard deviation are written there, too.
+    """
+    import peft
+
+    weights = peft.get_peft_model_state_dict(
+        model, state_dict=state_dict, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    weights = {f"base_model.model.{name}": value.contiguous() for name, value in weights.items()}
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    model.peft_config[ADAPTER].save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+    moments = {
+        name: getattr(model.config, name)
+        for name in ("reward_mean", "reward_std")
+        if hasattr(model.config, name)
+    }
+    if moments:
+        text = json.dumps(moments, indent=2) + "\n"
+        (folder / MOMENTS_FILE).write_text(text, encoding="utf-8")

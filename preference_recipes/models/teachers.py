@@ -1,0 +1,188 @@
+"""The teachers of a distillation: which models they are, and what they say of a batch."""
+
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from common import batches, engine
+from common.run import Run
+from preference_recipes.models import load, lora, prepare
+from preference_recipes.models.divergence import DistillModel, Head, Lesson
+from preference_recipes.models.packing import Packer
+
+# The name of a teacher that is alone and has none.
+ONLY = ""
+
+
+def names_and_paths(args) -> dict[str, str | None]:
+    """Returns the teachers that the arguments name, by what the column `teacher` calls them.
+
+    Args:
+        args: needs `teacher teacher_model_name_or_path teacher_prompt lora_r`.
+
+    Returns:
+        Folders or hub names. None stands for the student without its adapters.
+
+    Raises:
+        SystemExit: nothing is named, or one of them twice, or not in the form NAME=PATH.
+    """
+    if args.teacher and args.teacher_model_name_or_path:
+        sys.exit(
+            "--teacher and --teacher_model_name_or_path: give one of them. --teacher NAME=PATH "
+            "names several teachers, of which the column `teacher` of a row chooses one"
+        )
+    if args.teacher_model_name_or_path:
+        return {ONLY: args.teacher_model_name_or_path}
+    if args.teacher:
+        return by_name(args.teacher)
+    if args.lora_r and args.teacher_prompt:
+        return {ONLY: None}
+    way_on = "give --teacher_model_name_or_path"
+    if args.lora_r:
+        way_on += ", or --teacher_prompt to make the student's base its teacher"
+    sys.exit(f"there is no teacher: {way_on}")
+
+
+def names(args) -> list[str]:
+    """Returns the names that the column `teacher` chooses from; none if a teacher has all rows."""
+    return [name for name in names_and_paths(args) if name != ONLY]
+
+
+def numbers(args) -> dict[str, int]:
+    """Returns the number of each teacher by its name: 0, 1 ... in the order of the arguments."""
+    return {name: number for number, name in enumerate(names_and_paths(args))}
+
+
+def by_name(pairs: list[str]) -> dict[str, str | None]:
+    """Returns the teachers of `--teacher` by name: `["math=M"]` -> `{"math": "M"}`."""
+    teachers: dict[str, str | None] = {}
+    for pair in pairs:
+        name, _, path = pair.partition("=")
+        if not name or not path or name in teachers:
+            sys.exit(
+                f"--teacher {' '.join(pairs)}: expected NAME=PATH, each name once, such as "
+                "math=my/math-model"
+            )
+        teachers[name] = path
+    return teachers
+
+
+def shared_vocabulary(args, tokenizer, student: nn.Module) -> int:
+    """Returns how many tokens the student and all its teachers have in common, from the first.
+
+    Output layers are often padded beyond the tokenizer, to different sizes: 151,936 rows in the
+    small Qwen2.5 models and 152,064 in the large ones. If all are of one size they are used whole.
+    Otherwise only tokens that the tokenizer has are given a probability.
+
+    Args:
+        student: a Hugging Face model.
+    """
+    student_size = student.get_output_embeddings().out_features
+    sizes = {student_size}
+    for path in names_and_paths(args).values():
+        if path is not None:
+            config = load.from_pretrained(AutoConfig, "teacher", path)
+            sizes.add(config.get_text_config().vocab_size)
+    if len(sizes) == 1:
+        return student_size
+    return min(*sizes, max(tokenizer.get_vocab().values()) + 1)
+
+
+class Teacher(NamedTuple):
+    """A model that says how probable each token is.
+
+    Attributes:
+        model: a prepared `DistillModel`.
+        head: its output layer at the run's temperature, whole on every process. An engine that cuts
+            weights would have to gather it in each forward and backward pass of the student, which
+            is when the most memory is in use. So to keep it costs none.
+    """
+
+    model: nn.Module
+    head: Head
+
+
+class Teachers:
+    """Frozen models that a student learns from, each on its own rows of the data.
+
+    Attributes:
+        by_name: the teachers by what the column `teacher` calls them.
+    """
+
+    def __init__(self, run: Run):
+        """Loads what the arguments name, and adds the fingerprints to the run.
+
+        Args:
+            run: its model is a `DistillModel`.
+        """
+        self.is_sharded = engine.is_sharded(run.accelerator)
+        self.have_own_prompts = run.args.teacher_prompt is not None
+        paths = names_and_paths(run.args)
+        self.by_name = {name: load_teacher(run, name, path) for name, path in paths.items()}
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """All teachers, prepared."""
+        return [teacher.model for teacher in self.by_name.values()]
+
+    @torch.no_grad()
+    def lessons(
+        self,
+        batch: dict,
+        *,
+        prompts: list[list[int]],
+        answers: list[list[int]],
+        names: list[str],
+        packer: Packer,
+    ) -> list[Lesson]:
+        """Returns what the teachers say at the targets of a batch, each of its own answers.
+
+        Where the engine cuts weights, all processes must call it equally often: every teacher then
+        reads on all of them, also on those where it has no answer.
+
+        Args:
+            batch: of these answers, as the student reads them; all their tokens are targets.
+            prompts: what the teacher of each answer reads before it.
+            names: of these teachers.
+        """
+        ends = np.cumsum([len(answer) for answer in answers])
+        lessons = []
+        for name, teacher in self.by_name.items():
+            mine = [number for number, owner in enumerate(names) if owner == name]
+            has_all = len(mine) == len(answers)
+            if not mine and not self.is_sharded:
+                continue
+            own_batch = batch
+            if not has_all or self.have_own_prompts:
+                read = mine or [len(answers) - 1]  # a padding row, since the others wait
+                own_batch = packer.make_batch(
+                    [prompts[number] for number in read], [answers[number] for number in read]
+                )
+            hidden = teacher.model(own_batch, as_teacher=True)
+            if mine:
+                spans = [np.arange(ends[n] - len(answers[n]), ends[n]) for n in mine]
+                places = None if has_all else batches.send(np.concatenate(spans), packer.device)
+                lessons.append(Lesson(hidden, teacher.head, places))
+        return lessons
+
+
+def load_teacher(run: Run, name: str, path: str | None) -> Teacher:
+    """Loads and prepares a teacher, and adds its fingerprint to the run.
+
+    Args:
+        path: None: the student without its adapters.
+    """
+    temperature = run.args.temperature
+    if path is None:
+        base = lora.WithoutAdapters(run.model)
+        return Teacher(base, run.unwrapped.whole_head().at(temperature))
+    model = load.causal_lm(path, run.tokenizer, run.args, frozen=True)
+    wrapper = DistillModel(model, run.unwrapped.vocabulary)
+    title = f"teacher {name}" if name != ONLY else "teacher"
+    run.models[title] = load.fingerprint(run.accelerator, path, wrapper.config)
+    prepared = prepare.frozen(run.accelerator, wrapper)
+    return Teacher(prepared, wrapper.whole_head().at(temperature))

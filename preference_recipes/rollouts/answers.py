@@ -1,0 +1,282 @@
+"""Whether a response gives the right answer, and the share of right ones on a held-out set."""
+
+import re
+import sys
+from decimal import Decimal
+
+from common import counted
+from common.run import Run
+from preference_recipes.data import thoughts
+from preference_recipes.data.ids import decode_answers
+from preference_recipes.models import architecture
+from preference_recipes.rollouts import generation
+
+# What states the answer in a sentence: "The answer is 18.", "**Answer**: 18".
+STATEMENT = re.compile(
+    r"""\banswer\b \*{0,2}
+        (?: (?:[^.\n:=]|\.(?=\d)){0,200}? \bis\b | \s*[:=] )    # "answer to 1.5 + 1 is", "answer:"
+        \s* :? (?:\s|\*|(?<=\n)[-\u2022]\s)*       # the end of bold type, a line's end, a bullet
+        (.*?)                                      # the answer itself, up to
+        (?: \.(?=\s|$) | \n | $ )                  # a full stop (not that in 1.5), or a line's end
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+BOX = "\\boxed{"
+HASHES = "####"
+ENCLOSED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+# A number as people write one. 007 is none, so it is compared as text.
+NUMBER = re.compile(
+    r"""[-+]? (?=\.?\d)
+        (?: [1-9]\d{0,2}(?:,\d{3})+ | [1-9]\d* | 0 )?    # 1,200 or 1200; nothing in .5
+        (?: \.\d+ )?
+        (?: [eE][-+]?\d{1,3} )?                   # 1e-05, as Python writes 0.00001
+    """,
+    re.VERBOSE,
+)
+# The unit that may directly follow a number in a response: km, km/h, but not x as in 3x.
+UNIT = re.compile(r"/?[^\W\d_]{2,}(?:/[^\W\d_]+)?")
+# What people and LaTeX write around an answer, and what replaces it.
+PLAIN_FORMS = [
+    (re.compile(r"\\(?:text|textbf|mathrm|mbox) *\{([^{}]*)\}"), r"\1"),  # \text{x}: x
+    (re.compile(r"\\[dt]frac\b"), r"\\frac"),
+    (re.compile(r"\\frac *\{([^{}]*)\} *\{([^{}]*)\}"), r"\1/\2"),  # \frac{1}{2}: 1/2
+    (re.compile(r"\\frac *(\d) *(\d)"), r"\1/\2"),  # \frac12: 1/2
+    (re.compile(r"\{,\}"), ","),  # 1{,}000: 1,000
+    (re.compile(r"(?<=[a-zA-Z])\^ *(?:2|\{2\})"), "²"),  # cm^2: cm²
+    (re.compile(r"(?<=[a-zA-Z])\^ *(?:3|\{3\})"), "³"),
+    # Spaces and sizes of LaTeX, Markdown, currencies and per cent: nothing.
+    (re.compile(r"\\[!,;: ()\[\]]|\\(?:left|right)\b|\*\*|`|\\?[$%]|[€£¥]"), ""),
+    # Degrees: the C or F after the sign, or nothing.
+    (re.compile(r" ?(?:\u00b0|\^ *\{? *\\circ *\}?)(?: ?([CF])\b)?"), r"\1"),
+    (re.compile("\u2212"), "-"),  # a minus sign
+    (re.compile(r"[-\u2013] *(?=[\d.])"), "-"),  # a dash before a number, and spaces after it
+]
+# A space that is not between two words.
+LONE_SPACE = re.compile(r"(?<!\w)[ ]|[ ](?!\w)")
+
+
+def is_right(response: str, answer: str | float) -> bool:
+    """Returns whether a response and an answer have the same final answer.
+
+    If the answer is a number, the final answer of the response must hold exactly one number, of
+    the same value: 1,200 is 1200, and 18.0, $18 and 18 dollars are 18. All else is compared as text
+    in the forms of `plain` and `as_text`.
+    """
+    stated = plain(final_answer(response))
+    right = plain(final_answer(answer)).rstrip(".")
+    if NUMBER.fullmatch(right):
+        return number_in(stated) == to_decimal(right)
+    return as_text(stated) == as_text(right)
+
+
+def with_opened_thought(prompt: str, response: str) -> str:
+    """Returns a response with the marker in front that opened its thought in the prompt, if any.
+
+    Without it, a response that was cut while the model still thought looks like an answer.
+
+    Args:
+        prompt: what the model read.
+    """
+    opener, _ = thoughts.opened_by(prompt)
+    return opener + response
+
+
+def final_answer(text: str | float) -> str:
+    r"""Returns the part of a text that states its answer, without any thinking.
+
+    That is the last of these in the text:
+
+        \boxed{...}             what is in the braces
+        #### (GSM8K)            the rest of the line, or the next line if that is empty
+        <answer>...</answer>    the final answer of what is between them
+
+    If there is none, it is what follows the last "the answer is" or "answer:" that something
+    follows, or else the whole text. What thinking is: `thoughts.outside_of`.
+    """
+    answer = thoughts.outside_of(str(text))
+    box_at, boxed = last_box(answer)
+    hashes_at, line = last_hashes(answer)
+    enclosed = [match for match in ENCLOSED.finditer(answer) if match[1].strip()]
+    if enclosed and enclosed[-1].end() > max(box_at, hashes_at):
+        return final_answer(enclosed[-1][1])
+    if hashes_at > box_at:
+        return line
+    if box_at >= 0:
+        return boxed
+    statements = [stated for stated in STATEMENT.findall(answer) if stated.strip()]
+    return statements[-1] if statements else answer
+
+
+def last_box(text: str) -> tuple[int, str]:
+    """Returns where the last whole `\\boxed{...}` begins, and what it holds; -1 and "" if none."""
+    start = text.rfind(BOX)
+    while start >= 0:
+        depth = 1
+        begin = start + len(BOX)
+        for place in range(begin, len(text)):
+            depth += (text[place] == "{") - (text[place] == "}")
+            if depth == 0:
+                return start, text[begin:place]
+        start = text.rfind(BOX, 0, start)
+    return -1, ""
+
+
+def last_hashes(text: str) -> tuple[int, str]:
+    """Returns where the last `####` is that marks an answer, and the answer; -1 and "" if none.
+
+    If other lines follow the answer, it must be a number: otherwise `####` begins a heading.
+    """
+    place = text.rfind(HASHES)
+    while place >= 0:
+        lines = text[place:].lstrip("#").strip().splitlines()
+        answer = lines[0] if lines else ""
+        if len(lines) < 2 or NUMBER.fullmatch(plain(answer)):
+            return place, answer
+        place = text.rfind(HASHES, 0, place)
+    return -1, ""
+
+
+def plain(text: str) -> str:
+    """Returns a text without currency and per cent signs, LaTeX's spaces and the like."""
+    for pattern, replacement in PLAIN_FORMS:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def number_in(text: str) -> Decimal | None:
+    """Returns the only number in a text; None if there is none, or several, as in 1/2 or 9:30."""
+    name, equals, value = text.partition("=")
+    if equals and not has_digit(name):
+        text = value  # x = 18, but not 3 + 4 = 7
+    words = [word for word in text.split() if has_digit(word)]
+    if len(words) != 1:
+        return None
+    word = words[0].lstrip("(['\"").rstrip(")]'\".,;:!?")
+    number = NUMBER.match(word)
+    if number is None:
+        return None
+    rest = word[number.end() :]
+    if rest and not is_unit(rest):
+        return None
+    return to_decimal(number[0])
+
+
+def is_unit(text: str) -> bool:
+    """Whether a text is a unit, such as km, km/h, cm² or the C of degrees."""
+    name = text.rstrip("²³")
+    return name in ("C", "F") or (name.replace("/", "").isalpha() and bool(UNIT.fullmatch(name)))
+
+
+def has_digit(text: str) -> bool:
+    return any(letter.isdecimal() for letter in text)
+
+
+def to_decimal(number: str) -> Decimal:
+    """Returns the value of a number that `NUMBER` matches."""
+    return Decimal(number.replace(",", ""))
+
+
+def as_text(text: str) -> str:
+    """Returns a text in the form in which it is compared: (B) and B) become b."""
+    text = " ".join(text.split())
+    text = LONE_SPACE.sub("", text)  # (3, 4) is (3,4), and 1 1/2 is not 11/2
+    text = text.rstrip(".").casefold()
+    return text.strip("()") if re.fullmatch(r"\(?\w\)", text) else text
+
+
+def rows_with_answer(eval_set, limit: int | None) -> dict[str, list]:
+    """Returns the columns `row prompt_ids answer` of the first rows that have an answer.
+
+    Args:
+        limit: at most this many rows, see `--exact_match_rows`; None: all.
+    """
+    answered = [row for row, answer in enumerate(eval_set["answer"][:]) if answer]
+    return eval_set.select_columns(["row", "prompt_ids", "answer"])[answered[:limit]]
+
+
+def has_exact_match(args, eval_set) -> bool:
+    """Whether a held-out set has answers, and `--exact_match_rows` asks for some of them."""
+    return "answer" in eval_set.column_names and args.exact_match_rows != 0
+
+
+def describe(run: Run) -> str:
+    """Returns how many answers an evaluation generates for exact match, in words; "" if none."""
+    args = run.args
+    counts = [
+        len(rows_with_answer(eval_set, args.exact_match_rows)["row"])
+        for eval_set in run.data.eval_sets.values()
+        if has_exact_match(args, eval_set)
+    ]
+    if not counts:
+        return ""
+    return (
+        f"{counted(sum(counts), 'answer')} of up to {args.max_new_tokens} tokens an evaluation "
+        "(--exact_match_rows N for fewer, 0 for none)"
+    )
+
+
+def check_room(run: Run) -> None:
+    """Refuses held-out prompts whose answers may go beyond a model's table of positions.
+
+    In SFT a prompt may even be longer than `--max_length`, which only cuts what is learned.
+
+    Raises:
+        SystemExit: naming the longest prompt.
+    """
+    max_new_tokens = run.args.max_new_tokens
+    limit = architecture.positions_of(run.unwrapped.model)
+    for prefix, eval_set in run.data.eval_sets.items():
+        if limit is None or not has_exact_match(run.args, eval_set):
+            continue
+        rows = rows_with_answer(eval_set, run.args.exact_match_rows)
+        longest, row = max((len(ids), row) for ids, row in zip(rows["prompt_ids"], rows["row"]))
+        room = limit - longest + 1  # nothing reads the last new token
+        if max_new_tokens > room:
+            shorter = f"give --max_new_tokens {room}, or " if room > 0 else ""
+            sys.exit(
+                f"--max_new_tokens {max_new_tokens}: {run.args.model_name_or_path!r} has a table "
+                f"of {limit} positions, and the prompt of row {row} of {prefix.rstrip('/')} has "
+                f"{longest} tokens: {shorter}leave the answers of such rows empty"
+            )
+
+
+def exact_match(run: Run, eval_set, prefix: str) -> tuple[dict[str, float], list[dict]]:
+    """Answers the prompts of a held-out set by greedy decoding. All processes must call it.
+
+    Args:
+        eval_set: has the column `prompt_ids`; rows with an empty `answer` are left out.
+        prefix: of the set's tags, such as `eval/`.
+
+    Returns:
+        The share of right responses by its tag, nothing if no prompt is answered; all prompts and
+        responses, see `common/transcript.py`.
+    """
+    if not has_exact_match(run.args, eval_set):
+        return {}, []
+    rows = rows_with_answer(eval_set, run.args.exact_match_rows)
+    prompts = rows["prompt_ids"]
+    responses = generation.generate(
+        run, prompts, run.args.max_new_tokens, batch_size=8 * run.args.micro_train_batch_size
+    )
+    tokenizer = run.tokenizer
+    response_ids = [response.ids for response in responses]
+    texts = decode_answers(tokenizer, response_ids)
+    prompt_texts = tokenizer.batch_decode(prompts)
+    right = [
+        is_right(with_opened_thought(prompt, text), answer)
+        for prompt, text, answer in zip(prompt_texts, texts, rows["answer"])
+    ]
+
+    examples = []
+    for number, prompt in enumerate(prompt_texts):
+        examples.append(
+            {
+                "source": prefix.rstrip("/"),
+                "row": rows["row"][number],
+                "prompt": prompt,
+                "response": tokenizer.decode(response_ids[number]),
+                "answer": rows["answer"][number],
+                "right": right[number],
+            }
+        )
+    return {f"{prefix}exact_match": sum(right) / len(right)}, examples

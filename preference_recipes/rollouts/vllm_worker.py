@@ -1,0 +1,58 @@
+"""What a vLLM server runs in its worker processes, so that a training run can give it new weights.
+
+The server is started with this repository on its `PYTHONPATH` and
+`--worker-extension-cls preference_recipes.rollouts.vllm_worker.Weights`; see docs/vllm.md.
+vLLM mixes the class into its worker, and a run calls the methods by `POST /collective_rpc`.
+Nothing else of this repository is imported here: the server's environment has neither accelerate
+nor DeepSpeed.
+"""
+
+from pathlib import Path
+from typing import Any
+
+
+class Weights:
+    """Methods of a worker.
+
+    Attributes:
+        model_runner, device: the worker's own.
+        version: what `note_version` was last told; None since the server was started.
+    """
+
+    model_runner: Any
+    device: Any
+    version: str | None = None
+
+    def describe(self) -> dict:
+        """Returns the dtype and the config of the model, and the version of its weights."""
+        config = self.model_runner.model_config
+        text_config = config.hf_text_config
+        return {
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "config": {
+                name: value
+                for name, value in text_config.to_dict().items()
+                if isinstance(value, bool | int | float | str)
+            },
+            "version": self.version,
+        }
+
+    def read_text(self, path: str) -> list:
+        """Returns a file's text in a list; an empty list where this worker cannot see it."""
+        file = Path(path)
+        return [file.read_text(encoding="utf-8")] if file.is_file() else []
+
+    def load(self, folder: str) -> None:
+        """Replaces the model's weights by those of a Hugging Face folder."""
+        runner = self.model_runner
+        runner.reload_weights(weights_path=folder)
+        if self.device.type == "cpu" and runner.model_config.hf_text_config.tie_word_embeddings:
+            # On a CPU matrices are packed when they are loaded. The packed matrix of a tied head is
+            # not made again, so it would keep the old weights.
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+            dispatch_cpu_unquantized_gemm(runner.get_model().lm_head, remove_weight=False)
+
+    def note_version(self, version: str) -> None:
+        """Keeps what names the weights that the server has now."""
+        self.version = version

@@ -1,0 +1,328 @@
+"""Takes the actor out of a checkpoint, or makes the checkpoint fit another number of processes.
+
+    python -m preference_recipes.tools.export CHECKPOINT OUT [--dtype bfloat16]
+    python -m preference_recipes.tools.export CHECKPOINT OUT --critic
+    python -m preference_recipes.tools.export CHECKPOINT OUT --merge
+    python -m preference_recipes.tools.export CHECKPOINT OUT --universal
+
+CHECKPOINT is a folder such as `runs/dpo/.../checkpoints/global_step_000100`. Every checkpoint holds
+the actor in safetensors, whatever recipe, strategy and ZeRO stage wrote it.
+The first command checks the checkpoint against its manifest and copies those files of the actor
+that the manifest names, bit for bit unless `--dtype` converts it. It follows no links. OUT is then
+an ordinary Hugging Face folder. This works offline, without a GPU, and reads no pickle. With
+`--critic` it is PPO's critic instead, a sequence classifier with one label.
+
+Of a run with `--lora_r` the checkpoint holds adapters. OUT is then an ordinary folder of peft. With
+`--merge` it is a whole model, the adapter added to its base in fp32; the base must be where the
+adapter's config says. `--merge` also takes an adapter in the place of a checkpoint: a folder, such
+as a run's `actor/`, or a hub name.
+
+DeepSpeed cuts its own files for the processes that wrote them. With `--universal` OUT is a whole
+checkpoint again, from which another number of processes can resume, in the same ZeRO stage and
+precision. This reads DeepSpeed's pickles: use it only on checkpoints that you trust.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from common import folders, show_any_text
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check(checkpoint: Path, out: Path) -> list[str]:
+    """Returns the files that the checkpoint's manifest names, after checking them.
+
+    Raises:
+        SystemExit: it is no whole checkpoint, its manifest names what is not in it, or `out` is
+            taken.
+    """
+    names = named_in_manifest(checkpoint)
+    for name in names:
+        if not is_inside(checkpoint, name):
+            sys.exit(
+                f"{checkpoint} is not a whole checkpoint: its manifest names {name!r}, which is a "
+                "link or not in the checkpoint"
+            )
+    fault = folders.fault_of(checkpoint)
+    if fault:
+        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}{hint_of_newest(checkpoint)}")
+    check_free(out)
+    return names
+
+
+def hint_of_newest(path: Path) -> str:
+    """Names the newest other checkpoint of the run that a path belongs to; "" if there is none."""
+    # The path may be of a run, of its checkpoints, or of what it no longer has, or not yet.
+    run_folders = (path, path / "checkpoints", path.parent, path.parent / "checkpoints")
+    for folder in run_folders:
+        others = [found for found in folders.by_step(folder) if found != path]
+        if others:
+            return f". Take {others[-1]} instead, the newest of this run"
+    return ""
+
+
+def check_free(out: Path) -> None:
+    """Refuses a place that is taken."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        sys.exit(f"{out} exists and is not an empty folder: choose another")
+
+
+def named_in_manifest(checkpoint: Path) -> list[str]:
+    """The names in a checkpoint's manifest; none if it cannot be read, see `folders.fault_of`."""
+    try:
+        return list(folders.read_json(checkpoint / "manifest.json"))
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def is_inside(checkpoint: Path, name: str) -> bool:
+    """Whether a name stays in the checkpoint's folder, without any link on the way."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        return False
+    parts = [checkpoint / path, *(checkpoint / parent for parent in path.parents)]
+    return not any(part.is_symlink() for part in parts if part != checkpoint)
+
+
+def copy_files(checkpoint: Path, names: list[str], out: Path) -> None:
+    """Copies these files of a checkpoint, and nothing else that is there."""
+    for name in names:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(checkpoint / name, out / name, follow_symlinks=False)
+
+
+def make_temporary(out: Path) -> Path:
+    """Returns the name under which `out` is written, free to be used."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
+    return temporary
+
+
+# ============================================================ the actor, the critic
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    dtype: str | None = None,
+    model: str = "actor",
+    merge_adapter: bool = False,
+) -> None:
+    """Copies `checkpoint/actor`, or another model's folder, to `out`.
+
+    Args:
+        checkpoint: a folder `.../checkpoints/global_step_...`; with `merge_adapter` also an
+            adapter's folder or hub name.
+        out: must not exist, or be an empty folder.
+        dtype: one of `DTYPES`, to which floating-point weights are converted; None leaves them as
+            they are.
+        model: the name of the folder, `actor` or `critic`.
+        merge_adapter: write a whole model instead of an adapter.
+
+    Raises:
+        SystemExit: the checkpoint is foreign, torn or damaged (with the file and what is wrong with
+            it) or has no such model, or `out` is taken; there is no adapter to merge, or no base.
+    """
+    if merge_adapter:
+        temporary = merged(checkpoint, out, model)
+    else:
+        files = files_of_model(checkpoint, out, model)
+        temporary = make_temporary(out)
+        copy_files(checkpoint / model, files, temporary)
+    if dtype:
+        convert(temporary, dtype)
+    folders.replace(temporary, out)
+
+
+def merged(checkpoint: Path, out: Path, model: str) -> Path:
+    """Writes the whole model that an adapter makes of its base, and returns where; see `export`."""
+    from preference_recipes.models import load, merge  # slow to import
+
+    if load.is_adapter(str(checkpoint)):
+        check_free(out)
+        temporary = make_temporary(out)
+        merge.write(str(checkpoint), temporary)
+        return temporary
+    files = files_of_model(checkpoint, out, model)
+    if "adapter_config.json" not in files:
+        sys.exit(f"{checkpoint}: its {model} is whole already: --merge is for runs with --lora_r")
+    temporary = make_temporary(out)
+    with tempfile.TemporaryDirectory() as adapter:
+        copy_files(checkpoint / model, files, Path(adapter))
+        merge.write(adapter, temporary)
+    return temporary
+
+
+def files_of_model(checkpoint: Path, out: Path, model: str) -> list[str]:
+    """Returns the files of a model that a checkpoint's manifest names, after checking them.
+
+    Raises:
+        SystemExit: see `export`.
+    """
+    names = [name for name in check(checkpoint, out) if name.startswith(f"{model}/")]
+    files = [name.removeprefix(f"{model}/") for name in names]
+    if "config.json" not in files and "adapter_config.json" not in files:
+        if model == "critic":
+            sys.exit(f"{checkpoint} holds no critic: only checkpoints of recipes/ppo.py do")
+        sys.exit(f"{checkpoint} is not a whole checkpoint: its manifest names no {model}")
+    return files
+
+
+def convert(folder: Path, dtype: str) -> None:
+    """Converts the floating-point weights of a Hugging Face folder, and its config with them."""
+    from common import actor  # slow to import
+
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            names = file.keys()
+            tensors = {name: actor.converted(name, file.get_tensor(name), dtype) for name in names}
+        save_file(tensors, path, metadata=metadata)
+    if (folder / "config.json").is_file():  # an adapter has none
+        actor.write_dtype(folder, dtype)
+
+
+# ============================================================ a universal checkpoint
+
+
+def universal(checkpoint: Path, out: Path) -> None:
+    """Writes a whole checkpoint, its engine state being DeepSpeed's universal checkpoint.
+
+    Raises:
+        SystemExit: as `export`; also if DeepSpeed did not write the checkpoint, or cannot convert
+            it.
+    """
+    from common import checkpoint as checkpoints  # slow to import
+
+    names = check(checkpoint, out)
+    source = checkpoint / "engine" / "pytorch_model"
+    if not source.is_dir():
+        sys.exit(
+            f"{checkpoint} was not written under DeepSpeed: a checkpoint of one process or DDP "
+            "fits any number of processes as it is; one of FSDP2 only the number that wrote it"
+        )
+    # DeepSpeed reads the files of this folder by patterns, and they are pickles.
+    unnamed = unnamed_files(checkpoint, source, names)
+    if unnamed:
+        sys.exit(f"{checkpoint}: its manifest does not name {unnamed[0]}: remove it")
+    fault = checkpoints.fault_of_state(checkpoint)
+    if fault:
+        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
+    temporary = make_temporary(out)
+    others = [name for name in names if not name.startswith("engine/pytorch_model/")]
+    copy_files(checkpoint, others, temporary)
+    convert_engine(source, temporary / "engine" / "pytorch_model")
+
+    state = checkpoints.read_state(temporary)
+    world = checkpoints.universal_world(state["arguments"]["world"])
+    if world.startswith("DeepSpeed ZeRO-3"):
+        steps = step_counts(temporary)
+        if len(steps) > 1:
+            shutil.rmtree(temporary)
+            sys.exit(
+                f"{checkpoint}: Adam's step counts differ, {sorted(steps)} (PPO's critic had a "
+                "warm-up), and from a universal checkpoint DeepSpeed's ZeRO-3 gives every "
+                "parameter the same one. ZeRO-1 and ZeRO-2 keep them apart."
+            )
+    state["arguments"]["world"] = world
+    state["log_bytes"] = {}  # the folder that it will be in has no lines yet
+    (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+    folders.write_manifest(temporary, folders.describe_files(temporary))
+    folders.replace(temporary, out)
+
+
+def unnamed_files(checkpoint: Path, folder: Path, names: list[str]) -> list[str]:
+    """What is in a folder of the checkpoint, links included, and not in the manifest."""
+    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return sorted({str(path.relative_to(checkpoint)) for path in found} - set(names))
+
+
+def convert_engine(source: Path, out: Path) -> None:
+    """Writes DeepSpeed's universal checkpoint of the engine state in `source`.
+
+    Raises:
+        SystemExit: DeepSpeed could not, with the end of what it printed.
+    """
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command += ["--input_folder", str(source), "--output_folder", str(out)]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    command += ["--inject_missing_state"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"DeepSpeed could not convert {source}:\n{result.stderr[-2000:]}")
+
+
+def step_counts(checkpoint: Path) -> set[float]:
+    """Returns the different step counts that Adam has in a universal ZeRO-3 checkpoint."""
+    file = checkpoint / "engine" / "pytorch_model" / "zero" / "optimizer_state.pt"
+    shared = torch.load(file, weights_only=False)
+    moments = shared["optimizer_state_dict"]["state"].values()
+    return {float(part["step"]) for part in moments}
+
+
+def main() -> None:
+    show_any_text()
+    parser = argparse.ArgumentParser(
+        prog="python -m preference_recipes.tools.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="folder .../checkpoints/global_step_...; with --merge also an adapter",
+    )
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="convert the weights; default: as they were trained",
+    )
+    parser.add_argument(
+        "--critic",
+        action="store_true",
+        help="PPO's critic instead of the actor",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="the whole model instead of the adapter, for runs with --lora_r",
+    )
+    parser.add_argument(
+        "--universal",
+        action="store_true",
+        help="a whole checkpoint for another number of processes, not the actor",
+    )
+    args = parser.parse_args()
+    if args.universal and (args.dtype or args.critic or args.merge):
+        parser.error(
+            "--dtype, --critic and --merge are for one model, --universal keeps every weight as it "
+            "is"
+        )
+    if args.universal:
+        universal(args.checkpoint, args.out)
+    else:
+        export(
+            args.checkpoint,
+            args.out,
+            dtype=args.dtype,
+            model="critic" if args.critic else "actor",
+            merge_adapter=args.merge,
+        )
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()
