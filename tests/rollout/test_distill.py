@@ -603,19 +603,29 @@ def test_several_teachers_under_engines(inputs, plain_runs, launcher):
         *(pytest.param(name, ["--beta", 0.1], marks=pytest.mark.slow) for name in ("zero2", "fsdp2")),
     ],
 )  # fmt: skip
-def test_a_student_equal_to_its_teacher_does_not_move(inputs, launcher, more):
-    """Divergence and gradient are exactly zero, from the evaluation before the first update on."""
+def test_a_student_equal_to_its_teacher_has_no_gradient(inputs, launcher, more):
+    """Divergence and gradient are zero up to rounding, from the evaluation before the first update on.
+
+    Not exactly zero on each processor: student and teacher may read other micro-batches, for which a library may
+    choose other kernels. A rate of zero keeps them equal, since Adam makes whole steps of a gradient of 1e-6.
+    """
     output = inputs / f"equal-{launcher}"
-    settings = dict(SHARED, weight_decay=0, max_steps=2, n_samples_per_prompt=2)
+    settings = dict(SHARED, learning_rate=0, weight_decay=0, max_steps=2, n_samples_per_prompt=2)
     held_out = ["--eval_dataset_name", inputs / "held_out.jsonl"]
     run(inputs, output, settings, ["model"], *held_out, *more, launcher=launcher)
     before, after = evaluation_lines(output)
     assert {**before, "global_step": 2} == after
-    assert before["eval/kl/reverse"] == before["eval/kl/forward"] == before["eval/loss"] == 0
+    for name in ("eval/kl/reverse", "eval/kl/forward", "eval/loss"):
+        assert abs(before[name]) <= 1e-6
     assert before["eval/teacher/agreement"] == 1
     for line in training_lines(output):
-        assert line["kl/reverse"] == line["kl/forward"] == line["loss"] == line["grad_norm"] == 0
-        assert line["entropy"] == line["teacher/entropy"] > 1
+        for name in ("kl/reverse", "kl/forward", "loss"):
+            assert abs(line[name]) <= 1e-6
+        assert line["grad_norm"] <= 1e-5
+        assert (
+            line["entropy"] == pytest.approx(line["teacher/entropy"], rel=1e-6)
+            and line["entropy"] > 1
+        )
     assert torch.equal(weights(output), weights(inputs, "model"))
 
 
