@@ -7,8 +7,8 @@ from torch import nn
 
 from preference_recipes.models import architecture
 
-# Logits held at once, in elements: 512 MiB in fp32, and as much again for their log-softmax.
-CHUNK_ELEMENTS = 2**27
+# Logits held at once, in elements: 256 MiB in fp32, and as much again for their log-softmax.
+CHUNK_ELEMENTS = 2**26
 
 
 def mean_logits(logits, all_logps, targets) -> torch.Tensor:
@@ -129,7 +129,10 @@ class ChunkedLogProbs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(ctx.dtype)
             grad_hidden[part] = (grad @ matrix).to(hidden.dtype)
-            if grad_weight is not None:
+            if grad_weight is not None and ctx.dtype == torch.float32:
+                # In place: the product of a chunk is as large as the weight itself.
+                grad_weight.addmm_(grad.T, hidden[part].to(ctx.dtype))
+            elif grad_weight is not None:
                 grad_weight += grad.T @ hidden[part].to(ctx.dtype)
             del logits, all_logps, grad
         # autograd rounds each to the dtype of what it belongs to.
