@@ -8,10 +8,10 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import date, datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import yaml
@@ -20,6 +20,7 @@ from common import REPOSITORY, as_list, best, counted, distributed, engine, fold
 
 ARGUMENTS_FILE = "run.yaml"
 ENVIRONMENT_FILE = "environment.json"
+BLOCK = 2**16  # bytes
 # Where a run writes, and whether it resumes, does not belong to what it computes.
 NOT_REPEATED = ("output_dir", "resume")
 PACKAGES = (
@@ -252,17 +253,37 @@ class Ends(NamedTuple):
 
 
 def ends_of_log(output_dir: Path) -> Ends:
-    """Returns the ends of a run's log; lines that are torn or somebody else's do not count."""
+    """Returns the ends of a run's log; lines that are torn or somebody else's do not count.
+
+    It reads from both ends until it has found them, since a log may be larger than the memory.
+    """
     file = output_dir / "metrics.jsonl"
-    lines = file.read_bytes().splitlines() if file.is_file() else []
-    evaluations = [line for line in lines if b'"eval/' in line]
-    return Ends(first_and_last(lines), first_and_last(evaluations))
+    if not file.is_file():
+        return Ends([], [])
+    with open(file, "rb") as log:
+        return Ends(first_and_last(log, b""), first_and_last(log, b'"eval/'))
 
 
-def first_and_last(lines: list[bytes]) -> list[dict]:
-    """Returns the first and the last of these lines that hold a JSON object; none without any."""
-    first = first_object(lines)
-    return [first, first_object(reversed(lines))] if first else []
+def first_and_last(log: BinaryIO, mark: bytes) -> list[dict]:
+    """Returns the first and the last line with this mark that is a JSON object; none without."""
+    log.seek(0)
+    first = first_object(line for line in log if mark in line)
+    if first is None:
+        return []
+    return [first, first_object(line for line in backwards(log) if mark in line)]
+
+
+def backwards(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines of a file, the last one first, and reads a block at a time."""
+    position = file.seek(0, os.SEEK_END)
+    rest = b""
+    while position > 0:
+        size = min(BLOCK, position)
+        position -= size
+        file.seek(position)
+        rest, *lines = (file.read(size) + rest).split(b"\n")
+        yield from reversed(lines)
+    yield rest
 
 
 def first_object(lines: Iterable[bytes]) -> dict | None:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,26 @@ def test_a_commit_is_read_without_the_lock_of_the_clone(tmp_path, monkeypatch):
     (tmp_path / "site-packages").mkdir()
     monkeypatch.setattr(record, "REPOSITORY", tmp_path / "site-packages")
     assert record.commit() is None
+
+
+@pytest.mark.parametrize("block", [1, 7, 4096])
+@pytest.mark.parametrize("end", [b"", b"\n", b"\n\n"])
+def test_a_log_is_read_from_its_end(tmp_path, monkeypatch, block, end):
+    """By blocks, which may end within a line: a log of a million lines would not fit beside the model."""
+    monkeypatch.setattr(record, "BLOCK", block)
+    content = b"\n".join(b'{"step": %d}' % step for step in range(30)) + end
+    (tmp_path / "log").write_bytes(content)
+    with open(tmp_path / "log", "rb") as log:
+        assert list(record.backwards(log)) == content.split(b"\n")[::-1]
+
+
+def test_the_ends_of_a_long_log_take_no_memory(tmp_path):
+    line = json.dumps({"global_step": 1, "loss": 0.5, "text": "x" * 1000}) + "\n"
+    last = json.dumps({"global_step": 2, "eval/loss": 0.5}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(line * 10_000 + last)
+    tracemalloc.start()
+    ends = record.ends_of_log(tmp_path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [found["global_step"] for found in (*ends.lines, *ends.evaluations)] == [1, 2, 2, 2]
+    assert most < 1_000_000  # bytes; the log has ten million
