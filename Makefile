@@ -21,7 +21,7 @@ MINIMUM_TESTS ?= golden configs data formats logprobs references metrics reward 
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
 
-.PHONY: help sft reward dpo ppo grpo distill card rlhf test test-slow test-all test-minimum test-vllm mutations lint lock install install-test
+.PHONY: help sft reward dpo ppo grpo distill card rlhf test test-slow test-all test-minimum test-vllm mutations findings lint lock install install-test
 
 sft reward dpo ppo grpo distill: $(VENV)/installed  ## run the recipe's demo, offline after the installation
 	$(VENV)/bin/accelerate launch --config_file $(CONFIG) recipes/$@.py $(ARGS)
@@ -53,6 +53,9 @@ test-vllm: $(VENV)/installed-test $(VLLM_VENV)/installed-vllm  ## run the recipe
 
 mutations: $(VENV)/installed-test  ## test the tests: each planted fault must make one fail
 	$(VENV)/bin/python tests/mutations.py $(ARGS)
+
+findings:  ## run what surprised us in other software; installs it anew, and needs a network
+	for script in findings/*.sh; do echo "== $$script" && bash $$script || exit 1; done
 
 lint: $(VENV)/installed-test  ## check ruff's rules and format, and types in common/ by mypy
 	$(VENV)/bin/ruff check
