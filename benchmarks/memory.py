@@ -1,4 +1,4 @@
-"""What each state takes per parameter, measured on CPU processes, beside what `preference_recipes.tools.memory` estimates.
+"""What each state takes per parameter, measured on CPU processes: the figures of docs/memory.md.
 
     python benchmarks/memory.py [--processes 1 2] [--frozen 1] [--layers 6] [--steps 2] [--lora_r 0] [--configs YAML_OR_JSON ...]
 
@@ -10,7 +10,7 @@ the state it belongs to, at three moments:
     backward   at the end of its backward; under ZeRO-1 and -2 before the engine lays the gradients together
     step       as the optimizer's own step begins (of several parameter groups the one where most stands)
 
-Bytes per parameter of one model are printed, of rank 0, `measured | estimated`. `other` is what else the process's heap grew by since before the
+Bytes per parameter of one model are printed, of rank 0. `other` is what else the process's heap grew by since before the
 model was built: activations, temporary buffers, modules imported late, and on a CPU the fp32 copies by which half precision is emulated.
 DeepSpeed's reduction buffer is made small and no parameter is left unsharded for being small: both would hide the rest in a model of this size.
 """
@@ -31,8 +31,6 @@ import yaml
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig
 
-from preference_recipes.tools.memory import MOMENTS, count, read_setup, table
-
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = [
     "single_gpu.yaml",
@@ -45,6 +43,7 @@ CONFIGS = [
 MODEL = dict(
     hidden_size=256, intermediate_size=688, num_attention_heads=8, vocab_size=8192
 )  # and the number of layers
+MOMENTS = ("forward", "backward", "step")
 STATES = (
     "weights",
     "frozen",
@@ -321,34 +320,6 @@ def small_config(config: Path, folder: Path) -> Path:
     return folder / "config.yaml"
 
 
-def estimated(
-    config: Path, processes: int, frozen: int, layers: int, steps: int, lora_r: int, folder: Path
-) -> dict[str, dict[str, float]]:
-    """Bytes of each state at each moment, by the names used here."""
-    LlamaConfig(
-        **MODEL, num_hidden_layers=layers, architectures=["LlamaForCausalLM"]
-    ).save_pretrained(folder)
-    setup = read_setup(config, processes)._replace(accumulates=steps > 1)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    counts = count(str(folder), lora_r, device_type=device_type)
-    result = {moment: dict.fromkeys(STATES, 0.0) for moment in MOMENTS}
-    for _where, name, *taken in table(setup, counts, frozen=frozen):
-        for moment, size in zip(MOMENTS, taken):
-            # The half copies of autocast live in C++, and stand under `other`.
-            state = next(
-                (
-                    state
-                    for state in ("frozen", *STATES[3:], "gathered", "weights")
-                    if state in name
-                ),
-                None,
-            )
-            state = "masters" if name == "half copy" else state
-            if state:
-                result[moment][state] += size
-    return result
-
-
 def launch(
     config: Path,
     processes: int,
@@ -357,7 +328,7 @@ def launch(
     steps: int = 2,
     lora_r: int = 0,
 ) -> dict:
-    """Launches a YAML or a DeepSpeed JSON; returns `{launch, parameters, measured, estimated}`, the last two bytes by moment and state."""
+    """Launches a YAML or a DeepSpeed JSON; returns `{launch, parameters, measured}`, the last one bytes by moment and state."""
     with tempfile.TemporaryDirectory() as folder:
         small = small_config(config, Path(folder))
         command = [
@@ -385,11 +356,10 @@ def launch(
         result = subprocess.run(
             command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600
         )
-        guess = estimated(small, processes, frozen, layers, steps, lora_r, Path(folder))
     found = [line for line in result.stdout.splitlines() if line.startswith("MEASURED ")]
     if not found:
         raise RuntimeError(f"{' '.join(command)}\n{(result.stdout + result.stderr)[-4000:]}")
-    return {**json.loads(found[0].removeprefix("MEASURED ")), "estimated": guess}
+    return json.loads(found[0].removeprefix("MEASURED "))
 
 
 def main() -> None:
@@ -422,26 +392,17 @@ def main() -> None:
             result = launch(config, processes, args.frozen, args.layers, args.steps, args.lora_r)
             n = result["parameters"]
             print(
-                f"\n{config.name}: {result['launch']}, N = {processes}, {n:,} parameters; bytes per parameter, measured | estimated"
+                f"\n{config.name}: {result['launch']}, N = {processes}, {n:,} parameters; bytes per parameter"
             )
             print(
-                f"{'':10}"
-                + "".join(f"{state:>18}" for state in (*STATES, "sum"))
-                + f"{'deviation':>11}{'other':>8}"
+                f"{'':10}" + "".join(f"{state:>18}" for state in (*STATES, "sum")) + f"{'other':>8}"
             )
             for moment in MOMENTS:
-                measured, guess = result["measured"][moment], result["estimated"][moment]
+                measured = result["measured"][moment]
                 other = measured.pop("other")
-                cells = [(measured[state], guess[state]) for state in STATES] + [
-                    (sum(measured.values()), sum(guess.values()))
-                ]
-                line = "".join(
-                    f"{f'{a / n:.3f} | {b / n:.3f}' if a or b else '-':>18}" for a, b in cells
-                )
-                print(
-                    f"{moment:10}{line}{cells[-1][1] / cells[-1][0] - 1:>+11.2%}{other / n:>8.2f}",
-                    flush=True,
-                )
+                sizes = [*(measured[state] for state in STATES), sum(measured.values())]
+                line = "".join(f"{f'{size / n:.3f}' if size else '-':>18}" for size in sizes)
+                print(f"{moment:10}{line}{other / n:>8.2f}", flush=True)
             if "peak on the GPU" in result:
                 print(f"torch.cuda.max_memory_allocated: {result['peak on the GPU'] / n:.3f}")
     return None

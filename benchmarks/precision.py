@@ -32,8 +32,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common import ASSETS, REPOSITORY
-from preference_recipes.tools.memory import GIB, count, read_setup, table
 
+GIB = 2**30
 OOM = "out of memory"
 OOM_SIGNS = (
     "OutOfMemoryError: ",
@@ -78,34 +78,17 @@ PEAKS = {
     "A100": (19.5e12, 156e12, 312e12),
 }
 SLOWER = ("H100 PCIe", "NVL", "MIG")
-STATES = (
-    "frozen",
-    "weights",
-    "gradients",
-    "masters",
-    "Adam",
-)  # what is none of these is a copy or buffer
 HEADER = (
     "precision",
     "micro-batch",
     "peak",
-    "reference",
-    "weights",
-    "gradients",
-    "masters",
-    "Adam",
-    "copies",
-    "activations etc.",
-    "step's states",
     "tokens/s",
     "x fp32",
     "MFU",
 )
 LEGEND = """
 Memory in GiB. peak: the most that torch had allocated at once since the process began (torch.cuda.max_memory_allocated; nothing resets it between
-log lines), in the last line. reference to copies: the estimate of preference_recipes.tools.memory at the end of a forward, not measured. activations etc.: peak
-minus these; too much where the peak is in the optimizer's step, whose states, estimated without its temporaries, are given beside it. The
-largest micro-batch depends on the CUDA context and on what the allocator holds unused, too. A micro-batch of dpo is of pairs, two rows each.
+log lines), in the last line. The largest micro-batch depends on the CUDA context and on what the allocator holds unused, too. A micro-batch of dpo is of pairs, two rows each.
 tokens/s: median over the second half of the updates. x fp32: of fp32's best. MFU: 6 FLOP for each parameter and token (8 in dpo, with the reference's
 forward) of the GPU's peak in that precision; the products of attention are not counted."""
 
@@ -250,12 +233,11 @@ def run(args, model: str, recipe: str, precision: str, micro: int) -> dict:
     return found
 
 
-def search(run_one, sizes: list[int], start: int, room: float, states: float) -> dict[int, dict]:
+def search(run_one, sizes: list[int], start: int, room: float) -> dict[int, dict]:
     """Results by micro-batch size, up to the largest of `sizes` that fits and the next, which does not.
 
     Args:
         room: GiB of the GPU, 0 where none is known.
-        states: GiB of what does not grow with the micro-batch.
     """
     done, size = {}, start
     while size:
@@ -268,8 +250,8 @@ def search(run_one, sizes: list[int], start: int, room: float, states: float) ->
             for s in sizes
             if s > fits and all(s < bad for bad, found in done.items() if "problem" in found)
         ]
-        if fits and room:  # memory grows by a fixed amount with each row
-            most = (room - states) / max(done[fits]["peak"] - states, 1e-9) * fits
+        if fits and room:  # memory grows with the rows by less than in proportion
+            most = room / max(done[fits]["peak"], 1e-9) * fits
             size = max((s for s in untried if s <= most), default=min(untried, default=0))
         else:
             size = (min if fits else max)(untried, default=0)
@@ -277,24 +259,12 @@ def search(run_one, sizes: list[int], start: int, room: float, states: float) ->
 
 
 # ============================================================ tables
-def states_gib(precision: str, folder: Path, recipe: str) -> tuple[dict[str, float], float]:
-    """What preference_recipes.tools.memory estimates: by name at the end of the forward, and in all in the optimizer's step."""
-    (config, *flags), _ = LAUNCHES[precision]
-    setup = read_setup(REPOSITORY / "accelerate_configs" / config, 1)
-    setup = setup._replace(precision="no") if flags else setup
-    result, step = dict.fromkeys([*STATES, "copies"], 0.0), 0.0
-    for _where, name, forward, _backward, in_step in table(
-        setup, count(str(folder)), frozen=int(recipe == "dpo")
-    ):
-        if name != "sum":
-            result[next((state for state in STATES if state in name), "copies")] += forward / GIB
-            step += in_step / GIB
-    return result, step
-
-
 def compare(args, model: str, recipe: str, gpu: str | None, memory: int) -> bool:
     """Runs, and prints a table as it grows, then what is to be seen in it; False where something is missing."""
-    parameters, flop = count(str(args.folder / model)).parameters, 6 if recipe == "sft" else 8
+    with torch.device("meta"):
+        shape = AutoConfig.from_pretrained(args.folder / model)
+        parameters = AutoModelForCausalLM.from_config(shape).num_parameters()
+    flop = 6 if recipe == "sft" else 8
     peaks = next(
         (
             peaks
@@ -307,10 +277,9 @@ def compare(args, model: str, recipe: str, gpu: str | None, memory: int) -> bool
     print(f"| {' | '.join(HEADER)} |\n|{' --- |' * len(HEADER)}")
     everything, fitted, notes = {}, {}, []
     for precision, (_, kind) in LAUNCHES.items():
-        states, step = states_gib(precision, args.folder / model, recipe)
         start = max(fitted.get("fp32", {}), default=args.micro[0])
-        one, constant = partial(run, args, model, recipe, precision), sum(states.values())
-        everything[precision] = results = search(one, args.micro, start, memory / GIB, constant)
+        one = partial(run, args, model, recipe, precision)
+        everything[precision] = results = search(one, args.micro, start, memory / GIB)
         fitted[precision] = fits = {
             size: result for size, result in results.items() if "speed" in result
         }
@@ -319,31 +288,19 @@ def compare(args, model: str, recipe: str, gpu: str | None, memory: int) -> bool
             cells = [result.get("problem", ""), *["-"] * (len(HEADER) - 3)]
             if size in fits:
                 if result["peak"]:
-                    result |= {
-                        "weights": states["weights"],
-                        "activations": result["peak"] - constant,
-                    }
-                    cells[:9] = [
-                        f"{gib:.1f}"
-                        for gib in (result["peak"], *states.values(), result["activations"], step)
-                    ]
+                    cells[0] = f"{result['peak']:.1f}"
                 used = f"{flop * parameters * result['speed'] / peaks[kind]:.1%}" if peaks else "-"
-                cells[0], cells[9:] = (
-                    cells[0] or "-",
-                    [f"{result['speed']:,.0f}", f"{result['speed'] / fastest:.2f}", used],
-                )
+                cells[0] = cells[0] or "-"
+                cells[1:] = [f"{result['speed']:,.0f}", f"{result['speed'] / fastest:.2f}", used]
             skipped = f" ({result['skipped']} skipped)" if result.get("skipped") else ""
             print(f"| {precision}{skipped} | {size} | {' | '.join(cells)} |", flush=True)
         note = f"- {precision}: largest micro-batch that fitted {max(fits, default='none')}, tried {', '.join(map(str, results))}"
         common = max(fits.keys() & fitted["fp32"].keys(), default=0)
         if common and precision != "fp32":
             note += f"; best tokens/s {max(result['speed'] for result in fits.values()) / fastest:.2f} x fp32's best{' (goal: 1.5)' if memory else ''}"
-            parts = [
-                f"{key} {fits[common][key] / fitted['fp32'][common][key]:.2f}"
-                for key in ("weights", "activations", "peak")
-                if memory
-            ]
-            note += f"; at micro-batch {common} of fp32's: {', '.join(parts)}" if parts else ""
+            if memory:
+                share = fits[common]["peak"] / fitted["fp32"][common]["peak"]
+                note += f"; peak at micro-batch {common} {share:.2f} of fp32's"
         notes.append(note)
     print("", *notes, sep="\n", flush=True)
     return all(

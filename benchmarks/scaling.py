@@ -1,6 +1,6 @@
 """What 1, 8 and 64 GPUs should give, and the bytes that an update sends.
 
-    python benchmarks/scaling.py                                       computed: the tables of docs/scaling.md and docs/memory.md
+    python benchmarks/scaling.py                                       computed: the tables of docs/scaling.md
     python benchmarks/scaling.py --count [--configs YAML_OR_JSON ...] [--layers 6]    counted on two CPU processes
     python benchmarks/scaling.py --kernels [--layers 24]                              counted on one
 
@@ -33,8 +33,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from preference_recipes.tools.memory import GIB, Counts, Setup, table
-
 PEAK = 989e12  # FLOP/s of an H100 SXM, dense bf16
 UTILIZATION = 0.40  # of PEAK, in the matrix products of training and of long prompts: an assumption
 MEMORY = 3.35e12  # bytes/s, H100 SXM
@@ -57,27 +55,8 @@ ROWS, LENGTH, MICRO = (
     8,
 )  # sequences of a window, their tokens, sequences of a micro-batch
 STEPS = (1, 4)  # micro-batches of an update whose bytes are counted
-LIVE = SUB_GROUP = 10**9  # DeepSpeed's defaults, in elements, as is
-BUCKET = 500_000_000  # DeepSpeed's default, which ZeRO-3 keeps
-OWN_BUCKETS = (
-    200_000_000,
-    2,
-)  # of ds_zero1.json and ds_zero2.json: one is filled while the other is reduced
-# Of Qwen2.5-0.5B, Llama-3.2-3B, Llama-3.1-8B and -70B: parameters, hidden size, that of keys and of values, inner size of the MLP,
-# layers, and how many numbers the embeddings have, tied ones once.
-SHAPES = {
-    "0.5 B": (0.49e9, 896, 128, 4864, 24, 151936 * 896),
-    "3 B": (3.21e9, 3072, 1024, 8192, 28, 128256 * 3072),
-    "8 B": (8.03e9, 4096, 1024, 14336, 32, 2 * 128256 * 4096),
-    "70 B": (70.6e9, 8192, 1024, 28672, 80, 2 * 128256 * 8192),
-}
-LAUNCHES = {
-    "DDP": lambda n: Setup("ddp" if n > 1 else "plain", "bf16", n),
-    "ZeRO-1": lambda n: Setup("zero", "bf16", n, 1, *OWN_BUCKETS),
-    "ZeRO-2": lambda n: Setup("zero", "bf16", n, 2, *OWN_BUCKETS),
-    "ZeRO-3": lambda n: Setup("zero", "bf16", n, 3, BUCKET, 1, LIVE, SUB_GROUP),
-    "FSDP2": lambda n: Setup("fsdp2", "bf16", n),
-}
+LIVE = 10**9  # the parameters that ZeRO-3 keeps gathered, DeepSpeed's default
+LAUNCHES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2")
 
 
 def compute_seconds(parameters: float, tokens: float, flops: float = 8) -> float:
@@ -109,31 +88,6 @@ def update_seconds(
     return max(work, talk), work + talk
 
 
-def states_gib(
-    launch: str,
-    parameters: float,
-    processes: int,
-    accumulates: bool,
-    trained: int = 1,
-    frozen: int = 0,
-    adapter: int = 0,
-    packed: int = 0,
-    rounded: int = 0,
-) -> float:
-    """The most that the states take on a GPU at any of preference_recipes.tools.memory's three moments."""
-    setup = LAUNCHES[launch](processes)._replace(accumulates=accumulates)
-    counts = Counts(int(parameters), adapter=adapter, packed=packed, rounded=rounded)
-    rows = table(setup, counts, trained, frozen)
-    return max(next(row[2:] for row in rows if row[:2] == ("GPU", "sum"))) / GIB
-
-
-def rounded_share(name: str) -> float:
-    """The share of a frozen model that autocast lets be held in half precision: all but the input embeddings (and norms)."""
-    parameters, hidden, *_ = SHAPES[name]
-    vocabulary = 151936 if name == "0.5 B" else 128256
-    return 1 - vocabulary * hidden / parameters
-
-
 def decode_seconds(
     parameters: float, cache: float, layers: int, rows: int, tokens: int, prompt: int
 ) -> float:
@@ -145,27 +99,24 @@ def decode_seconds(
 
 
 def print_computed() -> None:
-    """Prints the tables of docs/scaling.md, and the examples of docs/memory.md."""
+    """Prints the tables of docs/scaling.md."""
     print(
         f"computed, not measured: {ROWS} sequences of {LENGTH} tokens an update, micro-batches of {MICRO}, gradient checkpointing\n"
     )
     print(
-        "| model | launch | states, GiB a GPU: 1 | 8 | 64 | update, s: 1 GPU | 8 GPUs, NVLink | 64 GPUs, 400 Gb/s | 64 GPUs, 200 Gb/s | speed-up of 64, 400 Gb/s |"
+        "| model | launch | update, s: 1 GPU | 8 GPUs, NVLink | 64 GPUs, 400 Gb/s | 64 GPUs, 200 Gb/s | speed-up of 64, 400 Gb/s |"
     )
-    print("|" + " --- |" * 10)
+    print("|" + " --- |" * 7)
     for name, (parameters, *_) in MODELS.items():
         alone = compute_seconds(parameters, ROWS * LENGTH)
         for launch in LAUNCHES:
-            sizes = " | ".join(
-                f"{states_gib(launch, parameters, n, n * MICRO < ROWS):,.0f}" for n in (1, 8, 64)
-            )
             times = [
                 update_seconds(launch, parameters, n, link)
                 for n, link in ((8, "NVLink"), (64, "400 Gb/s"), (64, "200 Gb/s"))
             ]
             cells = " | ".join(f"{best:.2f} to {worst:.2f}" for best, worst in times)
             print(
-                f"| {name} | {launch} | {sizes} | {alone:.1f} | {cells} | {alone / times[1][1]:.0f} to {alone / times[1][0]:.0f} |"
+                f"| {name} | {launch} | {alone:.1f} | {cells} | {alone / times[1][1]:.0f} to {alone / times[1][0]:.0f} |"
             )
 
     print(
@@ -202,41 +153,6 @@ def print_computed() -> None:
             for n, link in ((8, "NVLink"), (64, "400 Gb/s"), (64, "200 Gb/s"))
         )
         print(f"| {name} | {2 * parameters / 1e9:.0f} | {times} |")
-
-    print("\n| model | launch | 1 GPU | 8 GPUs | 64 GPUs |\n|" + " --- |" * 5)
-    for name, parameters in {"0.5 B": 0.5e9, "3 B": 3e9, "8 B": 8e9, "70 B": 70e9}.items():
-        rounded = int(rounded_share(name) * parameters)
-        for launch in LAUNCHES:
-            sizes = [
-                [
-                    states_gib(launch, parameters, n, True, *models, rounded=rounded)
-                    for models in ((1, 0), (1, 1), (2, 2))
-                ]
-                for n in (1, 8, 64)
-            ]
-            print(
-                f"| {name} | {launch} | "
-                + " | ".join(" / ".join(f"{size:,.0f}" for size in cell) for cell in sizes)
-                + " |"
-            )
-
-    print(
-        "\n| model | adapters of rank 16 | `single_gpu.yaml` | `--load_in_4bit` | ZeRO-2, 1 GPU | ZeRO-3, 8 GPUs |\n|"
-        + " --- |" * 6
-    )
-    for name, (parameters, hidden, kv, inner, layers, embeddings) in SHAPES.items():
-        adapter = 16 * layers * (4 * hidden + 2 * (hidden + kv) + 3 * (hidden + inner))
-        packed = int(parameters - embeddings)
-        rounded = int(rounded_share(name) * parameters)
-        ways = (("DDP", 1, 0), ("DDP", 1, packed), ("ZeRO-2", 1, 0), ("ZeRO-3", 8, 0))
-        cells = [
-            " / ".join(
-                f"{states_gib(launch, parameters, n, True, *models, adapter, in_4bit, rounded):,.0f}"
-                for models in ((1, 0), (2, 1))
-            )
-            for launch, n, in_4bit in ways
-        ]
-        print(f"| {name} | {adapter / 1e6:.1f} M | {' | '.join(cells)} |")
 
 
 # ============================================================ counted

@@ -543,9 +543,6 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
     """
     now = identity_of(run)
     may_change = arguments.MAY_CHANGE | run.args.may_change
-    fits_any_world = before.get("world") == universal_world(now["world"])
-    if fits_any_world:  # it is universal, or unsharded
-        may_change = may_change | {"world"}
     # An argument that is newer than the checkpoint is not compared.
     changed = [name for name in before if name not in may_change and now.get(name) != before[name]]
     if not changed:
@@ -554,20 +551,9 @@ def refuse_another_run(run: Run, path: Path, before: dict) -> None:
         f"{name}: {before[name]!r} in the checkpoint, {now.get(name)!r} now" for name in changed
     )
     way_out = ""
-    if "world" in changed:
-        way_out = (
-            " (preference_recipes.tools.export --universal is for another number of processes)"
-        )
+    if "world" in changed and engine.is_sharded(run.accelerator):
+        way_out = " (under DeepSpeed and FSDP2 a resume needs the same number of processes)"
     sys.exit(f"--resume: {path} belongs to another run: {differences}{way_out}")
-
-
-def universal_world(world: str) -> str:
-    """Returns `world` without what a universal checkpoint may change: device and processes.
-
-    Example: `DeepSpeed ZeRO-2 fp16` for `DeepSpeed ZeRO-2 fp16 on cuda with 8 processes`. Such
-    checkpoints are made by `preference_recipes/tools/export.py`.
-    """
-    return world.partition(" on ")[0]
 
 
 def load_schedule(run: Run, state: dict) -> None:

@@ -53,22 +53,17 @@ def load(run: Run, folder: Path) -> None:
             "NOTE: the state of DeepSpeed and FSDP2 is read as pickles, which can run code: "
             "resume from your own checkpoints only."
         )
-    run.accelerator.load_state(str(folder), **loading_settings(run, folder))
+    run.accelerator.load_state(str(folder), **loading_settings(run))
 
-    # From a universal ZeRO-3 checkpoint DeepSpeed 0.19.8 gives all groups the settings of the first
-    # one, and all parameters one step count that they share.
+    # Some depend on the device, such as whether Adam is fused.
     for group, settings in zip(run.optimizer.param_groups, settings_of_groups):
         group.update(settings)
-    separate_step_counts(run.optimizer)
+    place_step_counts(run.optimizer)
 
 
-def loading_settings(run: Run, folder: Path) -> dict:
-    """Returns the arguments of `accelerator.load_state` for a folder, by the engine."""
+def loading_settings(run: Run) -> dict:
+    """Returns the arguments of `accelerator.load_state`, by the engine."""
     if run.accelerator.distributed_type == DistributedType.DEEPSPEED:
-        is_universal = (
-            folder / "pytorch_model" / "zero"
-        ).is_dir()  # see preference_recipes/tools/export.py
-        run.model._config.load_universal_checkpoint = is_universal
         # The base below adapters is not in the checkpoint, see `Run.models`.
         return {"load_module_strict": not lora.has_adapter(run.unwrapped)}
     if engine.is_sharded(run.accelerator):
@@ -78,15 +73,12 @@ def loading_settings(run: Run, folder: Path) -> dict:
     return {"map_location": "cpu"}
 
 
-def separate_step_counts(optimizer: torch.optim.Optimizer) -> None:
-    """Gives each parameter a step count of its own, on the GPU where Adam is fused."""
-    is_fused = optimizer.param_groups[0].get("fused")
+def place_step_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Moves Adam's step counts to the GPU where it is fused, which reads them there."""
+    if not optimizer.param_groups[0].get("fused"):
+        return
     for parameter, moments in optimizer.state.items():
-        step = moments.get("step")
-        if not torch.is_tensor(step):
-            continue
-        moments["step"] = step.clone()
-        if is_fused:
+        if torch.is_tensor(moments.get("step")):
             moments["step"] = moments["step"].to(parameter.device, torch.float32)
 
 

@@ -62,7 +62,6 @@ LONGEST_FIRST = [
     "configs",
     "invariance",
     "ppo",
-    "memory",
     "docs",
     "metrics",
     "counting",

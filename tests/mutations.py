@@ -403,17 +403,6 @@ SAVING = [
         "contracts/test_resume.py::test_a_checkpoint_of_another_run_is_refused",
     ),
     Fault(
-        "any_world",
-        "a universal checkpoint is taken by another ZeRO stage or precision",
-        "common/checkpoint.py",
-        replace(
-            "refuse_another_run",
-            "before.get('world') == universal_world(now['world'])",
-            by="True",
-        ),
-        "contracts/test_stopping.py::test_a_world_that_cannot_read_a_checkpoint_is_refused",
-    ),
-    Fault(
         "one_process_hears",
         "a signal ends the process that got it, and the others wait for it",
         "common/stopping.py",

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from preference_recipes.data import cache, files, formats, other_formats, tokens, workers
 from preference_recipes.data.messages import BadRow
-from preference_recipes.data.template_limits import TooMuch
 
 # Lists of truth values among the columns that a row function may return. All other lists are of
 # token ids.
@@ -85,7 +84,7 @@ class Converter:
         try:
             row = other_formats.standard(row, as_messages)
             values = self.function(row, tokenizer=self.tokenizer, **self.settings)
-        except (BadRow, TooMuch) as error:
+        except BadRow as error:
             raise BadRow(f"row {index + 1}: {error}") from None
         notes = values.pop("notes", []) + self.note_on_strings(row)
         longest = values.pop("longest", values["length"])

@@ -15,7 +15,6 @@ import transformers.utils.chat_template_utils as template_utils
 from common import in_one_line, replaced
 from preference_recipes.data import ids, thoughts
 from preference_recipes.data.messages import BadRow, nested, without_nulls
-from preference_recipes.data.template_limits import TooMuch, memory_limit, time_limit
 
 # What the run prints about a data set whose messages the template does not write.
 DROPS_CALLS = "tool calls are not learned, because the chat template does not write them"
@@ -65,17 +64,14 @@ def read(path: str) -> str:
     """Returns the chat template in a file.
 
     Raises:
-        SystemExit: no such file, not UTF-8, no Jinja template, or one that computes without end.
+        SystemExit: no such file, not UTF-8, or no Jinja template.
     """
     try:
         template = Path(path).read_text(encoding="utf-8")
-        with time_limit(), memory_limit():
-            template_utils.render_jinja_template([[]], chat_template=template)
+        template_utils.render_jinja_template([[]], chat_template=template)
     except (OSError, UnicodeDecodeError, jinja2.TemplateSyntaxError) as error:
         reason = in_one_line(error)
         sys.exit(f"--chat_template {path}: expected a file with a Jinja template: {reason}")
-    except TooMuch as error:
-        sys.exit(f"--chat_template {path}: {error}")
     except Exception:  # it is a template, though it wants messages
         pass
     return template
@@ -188,12 +184,8 @@ def apply_template(
     schemas: list | None = None,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Returns what `apply_chat_template` writes; a date that it prints is that of the run.
-
-    Raises:
-        TooMuch: see `time_limit`.
-    """
-    with clock_at(getattr(tokenizer, "chat_date", None)), time_limit():
+    """Returns what `apply_chat_template` writes; a date that it prints is that of the run."""
+    with clock_at(getattr(tokenizer, "chat_date", None)):
         return tokenizer.apply_chat_template(
             messages,
             schemas,
@@ -294,7 +286,7 @@ def takes_only_parts(tokenizer) -> bool:
 
     def writes(message: dict) -> bool:
         with contextlib.suppress(Exception):
-            return "zqz" in try_out(tokenizer, [message], add_generation_prompt=True)
+            return "zqz" in apply_template(tokenizer, [message], add_generation_prompt=True)
         return False
 
     return writes(with_parts(message)) and not writes(message)
@@ -314,7 +306,7 @@ def takes_only_argument_texts(tokenizer) -> bool:
 
     def written(message: dict) -> str:
         with contextlib.suppress(Exception):
-            return try_out(tokenizer, [{"role": "user", "content": "a"}, message])
+            return apply_template(tokenizer, [{"role": "user", "content": "a"}, message])
         return ""
 
     with_object = written(call)
@@ -341,17 +333,11 @@ def find_ending(
         messages = [*before, {"role": "assistant", "content": content}, *after]
         if wants_parts:
             messages = [with_parts(message) for message in messages]
-        texts.append(try_out(tokenizer, messages))
+        texts.append(apply_template(tokenizer, messages))
     first, second = (ids.encode_text(tokenizer, text) for text in texts)
     n_ids = ids.n_shared_at_end(first, second)
     n_characters = ids.n_shared_at_end(*texts)
     return first[len(first) - n_ids :], texts[0][len(texts[0]) - n_characters :]
-
-
-def try_out(tokenizer, messages: list[dict], add_generation_prompt: bool = False) -> str:
-    """Returns what the template writes within the limits of time and memory."""
-    with memory_limit():
-        return apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
 
 def place_of_stop(tokenizer, ending: list[int], earlier_ending: list[int]) -> int | None:

@@ -1,9 +1,8 @@
-"""Takes the actor out of a checkpoint, or makes the checkpoint fit another number of processes.
+"""Takes the actor out of a checkpoint.
 
     python -m preference_recipes.tools.export CHECKPOINT OUT [--dtype bfloat16]
     python -m preference_recipes.tools.export CHECKPOINT OUT --critic
     python -m preference_recipes.tools.export CHECKPOINT OUT --merge
-    python -m preference_recipes.tools.export CHECKPOINT OUT --universal
 
 CHECKPOINT is a folder such as `runs/dpo/.../checkpoints/global_step_000100`. Every checkpoint holds
 the actor in safetensors, whatever recipe, strategy and ZeRO stage wrote it.
@@ -16,21 +15,14 @@ Of a run with `--lora_r` the checkpoint holds adapters. OUT is then an ordinary 
 `--merge` it is a whole model, the adapter added to its base in fp32; the base must be where the
 adapter's config says. `--merge` also takes an adapter in the place of a checkpoint: a folder, such
 as a run's `actor/`, or a hub name.
-
-DeepSpeed cuts its own files for the processes that wrote them. With `--universal` OUT is a whole
-checkpoint again, from which another number of processes can resume, in the same ZeRO stage and
-precision. This reads DeepSpeed's pickles: use it only on checkpoints that you trust.
 """
 
 import argparse
-import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -193,85 +185,6 @@ def convert(folder: Path, dtype: str) -> None:
         actor.write_dtype(folder, dtype)
 
 
-# ============================================================ a universal checkpoint
-
-
-def universal(checkpoint: Path, out: Path) -> None:
-    """Writes a whole checkpoint, its engine state being DeepSpeed's universal checkpoint.
-
-    Raises:
-        SystemExit: as `export`; also if DeepSpeed did not write the checkpoint, or cannot convert
-            it.
-    """
-    from common import checkpoint as checkpoints  # slow to import
-
-    names = check(checkpoint, out)
-    source = checkpoint / "engine" / "pytorch_model"
-    if not source.is_dir():
-        sys.exit(
-            f"{checkpoint} was not written under DeepSpeed: a checkpoint of one process or DDP "
-            "fits any number of processes as it is; one of FSDP2 only the number that wrote it"
-        )
-    # DeepSpeed reads the files of this folder by patterns, and they are pickles.
-    unnamed = unnamed_files(checkpoint, source, names)
-    if unnamed:
-        sys.exit(f"{checkpoint}: its manifest does not name {unnamed[0]}: remove it")
-    fault = checkpoints.fault_of_state(checkpoint)
-    if fault:
-        sys.exit(f"{checkpoint} is not a whole checkpoint: {fault}")
-    temporary = make_temporary(out)
-    others = [name for name in names if not name.startswith("engine/pytorch_model/")]
-    copy_files(checkpoint, others, temporary)
-    convert_engine(source, temporary / "engine" / "pytorch_model")
-
-    state = checkpoints.read_state(temporary)
-    world = checkpoints.universal_world(state["arguments"]["world"])
-    if world.startswith("DeepSpeed ZeRO-3"):
-        steps = step_counts(temporary)
-        if len(steps) > 1:
-            shutil.rmtree(temporary)
-            sys.exit(
-                f"{checkpoint}: Adam's step counts differ, {sorted(steps)} (PPO's critic had a "
-                "warm-up), and from a universal checkpoint DeepSpeed's ZeRO-3 gives every "
-                "parameter the same one. ZeRO-1 and ZeRO-2 keep them apart."
-            )
-    state["arguments"]["world"] = world
-    state["log_bytes"] = {}  # the folder that it will be in has no lines yet
-    (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-
-    folders.write_manifest(temporary, folders.describe_files(temporary))
-    folders.replace(temporary, out)
-
-
-def unnamed_files(checkpoint: Path, folder: Path, names: list[str]) -> list[str]:
-    """What is in a folder of the checkpoint, links included, and not in the manifest."""
-    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return sorted({str(path.relative_to(checkpoint)) for path in found} - set(names))
-
-
-def convert_engine(source: Path, out: Path) -> None:
-    """Writes DeepSpeed's universal checkpoint of the engine state in `source`.
-
-    Raises:
-        SystemExit: DeepSpeed could not, with the end of what it printed.
-    """
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-    command += ["--input_folder", str(source), "--output_folder", str(out)]
-    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-    command += ["--inject_missing_state"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        sys.exit(f"DeepSpeed could not convert {source}:\n{result.stderr[-2000:]}")
-
-
-def step_counts(checkpoint: Path) -> set[float]:
-    """Returns the different step counts that Adam has in a universal ZeRO-3 checkpoint."""
-    file = checkpoint / "engine" / "pytorch_model" / "zero" / "optimizer_state.pt"
-    shared = torch.load(file, weights_only=False)
-    moments = shared["optimizer_state_dict"]["state"].values()
-    return {float(part["step"]) for part in moments}
-
-
 def main() -> None:
     show_any_text()
     parser = argparse.ArgumentParser(
@@ -300,27 +213,14 @@ def main() -> None:
         action="store_true",
         help="the whole model instead of the adapter, for runs with --lora_r",
     )
-    parser.add_argument(
-        "--universal",
-        action="store_true",
-        help="a whole checkpoint for another number of processes, not the actor",
-    )
     args = parser.parse_args()
-    if args.universal and (args.dtype or args.critic or args.merge):
-        parser.error(
-            "--dtype, --critic and --merge are for one model, --universal keeps every weight as it "
-            "is"
-        )
-    if args.universal:
-        universal(args.checkpoint, args.out)
-    else:
-        export(
-            args.checkpoint,
-            args.out,
-            dtype=args.dtype,
-            model="critic" if args.critic else "actor",
-            merge_adapter=args.merge,
-        )
+    export(
+        args.checkpoint,
+        args.out,
+        dtype=args.dtype,
+        model="critic" if args.critic else "actor",
+        merge_adapter=args.merge,
+    )
     print(f"wrote {args.out}")
 
 

@@ -453,7 +453,7 @@ def test_damage_is_named_and_the_checkpoint_before_taken(inputs, unbroken):
 
 @pytest.mark.parametrize("name, launcher", [("dpo", "plain"), ("sft", "zero3")])
 def test_export_gives_the_actor_the_run_saved(
-    inputs, unbroken, tmp_path, monkeypatch, capsys, name, launcher
+    inputs, unbroken, tmp_path, monkeypatch, name, launcher
 ):
     from preference_recipes.tools import export
 
@@ -481,12 +481,6 @@ def test_export_gives_the_actor_the_run_saved(
     for one, other in zip(half.parameters(), whole.parameters(), strict=True):
         assert torch.equal(one, other.to(torch.bfloat16))
     refuses("is not an empty folder", call=lambda: call(checkpoint, tmp_path / "out"))
-    with pytest.raises(SystemExit):
-        call(checkpoint, tmp_path / "both", "--universal", "--dtype", "bfloat16")
-    assert (
-        "--dtype, --critic and --merge are for one model" in capsys.readouterr().err
-        and not (tmp_path / "both").exists()
-    )
     torn = shutil.copytree(checkpoint, tmp_path / "torn")
     (torn / "actor/model.safetensors").write_bytes(b"x")
     refuses("actor/model.safetensors has 1 bytes", call=lambda: call(torn, tmp_path / "no"))

@@ -15,7 +15,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import templates
-from preference_recipes.data import dataset, template_limits, thoughts, tokens
+from preference_recipes.data import dataset, thoughts, tokens
 from preference_recipes.data import templates as chat
 from preference_recipes.data.pairs import preference_row
 from preference_recipes.data.prompts import prompt_row
@@ -700,44 +700,26 @@ def test_variables_reach_the_template_as_they_are_in_json(tmp_path):
     assert json.loads(rendered.removesuffix("True")) == list(values.values())
 
 
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # What a template may write, and what the run says of it.
 PROGRAMS = {
     "an error of several lines": ("{{ raise_exception('no\\n  such\\nrole') }}", "refuses the messages: no such role (roles: user)"),
-    "endless": (LOOPS, "the chat template computes for more than 0.2 seconds"),
-    "endless for some": ("{{ messages[0].content }}{% if messages[0].content == 'two' %}" + LOOPS + "{% endif %}",
-                         "the chat template computes for more than 0.2 seconds"),
-    "a constant of 2 GB": ("{{ 'x' * 2000000000 }}", "the chat template takes more than 256 MiB of memory"),
-    "2 GB that are computed": ("{{ 'x' * (2000000000 * messages | length) }}",
-                               "the chat template takes more than 256 MiB of memory"),
-    "a text that doubles": ("{% set ns = namespace(x='ab') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-                            "the chat template takes more than 256 MiB of memory"),
     "20 MB": ("{{ 'x' * (20000000 * messages | length) }}", "a text of 20,000,000 characters, where at most 10,000,000 are read"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_a_template_that_errs_or_computes_too_much_is_said_in_one_line(
-    accelerator, tmp_path, monkeypatch, kind
-):
+def test_a_template_that_errs_or_writes_too_much_is_said_in_one_line(accelerator, tmp_path, kind):
     template, said = PROGRAMS[kind]
-    monkeypatch.setattr(template_limits, "MOST_BYTES", 2**28)
-    if "endless" in kind:
-        monkeypatch.setattr(template_limits, "MOST_SECONDS", 0.2)
     tokenizer = copy.deepcopy(templates.tokenizer("qwen2_5"))
     tokenizer.chat_template = template
     say = lambda text: {"prompt": [message("user", text)], "completion": [message("assistant", "a")]}  # fmt: skip
     path = str(write_jsonl(tmp_path / "rows.jsonl", [say("one"), say("two")]))
     settings = {"max_length": 64, "loss_on": "assistant"}
-    row = 2 if "some" in kind else 1
     refuses(
-        f"data set {path!r}, row {row}: ",
+        f"data set {path!r}, row 1: ",
         said,
         call=lambda: dataset.load(accelerator, path, "train", sft_row, tokenizer, {}, **settings),
     )
-    if kind in ("endless", "a constant of 2 GB"):
-        (tmp_path / "own.jinja").write_text(template)
-        refuses("--chat_template ", said, call=lambda: chat.read(str(tmp_path / "own.jinja")))
 
 
 # ---------------------------------------------------------------------------------------------- the date

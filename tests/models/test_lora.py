@@ -31,7 +31,6 @@ from preference_recipes.models import architecture, load, lora, merge, prepare
 from preference_recipes.models.logprobs import LogProbModel, ScoreModel
 from preference_recipes.models.packing import Packer
 from preference_recipes.tools import export as exporting
-from preference_recipes.tools import memory
 from recipes import RECIPES
 from recipes import load as load_recipe
 from runs import (
@@ -633,7 +632,6 @@ def test_an_adapter_is_refused_wherever_a_model_is_named(inputs, tmp_path, monke
             lambda name=name: load.causal_lm(name, tokenizer, args),
             lambda name=name: load.causal_lm(name, tokenizer, args, frozen=True),
             lambda name=name: load.score_model(name, tokenizer, args, new_head=True),
-            lambda name=name: memory.build(name),
             lambda name=name: lora.complete_settings(
                 None, types.SimpleNamespace(reward_model_name_or_path=name)
             ),

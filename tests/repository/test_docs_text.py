@@ -224,16 +224,13 @@ def test_every_argument_is_documented():
     assert "| `--vf_coef` | `0.1` | number, at least 0 | weight of the value loss |" in page
 
 
-@pytest.mark.parametrize("words", [
-    ["-m", "preference_recipes.tools.memory", "--model", "assets/model", "--config", "accelerate_configs/ds_zero3.yaml", "--num_processes", "8"],
-    ["-m", "preference_recipes.tools.export", "--help"],
-])  # fmt: skip
-def test_commands_that_are_cheap_run(words):
+def test_the_command_that_exports_an_actor_runs():
+    words = ["-m", "preference_recipes.tools.export", "--help"]
     result = subprocess.run(
         [sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    assert ("sum" if "--model" in words else "checkpoint") in result.stdout
+    assert "checkpoint" in result.stdout
 
 
 def test_the_page_of_all_pages_lists_each_page_once():

@@ -43,7 +43,6 @@ from preference_recipes.data.pairs import preference_row
 from preference_recipes.models import checks, load, merge
 from preference_recipes.models.logprobs import LogProbModel
 from preference_recipes.rollouts.rewards import answer_reward
-from preference_recipes.tools import memory
 from recipes import RECIPES
 from recipes import load as load_recipe
 from runs import ASSETS, LAUNCHERS, REPOSITORY, launch, recipe, refuses, tiny_llama, write_jsonl
@@ -388,12 +387,6 @@ def test_a_hub_that_cannot_be_reached_is_given_up_at_once(no_network, capsys):
     )
 
 
-def test_an_estimate_of_memory_gives_the_hub_up_at_once_too(no_network, capsys):
-    refuses("could be built from the config of 'someone/model'", call=lambda: memory.build("someone/model"))  # fmt: skip
-    assert no_network == [(("huggingface.co", 443), hub.SECONDS)]
-    assert "cannot be reached" in capsys.readouterr().out
-
-
 def test_behind_a_proxy_the_hub_is_not_tried(no_network, monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     hub.reach()
@@ -620,7 +613,6 @@ def test_code_that_a_model_brings_along_is_not_run(own, model, tmp_path):
         "reward model": ("model", lambda: load.score_model(own["model"], tokenizer, DEFAULTS)),
         "tokenizer": ("tokenizer", lambda: load.tokenizer_of(own["tokenizer"])),
         "base": ("model", lambda: merge.write(own["adapter"], tmp_path / "merged")),
-        "estimate": ("model", lambda: memory.build(own["model"])),
     }
     for name, call in refusals.values():
         refuses(repr(own[name]), *NEVER_RUN, call=call)
@@ -642,7 +634,8 @@ def test_no_load_may_ask_whether_to_run_code():
     """Every call that could says that it may not. What is left out reads JSON, or is given its model."""
     reads_no_code = {"PeftConfig", "config", "GenerationConfig", "PeftModel", "load"}
     places = []
-    for path in [*REPOSITORY.glob("common/**/*.py"), *REPOSITORY.glob("recipes/*.py")]:
+    roots = ("common", "preference_recipes", "recipes")
+    for path in [path for root in roots for path in REPOSITORY.glob(f"{root}/**/*.py")]:
         for call in ast.walk(ast.parse(path.read_text())):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
                 continue
@@ -652,7 +645,7 @@ def test_no_load_may_ask_whether_to_run_code():
                 settings = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
                 assert settings.get("trust_remote_code") == "False", f"{path.name}:{call.lineno}"
                 places.append(f"{path.name} {owner}")
-    assert {"load.py auto_class", "merge.py AutoTokenizer", "memory.py AutoConfig"} <= set(places)
+    assert {"load.py auto_class", "merge.py AutoTokenizer"} <= set(places)
 
 
 def test_a_folder_without_a_tokenizer_and_one_that_holds_an_actor(tmp_path):
