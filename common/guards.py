@@ -165,33 +165,39 @@ class SkipWatch:
         """Ends a run that does nothing but skip. Returns a warning to print, or None.
 
         A second consecutive skip ends the run if the loss scale is at its smallest and cannot fall
-        further, or if there is none (DeepSpeed skips overflows in fp32 as well). Otherwise the
-        hundredth does.
+        further, or if there is none: DeepSpeed skips gradients that are not finite in fp32 and bf16
+        as well. Otherwise the hundredth does.
 
         Raises:
             SystemExit: saying what helps, on the main process.
         """
         smallest = self.smallest_loss_scale()
-        where = "where no loss scale is to blame"
-        if loss_scale:
-            where = f"at loss scale {loss_scale:g}, the smallest being {smallest:g}"
         can_fall = bool(loss_scale) and loss_scale > smallest
         allowed = self.MANY if can_fall else 2
         if self.progress.consecutive_skips >= allowed:
-            self.end_run(where)
-        return self.warning(where)
+            self.end_run(loss_scale, smallest)
+        return self.warning(loss_scale, smallest)
 
-    def end_run(self, where: str) -> None:
+    def end_run(self, loss_scale: float | None, smallest: float) -> None:
         """Ends the program, with the reason on the main process."""
-        message = (
-            f"update {self.progress.global_step + 1} overflowed {self.progress.consecutive_skips} "
-            f"times in a row, the last time {where}. Use bf16, a lower --learning_rate "
-            "if the loss had grown; --debug_overflow names the module"
-        )
+        update = f"update {self.progress.global_step + 1}"
+        skips = f"{self.progress.consecutive_skips} times in a row"
+        if loss_scale:
+            message = (
+                f"{update} overflowed {skips}, the last time at loss scale {loss_scale:g}, the "
+                f"smallest being {smallest:g}. Use bf16, a lower --learning_rate if the loss had "
+                "grown; --debug_overflow names the module"
+            )
+        else:
+            message = (
+                f"{update} was skipped {skips}: its gradients are not finite, though its loss is. "
+                "Use a lower --learning_rate if the loss had grown; --debug_overflow names the "
+                "module"
+            )
         errors.tell_launcher(message)
         sys.exit(message if self.accelerator.is_main_process else 1)
 
-    def warning(self, where: str) -> str | None:
+    def warning(self, loss_scale: float | None, smallest: float) -> str | None:
         """Returns a warning if more than a tenth of the recent updates were skipped, else None.
 
         It is due again only after as many updates have passed. On the main process alone.
@@ -201,10 +207,14 @@ class SkipWatch:
         if not self.accelerator.is_main_process or recent <= self.A_TENTH or warned_recently:
             return None
         self.last_warning = self.progress.updates_seen
+        updates = f"WARNING: {recent} of the last {RECENT_UPDATES} updates"
+        if not loss_scale:
+            return f"{updates} were skipped, because their gradients are not finite."
         return (
-            f"WARNING: {recent} of the last {RECENT_UPDATES} updates overflowed, the last {where}. "
-            "Raise loss_scale_window if the scale grows back into the overflow, hysteresis "
-            "if single updates drive it down; near min_loss_scale use bf16. See docs/fp16.md."
+            f"{updates} overflowed, the last at loss scale {loss_scale:g}, the smallest being "
+            f"{smallest:g}. Raise loss_scale_window if the scale grows back into the overflow, "
+            "hysteresis if single updates drive it down; near min_loss_scale use bf16. "
+            "See docs/fp16.md."
         )
 
     def smallest_loss_scale(self) -> float:

@@ -250,10 +250,18 @@ def test_skips_without_end_end(tmp_path, scale, settings, ends):
     metrics.bar = types.SimpleNamespace(write=said.append, update=lambda: None)
     for _ in range(20):
         progress.update_done(True, 1, 1)
-    with pytest.raises(SystemExit, match=f"update 21 overflowed {ends} times in a row"):
+    cause = (
+        "overflowed {} times in a row"
+        if scale
+        else "was skipped {} times in a row: its gradients are not finite"
+    )
+    with pytest.raises(SystemExit, match=f"update 21 {cause.format(ends)}") as ended:
         while True:
             progress.update_done(applied=False, samples=1, tokens=1)
             metrics.update_done(False, loss_scale=scale)
+    assert ("Use bf16" in str(ended.value)) == (
+        scale is not None
+    )  # in bf16 and fp32 that is no advice
     assert progress.skipped_steps == ends and progress.global_step == 20
     assert [text[:30] for text in said] == (
         ["WARNING: 6 of the last 50 upda", "WARNING: 50 of the last 50 upd"] if ends == 100 else []
