@@ -25,7 +25,8 @@ def write(adapter: str, out: Path) -> None:
         out: must not exist.
 
     Raises:
-        SystemExit: the base is not there, is an adapter itself, or does not fit.
+        SystemExit: the base is not there, is an adapter itself, or does not fit; the whole model
+            would not compute what base and adapter compute.
     """
     peft = lora.import_library("peft", needed_by=f"the adapter {adapter!r}", extra="lora")
     base_name = None
@@ -36,8 +37,12 @@ def write(adapter: str, out: Path) -> None:
         tokenizer = tokenizer_of(adapter, base_name)
         if len(tokenizer) > base.config.get_text_config().vocab_size:
             base.resize_token_embeddings(len(tokenizer))  # the adapter has the new rows
-        model = peft.PeftModel.from_pretrained(base, adapter)
-        merged = model.merge_and_unload(safe_merge=True)  # it looks for what is not finite
+        model = peft.PeftModel.from_pretrained(base, adapter).eval()
+        ids = ids_to_compare(len(tokenizer))
+        with torch.no_grad():
+            expected = model(ids).logits
+            merged = model.merge_and_unload(safe_merge=True)  # it looks for what is not finite
+            refuse_other_model(merged(ids).logits, expected)
         merged.config.update(moments_of(adapter))
         if config.task_type == "SEQ_CLS":  # transformers finds the last token by it
             merged.config.pad_token_id = tokenizer.pad_token_id
@@ -51,6 +56,30 @@ def write(adapter: str, out: Path) -> None:
         load.refuse_own_code(base_name or adapter, error)
         reason = in_one_line(error)
         sys.exit(f"the adapter {adapter!r} of {base_name!r} cannot be merged: {reason}")
+
+
+def ids_to_compare(vocabulary: int) -> torch.Tensor:
+    """Returns 32 ids from all over a vocabulary, `[1, 32]`."""
+    return torch.linspace(0, vocabulary - 1, 32).long()[None]
+
+
+def refuse_other_model(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Refuses a merged model whose logits are not those of base and adapter, up to rounding.
+
+    peft 0.21 merges an adapter on tied embeddings wrongly: it adds the change to the one shared
+    matrix twice, or gives the output layer a change that it did not have.
+
+    Raises:
+        ValueError: with the largest difference.
+    """
+    difference = (logits - expected).abs().max().item()
+    largest = expected.abs().max().item()
+    if not difference <= 1e-3 * largest:  # also where one is not finite
+        raise ValueError(
+            f"the whole model would be another one: its logits differ by up to {difference:.3g} "
+            f"from those of base and adapter, which are up to {largest:.3g} in size. Load the "
+            "adapter with peft instead, or make one that leaves tied embeddings alone"
+        )
 
 
 def load_base(name: str, task_type: str):

@@ -17,6 +17,7 @@ import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -711,6 +712,27 @@ def test_an_adapter_with_new_tokens_is_merged(inputs, tmp_path):
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     ids = torch.tensor([[3, 4, len(tokenizer) - 1, len(tokenizer) - 2]])
     torch.testing.assert_close(whole(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"target_modules": ["embed_tokens", "q_proj"]}, {"target_modules": ["lm_head", "q_proj"]}],
+)
+def test_a_merge_that_makes_another_model_is_refused(inputs, tmp_path, settings):
+    """peft 0.21 adds an adapter on one of two tied layers to the matrix that both share."""
+    config = AutoConfig.from_pretrained(inputs / "model", tie_word_embeddings=True)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config)
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(inputs / "model").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora_config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    peft.get_peft_model(base, lora_config).save_pretrained(tmp_path / "adapter")
+    refuses(
+        "the whole model would be another one: its logits differ by",
+        call=lambda: merge.write(str(tmp_path / "adapter"), tmp_path / "whole"),
+    )
+    assert not (tmp_path / "whole").exists()
 
 
 # ============================================================ a base of 4 bits
