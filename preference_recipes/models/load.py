@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -413,6 +414,12 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
         refuse_own_code(name, error)
         first_line = str(error).strip().splitlines()[0]
+        # transformers 5.23 then tries to read tokenizer.model as a file of tiktoken.
+        if "tiktoken" in first_line and importlib.util.find_spec("sentencepiece") is None:
+            first_line = (
+                "its tokenizer.model is probably one of sentencepiece: `pip install sentencepiece`,"
+                " or save tokenizer.json beside it"
+            )
         sys.exit(f"no {kind} could be loaded from {name!r}: {first_line} {EXPECTED}")
 
 
