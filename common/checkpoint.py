@@ -24,7 +24,6 @@ from common import (
     engine_state,
     folders,
     left_behind,
-    moved,
     record,
     stopping,
     transcript,
@@ -94,7 +93,6 @@ def begin(run: Run) -> Any:
     run.best = on_main_process(best.restored, run)  # the one that was loaded, if it is still here
     best.count_patience(run)  # a run that had stopped early stops again
     run.metrics.start()
-    moved.watch(run)  # `update/*`, in half precision
     if path:
         save_again_if_needed(run, path, lines_are_lost)
     return run.extra

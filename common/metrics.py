@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -19,9 +19,6 @@ from tqdm import tqdm
 from common import board, errors, guards, record, trackers, transcript
 from common.progress import Progress
 from common.speed import Speed
-
-if TYPE_CHECKING:
-    from common.moved import Watch
 
 
 class Logged(NamedTuple):
@@ -165,7 +162,6 @@ class Metrics:
         pending: the means of the current update, until it is applied or skipped.
         open: the means of the next log line. Those of a rollout are added to it directly.
         last_update: values of the last applied update only.
-        moved: what becomes `update/*`; see `moved.watch`.
         speed: what becomes `perf/*`.
         board, bar, started: made by `start`, which also reads the clock.
         noted: the names of what `note_once` has printed.
@@ -198,7 +194,6 @@ class Metrics:
         self.pending = Means(accelerator)
         self.open = Means(accelerator)
         self.last_update: dict[str, float] = {}
-        self.moved: Watch | None = None
         self.speed = Speed(accelerator, progress, flop)
         self.board: board.Board | None = None
         self.bar: tqdm | None = None
@@ -264,8 +259,6 @@ class Metrics:
                 name: float(value) for name, value in of_update.items() if value is not None
             }
             guards.check_gradient(self.last_update.get("grad_norm", 0.0), self.progress)
-            if self.moved:
-                self.last_update |= self.moved.update_done()
             self.open.take(self.pending)
             self.bar.update()
         else:

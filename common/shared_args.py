@@ -143,11 +143,6 @@ class UpdateArgs:
     max_grad_norm: float = arg(default=1.0, at_least=0, help="gradient clipping; 0: none")
     gradient_checkpointing: bool = arg(default=False, help="saves memory, costs time")
     attn_implementation: str | None = arg(default=None, help="sdpa, eager, flash_attention_2 ...")
-    spread_masters: bool = arg(
-        default=False,
-        help="in half precision: draw each fp32 weight from the numbers that are rounded to it, so "
-        "that small steps are not lost; see docs/precision.md",
-    )
     seed: int = arg(
         default=0, at_least=0, below=2**32, help="for the data order, sampling and dropout"
     )

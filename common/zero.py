@@ -247,26 +247,6 @@ def exact_masters(accelerator, model: nn.Module, half: torch.dtype | None):
         set_master(parameter, value)
 
 
-def master_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Returns what this process holds of a parameter's fp32 master; None without DeepSpeed."""
-    if hasattr(parameter, "ds_tensor"):
-        from deepspeed import utils
-
-        return utils.safe_get_local_fp32_param(parameter)
-    if hasattr(parameter, "_hp_mapping"):
-        mapping = parameter._hp_mapping
-        return torch.empty(0) if mapping is None else mapping.hp_fragment
-    return None
-
-
-def without_padding(parameter: nn.Parameter, shard: torch.Tensor) -> torch.Tensor:
-    """Returns a process's shard of a parameter without ZeRO-3's zeros after its last number."""
-    if not hasattr(parameter, "ds_tensor"):
-        return shard
-    start = shard.numel() * torch.distributed.get_rank()
-    return shard.flatten()[: max(0, parameter.ds_numel - start)]
-
-
 def set_master(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Sets what this process holds of the fp32 master of a parameter.
 

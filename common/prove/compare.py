@@ -23,7 +23,7 @@ UNLIKE = 1e-5
 COUNTERS = ("samples", "sequences", "tokens", "skipped_steps", "global_step")
 # These are counted, not computed by a model, so nothing rounds them.
 EXACT = (*COUNTERS, "epoch", "loss_scale")
-# These, the learning rates and `update/*` are those of the last update alone.
+# These and the learning rates are those of the last update alone.
 OF_LAST_UPDATE = ("grad_norm", "loss_scale", "epoch", "global_step")
 
 
@@ -175,7 +175,7 @@ def unlike(some: list[dict], others: list[dict]) -> Difference:
 
 def is_of_last_update(tag: str) -> bool:
     """Whether a metric is that of the last update, and not of all since the last line."""
-    return tag in OF_LAST_UPDATE or tag.endswith("learning_rate") or tag.startswith("update/")
+    return tag in OF_LAST_UPDATE or tag.endswith("learning_rate")
 
 
 # ============================================================ weights

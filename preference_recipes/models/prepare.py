@@ -52,10 +52,9 @@ def without_noise(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def choose_parameters(accelerator, model: nn.Module, args) -> None:
-    """Decides which weights are trained, and from where; prints what is frozen.
+    """Decides which weights are trained; prints what is frozen.
 
-    Frozen is what text never reaches and, with `--lora_r`, all but new adapters. For where the
-    others start, see `rounding.spread_masters`.
+    Frozen is what text never reaches and, with `--lora_r`, all but new adapters.
 
     Args:
         model: a `ModelWrapper`, not prepared yet.
@@ -63,8 +62,6 @@ def choose_parameters(accelerator, model: nn.Module, args) -> None:
     """
     architecture.freeze_unreached(accelerator, model, args.max_length)
     lora.add_adapters(accelerator, model, args)
-    rounding.spread_masters(accelerator, model, args)
-    rounding.note_ties(accelerator, model)
 
 
 def for_training(

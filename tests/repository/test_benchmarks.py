@@ -28,7 +28,6 @@ def load(name: str):
 tables = load("tables")
 gpu = load("gpu")
 audit = load("audit")
-moved = load("moved")
 
 FOUND = {
     "work": "dpo", "model": "body", "unit": "pairs/s", "commit": "0123456789ab", "changed": False, "date": "2026-01-31",
@@ -136,13 +135,3 @@ def test_the_audit_holds_for_a_recipe(tmp_path):
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     rows = [line.split()[:3] for line in ended.stdout.splitlines() if line.startswith("sft")]
     assert rows == [["sft", "split", "holds"], ["sft", "numbers", "holds"]]
-
-
-def test_the_tables_of_small_steps_are_those_of_the_results():
-    page = (REPOSITORY / "docs/precision.md").read_text(encoding="utf-8")
-    files = sorted((REPOSITORY / "benchmarks/results/moved").glob("*.json"))
-    assert files
-    for file in files:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        assert moved.table(found["runs"]) in page
-        assert f"`{found['command']}`" in page
