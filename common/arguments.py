@@ -26,7 +26,6 @@ from common import (
     counted,
     errors,
     in_one_line,
-    replaced,
     show_any_text,
     speaks_for_all,
     trackers,
@@ -396,8 +395,7 @@ def load_function(argument: str, name: str, may_be_class: bool = False) -> Calla
     try:
         if ":" not in name:  # `resolve_name` would take the name of a module
             raise ValueError("no colon")
-        with no_silent_end():
-            function = pkgutil.resolve_name(name)
+        function = pkgutil.resolve_name(name)
         if not callable(function) or (isinstance(function, type) and not may_be_class):
             raise TypeError(f"expected a function, found {function!r}")
     except KeyboardInterrupt:
@@ -425,24 +423,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns a question about the nearest known word, to append to a message; "" without one."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-def no_silent_end():
-    """Makes `os._exit(0)` raise `SystemExit` inside the block, in which code of the user runs.
-
-    `os._exit(0)` would end the process at once, with the status of a run that is done. Processes
-    that the code forks may end like that. Any other status shows that the run failed. An exit from
-    C and a program that replaces this one (`os.exec*`) are not noticed.
-    """
-    owner = os.getpid()
-    end = os._exit
-
-    def refuse_success(status: int) -> None:
-        if status == 0 and os.getpid() == owner:
-            sys.exit("os._exit(0)")
-        end(status)
-
-    return replaced((os, "_exit", refuse_success))
 
 
 def fill_in_micro_batches(args, on_gpu: bool) -> str | None:

@@ -323,11 +323,6 @@ class RewardArgs(RolloutArgs):
         help="one for the reward model, if there is one, then one for each function; default: 1 "
         "each",
     )
-    reward_timeout: float = arg(
-        default=600.0,
-        at_least=0,
-        help="seconds that a call of a reward function may take; 0: no limit",
-    )
     environment: str | None = arg(
         default=None,
         help="MODULE:CLASS that answers the model or has tools that it may call, one instance for "
@@ -352,7 +347,6 @@ class RewardArgs(RolloutArgs):
     )
 
     may_change: ClassVar[set[str]] = RolloutArgs.may_change | {
-        "reward_timeout",
         "environment_timeout",
         "environment_errors",
     }

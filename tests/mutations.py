@@ -56,7 +56,6 @@ PPO_RUN = "rollout/test_ppo.py::test_every_logged_number_of_a_run[kl in the rewa
 RESTORED = "contracts/test_resume.py::test_a_checkpoint_holds_what_decides_the_rest_of_a_run"
 REWARD_RUN = "models/test_reward.py::test_every_logged_number_and_the_weights_of_a_run"
 SHARED_PREFILL = "rollout/test_ppo.py::test_responses_of_a_prompt_share_its_prefill"
-TOO_LONG = "rollout/test_rewards.py::test_a_function_that_takes_too_long"
 TOKEN_MEANS = "contracts/test_metrics.py::test_the_token_means_of_sft"
 DPO_METRICS = "contracts/test_metrics.py::test_the_eight_metrics_of_dpo"
 
@@ -857,13 +856,6 @@ ROLLOUTS = [
         "preference_recipes/rollouts/rewards.py",
         replace("score", "values * weights", by="values"),
         "rollout/test_rewards.py::test_the_total_is_the_weighted_sum_of_the_parts_that_are_there",
-    ),
-    Fault(
-        "interrupted_once",
-        "a function that catches everything is interrupted once and then goes on",
-        "preference_recipes/rollouts/reward_calls.py",
-        replace("time_limit.watch", "pause = 1.0", by="return"),
-        f"{TOO_LONG}[catches_all]",
     ),
     Fault(
         "distill_tokens_divided_by_samples",

@@ -1,7 +1,6 @@
-"""Calls reward functions: what they are given, how long they may take, what they may return."""
+"""Calls reward functions: what they are given, what they may return."""
 
 import asyncio
-import contextlib
 import copy
 import functools
 import inspect
@@ -11,9 +10,8 @@ import numbers
 import os
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +28,6 @@ OF_EPISODES = ("messages", "environments")
 OWN_NAMES = ("prompt", "prompts", "responses", *OWN_KEYWORDS, *OF_EPISODES)
 # The largest score that fp32 holds.
 LARGEST = float(np.finfo(np.float32).max)
-# How long an async function may take to end after it is cancelled.
-GRACE_SECONDS = 1.0
 
 
 class Uncopied(list):
@@ -39,10 +35,6 @@ class Uncopied(list):
 
     def __deepcopy__(self, _memo) -> "Uncopied":
         return self
-
-
-class OutOfTime(BaseException):
-    """A function took too long. Not an `Exception`, which it might catch."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +118,7 @@ def columns_of(data: list[dict]) -> list[str]:
     return list(dict.fromkeys(name for row in data for name in row))
 
 
-def call(name: str, function: Callable, given: Given, timeout: float) -> list[float]:
+def call(name: str, function: Callable, given: Given) -> list[float]:
     """Calls a reward function `(prompts, responses, **columns) -> scores`, which may be async.
 
     Columns that its signature does not name are not passed, unless it takes `**columns`. It gets
@@ -134,32 +126,21 @@ def call(name: str, function: Callable, given: Given, timeout: float) -> list[fl
 
     Args:
         name: for messages.
-        timeout: seconds that it may take; 0: no limit.
 
     Returns:
         A score for each sample, NaN where the function returned None.
 
     Raises:
-        SystemExit: it raised, took too long, wanted to end the program, or returned something other
-            than one number that fp32 holds or None for each response. The message names the
-            function and the data rows.
+        SystemExit: it raised, or returned something other than one number that fp32 holds or None
+            for each response. The message names the function and the data rows.
         KeyboardInterrupt: the user's Ctrl-C, where no run handles it.
     """
     try:
         keywords = keywords_for(function, given)
         prompts, responses, keywords = copy.deepcopy((given.prompts, given.responses, keywords))
-        with arguments.no_silent_end():
-            with time_limit(timeout):
-                scores = function(prompts, responses, **keywords)
-            if inspect.isawaitable(scores):
-                # An async function is cancelled in time. One that also blocks is interrupted later.
-                with time_limit(timeout and timeout + GRACE_SECONDS):
-                    scores = event_loop().run_until_complete(finish(scores, timeout))
-    except OutOfTime:
-        sys.exit(
-            f"--reward_function {name} took longer than --reward_timeout {timeout:g} seconds for "
-            f"{len(given.responses)} responses, {given.describe_rows()}"
-        )
+        scores = function(prompts, responses, **keywords)
+        if inspect.isawaitable(scores):
+            scores = event_loop().run_until_complete(scores)
     except BaseException as error:
         if is_ctrl_c(error):
             raise
@@ -169,6 +150,12 @@ def call(name: str, function: Callable, given: Given, timeout: float) -> list[fl
             f"called with {given.describe_rows()}"
         )
     return check(name, scores, given)
+
+
+@functools.cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Returns the one event loop of this process: clients that functions keep are bound to it."""
+    return asyncio.new_event_loop()
 
 
 def is_ctrl_c(error: BaseException) -> bool:
@@ -349,69 +336,3 @@ def wanted_columns(signature: inspect.Signature) -> list[str]:
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-
-
-# ============================================================ time limits
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float):
-    """Raises `OutOfTime` inside the block after this many seconds; 0: never.
-
-    The block runs in the main thread, and libraries that check answers set alarms of their own
-    there. So another thread watches the time, and sends a signal whose handler raises.
-    """
-    if not seconds:
-        yield
-        return
-    block_ended = threading.Event()
-    expired = threading.Event()
-
-    def watch() -> None:
-        pause = seconds
-        while not block_ended.wait(pause):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
-            pause = 1.0  # again, because a bare `except:` may have caught the first
-
-    def interrupt(*_) -> None:
-        expired.set()
-        if not block_ended.is_set():
-            raise OutOfTime
-
-    before = signal.signal(signal.SIGUSR2, interrupt)
-    watchdog = threading.Thread(target=watch, daemon=True)
-    watchdog.start()
-    try:
-        try:
-            yield
-        finally:
-            block_ended.set()
-    finally:  # also where the signal came at the very end of the block
-        block_ended.set()
-        watchdog.join()
-        signal.signal(signal.SIGUSR2, before)
-    if expired.is_set():
-        raise OutOfTime
-
-
-@functools.cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """Returns the one event loop of this process: clients that functions keep are bound to it."""
-    return asyncio.new_event_loop()
-
-
-async def finish(scores: Awaitable, timeout: float) -> Any:
-    """Waits for what an async function returns.
-
-    Raises:
-        OutOfTime: it takes more than `timeout` seconds. Everything that it started is cancelled.
-    """
-    task = asyncio.ensure_future(scores)
-    await asyncio.wait({task}, timeout=timeout or None)
-    if task.done():
-        return task.result()
-    started = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in started:
-        task.cancel()
-    await asyncio.wait(started, timeout=GRACE_SECONDS)
-    raise OutOfTime

@@ -186,8 +186,7 @@ class Judge:
             instances = [run.stage.instances[row] for row in rows]
             given.keywords["environments"] = reward_calls.Uncopied(instances)
         return [
-            reward_calls.call(name, function, given, run.args.reward_timeout)
-            for name, function in self.functions.items()
+            reward_calls.call(name, function, given) for name, function in self.functions.items()
         ]
 
     def check_totals(self, samples: Samples, decides: np.ndarray, total: np.ndarray) -> None:

@@ -185,7 +185,7 @@ def describe_scores(args, values: dict, tokenizer: PreTrainedTokenizerBase) -> l
         if reward_calls.takes_episodes(function):
             lines.append(f"  {name} is not called: it takes what only an episode gives")
             continue
-        scores = reward_calls.call(name, function, given, args.reward_timeout)
+        scores = reward_calls.call(name, function, given)
         for response, score in zip(given.responses, scores):
             lines.append(f"  {name} scores the response {reward_calls.cut(response)}: {score:g}")
     return lines

@@ -25,7 +25,6 @@ ARGS = dict(
     reward_model_name_or_path=None,
     environment=None,
     reward_weights=None,
-    reward_timeout=0.0,
     normalize_reward=False,
     attn_implementation=None,
     load_in_4bit=False,

@@ -150,7 +150,7 @@ def test_a_reward_function_that_fails_ends_the_preview(monkeypatch, capsys):
     settings = {**SETTINGS, "max_new_tokens": 8}
     converter = dataset.Converter(prompt_row, tokenizer, {}, settings)
     values = converter.convert_row({"prompt": "2+3=", "answer": "5"}, 6)
-    args = type("Args", (), {"reward_function": ["fails"], "reward_timeout": 0})
+    args = type("Args", (), {"reward_function": ["fails"]})
     with pytest.raises(SystemExit) as refused:
         preview.describe_scores(args, values, tokenizer)
     assert "raised ValueError: no such column" in refused.value.code
