@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations import is_fsdp_enabled
+from transformers.utils import is_sentencepiece_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from common import cpu, distributed, folders, hub, print_once, record, zero
@@ -412,6 +413,13 @@ def from_pretrained(auto_class, kind: str, name: str, **settings):
         return auto_class.from_pretrained(name, trust_remote_code=False, **settings)
     except Exception as error:  # torn weights, a missing attention package, any tokenizer's error
         refuse_own_code(name, error)
+        if "tiktoken" in str(error) and not is_sentencepiece_available():
+            # Where sentencepiece is missing, transformers tries tiktoken and names that alone.
+            sys.exit(
+                f"no {kind} could be loaded from {name!r}: without a tokenizer.json its "
+                "tokenizer.model is read by sentencepiece, which is not installed: "
+                "pip install sentencepiece (or tiktoken, if the file is one of tiktoken's)"
+            )
         first_line = str(error).strip().splitlines()[0]
         sys.exit(f"no {kind} could be loaded from {name!r}: {first_line} {EXPECTED}")
 
